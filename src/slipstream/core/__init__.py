@@ -1,0 +1,1 @@
+"""Plain data that every layer speaks: requests, parameters, drafts, verdicts, outputs, errors."""

@@ -1,0 +1,79 @@
+"""Drafts: trees of guessed tokens that hang from the last committed token.
+
+On the host a draft of one request is a `Tree`; in a round all of them are one `Draft` of tensors, so that packing,
+verification and commit run without Python per token. Node 0 is the first guess; parent -1 is the root (the last
+committed token). A parent always stands before its children. A chain is a tree without branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import DrafterError
+
+MAX_NODES = 63
+"""A request brings at most 64 rows to a pass, its last committed token included: one 64-bit mask word a row."""
+
+ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One request's draft on the host."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @staticmethod
+    def chain(tokens: Sequence[int]) -> Tree:
+        return Tree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def check(self, vocab_size: int, budget: int) -> None:
+        """Raise `DrafterError` unless this is a tree that a round can verify."""
+        if len(self.tokens) != len(self.parents):
+            raise DrafterError(f"{len(self.tokens)} tokens but {len(self.parents)} parents: must be as many")
+        if len(self.tokens) > min(budget, MAX_NODES):
+            raise DrafterError(f"{len(self.tokens)} nodes: at most {min(budget, MAX_NODES)} were asked for")
+        siblings: set[tuple[int, int]] = set()
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if not 0 <= token < vocab_size:
+                raise DrafterError(f"node {node}: token {token} is outside the vocabulary of {vocab_size}")
+            if not ROOT <= parent < node:
+                raise DrafterError(f"node {node}: parent {parent} must be -1 (the root) or an earlier node")
+            if (parent, token) in siblings:
+                raise DrafterError(f"node {node}: token {token} stands twice under parent {parent}")
+            siblings.add((parent, token))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The drafts of all B requests of a round, K nodes at most. Columns from `counts[b]` on are padding."""
+
+    tokens: Tensor  # [B, K] int64
+    parents: Tensor  # [B, K] int64, -1 is the root
+    counts: Tensor  # [B] int64
+    is_chain: bool  # every tree in it is a chain: causal order is enough, no masks
+
+    @staticmethod
+    def pack(trees: Sequence[Tree], device: torch.device) -> Draft:
+        width = max((len(tree) for tree in trees), default=0)
+        tokens = [list(t.tokens) + [0] * (width - len(t)) for t in trees]
+        parents = [list(t.parents) + list(range(len(t) - 1, width - 1)) for t in trees]
+        shape = (len(trees), width)
+        return Draft(
+            torch.tensor(tokens, dtype=torch.int64, device=device).view(shape),
+            torch.tensor(parents, dtype=torch.int64, device=device).view(shape),
+            torch.tensor([len(t) for t in trees], dtype=torch.int64, device=device),
+            all(t.parents == tuple(range(-1, len(t) - 1)) for t in trees),
+        )
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]

@@ -1,0 +1,67 @@
+"""Every error that Slipstream raises on purpose.
+
+    SlipstreamError
+    ├── ConfigError         an option has a wrong name or value (also a ValueError)
+    ├── ModelError          a model cannot be used
+    │   ├── ModelNotFound       no such folder, file or hub id
+    │   ├── DownloadError       fetching or checking it failed; nothing half-written is left
+    │   └── UnsupportedModel    it loads, but we would not compute what it computes
+    ├── CapacityError       it does not fit: memory budget, context limit
+    ├── RequestError        one request is wrong or failed; the others go on
+    │   ├── InvalidRequest      refused before it started (also a ValueError)
+    │   ├── NumericError        the model gave NaN or no possible token
+    │   └── Aborted             cancelled by its owner
+    └── DrafterError        a drafter cannot be used with this target
+
+A message names the key, the value, and what would be right.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """The root of all errors raised on purpose."""
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """An option has a wrong name or value."""
+
+
+class ModelError(SlipstreamError):
+    """A model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such folder, file or hub id."""
+
+
+class DownloadError(ModelError):
+    """Fetching or checking a model failed; nothing half-written is left."""
+
+
+class UnsupportedModel(ModelError):
+    """The model loads, but running it would not compute what it computes."""
+
+
+class CapacityError(SlipstreamError):
+    """Something does not fit into the memory budget or the context."""
+
+
+class RequestError(SlipstreamError):
+    """One request is wrong or failed; the others go on."""
+
+
+class InvalidRequest(RequestError, ValueError):
+    """The request was refused before it started."""
+
+
+class NumericError(RequestError):
+    """The model gave NaN, or left no possible token."""
+
+
+class Aborted(RequestError):
+    """The request was cancelled by its owner."""
+
+
+class DrafterError(SlipstreamError):
+    """A drafter cannot be used with this target."""

@@ -1,0 +1,93 @@
+"""What a caller gets back, in vLLM's shape where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability under the raw model; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class DrafterStats:
+    """What one drafter did for one request."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    failures: int = 0
+
+    @property
+    def alpha(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did for one request. tau counts the target's own token."""
+
+    rounds: int = 0  # target passes that emitted for this request
+    emitted: int = 0  # tokens they emitted
+    drafted: int = 0
+    accepted: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
+    by_drafter: dict[str, DrafterStats] = field(default_factory=dict)
+
+    @property
+    def alpha(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tau(self) -> float:
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds. `first_token_s` and `total_s` count from the request's arrival."""
+
+    queued_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+    def decode_tokens_per_s(self, tokens: int) -> float:
+        """Rate after the first token; 0 where there was no second one."""
+        return (tokens - 1) / (self.total_s - self.first_token_s) if self.total_s > self.first_token_s else 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` answers of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or token id that ended it
+    error: str | None = None
+    timing: Timing = field(default_factory=Timing)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its answers so far; `finished` when all of them ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False

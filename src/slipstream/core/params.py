@@ -1,0 +1,113 @@
+"""What a caller may ask of one request: how to sample, when to stop, how to speculate.
+
+Everything here only changes the target's probabilities or where the answer ends, so nothing needs a special case
+in the verifier (see `docs/exactness.md`). Field names and meanings follow vLLM's `SamplingParams` where it has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOPS = 64
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """How one request speculates. It changes the speed, never the tokens.
+
+    enabled: False decodes this request plainly.
+    drafter: name of a drafter that the engine has loaded; None takes the engine's own choice.
+    draft_tokens: most nodes a draft of this request may have; None takes the drafter's default.
+    """
+
+    enabled: bool = True
+    drafter: str | None = None
+    draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= 63:
+            raise InvalidRequest(f"draft_tokens={self.draft_tokens}: must be 0 to 63 (a pass checks at most 64 rows)")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. Temperature 0 is greedy.
+
+    seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch.
+        None draws a fresh one.
+    logprobs: return the log probability of each token and of this many alternatives, from the raw model
+        (before temperature, penalties and masks).
+    prediction: text that the answer is likely to repeat; it is drafted from, never trusted.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    max_tokens: int = 256
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    prediction: str | None = None
+    speculation: SpeculationParams = SpeculationParams()
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.top_k == -1:  # vLLM's other spelling of "off"
+            object.__setattr__(self, "top_k", 0)
+        self._check("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
+        self._check("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0, at most 1")
+        self._check("top_k", self.top_k >= 0, "0 (off) or more")
+        self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
+        self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
+        self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
+        self._check("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0, at most 10")
+        self._check("min_tokens", 0 <= self.min_tokens, "0 or more")
+        self._check("max_tokens", self.max_tokens >= 1, "1 or more")
+        self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
+        self._check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, "0 to 2^64 - 1, or None for a fresh one")
+        self._check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        self._check("stop", len(stops) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
+        self._check("stop", all(isinstance(s, str) and s for s in stops), "non-empty strings")
+        self._check("bad_words", all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings")
+        self._check("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "finite numbers by token id")
+
+    def _check(self, key: str, right: bool, remedy: str) -> None:
+        if not right:
+            raise InvalidRequest(f"{key}={getattr(self, key)!r}: must be {remedy}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalized(self) -> bool:
+        """Does the next token's probability depend on how often tokens came before?"""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

@@ -1,0 +1,80 @@
+"""The drafter's contract. A new drafter is one file beside this one and a line in the registry.
+
+A drafter only guesses; whatever it proposes, the tokens are the target's. So it may be wrong, but it must be quick,
+and it must never touch a request's own state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from slipstream.core.draft import Draft, Tree
+from slipstream.core.params import SamplingParams
+from slipstream.core.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter needs from the engine."""
+
+    device: bool = False  # True: proposes tensors (a `DeviceDrafter`); False: plain Python data (a `HostDrafter`)
+    own_cache: bool = False  # keeps K and V of its own on the target's page table
+    probabilities: bool = False  # can say with what probability it drew each node
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """What a drafter is told of a request. It reads `tokens`, and never changes it."""
+
+    id: str
+    tokens: Sequence[int]  # prompt and answer so far; it grows from round to round
+    prompt_length: int
+    params: SamplingParams
+    slot: int  # the request's row in the engine's static tensors
+    prediction: Sequence[int] = ()  # the user's own guess at the answer, as tokens
+
+
+class Drafter(ABC):
+    """Anything that guesses. The engine calls `start` once, `propose` and `observe` once a round, `stop` once."""
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs] = Needs()
+    default_draft_tokens: ClassVar[int] = 5
+
+    def start(self, request: DraftRequest) -> None:  # noqa: B027 - most drafters need not know
+        """A request's prompt is in the cache and it is about to draft."""
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:  # noqa: B027
+        """The round is over: what became of the drafts, and what was emitted. Called for undrafted rounds too."""
+
+    def stop(self, request_id: str) -> None:  # noqa: B027
+        """The request ended, or is to be recomputed: forget it. May come without a `start`."""
+
+
+class HostDrafter(Drafter):
+    """Guesses in plain Python. Late or raising, it costs its request the draft, never the answer."""
+
+    bounded: ClassVar[bool] = False
+    """True where `propose` cannot hang: the engine then calls it in place instead of under a deadline."""
+
+    @abstractmethod
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        """One tree a request, of at most `budget[i]` nodes; an empty tree is plain decoding. Does not block."""
+
+    def promise(self, request_id: str) -> Sequence[float] | None:
+        """For the tree just proposed: each node's estimated probability that its whole path is accepted.
+
+        The planner cuts the tree where it would not pay. None: the drafter cannot tell.
+        """
+        return None
+
+
+class DeviceDrafter(Drafter):
+    """Guesses on the target's device, in static tensors, without the host looking on."""
+
+    @abstractmethod
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        """One row of the draft a request. Writes only the drafter's own cache, behind the committed length."""

@@ -1,0 +1,33 @@
+"""One kind of pass: a flat, ragged batch of N tokens of B requests.
+
+Prompt chunks, plain steps and draft trees stand side by side. A row sees its request's committed prefix and, of the
+rows that its request brings to this pass, its ancestors and itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PassBatch:
+    """What the target pass reads. Rows of one request are neighbours, in order; `row_starts` has B + 1 entries."""
+
+    input_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64: absolute position, depth in the tree counted
+    slots: Tensor  # [N] int64: where this row's K and V go in the cache
+    row_starts: tuple[int, ...]  # [B + 1] on the host: shapes are the host's business
+    prefix_lengths: tuple[int, ...]  # [B] tokens of the request that are in the cache before this pass
+    pages: tuple[tuple[int, ...], ...]  # [B] page ids of each request, covering prefix and rows
+    masks: Tensor | None  # [N] int64, bit j: this row sees the request's j-th row; None: causal order
+    logit_rows: Tensor | None  # [R] int64: the rows that reach the LM head; None: all of them
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_starts[-1]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prefix_lengths)
