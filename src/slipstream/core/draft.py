@@ -74,6 +74,34 @@ class Draft:
             all(t.parents == tuple(range(-1, len(t) - 1)) for t in trees),
         )
 
+    @staticmethod
+    def merge(parts: Sequence[tuple[Sequence[int], Draft]], requests: int, device: torch.device) -> Draft:
+        """One draft of several drafters' drafts: each part says for which of the requests its rows are."""
+        if len(parts) == 1 and list(parts[0][0]) == list(range(requests)):
+            return parts[0][1]
+        width = max((part.width for _, part in parts), default=0)
+        tokens = torch.zeros((requests, width), dtype=torch.int64, device=device)
+        parents = torch.arange(-1, width - 1, device=device).repeat(requests, 1)
+        counts = torch.zeros(requests, dtype=torch.int64, device=device)
+        for rows, part in parts:
+            index = torch.tensor(rows, dtype=torch.int64, device=device)
+            tokens[index, : part.width] = part.tokens
+            parents[index, : part.width] = part.parents
+            counts[index] = part.counts
+        return Draft(tokens, parents, counts, all(part.is_chain for _, part in parts))
+
+    def extended(self, more: int) -> Draft:
+        """The same with empty drafts for `more` further requests."""
+        if not more:
+            return self
+        filler = torch.arange(-1, self.width - 1, device=self.tokens.device).repeat(more, 1)
+        return Draft(
+            torch.cat((self.tokens, torch.zeros_like(filler))),
+            torch.cat((self.parents, filler)),
+            torch.cat((self.counts, self.counts.new_zeros(more))),
+            self.is_chain,
+        )
+
     @property
     def width(self) -> int:
         return self.tokens.shape[1]

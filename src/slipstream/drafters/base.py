@@ -7,13 +7,15 @@ and it must never touch a request's own state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
+from slipstream.kv.pages import PageCopy, PagePool, PageTable
+from slipstream.sampling.table import SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,16 @@ class DraftRequest:
     params: SamplingParams
     slot: int  # the request's row in the engine's static tensors
     prediction: Sequence[int] = ()  # the user's own guess at the answer, as tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the engine lends a device drafter. It reads these, and changes none of them."""
+
+    pool: PagePool  # a cache of its own hangs on the target's pages
+    page_table: Callable[[str], PageTable]  # of a request, by id
+    sampling: SamplingTable  # the rule of sampling, and each request's parameters and noise
+    max_rows: int  # most rows of one pass
 
 
 class Drafter(ABC):
@@ -74,6 +86,12 @@ class HostDrafter(Drafter):
 
 class DeviceDrafter(Drafter):
     """Guesses on the target's device, in static tensors, without the host looking on."""
+
+    def attach(self, services: Services) -> None:  # noqa: B027
+        """The engine is built: what it lends is ready. Called once, before any request."""
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:  # noqa: B027
+        """Requests were forked: copy these pages in the drafter's own cache, if it has one."""
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:

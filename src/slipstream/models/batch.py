@@ -21,7 +21,8 @@ class PassBatch:
     row_starts: tuple[int, ...]  # [B + 1] on the host: shapes are the host's business
     prefix_lengths: tuple[int, ...]  # [B] tokens of the request that are in the cache before this pass
     pages: tuple[tuple[int, ...], ...]  # [B] page ids of each request, covering prefix and rows
-    masks: Tensor | None  # [N] int64, bit j: this row sees the request's j-th row; None: causal order
+    is_tree: tuple[bool, ...]  # [B] does the request bring a tree, whose rows need `masks`? Otherwise causal order
+    masks: Tensor | None  # [N] int64, bit j: this row sees the request's j-th row; None where there is no tree
     logit_rows: Tensor | None  # [R] int64: the rows that reach the LM head; None: all of them
 
     @property

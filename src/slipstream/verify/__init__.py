@@ -1,0 +1,1 @@
+"""Which nodes of a draft stand: `exact` accepts what equals the target's own choice."""

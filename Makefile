@@ -1,0 +1,40 @@
+# Every target works alone on a machine that has only Python 3.11 or later and pip.
+
+PYTHON ?= $(shell for p in python3.11 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test soak format model
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# Some systems ship Python without ensurepip: their own pip then fills the environment.
+# torch comes first, alone and pinned, so that no other package can ask for one with CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv || { \
+	    $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+model: $(READY) ## fetch the default model once (93 MB)
+	@$(BIN)/python -m slipstream.models.default
+
+demo: $(READY) model ## the same answer with and without speculation, and the speed of each
+	@$(BIN)/python -m slipstream.bench.demo
+
+test: $(READY) model ## format, lint, types, layers, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m "not soak and not gpu"
+
+soak: $(READY) model ## the long tests
+	$(BIN)/python -m pytest -m soak
+
+format: $(READY) ## put the code into the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

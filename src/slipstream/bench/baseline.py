@@ -1,0 +1,243 @@
+"""transformers' own `generate`, as the baseline that everybody has.
+
+It runs in a process of its own (`python -m slipstream.bench.baseline`): its memory does not count as ours, its
+threads do not disturb ours, and it still takes its turn prompt by prompt. The two talk in JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from slipstream.bench.run import Answer, Measured, source_environment
+from slipstream.core.errors import ModelError
+from slipstream.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+NAME = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConfig:
+    """What the peer loads; the same model in the same precision on the same device as ours."""
+
+    path: str
+    dtype: str
+    device: str
+    threads: int
+    batch_size: int = 1
+    trust_remote_code: bool = False
+
+
+def same_as_ours(llm: LLM, *, dtype: str, device: str, batch_size: int, trust_remote_code: bool) -> PeerConfig:
+    """The peer that loads what `llm` loaded, as these options had it."""
+    import torch
+
+    from slipstream.models.load import load_config, pick_device, pick_dtype
+
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place, load_config(llm.model_path, trust_remote_code))
+    return PeerConfig(
+        path=str(llm.model_path),
+        dtype=str(precision).removeprefix("torch."),
+        device=str(place),
+        threads=torch.get_num_threads(),
+        batch_size=batch_size,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+class TransformersPeer:
+    """transformers in a child process, as a mode of the benchmark. A context manager: leaving it ends the child."""
+
+    name = NAME
+
+    def __init__(self, config: PeerConfig) -> None:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.bench.baseline"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env={**source_environment(), **quiet},
+            text=True,
+        )
+        try:
+            self.eos_token_ids = frozenset(self.ask(asdict(config))["eos_token_ids"])
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        line = ""
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        if not line:
+            self.process.wait()
+            self.errors.seek(0)
+            last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise ModelError(f"--peers {NAME}: it ended with {self.process.returncode}: {' '.join(last)}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
+        first = params[0]
+        reply = self.ask(
+            {
+                "prompts": [list(ids) for ids in prompts],
+                "max_tokens": first.max_tokens,
+                "temperature": first.temperature,
+                "top_p": first.top_p,
+                "top_k": first.top_k,
+                "min_p": first.min_p,
+                "seed": first.seed or 0,
+            }
+        )
+        answers = tuple(Answer(tuple(a["token_ids"]), a["first_token_s"], a["total_s"]) for a in reply["answers"])
+        return Measured(answers, reply["wall_s"])
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()  # the child ends at the end of its input
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.errors.close()
+
+    def __enter__(self) -> TransformersPeer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def start_to_first_token(config: PeerConfig, ids: Sequence[int]) -> float:
+    """Seconds from starting a fresh process with bare transformers to its first token."""
+    start = time.perf_counter()
+    with TransformersPeer(config) as peer:
+        peer.answer([ids], [SamplingParams(temperature=0, max_tokens=1)])
+        return time.perf_counter() - start
+
+
+# From here on: the child process.
+
+
+def as_set(eos: int | list[int] | None) -> list[int]:
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+class Server:
+    """The model in the child, answering one message after another."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
+        torch.set_num_threads(config.threads)
+        self.torch = torch
+        self.config = config
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            Path(config.path), dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        )
+        self.model = model.to(config.device).eval()
+        self.eos = as_set(self.model.generation_config.eos_token_id)
+
+    def clock(self) -> float:
+        if self.config.device.startswith("cuda"):
+            self.torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """In padded batches of `batch_size`, as one would with transformers."""
+        prompts, size = message["prompts"], self.config.batch_size
+        answers: list[dict[str, Any]] = []
+        start = self.clock()
+        for at in range(0, len(prompts), size):
+            answers += self.batch(prompts[at : at + size], message)
+        return {"answers": answers, "wall_s": self.clock() - start}
+
+    def batch(self, prompts: list[list[int]], message: dict[str, Any]) -> list[dict[str, Any]]:
+        from transformers import GenerationConfig, StoppingCriteriaList
+
+        torch = self.torch
+        width = max(map(len, prompts))
+        padding = self.eos[0] if self.eos else 0
+        ids = torch.tensor([[padding] * (width - len(p)) + p for p in prompts], device=self.config.device)  # [B, L]
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.config.device)
+        sampled = message["temperature"] > 0
+        knobs = {key: message[key] for key in ("temperature", "top_p", "top_k", "min_p")} if sampled else {}
+        settings = GenerationConfig(  # type: ignore[no-untyped-call,unused-ignore]
+            max_new_tokens=message["max_tokens"],
+            do_sample=sampled,
+            eos_token_id=self.eos or None,
+            pad_token_id=padding,
+            **knobs,
+        )
+        first: list[float] = []
+
+        def note_first(input_ids: Any, scores: Any, **_: Any) -> Any:
+            """Called after every token: the first call tells when the prompt had been read."""
+            if not first:
+                first.append(self.clock())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+        torch.manual_seed(message["seed"])
+        start = self.clock()
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([note_first]),  # type: ignore[list-item,unused-ignore]
+            )
+        total_s = self.clock() - start
+        rows = [self.cut(row) for row in out[:, width:].tolist()]
+        return [{"token_ids": row, "first_token_s": first[0] - start, "total_s": total_s} for row in rows]
+
+    def cut(self, tokens: list[int]) -> list[int]:
+        """Up to the end-of-text token, which is kept; what follows is padding."""
+        ends = [index for index, token in enumerate(tokens) if token in self.eos]
+        return tokens[: ends[0] + 1] if ends else tokens
+
+
+def serve() -> None:
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    sys.stdout = sys.stderr  # what a library prints must not reach the parent as an answer
+    server: Server | None = None
+    for line in sys.stdin:
+        message = json.loads(line)
+        if server is None:
+            server = Server(PeerConfig(**message))
+            reply: dict[str, Any] = {"eos_token_ids": server.eos}
+        else:
+            reply = server.answer(message)
+        channel.write(json.dumps(reply) + "\n")
+        channel.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,138 @@
+"""The shortest proof: one answer with and without speculation, the same tokens, and the speed of each.
+
+`python -m slipstream.bench.demo`, which is what `make demo` runs. Exits with 1 if the tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.params import SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+DRAFTER = "ngram"
+ROUNDS = 3
+
+PROMPT = """Repeat the code below exactly, but rename the function `area` to `surface`. Return only the code.
+
+```python
+class Rectangle:
+    def __init__(self, width, height):
+        if width < 0 or height < 0:
+            raise ValueError("width and height must not be negative")
+        self.width = width
+        self.height = height
+
+    def area(self):
+        return self.width * self.height
+
+    def perimeter(self):
+        return 2 * (self.width + self.height)
+
+    def scaled(self, factor):
+        return Rectangle(self.width * factor, self.height * factor)
+
+    def __repr__(self):
+        return f"Rectangle({self.width}, {self.height})"
+```
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same prompt, decoded plainly and with speculation."""
+
+    plain: CompletionOutput
+    drafted: CompletionOutput
+
+    @property
+    def same(self) -> bool:
+        return self.plain.token_ids == self.drafted.token_ids
+
+    @property
+    def plain_rate(self) -> float:
+        return self.plain.timing.decode_tokens_per_s(len(self.plain.token_ids))
+
+    @property
+    def drafted_rate(self) -> float:
+        return self.drafted.timing.decode_tokens_per_s(len(self.drafted.token_ids))
+
+    @property
+    def speedup(self) -> float:
+        return self.drafted_rate / self.plain_rate if self.plain_rate else 0.0
+
+
+def compare(llm: LLM, max_tokens: int) -> Comparison:
+    """Both ways in turn, the best of a few rounds of each; the first warms up."""
+    prompt = {"prompt_token_ids": llm.chat_prompt([{"role": "user", "content": PROMPT}])}
+    ways = (SpeculationParams(enabled=False), SpeculationParams(drafter=DRAFTER))
+    best: list[CompletionOutput] = []
+    for number in range(ROUNDS + 1):
+        for way, speculation in enumerate(ways):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
+            answer = llm.generate([prompt], params)[0].outputs[0]
+            if number == 0:
+                best.append(answer)
+            elif number == 1 or answer.timing.total_s < best[way].timing.total_s:
+                best[way] = answer
+    return Comparison(*best)
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """One text, since both are the same; where they differ, both."""
+    rates = Table.grid(padding=(0, 3))
+    plain, drafted = comparison.plain, comparison.drafted
+    rates.add_row("plain", f"{comparison.plain_rate:.1f} tok/s", "tau 1.00", "")
+    rates.add_row(
+        Text("speculative", style="bold green"),
+        Text(f"{comparison.drafted_rate:.1f} tok/s", style="bold green"),
+        f"tau {drafted.speculation.tau:.2f}",
+        Text(f"{comparison.speedup:.2f}x", style="bold green"),
+    )
+    verdict = Text("same tokens: yes", style="bold green") if comparison.same else Text("same tokens: NO", "bold red")
+    shown = [Text(plain.text.strip()), Text()]
+    if not comparison.same:
+        shown += [Text("with speculation:", style="red"), Text(drafted.text.strip()), Text()]
+    title = f"{len(drafted.token_ids)} tokens, with and without speculation"
+    console.print(Panel(Group(*shown, rates, verdict), title=title, padding=(1, 2)))
+
+
+def load(model: str, on_progress: Callable[[str], None]) -> LLM:
+    from slipstream.engine.llm import LLM
+
+    return LLM(model, drafter=DRAFTER, on_progress=on_progress)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="slipstream.bench.demo", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="default", help="as for `slipstream generate`")
+    parser.add_argument("--max-tokens", type=int, default=192)
+    options = parser.parse_args(argv)
+    console = Console()
+    progress = Console(stderr=True)
+    try:
+        with progress.status("loading the model") as status, load(options.model, status.update) as llm:
+            status.update("answering twice, with and without speculation")
+            comparison = compare(llm, options.max_tokens)
+    except SlipstreamError as error:
+        progress.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    show(comparison, console)
+    return 0 if comparison.same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Runs the same prompts in several modes and measures them.
+
+For each unit of work all modes run one after another, in an order that rotates from unit to unit, so that a machine
+that slows down slows all of them. A unit is one prompt, or with concurrency all prompts of a category at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+from slipstream.bench.prompts import BenchPrompt, by_category, load_prompts
+from slipstream.core.errors import CapacityError, ConfigError, RequestError
+from slipstream.core.outputs import SpeculationStats
+from slipstream.core.params import SamplingParams, SpeculationParams
+from slipstream.drafters import parse_spec
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+PLAIN = "plain"
+PREFILL_TOKENS = 1024
+WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One prompt's answer in one mode. Seconds count from the request's arrival."""
+
+    token_ids: tuple[int, ...]
+    first_token_s: float
+    total_s: float
+    stats: SpeculationStats | None = None  # None: a peer, which tells nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The answers to the prompts of a unit, and how long all of them took together."""
+
+    answers: tuple[Answer, ...]
+    wall_s: float
+
+
+class Runner(Protocol):
+    """One mode: answers prompts given as tokens."""
+
+    @property
+    def name(self) -> str: ...
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured: ...
+
+
+@dataclass(frozen=True)
+class EngineRunner:
+    """Slipstream with one drafter, or without any."""
+
+    name: str
+    llm: LLM
+    speculation: SpeculationParams
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
+        own = [replace(p, speculation=self.speculation) for p in params]
+        start = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], own)
+        wall_s = time.perf_counter() - start
+        answers = []
+        for output in outputs:
+            first = output.outputs[0]
+            if first.error is not None:
+                raise RequestError(f"mode {self.name}: {first.error}")
+            timing = first.timing
+            answers.append(Answer(tuple(first.token_ids), timing.first_token_s, timing.total_s, first.speculation))
+        return Measured(tuple(answers), wall_s)
+
+
+def engine_runners(llm: LLM, drafters: Sequence[str], draft_tokens: int | None) -> list[Runner]:
+    """Plain decoding first, then one mode a drafter, named as on the command line (`model:PATH`)."""
+    runners: list[Runner] = [EngineRunner(PLAIN, llm, SpeculationParams(enabled=False))]
+    for drafter in drafters:
+        speculation = SpeculationParams(drafter=parse_spec(drafter).name, draft_tokens=draft_tokens)
+        runners.append(EngineRunner(drafter, llm, speculation))
+    return runners
+
+
+def check_drafters(drafters: Sequence[str]) -> None:
+    """Raise unless each can be chosen by its name, before a model is loaded for nothing."""
+    names = [parse_spec(drafter).name for drafter in drafters]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"--drafter {name}: twice; one run can compare different drafters, run again for the other"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Prompts of one category that run together."""
+
+    category: str
+    prompts: tuple[BenchPrompt, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be run, and how many prompts did not fit the model's context."""
+
+    units: tuple[Unit, ...]
+    skipped: int
+
+
+def plan_work(llm: LLM, prompts: Sequence[BenchPrompt], params: SamplingParams, concurrency: int) -> Work:
+    """Turn prompts into units. A sampled prompt has its own seed, the same in every mode."""
+    units: list[Unit] = []
+    fitting, ids, own = [], {}, {}
+    for index, prompt in enumerate(prompts):
+        ids[prompt.id] = tuple(llm.chat_prompt([{"role": "user", "content": prompt.text}]))
+        own[prompt.id] = params if params.greedy else replace(params, seed=(params.seed or 0) + index)
+        if len(ids[prompt.id]) + params.max_tokens <= llm.max_model_len:
+            fitting.append(prompt)
+    if not fitting:
+        raise CapacityError(f"no prompt fits max_model_len={llm.max_model_len} with max_tokens={params.max_tokens}")
+    for category, group in by_category(fitting).items():
+        size = 1 if concurrency == 1 else len(group)
+        for start in range(0, len(group), size):
+            part = tuple(group[start : start + size])
+            units.append(Unit(category, part, tuple(ids[p.id] for p in part), tuple(own[p.id] for p in part)))
+    return Work(tuple(units), len(prompts) - len(fitting))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One unit, measured once in one mode."""
+
+    unit: int
+    mode: str
+    repeat: int
+    measured: Measured
+
+
+def warm_up(unit: Unit, runners: Sequence[Runner]) -> None:
+    """Let every mode allocate, compile and learn its costs before anything is timed."""
+    short = [replace(p, max_tokens=min(p.max_tokens, WARM_UP_TOKENS)) for p in unit.params]
+    for runner in runners:
+        runner.answer(unit.token_ids, short)
+
+
+def measure(
+    units: Sequence[Unit],
+    runners: Sequence[Runner],
+    repeats: int = 1,
+    on_step: Callable[[str, str], None] | None = None,
+) -> list[Sample]:
+    """Every unit in every mode, `repeats` times. `on_step` hears the category and mode before each measurement."""
+    samples = []
+    for repeat in range(repeats):
+        for index, unit in enumerate(units):
+            turn = (index + repeat) % len(runners)
+            for runner in [*runners[turn:], *runners[:turn]]:
+                if on_step:
+                    on_step(unit.category, runner.name)
+                samples.append(Sample(index, runner.name, repeat, runner.answer(unit.token_ids, unit.params)))
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """How fast a long prompt is read, by mode, in prompt tokens per second."""
+
+    prompt_tokens: int
+    tokens_per_s: dict[str, float]
+
+
+def long_prompt(llm: LLM) -> tuple[int, ...]:
+    """About a thousand tokens of our own text."""
+    text = "\n\n".join(prompt.text for prompt in load_prompts() if prompt.category == "summarization")
+    ids = llm.chat_prompt([{"role": "user", "content": text}])
+    return tuple(ids[: min(PREFILL_TOKENS, llm.max_model_len - 1)])
+
+
+def measure_prefill(ids: Sequence[int], runners: Sequence[Runner], times: int = 3) -> PrefillReport:
+    """Time to the first token of a long prompt. Each time it starts elsewhere, so that no cached prefix can help."""
+    params = [SamplingParams(temperature=0, max_tokens=1)]
+    seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
+    for time_index in range(times + 1):
+        for runner in runners:
+            start = (time_index * 37) % len(ids)
+            measured = runner.answer([[*ids[start:], *ids[:start]]], params)
+            if time_index:  # the first time warms up
+                seconds[runner.name].append(measured.answers[0].first_token_s)
+    return PrefillReport(len(ids), {name: len(ids) / median(values) for name, values in seconds.items()})
+
+
+def source_environment() -> dict[str, str]:
+    """The environment for a fresh Python that must find this package, installed or not."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+
+
+def start_to_first_token(options: Sequence[str]) -> float:
+    """Seconds from starting a fresh `slipstream generate` to the first byte of its answer."""
+    command = [sys.executable, "-m", "slipstream", "generate", "Say hello.", "--max-tokens", "8", *options]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=source_environment()) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - start
+        _, errors = process.communicate()
+    if not first or process.returncode:
+        raise RequestError(f"--startup: the fresh process failed: {errors.decode(errors='replace').strip()[-500:]}")
+    return seconds

@@ -1,0 +1,248 @@
+"""`slipstream bench`: the same prompts with and without speculation, measured on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from slipstream import __version__
+from slipstream.bench import baseline, memory, report, run
+from slipstream.bench.prompts import load_prompts, select
+from slipstream.cli.options import OUTPUT, Common, loaded, with_common
+from slipstream.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+PROMPTS = "Prompts"
+MEASURING = "Measuring"
+DEFAULT_MAX_TOKENS = 128
+
+
+@with_common
+def bench(
+    common: Common,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines with 'prompt', or 'turns' and 'category' as in Spec-Bench. Default: our own prompts.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Only N prompts, spread evenly over the categories.", rich_help_panel=PROMPTS),
+    ] = None,
+    category: Annotated[
+        list[str] | None, typer.Option(help="Only this category. May be repeated.", rich_help_panel=PROMPTS)
+    ] = None,
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Requests in flight. Above 1, the prompts of a category run together.",
+            rich_help_panel=MEASURING,
+        ),
+    ] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Measure everything so often; the median counts.", rich_help_panel=MEASURING)
+    ] = 1,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also run another engine on the same prompts: transformers (its own generate).",
+            rich_help_panel=MEASURING,
+        ),
+    ] = None,
+    startup: Annotated[
+        bool,
+        typer.Option(
+            "--startup", help="Also time a fresh process from its start to the first token.", rich_help_panel=MEASURING
+        ),
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Keep the JSON of the last line in a file too, with every single measurement.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Measure what speculation brings on this machine.
+
+    Every drafter (repeat --drafter) and plain decoding answer the same prompts in turn. The table is for people; the
+    last line on stdout is JSON.
+    """
+    for peer in peers or ():
+        if peer != baseline.NAME:
+            raise ConfigError(f"--peers {peer}: unknown; must be {baseline.NAME}")
+    drafters = () if common.no_speculation else common.drafters
+    run.check_drafters(drafters)
+    params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
+    chosen = select(load_prompts(prompts), category or (), limit)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
+
+    imports = memory.rss_after_imports()
+    result: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["slipstream", *sys.argv[1:]],
+        "model": common.model,
+        "versions": versions(),
+        "hardware": hardware(),
+        "settings": {
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "concurrency": concurrency,
+            "repeats": repeats,
+            "dtype": common.dtype,
+            "device": common.device,
+            "draft_tokens": common.draft_tokens,
+        },
+    }
+    console = Console()
+    with loaded(common, drafters, max_num_seqs=concurrency) as llm, ExitStack() as stack:
+        work = run.plan_work(llm, chosen, params, concurrency)
+        runners = run.engine_runners(llm, drafters, common.draft_tokens)
+        eos: frozenset[int] = frozenset()
+        if peers:
+            same = baseline.same_as_ours(
+                llm,
+                dtype=common.dtype,
+                device=common.device,
+                batch_size=concurrency,
+                trust_remote_code=common.trust_remote_code,
+            )
+            other = stack.enter_context(baseline.TransformersPeer(same))
+            runners, eos = [*runners, other], other.eos_token_ids
+        modes = [runner.name for runner in runners]
+        samples = measured(work.units, runners, repeats)
+        prefill = run.measure_prefill(
+            run.long_prompt(llm), [r for r in runners if r.name in (run.PLAIN, baseline.NAME)]
+        )
+        used = memory_report(llm, imports)
+        if startup:
+            result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
+            if peers:
+                hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
+                result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
+    incomparable = (baseline.NAME,) if not params.greedy else ()
+    summary = report.summarize(work.units, samples, modes, eos=eos, incomparable=incomparable)
+    result |= {
+        "prompts": sum(len(unit.prompts) for unit in work.units),
+        "skipped_prompts": work.skipped,
+        "modes": modes,
+        **report.summary_json(summary),
+        "prefill": {
+            "prompt_tokens": prefill.prompt_tokens,
+            "tokens_per_s": {name: round(rate, 2) for name, rate in prefill.tokens_per_s.items()},
+        },
+        "memory": used.to_json(),
+    }
+    console.print(report.table(summary))
+    for line in closing_lines(summary, prefill, used, result):
+        console.print(line, markup=False, highlight=False)
+    print(json.dumps(result, ensure_ascii=False), flush=True)
+    if json_file is not None:
+        whole = {**result, "samples": report.samples_json(work.units, samples)}
+        json_file.write_text(json.dumps(whole, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def measured(units: tuple[run.Unit, ...], runners: list[run.Runner], repeats: int) -> list[run.Sample]:
+    """Warm up and measure, with a progress bar on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("warming up", total=len(units) * len(runners) * repeats)
+        run.warm_up(units[0], runners)
+        done = -1
+
+        def step(category: str, mode: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, description=f"{category} · {mode}")
+
+        return run.measure(units, runners, repeats, step)
+
+
+def memory_report(llm: LLM, imports: int) -> memory.MemoryReport:
+    plan = llm.memory_plan
+    return memory.MemoryReport(
+        imports=imports,
+        peak=memory.peak_rss(),
+        weights=plan.weights_bytes,
+        draft_weights=plan.draft_weights_bytes,
+        cache=plan.cache_bytes,
+        device_peak=memory.device_peak(),
+    )
+
+
+def closing_lines(
+    summary: report.Summary, prefill: run.PrefillReport, used: memory.MemoryReport, result: dict[str, Any]
+) -> list[str]:
+    lines = []
+    for row in summary.rows:
+        if row.category == report.ALL and row.rounds:
+            whole = row.draft_s + row.verify_s + row.host_s or 1.0
+            shares = (("draft", row.draft_s), ("verify", row.verify_s), ("host", row.host_s))
+            lines.append(f"time, {row.mode}: " + ", ".join(f"{name} {s / whole:.0%}" for name, s in shares))
+    rates = ", ".join(f"{name} {rate:.0f} tok/s" for name, rate in prefill.tokens_per_s.items())
+    lines.append(f"reading a prompt of {prefill.prompt_tokens} tokens: {rates}")
+    lines.append(
+        f"memory: {used.used / 2**20:.0f} MiB used for {used.planned / 2**20:.0f} MiB of weights and cache: "
+        f"{used.ratio:.2f}x (imports alone: {used.imports / 2**20:.0f} MiB)"
+    )
+    for name, seconds in result.get("startup_s", {}).items():
+        lines.append(f"start to first token, {name}: {seconds:.1f} s")
+    if result["skipped_prompts"]:
+        lines.append(f"{result['skipped_prompts']} prompts were too long for the model and left out")
+    return lines
+
+
+def startup_options(common: Common, drafters: tuple[str, ...]) -> list[str]:
+    """The options that load the same engine in a fresh process."""
+    options = ["--model", common.model, "--dtype", common.dtype, "--device", common.device]
+    for drafter in drafters or ("none",):
+        options += ["--drafter", drafter]
+    if common.memory is not None:
+        options += ["--memory", common.memory]
+    if common.max_model_len is not None:
+        options += ["--max-model-len", str(common.max_model_len)]
+    return options + ["--trust-remote-code"] * common.trust_remote_code
+
+
+def versions() -> dict[str, str]:
+    import platform
+
+    import torch
+    import transformers
+
+    return {
+        "slipstream": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
+
+
+def hardware() -> dict[str, Any]:
+    import os
+
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": memory.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}

@@ -1,0 +1,175 @@
+"""`slipstream chat`: a conversation with history. Also reads lines from a pipe, so it can be scripted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.generate import Stopped, stream
+from slipstream.cli.options import OUTPUT, Common, loaded, with_common
+from slipstream.cli.show import note, rate_line, request_json, summary
+from slipstream.core.errors import RequestError
+from slipstream.core.outputs import CompletionOutput, DrafterStats, SpeculationStats
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+DEFAULT_MAX_TOKENS = 512
+COMMANDS = "/reset forgets the conversation · /speculation on|off · /stats · /help · /exit"
+
+
+@dataclass
+class Totals:
+    """What all answers of this conversation add up to."""
+
+    answers: int = 0
+    tokens: int = 0
+    decode_s: float = 0.0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def add(self, answer: CompletionOutput) -> None:
+        timing, stats = answer.timing, answer.speculation
+        self.answers += 1
+        self.tokens += len(answer.token_ids)
+        self.decode_s += timing.total_s
+        self.stats.rounds += stats.rounds
+        self.stats.emitted += stats.emitted
+        self.stats.drafted += stats.drafted
+        self.stats.accepted += stats.accepted
+        for name, drafter in stats.by_drafter.items():
+            mine = self.stats.by_drafter.setdefault(name, DrafterStats())
+            mine.drafts += drafter.drafts
+            mine.drafted += drafter.drafted
+            mine.accepted += drafter.accepted
+            mine.failures += drafter.failures
+
+    def line(self) -> str:
+        rate = self.tokens / self.decode_s if self.decode_s else 0.0
+        return f"{self.answers} answers · {rate_line(self.tokens, rate, self.stats)}"
+
+
+class Conversation:
+    """The history, and what a line typed by the user does to it."""
+
+    def __init__(self, llm: LLM, common: Common, system: str | None, as_json: bool) -> None:
+        self.llm = llm
+        self.common = common
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[dict[str, str]] = []
+        self.as_json = as_json
+        self.speculation = not common.no_speculation
+        self.totals = Totals()
+
+    def take(self, line: str) -> bool:
+        """Answer a line or obey a command; False ends the conversation."""
+        if not line.startswith("/"):
+            self.answer(line)
+            return True
+        command, _, argument = line.partition(" ")
+        match command, argument.strip():
+            case "/exit" | "/quit", "":
+                return False
+            case "/reset", "":
+                self.turns.clear()
+                note("the conversation is forgotten")
+            case "/speculation", "on" | "off" as choice:
+                self.speculation = choice == "on"
+                note(f"speculation is {choice}")
+            case "/speculation", "":
+                note(f"speculation is {'on' if self.speculation else 'off'}")
+            case "/stats", "":
+                note(self.totals.line())
+            case "/help", "":
+                note(COMMANDS)
+            case _:
+                note(f"{line}: not a command. {COMMANDS}", style="red")
+        return True
+
+    def answer(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+        params = self.common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
+        if self.speculation != params.speculation.enabled:
+            params = replace(params, speculation=replace(params.speculation, enabled=self.speculation))
+        try:
+            prompt = self.prompt(params.max_tokens)
+            if self.as_json:
+                output = self.llm.generate([prompt], params)[0]
+                payload = request_json(output, model=self.common.model, seed=params.seed)
+                print(json.dumps(payload, ensure_ascii=False), flush=True)
+                answer = output.outputs[0]
+            else:
+                answer = stream(self.llm, prompt, params)
+            if answer.error is not None:
+                raise RequestError(answer.error)
+        except Stopped as stopped:
+            self.turns.append({"role": "assistant", "content": stopped.text})
+            note("stopped")
+            return
+        except KeyboardInterrupt:  # nothing had come yet
+            self.turns.pop()
+            note("stopped; that question is forgotten")
+            return
+        except RequestError as error:  # one request failed, not the conversation
+            self.turns.pop()
+            note(f"error: {error}", style="bold red")
+            return
+        self.turns.append({"role": "assistant", "content": answer.text})
+        self.totals.add(answer)
+        if not self.as_json:
+            note(summary(answer))
+
+    def prompt(self, max_tokens: int) -> list[int]:
+        """The history as tokens; its oldest turns are dropped where they would leave no room for the answer."""
+        ids = self.llm.chat_prompt(self.opening + self.turns)
+        dropped = 0
+        while len(ids) + max_tokens > self.llm.max_model_len and len(self.turns) > 2:
+            del self.turns[:2]
+            dropped += 1
+            ids = self.llm.chat_prompt(self.opening + self.turns)
+        if dropped:
+            note(f"the conversation is too long for the model: its {dropped} oldest turns are forgotten")
+        return ids
+
+
+@with_common
+def chat(
+    common: Common,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="Tell the model how to behave.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each answer as one line of JSON.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Talk with a model.
+
+    Ctrl-C stops an answer, /exit or Ctrl-D the program. Lines may also come from a pipe.
+    """
+    common.sampling(max_tokens=DEFAULT_MAX_TOKENS)  # a bad option is said before the model loads
+    with loaded(common, common.drafters) as llm:
+        conversation = Conversation(llm, common, system, as_json)
+        terminal = sys.stdin.isatty()
+        if terminal:
+            note(f"{common.model} · {COMMANDS}")
+        while (line := read_line(terminal)) is not None:
+            if line.strip() and not conversation.take(line.strip()):
+                break
+
+
+def read_line(terminal: bool) -> str | None:
+    """The next line; None at the end of the input."""
+    if not terminal:
+        return sys.stdin.readline() or None
+    with suppress(ImportError):  # not on every platform
+        import readline  # noqa: F401  # gives input() editing and history
+    while True:
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            note("\n/exit leaves")
+        except EOFError:
+            print(file=sys.stderr)
+            return None

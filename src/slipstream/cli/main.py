@@ -1,0 +1,62 @@
+"""The `slipstream` command: gathers the commands and turns errors into one clear line and an exit code.
+
+Exit codes: 0 done, 1 an error that Slipstream names, 2 a bad option, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from slipstream import __version__
+from slipstream.cli import bench, chat, generate, models
+from slipstream.cli.options import DebugOption, debug
+from slipstream.cli.show import note
+from slipstream.core.errors import ConfigError, SlipstreamError
+
+app = typer.Typer(
+    name="slipstream",
+    help="Runs a language model faster by guessing ahead, without changing a single token of its answer.",
+    epilog='Try: slipstream generate "Write a haiku about wind"',
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("models")(models.models)
+app.command("bench")(bench.bench)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=print_version, is_eager=True)
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; always ends in SystemExit."""
+    debug.wanted = False
+    try:
+        app(args=None if argv is None else list(argv), prog_name="slipstream")
+    except SlipstreamError as error:
+        if debug.wanted:
+            raise
+        note("error: " + " ".join(str(error).split()), style="bold red")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,88 @@
+"""The registry of drafters. A new drafter is one file in this folder and one line at the end of this one.
+
+Factories are named as "module:class" and imported when first asked for, so that listing drafters loads none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.drafters.base import Drafter
+
+DrafterFactory = Callable[..., "Drafter"]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """A drafter as a user names it: `NAME[:PATH]`. The path says where its weights lie."""
+
+    name: str
+    path: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.path is None else f"{self.name}:{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    factory: str | DrafterFactory
+    takes_path: bool
+
+
+_entries: dict[str, _Entry] = {}
+_aliases: dict[str, str] = {}
+
+
+def register(
+    name: str, factory: str | DrafterFactory, *, takes_path: bool = False, aliases: Sequence[str] = ()
+) -> None:
+    """Make a drafter known. `factory` makes it, or is the "module:class" that does."""
+    for taken in (name, *aliases):
+        if not taken or ":" in taken:
+            raise ConfigError(f"drafter name {taken!r}: must not be empty or have a colon (NAME:PATH)")
+        if taken in _entries or taken in _aliases:
+            raise ConfigError(f"drafter name {taken!r} is taken: choose another")
+    _entries[name] = _Entry(factory, takes_path)
+    _aliases.update(dict.fromkeys(aliases, name))
+
+
+def drafter_names() -> tuple[str, ...]:
+    """The known drafters, without aliases, in alphabetical order."""
+    return tuple(sorted(_entries))
+
+
+def parse_spec(text: str) -> DrafterSpec:
+    """Read `NAME[:PATH]`; an alias becomes the drafter's own name."""
+    given, colon, path = text.partition(":")
+    name = _aliases.get(given, given)
+    if name not in _entries:
+        raise ConfigError(f"drafter {given!r} is unknown: must be one of {', '.join(drafter_names())}")
+    if colon and not path:
+        raise ConfigError(f"drafter {text!r}: a path must follow the colon")
+    if colon and not _entries[name].takes_path:
+        raise ConfigError(f"drafter {text!r}: {name} takes no path, write {name!r}")
+    return DrafterSpec(name, path or None)
+
+
+def drafter_factory(name: str) -> DrafterFactory:
+    """What makes the drafter of this name: usually its class. Imports its module now."""
+    if name not in _entries:
+        raise ConfigError(f"drafter {name!r} is unknown: must be one of {', '.join(drafter_names())}")
+    factory = _entries[name].factory
+    if isinstance(factory, str):
+        module, _, attribute = factory.partition(":")
+        loaded: Any = getattr(import_module(module), attribute)
+        _entries[name] = _Entry(loaded, _entries[name].takes_path)
+        return loaded  # type: ignore[no-any-return]
+    return factory
+
+
+register("ngram", "slipstream.drafters.ngram:NgramDrafter")
+register("prediction", "slipstream.drafters.prediction:PredictionDrafter")
+register("model", "slipstream.drafters.model:ModelDrafter", takes_path=True, aliases=("draft",))

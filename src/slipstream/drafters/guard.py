@@ -1,0 +1,230 @@
+"""The engine's only way to a host drafter, so that a bad one costs its draft and never an answer.
+
+A drafter may be anybody's code. One that raises or returns nonsense is dropped for the requests concerned, which go on
+undrafted. One that might hang runs in a thread of its own behind a mailbox: late, it is skipped for the round; three
+times late in a row, it is dropped for good. Everything is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from slipstream.core.draft import Tree
+from slipstream.core.errors import DrafterError
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DraftRequest, HostDrafter
+
+LATE_SHARE = 0.1  # of a round
+LATE_AT_LEAST_S = 0.010  # below this the thread switch itself would be late
+LATE_IN_A_ROW = 3
+BACKLOG = 1024  # notes that a drafter may leave unread
+
+_BAD_CODE = (Exception, SystemExit)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """What the drafter gave for a round, checked: one tree and one promise for each request that was asked for."""
+
+    trees: tuple[Tree, ...]
+    promises: tuple[Sequence[float] | None, ...]
+    failures: Mapping[str, str] = field(default_factory=dict)  # requests it was dropped for since the last round
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    tree: Tree = field(default_factory=Tree)
+    promise: Sequence[float] | None = None
+
+
+class _Job:
+    """One call in the mailbox. Nobody waits for a job that was given up."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+        self.done = threading.Event()
+        self.given_up = False
+
+
+class DrafterGuard:
+    """Calls a `HostDrafter` on behalf of one engine. Nothing here raises for the drafter's sake, or blocks for long."""
+
+    def __init__(self, drafter: HostDrafter, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+        self.failures = 0  # calls that raised or returned nonsense
+        self.late = 0  # rounds skipped
+        self.dropped: str | None = None  # why, if for good
+        self._late_in_a_row = 0
+        self._failed: dict[str, str] = {}  # requests that go on undrafted
+        self._unreported: dict[str, str] = {}
+        self._lock = threading.Lock()  # over the failures, which both threads write
+        self._mailbox: SimpleQueue[_Job | None] | None = None
+        if not drafter.bounded:
+            self._mailbox = SimpleQueue()
+            weakref.finalize(self, self._mailbox.put, None)
+            threading.Thread(target=_serve, args=(self._mailbox,), name=f"drafter-{drafter.name}", daemon=True).start()
+
+    def propose(self, requests: Sequence[DraftRequest], budgets: Sequence[int], round_s: float) -> Proposals:
+        """Drafts for these requests, within a tenth of a round of `round_s` seconds (at least 10 ms)."""
+        answers: dict[str, _Answer] = {}
+        asked = [
+            (request, budget)
+            for request, budget in zip(requests, budgets, strict=True)
+            if budget > 0 and request.id not in self._failed
+        ]
+        late = False
+        if asked and self.dropped is None:
+            job = _Job(lambda: self._ask(asked, answers))
+            late = not self._run(job, max(LATE_AT_LEAST_S, LATE_SHARE * round_s))
+            self._note_lateness(late)
+        with self._lock:
+            failures, self._unreported = self._unreported, {}
+        given = [_Answer() if late else answers.get(request.id, _Answer()) for request in requests]
+        return Proposals(tuple(a.tree for a in given), tuple(a.promise for a in given), failures, late)
+
+    def start(self, request: DraftRequest) -> None:
+        self._post(lambda: self._start(request))
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        heard = [verdict for verdict in verdicts if verdict.request_id not in self._failed]
+        if heard:
+            self._post(lambda: self._tell(heard))
+
+    def stop(self, request_id: str) -> None:
+        self._post(lambda: self._stop(request_id))
+
+    def close(self) -> None:
+        """Let the thread end when it has done what lies in its mailbox. The guard drafts no more."""
+        self._drop("closed")
+
+    # Below, what runs in the drafter's thread (or in place, for a bounded one).
+
+    def _ask(self, asked: Sequence[tuple[DraftRequest, int]], answers: dict[str, _Answer]) -> None:
+        """Fill in an answer for each request that the drafter serves; one by one if it fails on all of them."""
+        try:
+            trees = self._propose(asked)
+        except _BAD_CODE as error:
+            if len(asked) == 1:
+                self._fail(asked[0][0].id, error)
+                return
+            with self._lock:
+                self.failures += 1
+            for one in asked:
+                self._ask([one], answers)
+            return
+        for (request, budget), tree in zip(asked, trees, strict=True):
+            try:
+                checked = _checked(tree, self.vocab_size, budget)
+                answers[request.id] = _Answer(checked, _checked_promise(self.drafter.promise(request.id), checked))
+            except _BAD_CODE as error:
+                self._fail(request.id, error)
+
+    def _propose(self, asked: Sequence[tuple[DraftRequest, int]]) -> Sequence[Tree]:
+        trees = list(self.drafter.propose([request for request, _ in asked], [budget for _, budget in asked]))
+        if len(trees) != len(asked):
+            raise DrafterError(f"{len(trees)} trees for {len(asked)} requests: must be as many")
+        return trees
+
+    def _tell(self, verdicts: Sequence[Verdict]) -> None:
+        try:
+            self.drafter.observe(verdicts)
+        except _BAD_CODE as error:
+            if len(verdicts) == 1:
+                self._fail(verdicts[0].request_id, error)
+                return
+            for verdict in verdicts:  # it may hear of one twice: that spoils an estimate at most
+                self._tell([verdict])
+
+    def _start(self, request: DraftRequest) -> None:
+        try:
+            self.drafter.start(request)
+        except _BAD_CODE as error:
+            self._fail(request.id, error)
+
+    def _stop(self, request_id: str) -> None:
+        try:
+            self.drafter.stop(request_id)
+        except _BAD_CODE:
+            with self._lock:
+                self.failures += 1
+        self._failed.pop(request_id, None)  # here, behind every call about this request: none can mark it again
+
+    def _fail(self, request_id: str, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
+        with self._lock:
+            self.failures += 1
+            self._failed[request_id] = self._unreported[request_id] = f"drafter {self.drafter.name}: {reason}"
+
+    # Below, the mailbox.
+
+    def _run(self, job: _Job, deadline_s: float) -> bool:
+        """Do the job in time; False if it is late. A late job that was not begun never will be."""
+        if self._mailbox is None:
+            job.work()
+            return True
+        self._mailbox.put(job)
+        if job.done.wait(deadline_s):
+            return True
+        job.given_up = True
+        return False
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Do the work in order with everything else, without waiting."""
+        if self.dropped is not None:
+            return
+        if self._mailbox is None:
+            work()
+            return
+        self._mailbox.put(_Job(work))
+        if self._mailbox.qsize() > BACKLOG:
+            self._drop(f"it left {BACKLOG} notes unread")
+
+    def _note_lateness(self, late: bool) -> None:
+        self.late += late
+        self._late_in_a_row = self._late_in_a_row + 1 if late else 0
+        if self._late_in_a_row == LATE_IN_A_ROW:
+            self._drop(f"it was late {LATE_IN_A_ROW} times in a row")
+
+    def _drop(self, reason: str) -> None:
+        if self.dropped is None:
+            self.dropped = f"drafter {self.drafter.name}: {reason}"
+            if self._mailbox is not None:
+                self._mailbox.put(None)
+
+
+def _serve(mailbox: SimpleQueue[_Job | None]) -> None:
+    """The life of a drafter's thread. It knows the mailbox only, so a dropped guard can be forgotten."""
+    while (job := mailbox.get()) is not None:
+        if not job.given_up:
+            job.work()
+        job.done.set()
+        del job  # it knows the guard
+
+
+def _checked(tree: object, vocab_size: int, budget: int) -> Tree:
+    """The tree in plain integers, or an error."""
+    if not isinstance(tree, Tree):
+        raise DrafterError(f"{type(tree).__name__} instead of a Tree")
+    plain = Tree(tuple(map(operator.index, tree.tokens)), tuple(map(operator.index, tree.parents)))
+    plain.check(vocab_size, budget)
+    return plain
+
+
+def _checked_promise(promise: Sequence[float] | None, tree: Tree) -> Sequence[float] | None:
+    if promise is None:
+        return None
+    chances = tuple(map(float, promise))
+    if len(chances) != len(tree):
+        raise DrafterError(f"{len(chances)} promises for {len(tree)} nodes: must be as many")
+    for node, chance in enumerate(chances):
+        if not (math.isfinite(chance) and -1e-6 <= chance <= 1 + 1e-6):
+            raise DrafterError(f"node {node}: promise {chance} must be a probability")
+    return tuple(min(1.0, max(0.0, chance)) for chance in chances)

@@ -1,0 +1,180 @@
+"""A small model as drafter: it goes ahead token by token, and the target checks the whole run in one pass.
+
+It samples by the target's own rule with the same noise, temperature, penalties and masks, so that where the two models
+agree in distribution they also pick the same token. Its cache hangs on the target's page table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft
+from slipstream.core.errors import DrafterError
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DeviceDrafter, DraftRequest, Needs, Services
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pages import PageCopy
+from slipstream.models.batch import PassBatch
+from slipstream.models.runner import Runner
+from slipstream.sampling.choose import choose
+from slipstream.sampling.rows import SampleRows
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the draft model has read a request, and what it wrote in this round."""
+
+    length: int = 0  # tokens whose K and V are in the draft's cache
+    base: int = 0  # tokens of the request when the last draft began
+    depth: int = 0  # how deep that draft went
+
+
+class ModelDrafter(DeviceDrafter):
+    """Drafts chains with a causal LM that shares the target's vocabulary."""
+
+    name: ClassVar[str] = "model"
+    needs: ClassVar[Needs] = Needs(device=True, own_cache=True)
+    default_draft_tokens: ClassVar[int] = 5
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._services: Services | None = None
+        self._cache: KVCache | None = None
+        self._progress: dict[str, _Progress] = {}
+
+    @staticmethod
+    def check_vocabulary(own: dict[str, int], targets: dict[str, int]) -> None:
+        """Refuse a draft whose token ids mean something else than the target's."""
+        if own == targets:
+            return
+        wrong = sorted(t for t in targets if own.get(t) != targets[t])
+        example = f"{wrong[0]!r} is {targets[wrong[0]]} in the target, {own.get(wrong[0])} in the draft" if wrong else ""
+        raise DrafterError(
+            f"the draft's vocabulary ({len(own)} tokens) is not the target's ({len(targets)}): {example or 'it has more'}. "
+            "Use a draft model with the target's tokenizer"
+        )
+
+    def attach(self, services: Services) -> None:
+        self._services = services
+        self._cache = self.runner.new_cache(services.pool.num_pages, services.pool.page_size)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        assert self._cache is not None
+        self._cache.copy_pages(copies)
+
+    def start(self, request: DraftRequest) -> None:
+        self._progress[request.id] = _Progress()
+
+    def stop(self, request_id: str) -> None:
+        self._progress.pop(request_id, None)
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            progress = self._progress.get(verdict.request_id)
+            if progress is not None and progress.depth:
+                # the last guess was never read, and what follows the first wrong one is of no use
+                progress.length = progress.base + min(verdict.accepted, progress.depth - 1)
+                progress.depth = 0
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        budgets = [self._within_context(r, b) for r, b in zip(requests, budget, strict=True)]
+        device = self.runner.device
+        tokens = torch.zeros((len(requests), max(budgets, default=0)), dtype=torch.int64, device=device)
+        ready = self._catch_up(requests, budgets, tokens)
+        for depth in range(1, tokens.shape[1]):
+            active = [i for i in ready if budgets[i] > depth]
+            rows = [1] * len(active)
+            ids = tokens[active, depth - 1]
+            at = [len(requests[i].tokens) + depth - 1 for i in active]
+            self._pass([requests[i] for i in active], active, at, rows, ids, depth, tokens)
+        counts = [budgets[i] if i in ready else 0 for i in range(len(requests))]
+        for request, count in zip(requests, counts, strict=True):
+            progress = self._progress[request.id]
+            progress.base, progress.depth = len(request.tokens), count
+            if count:
+                progress.length = len(request.tokens) + count - 1
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=device).expand(len(requests), -1)
+        return Draft(tokens, parents, torch.tensor(counts, dtype=torch.int64, device=device), True)
+
+    def _within_context(self, request: DraftRequest, budget: int) -> int:
+        """A draft with a shorter context than the target stops drafting when it ends."""
+        return max(0, min(budget, self.runner.max_positions - len(request.tokens)))
+
+    def _catch_up(self, requests: Sequence[DraftRequest], budgets: Sequence[int], tokens: Tensor) -> list[int]:
+        """Read what is new, at most one pass of it; those who are done have their first guess in `tokens`."""
+        assert self._services is not None
+        room = self._services.max_rows
+        active, at, rows, ids, ready = [], [], [], [], []
+        for i, request in enumerate(requests):
+            known = self._progress[request.id].length
+            count = min(len(request.tokens) - known, room)
+            if not budgets[i] or not count:
+                continue
+            room -= count
+            active.append(i)
+            at.append(known)
+            rows.append(count)
+            ids.extend(request.tokens[known : known + count])
+            self._progress[request.id].length = known + count
+            if known + count == len(request.tokens):
+                ready.append(i)
+        if active:
+            given = torch.tensor(ids, dtype=torch.int64, device=self.runner.device)
+            self._pass([requests[i] for i in active], active, at, rows, given, 0, tokens)
+        return ready
+
+    def _pass(
+        self,
+        requests: Sequence[DraftRequest],
+        columns: Sequence[int],  # of each request, its row in `tokens`
+        at: Sequence[int],  # position of each request's first row
+        rows: Sequence[int],
+        ids: Tensor,  # [N]
+        depth: int,
+        tokens: Tensor,  # [B, K]: column `depth` is filled with the next guesses
+    ) -> None:
+        """Read the rows of each request and guess the token behind its last one."""
+        assert self._services is not None and self._cache is not None
+        tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=self.runner.device)
+        tables = [self._services.page_table(request.id) for request in requests]
+        starts = [0]
+        for count in rows:
+            starts.append(starts[-1] + count)
+        last = tensor([end - 1 for end in starts[1:]])
+        positions = tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)])
+        batch = PassBatch(
+            input_ids=ids,
+            positions=positions,
+            slots=tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
+            row_starts=tuple(starts),
+            prefix_lengths=tuple(at),
+            pages=tuple(table.pages for table in tables),
+            is_tree=(False,) * len(requests),
+            masks=None,
+            logit_rows=last,
+        )
+        logits = self.runner.forward(batch, self._cache)
+        sampling = self._services.sampling
+        features = sampling.features([request.slot for request in requests])
+        index = tensor(columns)
+        guessed = SampleRows(
+            slots=tensor([request.slot for request in requests]),
+            positions=positions[last] + 1,
+            generated=tensor([len(r.tokens) - r.prompt_length + depth for r in requests]),
+            path=tokens[index, :depth] if depth and (features.penalties or features.bad_words) else None,
+        )
+        # a draft that computes nonsense guesses token 0, and is found out by the target
+        tokens[index, depth] = choose(self._fit(logits), guessed, sampling, features).clamp_min(0)
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Models pad their vocabularies differently: bring the logits to the target's width."""
+        assert self._services is not None
+        width = self._services.sampling.vocab_size
+        if logits.shape[1] >= width:
+            return logits[:, :width]
+        return torch.nn.functional.pad(logits, (0, width - logits.shape[1]), value=float("-inf"))

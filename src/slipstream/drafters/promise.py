@@ -1,0 +1,66 @@
+"""How likely is a drafted token to be accepted? Learned from what the target then emitted.
+
+A drafter that copies text knows one thing about a guess: how much of the text before it agreed. It sorts its guesses
+into a few states by that, and this table learns the chance of each state. It learns from every proposal, also from the
+nodes that the planner cut away, because the emitted tokens say whether they would have been right: so a drafter that
+is switched off goes on learning, and can come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+PRIOR_WEIGHT = 4.0  # observations that a prior is worth
+SHARED_DECAY = 0.99  # the last 100 or so observations of a state speak for all requests
+OWN_DECAY = 0.95  # the last 20 or so for the request itself
+
+
+@dataclass(slots=True)
+class _Counts:
+    trials: list[float]
+    hits: list[float]
+
+    @staticmethod
+    def empty(states: int) -> _Counts:
+        return _Counts([0.0] * states, [0.0] * states)
+
+    def add(self, state: int, hit: bool, decay: float) -> None:
+        self.trials[state] = self.trials[state] * decay + 1.0
+        self.hits[state] = self.hits[state] * decay + hit
+
+    def chance(self, state: int, prior: float) -> float:
+        return (self.hits[state] + PRIOR_WEIGHT * prior) / (self.trials[state] + PRIOR_WEIGHT)
+
+
+class PromiseTable:
+    """The chance of each state: a prior, bent by what all requests saw, bent by what this request saw."""
+
+    def __init__(self, priors: Sequence[float]) -> None:
+        self._priors = tuple(priors)
+        self._shared = _Counts.empty(len(priors))
+        self._own: dict[str, _Counts] = {}
+
+    def chance(self, request_id: str, state: int) -> float:
+        """The chance that a guess in this state is right, given that all before it were."""
+        shared = self._shared.chance(state, self._priors[state])
+        own = self._own.get(request_id)
+        return own.chance(state, shared) if own else shared
+
+    def along(self, request_id: str, states: Iterable[int]) -> list[float]:
+        """For a chain of guesses in these states: each one's chance that the whole path to it is accepted."""
+        return list(accumulate((self.chance(request_id, state) for state in states), mul))
+
+    def learn(self, request_id: str, states: Sequence[int], proposed: Sequence[int], emitted: Sequence[int]) -> None:
+        """The chain `proposed` met `emitted`: every guess up to the first wrong one is an observation."""
+        own = self._own.setdefault(request_id, _Counts.empty(len(self._priors)))
+        for state, guess, token in zip(states, proposed, emitted, strict=False):
+            self._shared.add(state, guess == token, SHARED_DECAY)
+            own.add(state, guess == token, OWN_DECAY)
+            if guess != token:
+                break
+
+    def forget(self, request_id: str) -> None:
+        self._own.pop(request_id, None)

@@ -1,0 +1,65 @@
+"""How an engine is set up. One frozen object, so that two places cannot disagree."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from slipstream.core.errors import ConfigError
+
+PlannerName = Literal["adaptive", "fixed"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits and choices of one engine.
+
+    memory: bytes for the caches (target and drafts) and the workspace of a pass, beyond the weights; None: a
+        sensible part of what is free.
+    max_model_len: longest prompt plus answer; None: as long as the model and the memory allow.
+    max_num_seqs: most requests that run at once.
+    max_batch_tokens: most prompt tokens computed in one pass: larger is faster, smaller lets others decode sooner.
+    max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests.
+    planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
+    """
+
+    memory: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_batch_tokens: int = 512
+    max_draft_rows: int = 256
+    page_size: int = 16
+    draft_tokens: int | None = None
+    planner: PlannerName = "adaptive"
+
+    def __post_init__(self) -> None:
+        for key in ("max_num_seqs", "max_batch_tokens", "max_draft_rows", "page_size"):
+            self._check(key, getattr(self, key) >= 1, "1 or more")
+        self._check("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more")
+        self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
+        self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
+        self._check("planner", self.planner in get_args(PlannerName), f"one of {', '.join(get_args(PlannerName))}")
+        # every running request must be able to take its next step in one pass
+        self._check("max_draft_rows", self.max_draft_rows >= self.max_num_seqs, f"at least {self.max_num_seqs=}")
+        self._check("max_batch_tokens", self.max_batch_tokens >= self.max_num_seqs, f"at least {self.max_num_seqs=}")
+
+    def _check(self, key: str, right: bool, remedy: str) -> None:
+        if not right:
+            raise ConfigError(f"{key}={getattr(self, key)!r}: must be {remedy}")
+
+
+def parse_bytes(size: str | int | None) -> int | None:
+    """ "2GiB", "512MB", "1e9" or a number of bytes."""
+    if size is None or isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?)?b?\s*", size.lower())
+    try:
+        number = float(match[1]) if match else None
+    except ValueError:
+        number = None
+    if match is None or number is None:
+        raise ConfigError(f"memory={size!r}: must be bytes or a size such as 512MB or 2GiB")
+    return int(number * _UNITS[match[2] or ""])

@@ -1,0 +1,147 @@
+"""The drafters of an engine: who drafts for whom, how much, and what becomes of drafters that fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.core.draft import MAX_NODES, Draft
+from slipstream.core.outputs import DrafterStats
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
+from slipstream.drafters.guard import DrafterGuard
+from slipstream.engine.state import Answer
+from slipstream.kv.pages import PageCopy
+from slipstream.plan.planner import Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafts of a round, one row a decoding request, and whose they are."""
+
+    draft: Draft
+    drafters: tuple[str | None, ...]
+
+
+class Drafting:
+    """Calls the drafters. Whatever they do, every decoding request gets a draft, if only an empty one."""
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        default: str | None,
+        planner: Planner,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        draft_tokens: int | None,
+        max_rows: int,
+        max_len: int,
+        reserve: Callable[[Answer, int], int],
+    ) -> None:
+        self.drafters = dict(drafters)
+        self.default = default
+        self.planner = planner
+        self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
+        self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
+        self._device = device
+        self._draft_tokens = draft_tokens
+        self._max_rows = max_rows
+        self._max_len = max_len
+        self._reserve = reserve
+
+    def start(self, answer: Answer) -> None:
+        """The answer is admitted: choose its drafter and tell it."""
+        wanted = answer.params.speculation
+        name = wanted.drafter or ("prediction" if answer.prediction else self.default)
+        if not wanted.enabled or name not in self.drafters:
+            answer.drafter = None
+            return
+        answer.drafter = name
+        answer.view = DraftRequest(
+            answer.id, answer.tokens, answer.prompt_length, answer.params, answer.slot, answer.prediction
+        )
+        guard = self.guards.get(name)
+        if guard is not None:
+            guard.start(answer.view)
+        else:
+            self.drafters[name].start(answer.view)
+
+    def stop(self, answer: Answer) -> None:
+        """The answer ended or was preempted."""
+        self.planner.forget(answer.id)
+        if answer.drafter is not None:
+            (self.guards.get(answer.drafter) or self.drafters[answer.drafter]).stop(answer.id)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for drafter in self.drafters.values():
+            if isinstance(drafter, DeviceDrafter):
+                drafter.copy_pages(copies)
+
+    def propose(self, decodes: Sequence[Answer]) -> Drafted:
+        """Drafts for the decoding requests. Reserves the pages that they need."""
+        parts: list[tuple[Sequence[int], Draft]] = []
+        drafters: list[str | None] = [None] * len(decodes)
+        for name in dict.fromkeys(a.drafter for a in decodes):
+            if name is None:
+                continue
+            mine = [i for i, a in enumerate(decodes) if a.drafter == name and name not in a.refused]
+            answers = [decodes[i] for i in mine]
+            caps = [self._cap(answer, name, len(decodes)) for answer in answers]
+            if not any(caps):
+                continue
+            draft = self._ask(name, answers, caps, len(decodes))
+            if draft is not None and draft.width:
+                parts.append((mine, draft))
+                for i in mine:
+                    drafters[i] = name
+        return Drafted(Draft.merge(parts, len(decodes), self._device), tuple(drafters))
+
+    def observe(self, answers: Sequence[Answer], drafters: Sequence[str | None], verdicts: Sequence[Verdict]) -> None:
+        """Tell drafters and planner how the round ended."""
+        told: dict[str, list[Verdict]] = {}
+        for answer, drafter, verdict in zip(answers, drafters, verdicts, strict=True):
+            if answer.drafter is not None:
+                told.setdefault(answer.drafter, []).append(verdict)
+            if drafter is not None:
+                self.planner.observe(drafter, answer.id, verdict.drafted, verdict.accepted)
+        for name, theirs in told.items():
+            (self.guards.get(name) or self.drafters[name]).observe(theirs)
+
+    def _cap(self, answer: Answer, name: str, requests: int) -> int:
+        """Most nodes that are of any use: limits of the request, of the context, of the pass and of the pages."""
+        wanted = answer.params.speculation.draft_tokens
+        if wanted is None:
+            wanted = self._draft_tokens
+        if wanted is None:
+            wanted = self.drafters[name].default_draft_tokens
+        left = min(answer.params.max_tokens - answer.generated, self._max_len - len(answer.tokens)) - 1
+        share = self._max_rows // requests - 1
+        return max(0, min(wanted, MAX_NODES, left, share))
+
+    def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:
+        drafter, ids = self.drafters[name], [answer.id for answer in answers]
+        views = [answer.view for answer in answers if answer.view is not None]
+        if isinstance(drafter, DeviceDrafter):
+            budget = self.planner.budget(name, ids, caps, rows)
+            budget = [self._reserve(a, b) for a, b in zip(answers, budget, strict=True)]
+            if not any(budget):
+                return None
+            started = time.perf_counter()
+            draft = drafter.propose(views, budget)
+            self.planner.observe_draft(name, max(budget), time.perf_counter() - started)
+            return draft
+        guard = self.guards[name]
+        proposals = guard.propose(views, caps, self.round_s)
+        for answer in answers:
+            if answer.id in proposals.failures:
+                answer.refused[name] = proposals.failures[answer.id]
+                answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
+        trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
+        for answer, tree in zip(answers, trees, strict=True):
+            if self._reserve(answer, len(tree)) < len(tree):
+                return None  # no pages for guesses: this round decodes plainly
+        return Draft.pack(trees, self._device)

@@ -1,0 +1,39 @@
+"""Where an answer ends: end-of-text, stop ids, stop strings and limits, also in the middle of an accepted run.
+
+Text, ids, log probabilities and counts are cut at the same token; nothing comes after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from slipstream.core.outputs import Logprob
+from slipstream.engine.state import Answer
+
+
+def emit(
+    answer: Answer, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]] | None, max_len: int
+) -> None:
+    """Append tokens one by one until the answer ends or they do."""
+    params, out = answer.params, answer.output
+    if tokens and not out.token_ids:
+        out.timing.first_token_s = time.perf_counter() - answer.job.arrived
+    for i, token in enumerate(tokens):
+        answer.tokens.append(token)
+        out.token_ids.append(token)
+        if out.logprobs is not None and logprobs is not None:
+            out.logprobs.append(logprobs[i])
+        early = answer.generated < params.min_tokens
+        if token in answer.end_ids and not early:
+            chosen = token in params.stop_token_ids
+            if chosen and params.include_stop_str_in_output:
+                answer.text.push(token, may_stop=False)
+            return answer.end("stop", stop=token if chosen else None)
+        stop = answer.text.push(token, may_stop=not early)
+        if stop is not None:
+            return answer.end("stop", stop=stop)
+        if answer.generated >= params.max_tokens or len(answer.tokens) >= max_len:
+            return answer.end("length")
+    out.text = answer.text.visible
+    return None

@@ -1,0 +1,255 @@
+"""The engine: rounds of plan, draft, one target pass, verify, commit.
+
+`Engine.step` is one round, and the whole algorithm. It is driven by one thread; `loop.py` lends it one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft
+from slipstream.core.errors import Aborted, InvalidRequest, NumericError, RequestError
+from slipstream.core.outputs import DrafterStats
+from slipstream.core.verdict import Verdict, Verdicts
+from slipstream.drafters.base import DeviceDrafter, Drafter, Services
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.drafting import Drafted, Drafting
+from slipstream.engine.emit import emit
+from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.memory import MemoryPlan
+from slipstream.engine.packing import PackedPass, pack
+from slipstream.engine.scheduler import Schedule, Scheduler
+from slipstream.engine.state import Answer, Job
+from slipstream.engine.text import Decoder
+from slipstream.kv.cache import compaction
+from slipstream.kv.pages import PageCopy, PagePool, PageTable
+from slipstream.models.runner import Runner
+from slipstream.plan.cost import PassCost
+from slipstream.plan.planner import AdaptivePlanner, FixedPlanner
+from slipstream.sampling.choose import choose
+from slipstream.sampling.table import SamplingTable
+from slipstream.verify.exact import verify_exact
+
+_ROW_SLOPE = {"cpu": 0.05, "cuda": 0.001}
+"""What one more row adds to a pass, as a part of the first one, until the engine has seen its own passes."""
+
+
+class Engine:
+    """Runs requests to their end, several at a time. Not thread-safe: one thread calls everything."""
+
+    def __init__(
+        self,
+        target: Runner,
+        drafters: Mapping[str, Drafter],
+        *,
+        default_drafter: str | None,
+        plan: MemoryPlan,
+        config: EngineConfig,
+        decoder: Decoder,
+    ) -> None:
+        self.target = target
+        self.config = config
+        self.plan = plan
+        self.pool = PagePool(plan.num_pages, config.page_size)
+        self.cache = target.new_cache(plan.num_pages, config.page_size)
+        self.sampling = SamplingTable(config.max_num_seqs, target.vocab_size, target.device)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_running=config.max_num_seqs,
+            max_rows=config.max_batch_tokens,
+            copy_pages=self._copy_pages,
+            on_admit=self._admitted,
+            on_release=self._released,
+        )
+        adaptive = config.planner == "adaptive"
+        self.drafting = Drafting(
+            drafters,
+            default_drafter,
+            AdaptivePlanner(PassCost(_ROW_SLOPE[target.device.type])) if adaptive else FixedPlanner(),
+            vocab_size=target.vocab_size,
+            device=target.device,
+            draft_tokens=config.draft_tokens,
+            max_rows=config.max_draft_rows,
+            max_len=plan.max_model_len,
+            reserve=self.scheduler.reserve_draft,
+        )
+        self.jobs: dict[str, Job] = {}
+        self._tables: dict[str, PageTable] = {}
+        self._logprobs = LogprobReader(decoder)
+        services = Services(self.pool, self._tables.__getitem__, self.sampling, config.max_batch_tokens)
+        for drafter in drafters.values():
+            if isinstance(drafter, DeviceDrafter):
+                drafter.attach(services)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, job: Job) -> None:
+        """Take a job whose answers are made. Raises `InvalidRequest` where it can never run."""
+        length = len(job.prompt_ids)
+        if job.id in self.jobs:
+            raise InvalidRequest(f"request_id={job.id!r} is running already: choose another")
+        if length + 1 > self.plan.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens and the context {self.plan.max_model_len}: shorten the prompt to at "
+                "most one token less than the context, or raise max_model_len or memory"
+            )
+        self.jobs[job.id] = job
+        for answer in job.answers:
+            self.scheduler.add(answer)
+
+    def abort(self, job_id: str) -> None:
+        """End a job now, wherever it stands. Unknown ids are ended jobs: nothing to do."""
+        job = self.jobs.get(job_id)
+        if job is not None:
+            for answer in job.answers:
+                if not answer.ended:
+                    answer.end("abort", error=Aborted("cancelled by its owner"))
+                    self.scheduler.release(answer)
+            self._close(job)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Something broke that is no request's fault: end everything, and be ready for what comes next."""
+        for job in list(self.jobs.values()):
+            for answer in job.answers:
+                if not answer.ended:
+                    answer.end("error", error=RequestError(f"the engine failed: {type(error).__name__}: {error}"))
+                    self.scheduler.release(answer)
+            self._close(job)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One round."""
+        started = time.perf_counter()
+        schedule = self.scheduler.schedule()
+        if not schedule:
+            return
+        planned = time.perf_counter()
+        drafted = self.drafting.propose(schedule.decodes)
+        proposed = time.perf_counter()
+        features = self.sampling.features([a.slot for a in schedule.decodes] + [c.answer.slot for c in schedule.chunks])
+        packed = pack(
+            schedule.decodes, schedule.chunks, drafted.draft, paths=features.penalties or features.bad_words
+        )
+        logits = self.target.forward(packed.batch, self.cache)
+        chosen = choose(logits, packed.rows, self.sampling, features)
+        draft = drafted.draft.extended(len(packed.emitting) - len(schedule.decodes))
+        verdicts = verify_exact(draft, packed.choices(chosen))
+        told = self._commit(schedule, packed, drafted, draft, verdicts, logits)
+        verified = time.perf_counter()
+        self._emit(packed, told, logits)
+        self._account(schedule, packed, drafted, told, planned - started, proposed - planned, verified - proposed)
+
+    def _commit(
+        self,
+        schedule: Schedule,
+        packed: PackedPass,
+        drafted: Drafted,
+        draft: Draft,
+        verdicts: Verdicts,
+        logits: Tensor,
+    ) -> list[Verdict]:
+        """Keep the accepted rows in the cache; tell the host and the drafters."""
+        if not draft.is_chain:
+            moves = compaction(packed.slot_of_row, verdicts.path, verdicts.accepted)
+            self.cache.move(moves.src, moves.dst)
+        slots = torch.tensor([a.slot for a in packed.emitting], dtype=torch.int64, device=logits.device)
+        self.sampling.commit(slots, verdicts.tokens.clamp_min(0), verdicts.accepted + 1)
+        tokens, accepted, paths = verdicts.tokens.tolist(), verdicts.accepted.tolist(), verdicts.path.tolist()
+        counts = draft.counts.tolist()
+        told = [
+            Verdict(a.id, tuple(tokens[i][: accepted[i] + 1]), counts[i], accepted[i], tuple(paths[i][: accepted[i]]))
+            for i, a in enumerate(packed.emitting)
+        ]
+        for answer, verdict in zip(schedule.decodes, told, strict=False):
+            assert answer.table is not None
+            answer.table.commit(1 + verdict.accepted)
+        for chunk in schedule.chunks:
+            assert chunk.answer.table is not None
+            chunk.answer.table.commit(chunk.rows)
+        return told
+
+    def _emit(self, packed: PackedPass, told: Sequence[Verdict], logits: Tensor) -> None:
+        """Append what was emitted to each answer, up to where it ends."""
+        logprobs = self._logprobs.read(packed, told, logits)
+        for answer, verdict, rows in zip(packed.emitting, told, logprobs, strict=True):
+            usable = verdict.tokens[:-1] if verdict.tokens[-1] < 0 else verdict.tokens
+            emit(answer, usable, rows, self.plan.max_model_len)
+            if usable != verdict.tokens and not answer.ended:
+                assert answer.table is not None
+                self.cache.clear(answer.table.pages)
+                answer.end("error", error=NumericError("the model gave no usable logits (NaN, or every token masked)"))
+            if answer.ended:
+                self.scheduler.release(answer)
+            if all(a.ended for a in answer.job.answers):
+                self._close(answer.job)
+            else:
+                answer.job.report()
+
+    def _account(
+        self,
+        schedule: Schedule,
+        packed: PackedPass,
+        drafted: Drafted,
+        told: Sequence[Verdict],
+        plan_s: float,
+        draft_s: float,
+        verify_s: float,
+    ) -> None:
+        """Time and acceptance, for the requests, the planner and the drafters."""
+        if not schedule.chunks:
+            self.drafting.planner.observe_pass(packed.batch.num_rows, verify_s)
+            self.drafting.round_s = draft_s + verify_s
+        drafters = drafted.drafters + (None,) * (len(told) - len(drafted.drafters))
+        for answer, drafter, verdict in zip(packed.emitting, drafters, told, strict=True):
+            stats = answer.output.speculation
+            stats.rounds += 1
+            stats.emitted += len(verdict.tokens)
+            stats.draft_s += draft_s / len(told)
+            stats.verify_s += verify_s / len(told)
+            stats.host_s += plan_s / len(told)
+            if drafter is not None and verdict.drafted:
+                theirs = stats.by_drafter.setdefault(drafter, DrafterStats())
+                theirs.drafts += 1
+                for tally in (stats, theirs):
+                    tally.drafted += verdict.drafted
+                    tally.accepted += verdict.accepted
+        running = [i for i, answer in enumerate(packed.emitting) if not answer.ended]
+        self.drafting.observe(
+            [packed.emitting[i] for i in running], [drafters[i] for i in running], [told[i] for i in running]
+        )
+
+    def _close(self, job: Job) -> None:
+        self.jobs.pop(job.id, None)
+        job.report()
+
+    def _admitted(self, answer: Answer) -> None:
+        assert answer.table is not None
+        self._tables[answer.id] = answer.table
+        if not answer.output.timing.queued_s:
+            answer.output.timing.queued_s = time.perf_counter() - answer.job.arrived
+        self.sampling.add(
+            answer.slot,
+            answer.params,
+            seed=answer.seed,
+            sample=answer.sample,
+            prompt=answer.job.prompt_ids,
+            output=answer.tokens[answer.prompt_length :],
+            end_ids=sorted(answer.end_ids),
+            bad_words=answer.bad_words,
+        )
+        self.drafting.start(answer)
+
+    def _released(self, answer: Answer) -> None:
+        self.drafting.stop(answer)
+        self.sampling.remove(answer.slot)
+        self._tables.pop(answer.id, None)
+
+    def _copy_pages(self, copies: list[PageCopy]) -> None:
+        self.cache.copy_pages(copies)
+        self.drafting.copy_pages(copies)

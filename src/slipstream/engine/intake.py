@@ -1,0 +1,93 @@
+"""From what a caller gives to a job that the engine can run: tokens, parameters, ids of stop and bad words."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from slipstream.core.errors import InvalidRequest
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.params import SamplingParams
+from slipstream.engine.state import Answer, Job, Sink
+from slipstream.engine.text import TextStream
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Intake:
+    """Turns prompts into jobs. Everything that can be refused is refused here, before a job takes any room."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int], drafters: Iterable[str]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._drafters = tuple(drafters)
+
+    def job(
+        self, prompt: Prompt, params: SamplingParams, sink: Sink, *, streaming: bool, request_id: str | None = None
+    ) -> Job:
+        text, ids = self._prompt(prompt)
+        self._check(params)
+        job = Job(request_id or f"req-{uuid.uuid4().hex[:16]}", text, ids, params, sink, streaming)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        prediction = tuple(self._encode(params.prediction)) if params.prediction else ()
+        bad_words = self._bad_words(params.bad_words)
+        for sample in range(params.n):
+            answer = Answer(
+                job=job,
+                sample=sample,
+                seed=seed,
+                tokens=list(ids),
+                text=TextStream(
+                    self._tokenizer,
+                    ids,
+                    stops=params.stop_strings,
+                    keep_stop=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                ),
+                output=CompletionOutput(sample, logprobs=None if params.logprobs is None else []),
+                prediction=prediction,
+                bad_words=bad_words,
+                end_ids=ends,
+                leader=job.answers[0] if sample else None,
+            )
+            job.answers.append(answer)
+        return job
+
+    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or len(prompt) != 1:
+                raise InvalidRequest(f"prompt has the keys {sorted(prompt)}: give one of prompt, prompt_token_ids")
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            text, ids = prompt, self._encode(prompt, special=True)
+        else:
+            text, ids = None, list(prompt)
+        if not ids:
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
+        for at, token in enumerate(ids):
+            if not isinstance(token, int) or not 0 <= token < self._vocab_size:
+                raise InvalidRequest(f"prompt_token_ids[{at}]={token!r}: must be 0 to {self._vocab_size - 1}")
+        return text, ids
+
+    def _check(self, params: SamplingParams) -> None:
+        for key, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidRequest(f"{key}: token id {token} must be 0 to {self._vocab_size - 1}")
+        wanted = params.speculation.drafter
+        if params.speculation.enabled and wanted is not None and wanted not in self._drafters:
+            loaded = ", ".join(self._drafters) or "none"
+            raise InvalidRequest(f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}")
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each as it is tokenized at the beginning of a text and behind a space: both are the same word."""
+        found = dict.fromkeys(tuple(self._encode(form)) for word in words for form in (word, " " + word.lstrip()))
+        return tuple(ids for ids in found if ids)
+
+    def _encode(self, text: str, special: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))

@@ -1,0 +1,224 @@
+"""`LLM`: the public face of the engine, in vLLM's shape where vLLM has one."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.outputs import RequestOutput
+from slipstream.core.params import SamplingParams
+from slipstream.engine.build import Built, DrafterChoice, build
+from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
+from slipstream.engine.intake import Intake, Prompt
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.state import Job
+
+Message = Mapping[str, str]
+
+
+class LLM:
+    """A language model that speculates.
+
+    model: `default`, a folder or hub id in Hugging Face format, or a GGUF file.
+    drafter: `ngram`, `prediction`, `model:PATH`, several of them, a `Drafter` of your own, or None for plain decoding.
+        The first is used unless a request names another; a request with a prediction drafts from that.
+    memory: for caches and workspace beyond the weights, as bytes or "2GiB".
+
+    Any thread may call any method; calls from several threads share batches. Close it, or use it in a `with` block.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "default",
+        *,
+        drafter: DrafterChoice = "ngram",
+        draft_tokens: int | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        memory: str | int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_batch_tokens: int = 512,
+        trust_remote_code: bool = False,
+        planner: PlannerName = "adaptive",
+        speculative_config: Mapping[str, Any] | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        if speculative_config is not None:
+            drafter, draft_tokens = _from_vllm(speculative_config)
+        config = EngineConfig(
+            memory=parse_bytes(memory),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max(max_batch_tokens, max_num_seqs),
+            max_draft_rows=max(256, max_num_seqs),
+            draft_tokens=draft_tokens,
+            planner=planner,
+        )
+        built: Built = build(
+            str(model),
+            drafter,
+            config,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=on_progress,
+        )
+        self.model_path: Path = built.model_path
+        self.tokenizer: Any = built.tokenizer
+        self.memory_plan = built.engine.plan
+        self.max_model_len = built.engine.plan.max_model_len
+        self.engine = built.engine
+        self._intake = Intake(
+            built.tokenizer, built.engine.target.vocab_size, built.eos_ids, built.engine.drafting.drafters
+        )
+        self._loop = EngineLoop(built.engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a batch of prompts, in their order. A request that fails says so in its output; the others go on.
+
+        on_output is called with each request as it finishes, from the calling thread.
+        """
+        batch = _as_batch(prompts)
+        params = _for_each(sampling_params, len(batch))
+        finished: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        jobs = [
+            self._intake.job(prompt, p, finished.put, streaming=False) for prompt, p in zip(batch, params, strict=True)
+        ]
+        started: list[Job] = []
+        done: dict[str, RequestOutput] = {}
+        try:
+            for job in jobs:
+                self._loop.submit(job)
+                started.append(job)
+            while len(done) < len(jobs):
+                output = finished.get()
+                done[output.request_id] = output
+                if on_output is not None:
+                    on_output(output)
+        finally:
+            for job in started:
+                if job.id not in done:
+                    self._loop.abort(job.id)
+        return [done[job.id] for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a batch of them, by the model's chat template."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        return self.generate([self.chat_prompt(c) for c in conversations], sampling_params)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation as token ids, up to where the answer begins; plain text for models without a template."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            text = "\n\n".join(message["content"] for message in messages)
+            return list(self.tokenizer.encode(text))
+        ids = self.tokenizer.apply_chat_template(
+            [dict(m) for m in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """One request, as it grows: each output holds everything so far. Closing the iterator aborts the request."""
+        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        job = self._intake.job(prompt, sampling_params or SamplingParams(), outputs.put, streaming=True)
+        self._loop.submit(job)
+        finished = False
+        try:
+            while not finished:
+                output = outputs.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._loop.abort(job.id)
+
+    async def generate_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for asyncio. Cancelling the task or closing the iterator aborts the request."""
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        deliver = lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output)
+        job = self._intake.job(
+            prompt, sampling_params or SamplingParams(), deliver, streaming=True, request_id=request_id
+        )
+        await asyncio.to_thread(self._loop.submit, job)
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._loop.abort(job.id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request after the round in flight; it finishes with the reason "abort". Unknown ids are ignored."""
+        self._loop.abort(request_id)
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def close(self) -> None:
+        """Abort what runs and let go of the model. May be called twice."""
+        self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # one prompt, given as token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts: give one, or one for each")
+    return list(params)
+
+
+def _from_vllm(config: Mapping[str, Any]) -> tuple[DrafterChoice, int | None]:
+    """vLLM's `speculative_config`, where it means something that we have."""
+    known = {"method", "model", "num_speculative_tokens"}
+    if unknown := sorted(set(config) - known):
+        raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(known)}")
+    method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
+    tokens = config.get("num_speculative_tokens")
+    if method == "ngram":
+        return "ngram", tokens
+    if method == "draft_model" and model:
+        return f"model:{model}", tokens
+    raise ConfigError(
+        f"speculative_config: method={method!r}, model={model!r}; known are ngram, and draft_model with a model"
+    )
+
+
+

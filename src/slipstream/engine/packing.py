@@ -1,0 +1,145 @@
+"""From what the scheduler chose and the drafters guessed to the tensors of one pass, and back to rows of choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft
+from slipstream.engine.scheduler import Chunk
+from slipstream.engine.state import Answer
+from slipstream.models.batch import PassBatch
+from slipstream.sampling.rows import SampleRows
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPass:
+    """One pass and how to read it. Emitting requests come first to last: decodes, then completing chunks."""
+
+    batch: PassBatch
+    emitting: tuple[Answer, ...]  # [E]
+    rows: SampleRows  # [R] rows that choose a token
+    row_of: Tensor  # [E, K + 1] int64: which of the R rows is a request's root (column 0) or node i (column 1 + i)
+    slot_of_row: Tensor  # [E, K + 1] int64: the cache slot that each of these rows wrote to
+
+    def choices(self, tokens: Tensor) -> Tensor:
+        """Chosen tokens [R] as [E, K + 1]; padding repeats the root's."""
+        return tokens[self.row_of]
+
+
+def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, paths: bool) -> PackedPass:
+    """Lay decodes with their drafts, then chunks, end to end.
+
+    draft has one row a decode. paths: also say by which draft tokens each row is reached (penalties, bad words).
+    """
+    device = draft.tokens.device
+    counts = draft.counts.tolist()
+    width = draft.width
+    starts, prefixes, pages, slots = [0], [], [], []
+    for answer, count in zip(decodes, counts, strict=True):
+        _lay(answer, 1 + count, starts, prefixes, pages, slots)
+    for chunk in chunks:
+        _lay(chunk.answer, chunk.rows, starts, prefixes, pages, slots)
+
+    tree = _Tree.of(draft)
+    completing = [(starts[len(decodes) + i], chunk) for i, chunk in enumerate(chunks) if chunk.completes]
+    emitting = (*decodes, *(chunk.answer for _, chunk in completing))
+    tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
+
+    # decodes: the root row is the last token, then the nodes; valid picks the real ones out of [D, K + 1]
+    valid = torch.arange(width + 1, device=device) <= draft.counts[:, None]
+    last = tensor([answer.tokens[-1] for answer in decodes])
+    lengths = tensor([answer.cached for answer in decodes])
+    decode_ids = torch.cat((last[:, None], draft.tokens), dim=1)[valid]
+    decode_positions = (lengths[:, None] + tree.depth)[valid]
+    chunk_ids = [t for c in chunks for t in c.answer.tokens[c.answer.cached : c.answer.cached + c.rows]]
+    chunk_positions = [p for c in chunks for p in range(c.answer.cached, c.answer.cached + c.rows)]
+
+    decode_rows = starts[len(decodes)]
+    chunk_last = [start + chunk.rows - 1 for start, chunk in completing]
+    is_tree = () if draft.is_chain else (True,) * len(decodes)
+    masks = None
+    if is_tree:
+        masks = torch.cat((tree.ancestors[valid], torch.zeros(starts[-1] - decode_rows, dtype=torch.int64)))
+    batch = PassBatch(
+        input_ids=torch.cat((decode_ids, tensor(chunk_ids))),
+        positions=torch.cat((decode_positions, tensor(chunk_positions))),
+        slots=tensor(slots),
+        row_starts=tuple(starts),
+        prefix_lengths=tuple(prefixes),
+        pages=tuple(pages),
+        is_tree=is_tree + (False,) * (len(pages) - len(is_tree)),
+        masks=masks,
+        logit_rows=tensor([*range(decode_rows), *chunk_last]),
+    )
+    # rows that choose: all decode rows, then the last row of each completing chunk
+    first_row = tensor(starts[: len(decodes)])
+    reach = torch.arange(width + 1, device=device)
+    row_of = torch.where(valid, first_row[:, None] + reach, first_row[:, None])
+    extra = tensor([decode_rows + i for i in range(len(completing))])[:, None].expand(-1, width + 1)
+    row_of = torch.cat((row_of, extra))
+    slot_of_row = batch.slots[batch.logit_rows][row_of] if batch.logit_rows is not None else batch.slots[row_of]
+    return PackedPass(batch, emitting, _sample_rows(batch, emitting, valid, tree, draft, paths), row_of, slot_of_row)
+
+
+def _lay(answer: Answer, rows: int, starts: list[int], prefixes: list[int], pages: list, slots: list[int]) -> None:  # type: ignore[type-arg]
+    assert answer.table is not None
+    starts.append(starts[-1] + rows)
+    prefixes.append(answer.cached)
+    pages.append(answer.table.pages)
+    slots.extend(answer.table.slots(answer.cached, rows))
+
+
+def _sample_rows(
+    batch: PassBatch, emitting: Sequence[Answer], valid: Tensor, tree: _Tree, draft: Draft, paths: bool
+) -> SampleRows:
+    device = valid.device
+    tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
+    decodes = valid.shape[0]
+    owners = torch.arange(decodes, device=device)[:, None].expand_as(valid)[valid]
+    owners = torch.cat((owners, torch.arange(decodes, len(emitting), device=device)))  # [R] -> emitting request
+    depth = torch.cat((tree.depth[valid], torch.zeros(len(emitting) - decodes, dtype=torch.int64, device=device)))
+    assert batch.logit_rows is not None
+    path = None
+    if paths and draft.width:
+        path = torch.full((owners.shape[0], draft.width), -1, dtype=torch.int64, device=device)
+        path[: valid.sum()] = tree.paths(draft)[valid]
+    return SampleRows(
+        slots=tensor([answer.slot for answer in emitting])[owners],
+        positions=batch.positions[batch.logit_rows] + 1,
+        generated=tensor([answer.generated for answer in emitting])[owners] + depth,
+        path=path,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """Depths and ancestors of all rows of a draft; row 0 is the root, row 1 + i is node i."""
+
+    depth: Tensor  # [D, K + 1] int64
+    ancestors: Tensor  # [D, K + 1] int64: bit j: row j is this row or above it
+
+    @staticmethod
+    def of(draft: Draft) -> _Tree:
+        rows = torch.arange(draft.width + 1, device=draft.tokens.device)
+        if draft.is_chain:
+            return _Tree(rows.expand(draft.tokens.shape[0], -1), ((2 << rows) - 1).expand(draft.tokens.shape[0], -1))
+        jump = torch.cat((torch.zeros_like(draft.counts)[:, None], draft.parents + 1), dim=1)  # [D, K + 1]
+        depth = (rows > 0).long().expand_as(jump)
+        ancestors = (1 << rows).expand_as(jump)
+        for _ in range(draft.width.bit_length()):  # pointer doubling, as in the verifier
+            depth = depth + depth.gather(1, jump)
+            ancestors = ancestors | ancestors.gather(1, jump)
+            jump = jump.gather(1, jump)
+        return _Tree(depth, ancestors)
+
+    def paths(self, draft: Draft) -> Tensor:
+        """[D, K + 1, K]: the draft tokens from the root to each row, then -1."""
+        node = torch.arange(draft.width, device=draft.tokens.device)
+        on_path = (self.ancestors[..., None] >> (node + 1)) & 1 == 1  # [D, K + 1, K]
+        order = on_path.logical_not().to(torch.int8).argsort(dim=-1, stable=True)  # nodes of the path first, in order
+        tokens = torch.where(on_path, draft.tokens[:, None, :], -1)
+        return tokens.gather(-1, order)

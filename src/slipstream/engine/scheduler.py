@@ -1,0 +1,189 @@
+"""Who is in the next pass: admission by memory, prompts in chunks beside running decodes, preemption when pages run out.
+
+Requests join and leave between rounds. Everything a request holds (pages, a slot of the sampling table) is taken and
+given back here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slipstream.engine.state import Answer, Phase
+from slipstream.kv.pages import OutOfPages, PageCopy, PagePool, PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pending tokens of one request to compute in this pass. It emits a token when nothing else is pending."""
+
+    answer: Answer
+    rows: int
+
+    @property
+    def completes(self) -> bool:
+        return self.rows == self.answer.pending
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One pass: who decodes (and may draft), who computes a chunk."""
+
+    decodes: list[Answer] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+
+class Scheduler:
+    """Owns the queues, the pages and the slots.
+
+    on_admit and on_release tell the engine that an answer got its pages and slot, or is about to lose them.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_running: int,
+        max_rows: int,
+        copy_pages: Callable[[list[PageCopy]], None],
+        on_admit: Callable[[Answer], None],
+        on_release: Callable[[Answer], None],
+    ) -> None:
+        self.pool = pool
+        self.waiting: deque[Answer] = deque()
+        self.running: list[Answer] = []  # oldest first
+        self.preemptions = 0
+        self._slots = list(range(max_running))  # a heap
+        self._max_rows = max_rows
+        self._copy_pages = copy_pages
+        self._on_admit = on_admit
+        self._on_release = on_release
+
+    def add(self, answer: Answer) -> None:
+        self.waiting.append(answer)
+
+    def schedule(self) -> Schedule:
+        """Choose the next pass. Every decode in it has room for its next token."""
+        plan = Schedule()
+        for answer in list(self.running):
+            if answer.phase is Phase.RUNNING and answer.pending == 1 and self._make_room(answer):
+                plan.decodes.append(answer)
+        plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]  # less those preempted
+        rows = self._max_rows - len(plan.decodes)
+        for answer in self.running:
+            if answer.pending > 1 and rows > 0:
+                plan.chunks.append(Chunk(answer, min(rows, answer.pending)))
+                rows -= plan.chunks[-1].rows
+        self._admit(plan, rows)
+        return plan
+
+    def reserve_draft(self, answer: Answer, nodes: int) -> int:
+        """Room for a draft behind the next token; returns how many nodes fit. Never preempts anyone for a guess."""
+        assert answer.table is not None
+        try:
+            answer.table.reserve(answer.cached + 1 + nodes)
+            return nodes
+        except OutOfPages:
+            free = self.pool.free_pages * self.pool.page_size + answer.table.capacity
+            fits = max(0, min(nodes, free - answer.cached - 1))
+            answer.table.reserve(answer.cached + 1 + fits)
+            return fits
+
+    def release(self, answer: Answer) -> None:
+        """The answer ended, or is aborted while it waited: give back everything it holds."""
+        if answer in self.running:
+            self.running.remove(answer)
+            self._give_back(answer)
+        elif answer in self.waiting:
+            self.waiting.remove(answer)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if a page or a slot was lost. Cheap enough for every idle moment."""
+        self.pool.check_integrity([answer.table.pages for answer in self.running if answer.table is not None])
+        held = [answer.slot for answer in self.running]
+        assert not set(held) & set(self._slots) and len(set(held)) == len(held), "a slot is held twice"
+
+    def _admit(self, plan: Schedule, rows: int) -> None:
+        passed_over: list[Answer] = []
+        while self.waiting and self._slots and rows > 0:
+            answer = self.waiting.popleft()
+            if answer.ended:
+                continue
+            if answer.leader is not None and answer.leader.phase is Phase.RUNNING and not answer.generated:
+                if answer.leader.cached < answer.prompt_length:
+                    passed_over.append(answer)  # its prompt is being computed by its sibling
+                    continue
+                admitted = self._fork(answer, answer.leader)
+            else:
+                admitted = self._start(answer)
+            if not admitted:
+                passed_over.append(answer)
+                break
+            answer.phase = Phase.RUNNING
+            answer.slot = heapq.heappop(self._slots)
+            self.running.append(answer)
+            self.running.sort(key=lambda a: a.arrival)
+            self._on_admit(answer)
+            plan.chunks.append(Chunk(answer, min(rows, answer.pending)))
+            rows -= plan.chunks[-1].rows
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _start(self, answer: Answer) -> bool:
+        table = PageTable(self.pool)
+        # one page beyond what it needs, while others run: room to grow before anybody must be preempted
+        needed = self.pool.pages_for(len(answer.tokens) + 1) + (1 if self.running else 0)
+        if needed > self.pool.free_pages:
+            return False
+        table.reserve(len(answer.tokens) + 1)
+        answer.table = table
+        return True
+
+    def _fork(self, answer: Answer, leader: Answer) -> bool:
+        """Share the leader's prompt pages; only the last prompt token is computed again, to choose from."""
+        assert leader.table is not None
+        try:
+            answer.table, copies = leader.table.fork(answer.prompt_length - 1)
+        except OutOfPages:
+            return False
+        try:
+            answer.table.reserve(answer.prompt_length + 1)
+        except OutOfPages:
+            answer.table.release()
+            answer.table = None
+            return False
+        self._copy_pages(copies)
+        return True
+
+    def _make_room(self, answer: Answer) -> bool:
+        """Room for one more token, if need be at the expense of the youngest. False: it was itself preempted."""
+        assert answer.table is not None
+        while True:
+            try:
+                answer.table.reserve(answer.cached + 1)
+                return True
+            except OutOfPages:
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is answer:
+                    return False
+
+    def _preempt(self, answer: Answer) -> None:
+        """Take its pages; it computes its tokens again when there is room. The keyed rule makes them the same."""
+        self.running.remove(answer)
+        self._give_back(answer)
+        answer.phase = Phase.WAITING
+        self.waiting.appendleft(answer)
+        self.preemptions += 1
+
+    def _give_back(self, answer: Answer) -> None:
+        self._on_release(answer)
+        assert answer.table is not None
+        answer.table.release()
+        answer.table = None
+        heapq.heappush(self._slots, answer.slot)
+        answer.slot = -1

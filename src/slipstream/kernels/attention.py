@@ -1,0 +1,119 @@
+"""Attention over a paged cache: a row sees its request's committed prefix and its ancestors.
+
+This is the torch form: the one that runs on the CPU, and the oracle for any faster one. Work that is the same for all
+layers of a pass (which keys, which mask) is done once, in `Span`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MANY_ROWS = 64
+"""Above this many rows the blocked kernel of torch wins; below it three small products do (measured on CPUs)."""
+
+
+@dataclass(slots=True)
+class Span:
+    """The rows that one request brings to a pass, and where their keys lie in the cache."""
+
+    start: int
+    end: int
+    keys: slice | Tensor  # cache slots of the prefix, then of the rows themselves; a slice where they are neighbours
+    prefix: int
+    positions: Tensor  # [M] int64
+    visible: Tensor | None  # [M, M] bool: which of the request's own rows a row sees; None: causal order
+    _bias: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+    def bias(self, window: int | None) -> Tensor | None:
+        """[M, L] float32, 0 where a row may look and -inf where not; None where every row sees every key."""
+        if window not in self._bias:
+            self._bias[window] = self._make_bias(window)
+        return self._bias[window]
+
+    def _make_bias(self, window: int | None) -> Tensor | None:
+        if self.rows == 1 and (window is None or self.prefix < window):
+            return None
+        device = self.positions.device
+        own = self.visible
+        if own is None:
+            own = torch.ones(self.rows, self.rows, dtype=torch.bool, device=device).tril_()
+        seen = torch.cat((torch.ones(self.rows, self.prefix, dtype=torch.bool, device=device), own), dim=1)  # [M, L]
+        if window is not None:
+            key_positions = torch.cat((torch.arange(self.prefix, device=device), self.positions))  # [L]
+            seen &= key_positions > self.positions[:, None] - window
+        return torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
+
+
+def visible_rows(words: Tensor, rows: int) -> Tensor:
+    """Mask words [M] int64 as a boolean matrix [M, M]: bit j of a row's word says that it sees row j."""
+    return (words[:, None] >> torch.arange(rows, device=words.device)) & 1 == 1
+
+
+def paged_attention(
+    query: Tensor,  # [N, H, D]
+    keys: Tensor,  # [S, H_kv, D]: one layer of the cache, the pass's own rows written
+    values: Tensor,  # [S, H_kv, D_v]
+    spans: Sequence[Span],
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [H]: a logit that takes probability and gives nothing
+) -> Tensor:  # [N, H, D_v]
+    """One layer's attention for all rows of a pass. Does not modify the cache."""
+    out = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
+    for span in spans:
+        attend = _attend_many if span.rows > _MANY_ROWS and softcap is None and sinks is None else _attend
+        q = query[span.start : span.end]
+        out[span.start : span.end] = attend(
+            q, keys[span.keys], values[span.keys], span.bias(window), scaling, softcap, sinks
+        )
+    return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    # the heads of a group are further rows of the same product: [H_kv, group * M, D] x [H_kv, D, L]
+    grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
+    scores = torch.bmm(grouped, k.permute(1, 2, 0)).float().mul_(scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap).mul_(softcap)
+    if bias is not None:
+        scores.view(kv_heads, group, rows, -1).add_(bias)
+    if sinks is not None:
+        sink = sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, rows, 1).reshape(kv_heads, group * rows, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    out = torch.bmm(weights.to(v.dtype), v.permute(1, 0, 2))  # [H_kv, group * M, D_v]
+    return out.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
+
+
+def _attend_many(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, _softcap: None, _sinks: None
+) -> Tensor:
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    out = F.scaled_dot_product_attention(
+        q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3),
+        k.permute(1, 0, 2)[:, None].expand(-1, group, -1, -1),
+        v.permute(1, 0, 2)[:, None].expand(-1, group, -1, -1),
+        attn_mask=None if bias is None else bias.to(q.dtype),
+        scale=scaling,
+    )  # [H_kv, group, M, D_v]
+    return out.permute(2, 0, 1, 3).reshape(rows, heads, -1)

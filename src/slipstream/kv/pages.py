@@ -1,0 +1,172 @@
+"""Who owns which page of the cache, and how long a request is.
+
+Drafts live in the cache as guests: a round writes its rows behind the committed length, `PageTable.commit` advances
+the length over the accepted ones, and rollback is not advancing it. Nothing else in the program touches lengths. Any
+number of caches (the target's, a drafter's own) hang on the same table, so this file knows no tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from slipstream.core.errors import CapacityError, ConfigError
+
+
+class OutOfPages(CapacityError):
+    """The pool has fewer free pages than were asked for; nothing was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A page whose contents every cache on the table must copy before the next pass."""
+
+    src: int
+    dst: int
+
+
+class PagePool:
+    """Reference-counted pages. The lowest free ones go first, so a lone request's pages are neighbours."""
+
+    def __init__(self, num_pages: int, page_size: int = 16) -> None:
+        if num_pages < 0 or page_size < 1:
+            raise ConfigError(f"num_pages={num_pages}, page_size={page_size}: must be 0 or more, and 1 or more")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages))  # a heap
+        self._references = [0] * num_pages
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        """How many tables hold this page."""
+        return self._references[page]
+
+    def pages_for(self, length: int) -> int:
+        """How many pages cover `length` tokens."""
+        return -(-length // self.page_size)
+
+    def allocate(self, n: int) -> list[int]:
+        """The n lowest free pages in ascending order, held once each. Takes all of them or raises `OutOfPages`."""
+        if n > len(self._free):
+            raise OutOfPages(
+                f"{n} cache pages asked for, {len(self._free)} of {self.num_pages} are free: "
+                "raise the memory budget, or run fewer or shorter requests"
+            )
+        pages = [heapq.heappop(self._free) for _ in range(n)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder for each of these pages, which must be held."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free: it cannot be shared"
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One holder fewer for each of these pages; without any left it is free."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free: it cannot be released again"
+            self._references[page] -= 1
+            if not self._references[page]:
+                heapq.heappush(self._free, page)
+
+    def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
+        """Raise `AssertionError` unless the owners hold exactly what the pool has lent. For tests and idle moments."""
+        held = Counter(chain.from_iterable(owners))
+        free = Counter(self._free)
+        for page in range(self.num_pages):
+            if self._references[page] != held[page]:
+                raise AssertionError(
+                    f"page {page}: {self._references[page]} references, but {held[page]} owners hold it"
+                )
+            if free[page] != (held[page] == 0):
+                raise AssertionError(f"page {page}: {held[page]} owners hold it, and it is {free[page]} times free")
+        if strangers := [page for page in held | free if not 0 <= page < self.num_pages]:
+            raise AssertionError(f"pages {strangers} are none of the pool's {self.num_pages}")
+
+
+class PageTable:
+    """One request's pages, and its committed length: the tokens whose K and V are in the cache to stay."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self._pages: list[int] = []
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return tuple(self._pages)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the pages held now can take."""
+        return len(self._pages) * self.pool.page_size
+
+    def reserve(self, length: int) -> None:
+        """Hold pages for `length` tokens, the committed ones included. Takes all it needs or raises `OutOfPages`."""
+        missing = self.pool.pages_for(length) - len(self._pages)
+        if missing > 0:
+            self._pages += self.pool.allocate(missing)
+
+    def slots(self, start: int, count: int) -> Sequence[int]:
+        """Cache slots of `count` positions from `start` on: a range where they are neighbours.
+
+        Those from the committed length on are there to be written, so their pages must be this table's alone.
+        """
+        if count == 0:
+            return range(0)
+        end = start + count
+        assert 0 <= start < end <= self.capacity, f"positions {start} to {end} are not in {self.capacity} reserved"
+        size = self.pool.page_size
+        pages = self._pages[start // size : (end - 1) // size + 1]
+        if end > self._length:
+            for page in self._pages[max(start, self._length) // size : (end - 1) // size + 1]:
+                assert self.pool.references(page) == 1, f"page {page} is shared: it must not be written"
+        base = pages[0] * size + start % size
+        if all(page == pages[0] + i for i, page in enumerate(pages)):
+            return range(base, base + count)
+        return [self._pages[p // size] * size + p % size for p in range(start, end)]
+
+    def commit(self, n: int) -> None:
+        """The next n tokens behind the committed length are in the cache to stay."""
+        assert 0 <= n <= self.capacity - self._length, f"{n} more than {self._length}: {self.capacity} are reserved"
+        self._length += n
+
+    def trim(self) -> None:
+        """Give back the pages behind the one that the next token goes to."""
+        keep = self.pool.pages_for(self._length + 1)
+        self.pool.release(self._pages[keep:])
+        del self._pages[keep:]
+
+    def fork(self, length: int | None = None) -> tuple[PageTable, list[PageCopy]]:
+        """A second table with the same committed tokens, and the copies that each cache must do for it.
+
+        length: take only so many of them; None takes all. Full pages are shared; a partly filled last one is copied,
+        because both tables will write to it. Takes what it needs or raises `OutOfPages`.
+        """
+        length = self._length if length is None else length
+        assert 0 <= length <= self._length, f"a fork at {length}: only {self._length} tokens are committed"
+        twin = PageTable(self.pool)
+        full, partly = divmod(length, self.pool.page_size)
+        fresh = self.pool.allocate(1 if partly else 0)
+        self.pool.share(self._pages[:full])
+        twin._pages = self._pages[:full] + fresh
+        twin._length = length
+        return twin, [PageCopy(self._pages[full], page) for page in fresh]
+
+    def release(self) -> None:
+        """Give back everything; the table is as new."""
+        self.pool.release(self._pages)
+        self._pages = []
+        self._length = 0

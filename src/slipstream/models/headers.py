@@ -1,0 +1,97 @@
+"""What a model folder holds, learnt from file names and safetensors headers alone: quick, and without torch.
+
+Also the place that notices a damaged file before anything maps it into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_MAX_HEADER = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSummary:
+    """The weights of a model as stored. `parameters` is None where they are packed and cannot be counted."""
+
+    parameters: int | None
+    bytes: int
+    dtype: str
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model in `folder`, as its index names them; empty where there are none."""
+    index = folder / INDEX
+    if index.is_file():
+        return [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+    single = folder / SINGLE
+    return [single] if single.is_file() else []
+
+
+def has_pickles(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in PICKLES)
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file: name -> dtype, shape, data_offsets. Raises `ModelError` if it is damaged."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            start = handle.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+            if length > min(_MAX_HEADER, size - 8):
+                raise ModelError(_damaged(file, "its header is not one"))
+            header = json.loads(handle.read(length))
+        header.pop("__metadata__", None)
+        end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(_damaged(file, "its header is not one")) from error
+    if 8 + length + end != size:
+        raise ModelError(_damaged(file, f"{size} bytes, but its header promises {8 + length + end}"))
+    return dict(header)
+
+
+def summarize(folder: Path) -> WeightsSummary:
+    """Sizes and types of the weights in `folder`."""
+    count = total = 0
+    by_dtype: Counter[str] = Counter()
+    for file in weight_files(folder):
+        for tensor in read_header(file).values():
+            first, last = tensor["data_offsets"]
+            count += math.prod(tensor["shape"])
+            total += last - first
+            by_dtype[tensor["dtype"]] += last - first
+    dtype = by_dtype.most_common(1)[0][0] if by_dtype else "none"
+    return WeightsSummary(count if dtype in _DTYPES else None, total, _DTYPES.get(dtype, dtype.lower()))
+
+
+def weights_bytes(folder: Path) -> int:
+    """How many bytes of weights `folder` holds, as stored; pickled files count whole."""
+    files = weight_files(folder)
+    return summarize(folder).bytes if files else sum(f.stat().st_size for f in folder.glob("pytorch_model*.bin"))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{file}: not readable as JSON ({error}); fetch the file again") from error
+
+
+def _damaged(file: Path, why: str) -> str:
+    return f"{file}: damaged or cut short ({why}); fetch the file again"

@@ -1,0 +1,193 @@
+"""A model folder, read: configuration, tokenizer, weights. transformers does it; we make its failures speak.
+
+transformers fills tensors that a checkpoint lacks with random numbers and says so in a log. Here that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from slipstream.core.errors import CapacityError, ConfigError, ModelError, UnsupportedModel
+from slipstream.models.headers import has_pickles, read_header, weight_files, weights_bytes
+
+__all__ = [
+    "load_config",
+    "load_tokenizer",
+    "load_weights",
+    "pick_device",
+    "pick_dtype",
+    "quiet_transformers",
+    "weights_bytes",
+]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of the model in `path`."""
+    with quiet_transformers():
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                path, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:
+            text = str(error)
+            if "trust_remote_code" in text:
+                raise ModelError(
+                    f"{path}: the model brings its own Python code. Read it, and if you trust it allow it with "
+                    "trust_remote_code"
+                ) from error
+            if "does not recognize this architecture" in text or "Unrecognized model" in text:
+                raise UnsupportedModel(
+                    f"{path / 'config.json'}: transformers {transformers.__version__} does not know its model_type. "
+                    "A newer transformers may"
+                ) from error
+            raise ModelError(f"{path / 'config.json'}: cannot be read ({text}). Fetch the file again") from error
+    return cast(PreTrainedConfig, config)
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The fast tokenizer of the model in `path`."""
+    with quiet_transformers():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                path, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:
+            raise ModelError(
+                f"{path}: its tokenizer cannot be loaded ({type(error).__name__}: {error}). The folder must hold "
+                "tokenizer.json and tokenizer_config.json"
+            ) from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{path}: only a slow tokenizer ({type(tokenizer).__name__}); tokenizer.json is missing")
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def load_weights(
+    path: Path, *, dtype: torch.dtype, device: torch.device, attention: str, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model in `path` on `device`, ready to run and not to train, with transformers' attention called `attention`.
+
+    Every tensor comes from the checkpoint: missing, left-over or misshapen ones raise `ModelError`.
+    """
+    files = weight_files(path)
+    for file in files:
+        read_header(file)  # notices damage, and names the file
+    if not files and not has_pickles(path):
+        raise ModelError(f"{path}: no weights; model.safetensors (or its index and parts) is missing")
+    auto: Any = transformers.AutoModelForCausalLM  # its types do not know `output_loading_info`
+    placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    with quiet_transformers():
+        try:
+            model, info = auto.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=bool(files),
+                weights_only=True,  # a pickle must not run code
+                ignore_mismatched_sizes=True,  # so that we can name them all
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                **placement,
+            )
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{path}: {weights_bytes(path) / 1e9:.1f} GB of weights do not fit on {device}. Choose a smaller "
+                "model, a narrower dtype or another device"
+            ) from error
+        except Exception as error:
+            raise ModelError(f"{path}: its weights cannot be loaded ({type(error).__name__}: {error})") from error
+    _check_complete(path, model.config, info)
+    return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def pick_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
+    """The torch dtype called `name`; `auto` is fp32 on the CPU, and bf16 on a GPU unless the checkpoint is fp16."""
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.float16 if getattr(config, "dtype", None) == torch.float16 else torch.bfloat16
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={name!r}: must be auto or one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device called `name`; `auto` is the first GPU, or the CPU where there is none."""
+    kind, _, index = name.partition(":")
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda" or (name != "cuda" and not index.isdecimal()):
+        raise ConfigError(f"device={name!r}: must be auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no CUDA GPU here; use device=cpu, or auto")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    return torch.device("cuda", int(index or 0))
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings from transformers inside; as they were afterwards."""
+    logging: Any = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check_complete(path: Path, config: PreTrainedConfig, info: dict[str, Any]) -> None:
+    unexpected = [name for name in info["unexpected_keys"] if not _is_draft_head(name, config)]
+    misshapen = [
+        f"{name} {tuple(stored)} instead of {tuple(wanted)}" for name, stored, wanted in info["mismatched_keys"]
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(sorted(names)[:5])}{', ...' if len(names) > 5 else ''}"
+        for what, names in (
+            ("tensors are missing", list(info["missing_keys"])),
+            ("tensors belong to no part of the model", unexpected),
+            ("tensors have the wrong shape", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise ModelError(
+            f"{path}: the weights do not fit the configuration (model_type {config.model_type}); "
+            f"{'; '.join(problems)}. Fetch the model again, or correct its config.json"
+        )
+
+
+def _is_draft_head(name: str, config: PreTrainedConfig) -> bool:
+    """Multi-token-prediction heads ride along in many checkpoints; the model itself does not use them."""
+    parts = name.split(".")
+    if any(part.startswith("mtp") for part in parts):
+        return True
+    layers = getattr(config, "num_hidden_layers", None)
+    after = parts[parts.index("layers") + 1] if "layers" in parts[:-1] else ""
+    return layers is not None and after.isdecimal() and int(after) >= layers and _has_heads(config)
+
+
+def _has_heads(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "num_nextn_predict_layers", 0) or getattr(config, "mtp_num_hidden_layers", 0))

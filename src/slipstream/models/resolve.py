@@ -1,0 +1,145 @@
+"""From what a user calls a model to the folder that holds it.
+
+`default`, a folder, a GGUF file or a Hugging Face hub id. Quick to import, so that listing models does not wait
+for torch; the network is used only for `default` the first time and for hub ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.core.errors import DownloadError, ModelError, ModelNotFound
+from slipstream.models.default import default_folder, default_model
+from slipstream.models.gguf import ORIGIN, convert_once, converted_folder
+from slipstream.models.headers import has_pickles, summarize, weight_files
+from slipstream.models.paths import Progress, models_folder
+
+DEFAULT = "default"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # no pickles: they run code when loaded
+_HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
+_WAYS = "Give `default`, a model folder, a .gguf file or a Hugging Face hub id such as org/name"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model that is on this machine; `resolve(name)` gives `path`."""
+
+    name: str
+    path: Path
+    model_type: str
+    parameters: int | None
+    bytes: int
+    dtype: str
+
+
+def resolve(name: str, progress: Progress | None = None) -> Path:
+    """The folder of the model called `name`: fetched or converted first where need be."""
+    if name == DEFAULT:
+        return default_model(progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_folder(path)
+        return path
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelNotFound(f"{name}: a file, but not a .gguf one. {_WAYS}")
+        return convert_once(path, progress)
+    if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(name):
+        raise ModelNotFound(f"{name!r}: no such folder or file. {_WAYS}")
+    return _from_hub(name, progress)
+
+
+def local_models() -> list[LocalModel]:
+    """The models on this machine: the default if it was fetched, converted GGUF files, the Hugging Face cache."""
+    found = []
+    for name, path in _local_paths():
+        with contextlib.suppress(ModelError, OSError, ValueError):  # a broken one must not hide the others
+            _check_folder(path)
+            model_type = json.loads((path / "config.json").read_bytes()).get("model_type", "unknown")
+            weights = summarize(path)
+            found.append(LocalModel(name, path, model_type, weights.parameters, weights.bytes, weights.dtype))
+    return found
+
+
+def _local_paths() -> Iterator[tuple[str, Path]]:
+    default = default_folder()
+    if default.is_dir():
+        yield DEFAULT, default
+    for origin in sorted(models_folder().glob(f"[!.]*/{ORIGIN}")):
+        source = Path(json.loads(origin.read_bytes())["source"])
+        current = source.is_file() and converted_folder(source) == origin.parent
+        yield str(source if current else origin.parent), origin.parent
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for repository in sorted(Path(HF_HUB_CACHE).glob("models--*")):
+        main = repository / "refs" / "main"
+        if main.is_file():
+            yield (
+                repository.name.removeprefix("models--").replace("--", "/"),
+                (repository / "snapshots" / main.read_text().strip()),
+            )
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise `ModelNotFound` unless all files of a model are there."""
+    if not (folder / "config.json").is_file():
+        hint = _WAYS
+        if (folder / "adapter_config.json").is_file():
+            hint = "It holds an adapter: merge it into its base model and give the merged folder"
+        elif ggufs := sorted(folder.glob("*.gguf")):
+            hint = f"It holds GGUF files: name one of them, such as {ggufs[0]}"
+        raise ModelNotFound(f"{folder}: not a model folder, config.json is missing. {hint}")
+    files = weight_files(folder)
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ModelNotFound(f"{folder}: weights are missing: {', '.join(missing)}. Fetch the model again")
+    if not files and not has_pickles(folder):
+        raise ModelNotFound(f"{folder}: no weights, model.safetensors (or its index and parts) is missing")
+
+
+def _from_hub(name: str, progress: Progress | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if progress:
+        progress(f"looking for {name} on the Hugging Face hub")
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS))
+    except GatedRepoError as error:
+        raise DownloadError(
+            f"{name}: its owner must grant access. Ask for it at https://huggingface.co/{name}, "
+            "then run `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFound(
+            f"{name!r}: no such folder or file here, and no such model on the hub (a private one needs "
+            f"`hf auth login`). {_WAYS}"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub cannot be reached"
+        raise ModelNotFound(
+            f"{name!r}: no such folder or file here, it is not (wholly) in the Hugging Face cache, and {offline}. "
+            "Download it first on a machine with a network, or name a local folder"
+        ) from error
+    except Exception as error:  # whatever the network, the disk or the hub's answer may bring
+        raise DownloadError(f"{name}: download failed ({type(error).__name__}: {error}). Try again") from error
+    if not weight_files(folder):
+        raise ModelNotFound(
+            f"{name}: no safetensors weights on the hub; pickled ones are not fetched, because loading them can run "
+            "code. Convert the model to safetensors and give its folder"
+        )
+    _check_folder(folder)
+    return folder

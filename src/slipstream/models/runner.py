@@ -1,0 +1,111 @@
+"""A model that runs passes: the target, or a draft model.
+
+One kind of pass for everything (see `batch.py`). The runner owns the weights; the cache is handed in, so that a
+target and its draft can share one page table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from slipstream.core.errors import UnsupportedModel
+from slipstream.kv.cache import KVCache, LayerShape
+from slipstream.models import attention, fuse
+from slipstream.models.attention import PassContext, ProbeContext
+from slipstream.models.batch import PassBatch
+from slipstream.models.load import load_config, load_weights
+from slipstream.models.support import check_supported
+
+Progress = Callable[[str], None]
+
+
+class Runner:
+    """Runs passes of one model. `swaps` says what was put in place of transformers' own modules."""
+
+    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig) -> None:
+        self.model = model
+        self.config = config
+        self.vocab_size = cast(int, model.get_output_embeddings().weight.shape[0])
+        self.max_positions = _max_positions(config)
+        self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.swaps = "none"
+        self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.layers = self._probe()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.get_input_embeddings().weight.dtype
+
+    def new_cache(self, num_pages: int, page_size: int) -> KVCache:
+        return KVCache(self.layers, num_pages, page_size, self.dtype, self.device)
+
+    def forward(self, batch: PassBatch, cache: KVCache) -> Tensor:  # [R, V] fp32
+        """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""
+        logits = self._call(PassContext(batch, cache), batch.input_ids, batch.positions, batch.logit_rows)
+        return logits.float()
+
+    def swap(self, *, fused: bool) -> None:
+        """Put faster modules in place: packed products, and fused layers where asked for. Old weights are let go."""
+        count = fuse.fuse(self.model) if fused else 0
+        packed = fuse.pack(self.model)
+        self.swaps = " + ".join(
+            part for part, some in ((f"{count} fused layers", count), (f"{packed} packed products", packed)) if some
+        ) or "none"
+
+    @torch.inference_mode()
+    def _probe(self) -> list[LayerShape]:
+        """The shape of each layer's keys and values; refuses a model whose attention never reaches us."""
+        context = ProbeContext(2, self.device)
+        self._call(context, torch.zeros(2, dtype=torch.int64, device=self.device), context.spans[0].positions, None)
+        wanted = list(range(_num_layers(self.config)))
+        if context.layers_seen != wanted:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: its attention reached Slipstream for layers {context.layers_seen}, "
+                f"not for each of the {len(wanted)} once; models with other ways to mix tokens cannot be run"
+            )
+        return [LayerShape(*context.shapes[layer]) for layer in wanted]
+
+    def _call(self, context: PassContext, ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
+        picked = {} if rows is None or not self._picks_rows else {"logits_to_keep": rows}
+        out = self.model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            slipstream_pass=context,
+            **picked,
+        )
+        logits = cast(Tensor, out.logits)[0]
+        return logits if rows is None or picked else logits[rows]
+
+
+def open_unchecked(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Runner:
+    """Load a model with our attention and nothing else swapped, without comparing it to transformers."""
+    config = load_config(path, trust_remote_code)
+    check_supported(config)
+    attention.register()
+    model = load_weights(
+        path, dtype=dtype, device=device, attention=attention.NAME, trust_remote_code=trust_remote_code
+    )
+    return Runner(model, config)
+
+
+def _num_layers(config: PreTrainedConfig) -> int:
+    return cast(int, config.num_hidden_layers)
+
+
+def _max_positions(config: PreTrainedConfig) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if getattr(config, name, None):
+            return cast(int, getattr(config, name))
+    raise UnsupportedModel(f"{config.model_type}: the configuration names no longest context (max_position_embeddings)")

@@ -1,0 +1,191 @@
+"""The one rule of sampling: the next token is argmax(log p + gumbel), at temperature 0 without the noise.
+
+`processed` is the rule's log p written out in full; `choose` gives the same tokens with as little work as it can: no
+sort and no noise where none can matter. Every row is computed alone, bit for bit: neither the other rows, nor their
+order, nor how many they are can change its token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.sampling.blocks import put_rows, row_blocks, rows_where, take_rows
+from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow
+from slipstream.sampling.masks import add_bias_, forbid_all_but_, forbid_bad_words_, forbid_ends_
+from slipstream.sampling.noise import gumbel_of_hashes
+from slipstream.sampling.penalties import penalize_
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.table import Features, SamplingTable
+
+NOTHING = -1
+"""Chosen where a row has NaN or +inf among its logits, or no possible token."""
+
+
+def choose(
+    logits: Tensor,
+    rows: SampleRows,
+    table: SamplingTable,
+    features: Features,
+    *,
+    allowed: Tensor | None = None,
+    overwrite: bool = False,
+    candidates: int = CANDIDATES,
+) -> Tensor:
+    """The tokens [R] int64 that the rows of `logits` [R, V] choose; -1 for a row that can choose nothing.
+
+    allowed: bools [R, V], what a grammar permits. overwrite: `logits` may be used as scratch; else it stays as it is.
+    candidates: how many tokens a partial sort looks at. It changes the speed, never a token.
+    """
+    logits = _adjusted(logits, rows, table, features, allowed, overwrite)
+    if features.sampled and not features.greedy:
+        largest, tokens = logits.amax(dim=1), torch.zeros_like(rows.slots)  # amax alone is several times faster
+    else:
+        largest, tokens = logits.max(dim=1)  # of equals the first: ties go to the lowest id
+    if features.sampled:
+        tempering, keys = _tempering(rows, table, features, largest), table.noise_keys(rows)
+        hashes = table.token_hashes
+        if features.top_k or features.top_p:
+            index = rows_where(tempering.filtered)
+            if index.shape[0]:
+                some, wishes, own_keys = take_rows(logits, index), tempering.at(index), take_rows(keys, index)
+                found = _choose_filtered(some, wishes, own_keys, hashes, candidates)
+                put_rows(tokens, index, tempering.filtered, found)
+        index = rows_where(tempering.free)
+        if index.shape[0]:
+            some, wishes, own_keys = take_rows(logits, index), tempering.at(index), take_rows(keys, index)
+            put_rows(tokens, index, tempering.free, _choose_free(some, wishes, own_keys, hashes))
+    return tokens.masked_fill_(~largest.isfinite(), NOTHING)
+
+
+def processed(
+    logits: Tensor,
+    rows: SampleRows,
+    table: SamplingTable,
+    features: Features,
+    *,
+    allowed: Tensor | None = None,
+    candidates: int = CANDIDATES,
+) -> Tensor:
+    """log p up to a constant, [R, V] fp32: what the noise is added to. -inf is impossible, 0 the likeliest token.
+
+    A greedy row has one possible token; a row that can choose nothing has none.
+    """
+    logits = _adjusted(logits, rows, table, features, allowed, False)
+    largest, best = logits.max(dim=1)
+    tempering = _tempering(rows, table, features, largest)
+    filtered, free = tempering.filtered, tempering.free
+    scores = tempering.scores(logits)
+    scores.masked_fill_(~(free[:, None] & (scores >= tempering.log_min_p[:, None])), -math.inf)
+    scores.scatter_(1, best[:, None], 0.0)  # the likeliest token is always possible
+    if features.top_k or features.top_p:
+        index = rows_where(filtered)
+        found = _filtered_scores(take_rows(logits, index), tempering.at(index), candidates)
+        scores[index] = torch.where(filtered[index, None], found, scores[index])
+    return scores.masked_fill_(~largest.isfinite()[:, None], -math.inf)
+
+
+def _adjusted(
+    logits: Tensor,
+    rows: SampleRows,
+    table: SamplingTable,
+    features: Features,
+    allowed: Tensor | None,
+    overwrite: bool,
+) -> Tensor:
+    """The logits in fp32 after penalties, bias and masks; the caller's own tensor where none of them is wanted."""
+    changes = features.penalties or features.bias or features.min_tokens or features.bad_words or allowed is not None
+    logits = logits.to(torch.float32, copy=changes and not overwrite)
+    if features.penalties:
+        penalize_(logits, rows, table)
+    if features.bias:
+        add_bias_(logits, rows, table)
+    if features.min_tokens:
+        forbid_ends_(logits, rows, table)
+    if features.bad_words:
+        forbid_bad_words_(logits, rows, table)
+    if allowed is not None:
+        forbid_all_but_(logits, allowed)
+    return logits
+
+
+def _tempering(rows: SampleRows, table: SamplingTable, features: Features, largest: Tensor) -> Tempering:
+    slots = rows.slots
+    return Tempering(
+        largest, table.temperature[slots], table.top_k[slots], table.top_p[slots], table.log_min_p[slots], features
+    )
+
+
+def _choose_filtered(
+    logits: Tensor, tempering: Tempering, keys: Tensor, token_hashes: Tensor, candidates: int
+) -> Tensor:
+    """Tokens [R] for rows with top-k or top-p: noise at the candidates only."""
+    found = narrow(logits, tempering, candidates)
+    tokens = _best(found, keys, token_hashes)
+    rest = _uncertain(found)
+    if rest.shape[0]:
+        found = narrow(take_rows(logits, rest), tempering.at(rest), logits.shape[1])
+        tokens[rest] = _best(found, keys[rest], token_hashes)
+    return tokens
+
+
+def _filtered_scores(logits: Tensor, tempering: Tempering, candidates: int) -> Tensor:
+    """Scores [R, V] of rows with top-k or top-p."""
+    scores = torch.full_like(logits, -math.inf)
+    found = narrow(logits, tempering, candidates)
+    scores.scatter_(1, found.ids, found.scores)
+    rest = _uncertain(found)
+    if rest.shape[0]:
+        found = narrow(take_rows(logits, rest), tempering.at(rest), logits.shape[1])
+        scores[rest] = torch.empty_like(found.scores).scatter_(1, found.ids, found.scores)
+    return scores
+
+
+def _uncertain(found: Candidates) -> Tensor:
+    """Indices of the rows whose candidates were too few, for which the whole vocabulary must be sorted.
+
+    On an accelerator the host waits here. A kernel that finds each row's threshold by bisection would not need to.
+    """
+    return (~found.certain).nonzero()[:, 0]
+
+
+def _best(found: Candidates, keys: Tensor, token_hashes: Tensor) -> Tensor:
+    scores = found.scores + gumbel_of_hashes(keys, token_hashes[found.ids])  # [R, C]
+    is_best = scores == scores.amax(dim=1, keepdim=True)
+    return found.ids.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(dim=1)  # ties go to the lowest id
+
+
+def _choose_free(logits: Tensor, tempering: Tempering, keys: Tensor, token_hashes: Tensor) -> Tensor:
+    """Tokens [R] for rows that may choose from the whole vocabulary."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    shared = _shared(keys)
+    noise = gumbel_of_hashes(shared.keys, token_hashes)  # [U, V]
+    for block in row_blocks(logits.shape[0], logits.shape[1], logits.device):
+        scores = tempering.block_scores(logits, block)  # [b, V]
+        if tempering.features.min_p:
+            scores.masked_fill_(scores < tempering.log_min_p[block, None], -math.inf)
+        scores += noise[block] if noise.shape[0] == logits.shape[0] else noise[shared.of_row[block]]
+        tokens[block] = scores.max(dim=1).indices  # of equals the first: ties go to the lowest id
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedKeys:
+    """The distinct keys of R rows: rows of a tree at the same depth share one, so its noise is computed once."""
+
+    keys: Tensor  # [U, 2] int32
+    of_row: Tensor  # [R] int64, index into keys
+
+
+def _shared(keys: Tensor) -> _SharedKeys:
+    """On the CPU the distinct keys; elsewhere every row's own, as counting them would make the host wait."""
+    own = torch.arange(keys.shape[0], device=keys.device)
+    if keys.device.type != "cpu" or keys.shape[0] < 2:
+        return _SharedKeys(keys, own)
+    same = (keys[:, None] == keys[None]).all(dim=2)  # [R, R]
+    first = same.to(torch.uint8).argmax(dim=1)  # [R] the first row with the same key
+    is_first = first == own
+    return _SharedKeys(keys[is_first], (is_first.cumsum(0) - 1)[first])

@@ -1,0 +1,211 @@
+"""The sampling parameters of all running requests, as static tensors with one row a slot.
+
+A pass mixes requests that want different things. Each row of logits finds its request's wishes here by slot, so
+that one vectorized rule serves all of them, and the host keeps note of which features are in use, so that work
+nobody asked for is skipped. What depends on the tokens so far (penalty counts, the tail that bad words are matched
+against) lives here too and is brought up to date by `commit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.core.errors import InvalidRequest
+from slipstream.core.params import SamplingParams
+from slipstream.sampling.noise import hash_tokens, position_keys, stream_keys
+from slipstream.sampling.rows import SampleRows
+
+PADDING = -1
+SMALLEST_TEMPERATURE = 2.0**-126  # below it fp32 loses digits, then becomes 0, which would mean greedy
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What some request of a batch asked for. False everywhere: every row is plain greedy."""
+
+    greedy: bool = False  # some row is not sampled
+    sampled: bool = False  # some row is not greedy
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    bias: bool = False
+    min_tokens: bool = False
+    bad_words: bool = False
+
+    def __or__(self, other: Features) -> Features:
+        return Features(*(getattr(self, name) or getattr(other, name) for name in Features.__slots__))
+
+
+class SamplingTable:
+    """Owns the per-slot tensors. `add`, `remove` and `commit` are the only writers."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
+
+        def column(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=self.device)
+
+        self.temperature = column(0, torch.float32)  # [S], 0 is greedy
+        self.top_k = column(0, torch.int64)  # [S], 0 is off
+        self.top_p = column(1, torch.float64)  # [S], 1 is off
+        self.log_min_p = column(-math.inf, torch.float32)  # [S], -inf is off
+        self.streams = column(0, torch.int64)  # [S] noise key of seed and sample index
+        self.repetition = column(1, torch.float32)  # [S]
+        self.frequency = column(0, torch.float32)  # [S]
+        self.presence = column(0, torch.float32)  # [S]
+        self.penalized = column(0, torch.bool)  # [S]
+        self.min_tokens = column(0, torch.int64)  # [S]
+
+        def ragged(*shape: int) -> Tensor:
+            return torch.full((num_slots, *shape), PADDING, dtype=torch.int64, device=self.device)
+
+        # Widths grow with the longest list that ever came.
+        self.end_ids = ragged(0)  # [S, E] never chosen before min_tokens
+        self.bias_ids = ragged(0)  # [S, N]
+        self.bias = torch.zeros(num_slots, 0, device=self.device)  # [S, N]
+        self.bad_words = ragged(0, 1)  # [S, W, L] each word flush right
+        self.tails = ragged(0)  # [S, L - 1] last emitted tokens, flush right
+
+        # V times as large as the rest, so not there before a request has penalties.
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)  # [S, V] emitted so far
+        self.prompt_seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)  # [S, V]
+
+        self.token_hashes = hash_tokens(torch.arange(vocab_size, dtype=torch.int32, device=self.device))  # [V]
+        self._features: dict[int, Features] = {}
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        sample: int = 0,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+        end_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Give `slot` to a request. `output` is what it emitted before (a request that was preempted and is back).
+
+        `end_ids` (EOS and stop ids) are not chosen while fewer than `min_tokens` were emitted. The last token of a
+        bad word is not chosen where the emitted tokens end with the ones before it; the prompt does not count.
+        """
+        self._check_ids("logit_bias", list(params.logit_bias))
+        self._check_ids("bad_words", [token for word in bad_words for token in word])
+        if not all(bad_words):
+            raise InvalidRequest(f"bad_words={[list(w) for w in bad_words]}: each must have at least one token")
+        ends = [token for token in end_ids if 0 <= token < self.vocab_size] if params.min_tokens else []
+        sampled = not params.greedy
+        features = Features(
+            greedy=not sampled,
+            sampled=sampled,
+            top_k=sampled and 0 < params.top_k < self.vocab_size,
+            top_p=sampled and params.top_p < 1,
+            min_p=sampled and params.min_p > 0,
+            penalties=params.penalized,
+            bias=bool(params.logit_bias),
+            min_tokens=bool(ends),
+            bad_words=bool(bad_words),
+        )
+        self._features[slot] = features
+        self.temperature[slot] = max(params.temperature, SMALLEST_TEMPERATURE) if sampled else 0
+        self.top_k[slot] = params.top_k if features.top_k else 0
+        self.top_p[slot] = params.top_p if features.top_p else 1
+        self.log_min_p[slot] = math.log(params.min_p) if features.min_p else -math.inf
+        signed_seed = seed - (1 << 64) if seed >> 63 else seed
+        self.streams[slot] = int(stream_keys(torch.tensor(signed_seed), torch.tensor(sample)))
+        self.min_tokens[slot] = params.min_tokens
+        self.end_ids = self._fill(self.end_ids, slot, torch.tensor(ends, dtype=torch.int64))
+        self.bias_ids = self._fill(self.bias_ids, slot, torch.tensor(list(params.logit_bias), dtype=torch.int64))
+        self.bias = self._fill(self.bias, slot, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), 0)
+        self._add_bad_words(slot, bad_words, output)
+        self._add_penalties(slot, params, prompt, output)
+
+    def remove(self, slot: int) -> None:
+        """Take the slot back. What its row still holds is overwritten by the next `add`."""
+        self._features.pop(slot, None)
+
+    def features(self, slots: Sequence[int]) -> Features:
+        """What these slots ask for together. Known on the host: no tensor is read."""
+        together = Features()
+        for wanted in {self._features[slot] for slot in slots}:
+            together |= wanted
+        return together
+
+    def commit(self, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+        """Requests in distinct `slots` [B] emitted `tokens[b, :lengths[b]]` of tokens [B, K]. -1 is no token."""
+        running = self._features.values()
+        penalties, words = any(f.penalties for f in running), any(f.bad_words for f in running)
+        if not (penalties or words):
+            return
+        places = torch.arange(tokens.shape[1], device=self.device)
+        emitted = (places < lengths[:, None]) & (tokens >= 0)  # [B, K]
+        if penalties:
+            flat = slots[:, None] * self.vocab_size + tokens.clamp(min=0)  # [B, K]
+            self.counts.view(-1).scatter_add_(0, flat.flatten(), emitted.to(torch.int32).flatten())
+        if words:
+            tails = last_tokens(self.tails[slots], torch.where(emitted, tokens, PADDING))
+            self.tails.index_copy_(0, slots, tails)
+
+    def noise_keys(self, rows: SampleRows) -> Tensor:
+        """Keys [R, 2] int32 of the noise that decides these rows."""
+        return position_keys(self.streams[rows.slots], rows.positions)
+
+    def _add_penalties(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self.repetition[slot] = params.repetition_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        self.penalized[slot] = params.penalized
+        if not params.penalized:
+            return
+        if self.counts.shape[0] == 0:
+            self.counts = self.counts.new_zeros(self.num_slots, self.vocab_size)
+            self.prompt_seen = self.prompt_seen.new_zeros(self.num_slots, self.vocab_size)
+        self._check_ids("prompt", prompt)
+        self._check_ids("output", output)
+        counted = torch.tensor(list(output), dtype=torch.int64).bincount(minlength=self.vocab_size)
+        self.counts[slot] = counted.to(torch.int32).to(self.device)
+        self.prompt_seen[slot] = False
+        self.prompt_seen[slot, torch.tensor(list(prompt), dtype=torch.int64, device=self.device)] = True
+
+    def _add_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
+        _, count, length = self.bad_words.shape
+        more_words = max(0, len(words) - count)
+        longer = max(0, max(map(len, words), default=0) - length)
+        if more_words or longer:
+            self.bad_words = pad(self.bad_words, (longer, 0, 0, more_words), value=PADDING)
+            self.tails = pad(self.tails, (longer, 0), value=PADDING)
+        _, count, length = self.bad_words.shape
+        flush_right = [[PADDING] * (length - len(word)) + list(word) for word in words]
+        flush_right += [[PADDING] * length] * (count - len(words))
+        self.bad_words[slot] = torch.tensor(flush_right, dtype=torch.int64).view(count, length)
+        width = length - 1
+        tail = list(output[-width:]) if width else []
+        self.tails[slot] = torch.tensor([PADDING] * (width - len(tail)) + tail, dtype=torch.int64)
+
+    @staticmethod
+    def _fill(table: Tensor, slot: int, values: Tensor, padding: int = PADDING) -> Tensor:
+        """Write `values` [n] and padding into a row of `table` [S, W], widened where n > W."""
+        if values.shape[0] > table.shape[1]:
+            table = pad(table, (0, values.shape[0] - table.shape[1]), value=padding)
+        table[slot] = pad(values, (0, table.shape[1] - values.shape[0]), value=padding)
+        return table
+
+    def _check_ids(self, key: str, tokens: Sequence[int]) -> None:
+        wrong = [token for token in tokens if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise InvalidRequest(f"{key}: token {wrong[0]} must be 0 to {self.vocab_size - 1} (the vocabulary)")
+
+
+def last_tokens(tail: Tensor, more: Tensor) -> Tensor:
+    """The last W tokens of `tail` [N, W] followed by `more` [N, M], flush right; -1 is padding wherever it stands."""
+    both = torch.cat((tail, more), dim=1)
+    padding_first = torch.argsort((both >= 0).to(torch.uint8), dim=1, stable=True)
+    return both.gather(1, padding_first)[:, both.shape[1] - tail.shape[1] :]

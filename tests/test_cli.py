@@ -1,0 +1,412 @@
+"""The command line on a stand-in engine: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.cli import models, options
+from slipstream.cli.main import main
+from slipstream.core.errors import InvalidRequest, ModelNotFound, SlipstreamError
+from slipstream.core.outputs import (
+    CompletionOutput,
+    DrafterStats,
+    Logprob,
+    RequestOutput,
+    SpeculationStats,
+    Timing,
+)
+from slipstream.core.params import SamplingParams
+
+WORDS = ["Hello", " to", " you", "\n"]
+
+
+@dataclass
+class FakeLLM:
+    """Answers every prompt with four words, and remembers what it was asked."""
+
+    fail: BaseException | None = None
+    interrupt_at: int | None = None
+    error: str | None = None
+    max_model_len: int = 4096
+    made_with: dict[str, Any] = field(default_factory=dict)
+    asked: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    chats: list[list[dict[str, str]]] = field(default_factory=list)
+    aborted: int = 0
+    closed: bool = False
+    memory_plan: Any = field(
+        default_factory=lambda: SimpleNamespace(weights_bytes=2**20, draft_weights_bytes=0, cache_bytes=2**20)
+    )
+
+    def answer(self, index: int, params: SamplingParams, words: int = 4) -> CompletionOutput:
+        stats = SpeculationStats(rounds=words, emitted=words)
+        if params.speculation.enabled:
+            name = params.speculation.drafter or "ngram"
+            stats = SpeculationStats(2, 4, 3, 2, 0.1, 0.2, 0.3, {name: DrafterStats(2, 3, 2)})
+        logprobs: list[Mapping[int, Logprob]] | None = None
+        if params.logprobs is not None:
+            logprobs = [{i: Logprob(-0.5, 1, w), 99: Logprob(-2.0, 2, "?")} for i, w in enumerate(WORDS)]
+        return CompletionOutput(
+            index,
+            "".join(WORDS[:words]),
+            list(range(words)),
+            logprobs,
+            "stop" if words == 4 else None,
+            error=self.error,
+            timing=Timing(0.0, 0.5, 2.0),
+            speculation=stats,
+        )
+
+    def generate(
+        self, prompts: list[Any], sampling_params: Any = None, *, on_output: Any = None
+    ) -> list[RequestOutput]:
+        many = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        outputs = []
+        for number, (prompt, params) in enumerate(zip(prompts, many, strict=True)):
+            self.asked.append((prompt, params))
+            answers = [self.answer(i, params) for i in range(params.n)]
+            outputs.append(RequestOutput(str(number), None, [1, 2, 3], answers, True))
+        return outputs
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
+        self.asked.append((prompt, sampling_params))
+        if self.fail is not None:
+            raise self.fail
+        words = 0
+        try:
+            for words in range(1, 5):
+                if words == self.interrupt_at:
+                    self.interrupt_at = None
+                    raise KeyboardInterrupt
+                answer = self.answer(0, sampling_params, words)
+                yield RequestOutput("0", None, [1, 2, 3], [answer], words == 4)
+        finally:
+            self.aborted += words < 4
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        self.chats.append([dict(message) for message in messages])
+        return [len(message["content"]) for message in messages for _ in range(10)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    fake = FakeLLM()
+
+    def open_llm(common: options.Common, drafters: Any, on_progress: Any = None, **more: Any) -> FakeLLM:
+        fake.made_with = {"common": common, "drafters": tuple(drafters), **more}
+        return fake
+
+    monkeypatch.setattr(options, "open_llm", open_llm)
+    return fake
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The last line of stdout."""
+        value: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return value
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def call(*arguments: str, stdin: str = "") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Ran(ended.value.code if isinstance(ended.value.code, int) else 0, captured.out, captured.err)
+
+    return call
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom slipstream.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as e: print('code', e.code or 0)\n"
+        "print('heavy', sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["generate", "--help"], ["chat", "--help"], ["bench", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert "code 0" in done.stdout
+        assert "heavy []" in done.stdout, arguments
+
+
+def test_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"slipstream {slipstream.__version__}\n"
+
+
+def test_generate_streams_text_to_stdout_and_the_summary_to_stderr(run: Run, llm: FakeLLM) -> None:
+    done = run("generate", "Hi", "--system", "Be kind.")
+    assert (done.code, done.out) == (0, "Hello to you\n")
+    assert "4 tokens · 2.0 tok/s · tau 2.00 · 67% of 3 drafted tokens accepted (ngram)" in done.err
+    assert llm.chats == [[{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]]
+    assert llm.closed
+    prompt, params = llm.asked[0]
+    assert isinstance(prompt, list)
+    assert params.greedy
+    assert params.max_tokens == 256
+    assert llm.made_with["drafters"] == ("ngram",)
+
+
+def test_generate_json_is_one_object(run: Run, llm: FakeLLM) -> None:
+    done = run("generate", "Hi", "--json", "--logprobs", "1", "--seed", "7")
+    assert done.out.count("\n") == 1
+    assert done.json == {
+        "model": "default",
+        "seed": 7,
+        "text": "Hello to you\n",
+        "token_ids": [0, 1, 2, 3],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+        "timing": {"queued_s": 0.0, "first_token_s": 0.5, "total_s": 2.0, "tokens_per_s": 2.0},
+        "speculation": {
+            "rounds": 2,
+            "drafted": 3,
+            "accepted": 2,
+            "alpha": 0.6667,
+            "tau": 2.0,
+            "by_drafter": {"ngram": {"drafts": 2, "drafted": 3, "accepted": 2, "failures": 0}},
+            "time_s": {"draft": 0.1, "verify": 0.2, "host": 0.3},
+        },
+        "logprobs": done.json["logprobs"],
+    }
+    assert done.json["logprobs"][1] == {
+        "token_id": 1,
+        "token": " to",
+        "logprob": -0.5,
+        "rank": 1,
+        "top": [
+            {"token_id": 1, "token": " to", "logprob": -0.5, "rank": 1},
+            {"token_id": 99, "token": "?", "logprob": -2.0, "rank": 2},
+        ],
+    }
+
+
+def test_generate_several_answers(run: Run, llm: FakeLLM) -> None:
+    done = run("generate", "Hi", "--json", "--n", "3", "--temperature", "0.8")
+    assert [choice["index"] for choice in done.json["choices"]] == [0, 1, 2]
+    assert done.json["usage"]["completion_tokens"] == 12
+    assert isinstance(done.json["seed"], int), "a drawn seed is shown, so that the answer can be had again"
+    assert llm.asked[0][1].seed == done.json["seed"]
+    assert "--- answer 2 of 3\nHello to you" in run("generate", "Hi", "--n", "3").out
+
+
+def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text("print(1)\n")
+    arguments = (
+        "generate - --raw --model org/name --drafter ngram --drafter model:small --draft-tokens 4 --temperature 0.5 "
+        "--top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --max-tokens 9 --stop END --stop ### --presence-penalty 1 "
+        "--frequency-penalty 0.5 --repetition-penalty 1.1 --dtype bfloat16 --device cpu --memory 1GiB "
+        f"--max-model-len 100 --trust-remote-code --prediction {tmp_path / 'old.py'}"
+    )
+    assert run(*arguments.split(), stdin="some text").code == 0
+    prompt, params = llm.asked[0]
+    assert prompt == "some text"
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=3,
+        max_tokens=9,
+        stop=("END", "###"),
+        presence_penalty=1,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
+        prediction="print(1)\n",
+        speculation=slipstream.SpeculationParams(draft_tokens=4),
+    )
+    common = llm.made_with["common"]
+    assert llm.made_with["drafters"] == ("ngram", "model:small")
+    assert (common.model, common.dtype, common.device, common.memory) == ("org/name", "bfloat16", "cpu", "1GiB")
+    assert (common.max_model_len, common.trust_remote_code) == (100, True)
+
+
+def test_no_speculation_loads_no_drafter(run: Run, llm: FakeLLM) -> None:
+    done = run("generate", "Hi", "--no-speculation")
+    assert llm.made_with["drafters"] == ()
+    assert not llm.asked[0][1].speculation.enabled
+    assert "tau 1.00 · nothing drafted" in done.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ModelNotFound("model 'x': no such\nfolder"), 1), (InvalidRequest("the prompt is too long"), 1)]
+)
+def test_errors_are_one_line_and_exit_1(run: Run, llm: FakeLLM, error: SlipstreamError, code: int) -> None:
+    llm.fail = error
+    done = run("generate", "Hi")
+    assert (done.code, done.out) == (code, "")
+    assert done.err == f"error: {' '.join(str(error).split())}\n"
+
+
+def test_an_answer_that_failed_exits_1(run: Run, llm: FakeLLM) -> None:
+    llm.error = "the model gave NaN"
+    done = run("generate", "Hi", "--json")
+    assert done.code == 1
+    assert done.json["error"] == "the model gave NaN"
+    assert done.err == "error: the model gave NaN\n"
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
+    llm.fail = ModelNotFound("no such folder")
+    with pytest.raises(ModelNotFound):
+        main(["--debug", "generate", "Hi"] if place == "before" else ["generate", "Hi", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("generate Hi --temperature -1", "temperature=-1.0: must be 0 (greedy) or more"),
+        ("generate Hi --top-p 2", "top_p=2.0"),
+        ("generate Hi --raw --system x", "--raw"),
+        ("generate Hi --logprobs 2", "add --json"),
+        ("generate Hi --prediction no/such/file", "--prediction no/such/file: cannot be read"),
+        ("generate Hi --draft-tokens 64", "63"),
+        ("generate Hi --no-such-option", "--no-such-option"),
+        ("chat --min-p 3", "min_p=3.0"),
+        ("bench --peers nobody", "--peers nobody: unknown; must be transformers"),
+        ("bench --drafter ngram --category poetry", "poetry: not in these prompts; they have chat, code"),
+        ("bench --drafter nonsense", "nonsense"),
+        ("bench --drafter model:a --drafter model:b", "--drafter model: twice"),
+        ("bench --limit 0", "--limit 0: must be 1 or more"),
+        ("bench --json no/such/folder/x.json", "there is no folder"),
+    ],
+)
+def test_bad_options_exit_2_before_anything_loads(run: Run, llm: FakeLLM, arguments: str, said: str) -> None:
+    done = run(*arguments.split())
+    assert done.code == 2
+    assert said in " ".join(done.err.split())
+    assert done.out == ""
+    assert llm.made_with == {}
+
+
+def test_ctrl_c_stops_with_130_and_aborts_the_request(run: Run, llm: FakeLLM) -> None:
+    llm.interrupt_at = 3
+    done = run("generate", "Hi")
+    assert (done.code, done.out) == (130, "Hello to\n")
+    assert llm.aborted == 1
+    assert llm.closed
+
+
+def test_chat_keeps_history_and_obeys_commands(run: Run, llm: FakeLLM) -> None:
+    lines = ["Hi", "Again", "/reset", "New", "/speculation off", "More", "/stats", "/nonsense", "/exit", "never"]
+    done = run("chat", "--system", "S", stdin="\n".join(lines))
+    assert done.code == 0
+    assert done.out == "Hello to you\n" * 4
+    history = [[message["content"] for message in chat] for chat in llm.chats]
+    said = "Hello to you\n"
+    assert history == [["S", "Hi"], ["S", "Hi", said, "Again"], ["S", "New"], ["S", "New", said, "More"]]
+    assert [params.speculation.enabled for _, params in llm.asked] == [True, True, True, False]
+    assert "4 answers · 16 tokens · 2.0 tok/s · tau 1.60" in done.err
+    assert "/nonsense: not a command" in done.err
+    assert llm.closed
+
+
+def test_chat_ctrl_c_stops_the_answer_not_the_program(run: Run, llm: FakeLLM) -> None:
+    llm.interrupt_at = 3
+    done = run("chat", stdin="Hi\nGo on\n")
+    assert done.code == 0
+    assert done.out == "Hello to\nHello to you\n"
+    assert [message["content"] for message in llm.chats[1]] == ["Hi", "Hello to", "Go on"]
+    assert llm.aborted == 1
+
+
+def test_chat_goes_on_after_a_request_that_failed(run: Run, llm: FakeLLM) -> None:
+    llm.fail = InvalidRequest("too long")
+    done = run("chat", stdin="Hi\nAgain\n")
+    assert done.code == 0
+    assert done.err.count("error: too long") == 2
+    assert llm.chats[1] == [{"role": "user", "content": "Again"}]
+
+
+def test_chat_forgets_the_oldest_turns_when_the_context_is_full(run: Run, llm: FakeLLM) -> None:
+    llm.max_model_len = 45  # ten tokens a message, five for the answer
+    done = run("chat", "--max-tokens", "5", stdin="one\ntwo\nthree\n")
+    assert [message["content"] for message in llm.chats[-1]] == ["two", "Hello to you\n", "three"]
+    assert "its 1 oldest turns are forgotten" in done.err
+
+
+def test_chat_json_is_one_line_an_answer(run: Run, llm: FakeLLM) -> None:
+    done = run("chat", "--json", stdin="Hi\nAgain\n")
+    assert [json.loads(line)["text"] for line in done.out.splitlines()] == ["Hello to you\n"] * 2
+
+
+def test_models_lists_what_is_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = SimpleNamespace(
+        name="default", path=Path("m"), model_type="llama", parameters=134_515_008, bytes=3 * 2**29, dtype="float32"
+    )
+    monkeypatch.setattr(models, "find_models", lambda: [there])
+    done = run("models", "--json")
+    assert json.loads(done.out) == [
+        {
+            "name": "default",
+            "path": "m",
+            "model_type": "llama",
+            "parameters": 134515008,
+            "bytes": 1610612736,
+            "dtype": "float32",
+        }
+    ]
+    shown = run("models").out
+    assert "135M" in shown
+    assert "1.5 GiB" in shown
+    assert "org/name" in shown
+    monkeypatch.setattr(models, "find_models", list)
+    assert "No models on this machine yet." in run("models").out
+
+
+def test_bench_prints_a_table_and_a_last_line_of_json(run: Run, llm: FakeLLM, tmp_path: Path) -> None:
+    kept = tmp_path / "bench.json"
+    done = run("bench", "--limit", "3", "--max-tokens", "8", "--json", str(kept))
+    assert done.code == 0
+    result = done.json
+    assert result["modes"] == ["plain", "ngram"]
+    assert list(result["categories"]) == ["chat", "code", "code_editing"]
+    assert result["prompts"] == 3
+    assert result["settings"]["max_tokens"] == 8
+    assert result["all"]["ngram"]["tokens"] == 12
+    assert result["all"]["ngram"]["same_tokens"] == result["all"]["ngram"]["compared"] == 3
+    assert result["all"]["ngram"]["tau"] == 2.0
+    assert result["differences"] == []
+    assert result["memory"]["weights_bytes"] == 2**20
+    assert result["prefill"]["tokens_per_s"]["plain"] == pytest.approx(result["prefill"]["prompt_tokens"] / 0.5)
+    assert {"cpu", "cores", "gpu"} <= set(result["hardware"])
+    assert {"slipstream", "torch", "transformers", "python"} <= set(result["versions"])
+    assert "speed-up" in done.out
+    whole = json.loads(kept.read_text())
+    assert len(whole.pop("samples")) == 6
+    assert whole == result
+    assert llm.made_with["max_num_seqs"] == 1
+    assert {p.speculation.drafter for _, p in llm.asked} == {None, "ngram"}
+
+
+def test_bench_concurrency_runs_a_category_together(run: Run, llm: FakeLLM) -> None:
+    done = run("bench", "--category", "math", "--concurrency", "4", "--drafter", "none")
+    assert llm.made_with["max_num_seqs"] == 4
+    assert done.json["modes"] == ["plain"]
+    assert done.json["all"]["plain"]["prompts"] == 6

@@ -1,0 +1,133 @@
+"""The exact verifier against a walk down the tree that anyone can read."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
+from slipstream.core.verdict import Verdicts
+from slipstream.verify.exact import verify_exact
+
+CPU = torch.device("cpu")
+
+
+def walk(tree: Tree, choices: list[int], at: int = ROOT) -> tuple[list[int], list[int]]:
+    """Accepted nodes below `at`, and the tokens emitted from there on."""
+    choice = choices[1 + at]
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if parent == at and token == choice:
+            path, emitted = walk(tree, choices, node)
+            return [node, *path], [choice, *emitted]
+    return [], [choice]
+
+
+def check(trees: list[Tree], choices: list[list[int]]) -> Verdicts:
+    draft = Draft.pack(trees, CPU)
+    verdicts = verify_exact(draft, torch.tensor(choices))
+    assert verdicts.path.shape == draft.tokens.shape
+    assert verdicts.tokens.shape == (len(trees), draft.width + 1)
+    for b, tree in enumerate(trees):
+        path, emitted = walk(tree, choices[b])
+        assert verdicts.accepted[b] == len(path)
+        assert verdicts.path[b].tolist() == path + [0] * (draft.width - len(path))
+        assert verdicts.tokens[b].tolist() == emitted + [0] * (draft.width + 1 - len(emitted))
+    return verdicts
+
+
+@st.composite
+def trees(draw: st.DrawFn, vocab: int) -> Tree:
+    """Bushy or deep, up to 63 nodes, siblings distinct."""
+    spread = draw(st.integers(1, MAX_NODES))
+    tokens: list[int] = []
+    parents: list[int] = []
+    taken: set[tuple[int, int]] = set()
+    for _ in range(draw(st.integers(0, MAX_NODES))):
+        parent = max(ROOT, len(tokens) - draw(st.integers(1, spread)))
+        token = draw(st.integers(0, vocab - 1))
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+    return Tree(tuple(tokens), tuple(parents))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_trees_match_the_walk(data: st.DataObject) -> None:
+    vocab = data.draw(st.integers(1, 3))
+    batch = data.draw(st.lists(trees(vocab), min_size=1, max_size=4))
+    width = max(map(len, batch))
+    choices = [data.draw(st.lists(st.integers(-1, vocab - 1), min_size=width + 1, max_size=width + 1)) for _ in batch]
+    for choice, tree in zip(choices, batch, strict=True):  # make one path right, or deep ones would be rare
+        if len(tree):
+            node = data.draw(st.integers(0, len(tree) - 1))
+            while node != ROOT:
+                choice[1 + tree.parents[node]] = tree.tokens[node]
+                node = tree.parents[node]
+    check(batch, choices)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_chains_match_the_walk(data: st.DataObject) -> None:
+    token = st.integers(0, 1)
+    batch = [
+        Tree.chain(tokens)
+        for tokens in data.draw(st.lists(st.lists(token, max_size=MAX_NODES), min_size=1, max_size=4))
+    ]
+    width = max(map(len, batch))
+    choices = [[*tree.tokens, *([0] * (width + 1 - len(tree)))] for tree in batch]
+    for choice in choices:
+        for wrong in data.draw(st.lists(st.integers(0, width), max_size=2)):
+            choice[wrong] = data.draw(st.sampled_from([-1, 1 - max(choice[wrong], 0)]))
+    assert Draft.pack(batch, CPU).is_chain
+    check(batch, choices)
+
+
+def test_the_deepest_chain_of_a_tree() -> None:
+    chain = Tree.chain(range(MAX_NODES - 1))
+    tree = Tree((*chain.tokens, 99), (*chain.parents, ROOT))
+    verdicts = check([tree], [[*range(MAX_NODES - 1), 7, 8]])
+    assert verdicts.accepted.tolist() == [MAX_NODES - 1]
+    assert verdicts.tokens[0, MAX_NODES - 1] == 7
+
+
+def test_padding_is_never_accepted() -> None:
+    # Padding holds token 0: a target that chooses 0 everywhere must not take it.
+    verdicts = check([Tree((5, 6), (-1, -1)), Tree((0,), (-1,)), Tree()], [[0, 0, 0]] * 3)
+    assert verdicts.accepted.tolist() == [0, 1, 0]
+
+
+def test_padding_may_hold_anything() -> None:
+    draft = Draft(
+        tokens=torch.tensor([[3, 4, -1], [3, 3, 3]]),
+        parents=torch.tensor([[-1, -1, 77], [-5, 0, 1]]),
+        counts=torch.tensor([2, 0]),
+        is_chain=False,
+    )
+    verdicts = verify_exact(draft, torch.tensor([[4, 3, -1, 3], [3, 3, 3, 3]]))
+    assert verdicts.accepted.tolist() == [1, 0]
+    assert verdicts.path.tolist() == [[1, 0, 0], [0, 0, 0]]
+    assert verdicts.tokens.tolist() == [[4, -1, 0, 0], [3, 0, 0, 0]]
+
+
+def test_no_draft_emits_the_targets_token() -> None:
+    verdicts = check([Tree(), Tree()], [[7], [-1]])
+    assert verdicts.tokens.tolist() == [[7], [-1]]
+
+
+def test_a_failed_choice_ends_the_path() -> None:
+    tree = Tree((1, 2, 3), (-1, 0, 1))
+    assert check([tree], [[1, -1, 3, 4]]).tokens.tolist() == [[1, -1, 0, 0]]
+    branchy = Tree((1, 2, 3, 9), (-1, 0, 1, -1))
+    assert check([branchy], [[-1, 2, 3, 4, 5]]).tokens.tolist() == [[-1, 0, 0, 0, 0]]
+
+
+def test_the_verdict_does_not_write_to_its_inputs() -> None:
+    draft = Draft.pack([Tree((1, 2), (-1, -1)), Tree()], CPU)
+    choices = torch.tensor([[2, 5, 6], [3, 0, 0]])
+    before = (draft.tokens.clone(), draft.parents.clone(), choices.clone())
+    verify_exact(draft, choices)
+    assert all(torch.equal(a, b) for a, b in zip(before, (draft.tokens, draft.parents, choices), strict=True))
