@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -330,4 +331,5 @@ def test_names_are_given_once() -> None:
 
 def test_listing_drafters_loads_none_of_them() -> None:
     code = "import sys, slipstream.drafters as d; d.parse_spec('model:x'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

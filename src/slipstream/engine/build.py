@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from slipstream.core.errors import ConfigError
 from slipstream.drafters import DrafterSpec, drafter_factory, parse_spec
 from slipstream.drafters.base import Drafter
@@ -58,7 +57,7 @@ def build(
             progress=progress,
         )
 
-    tokenizer = load_tokenizer(path, trust_remote_code)
+    tokenizer: Any = load_tokenizer(path, trust_remote_code)
     target = open_runner(path)
     drafters: dict[str, Drafter] = {}
     for choice in choices:

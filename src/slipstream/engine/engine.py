@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,6 +37,15 @@ from slipstream.verify.exact import verify_exact
 
 _ROW_SLOPE = {"cpu": 0.05, "cuda": 0.001}
 """What one more row adds to a pass, as a part of the first one, until the engine has seen its own passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Seconds of one round. Verify is the target pass, sampling and commit; host is what is left."""
+
+    host: float
+    draft: float
+    verify: float
 
 
 class Engine:
@@ -142,8 +152,10 @@ class Engine:
         verdicts = verify_exact(draft, packed.choices(chosen))
         told = self._commit(schedule, packed, drafted, draft, verdicts, logits)
         verified = time.perf_counter()
-        self._emit(packed, told, logits)
-        self._account(schedule, packed, drafted, told, planned - started, proposed - planned, verified - proposed)
+        kept = self._emit(packed, told, logits)
+        host = planned - started + time.perf_counter() - verified
+        times = RoundTimes(host, proposed - planned, verified - proposed)
+        self._account(schedule, packed, drafted, told, kept, times)
 
     def _commit(
         self,
@@ -174,12 +186,15 @@ class Engine:
             chunk.answer.table.commit(chunk.rows)
         return told
 
-    def _emit(self, packed: PackedPass, told: Sequence[Verdict], logits: Tensor) -> None:
-        """Append what was emitted to each answer, up to where it ends."""
+    def _emit(self, packed: PackedPass, told: Sequence[Verdict], logits: Tensor) -> list[int]:
+        """Append what was emitted to each answer, up to where it ends; how many tokens each of them kept."""
         logprobs = self._logprobs.read(packed, told, logits)
+        kept: list[int] = []
         for answer, verdict, rows in zip(packed.emitting, told, logprobs, strict=True):
             usable = verdict.tokens[:-1] if verdict.tokens[-1] < 0 else verdict.tokens
+            before = answer.generated
             emit(answer, usable, rows, self.plan.max_model_len)
+            kept.append(answer.generated - before)
             if usable != verdict.tokens and not answer.ended:
                 assert answer.table is not None
                 self.cache.clear(answer.table.pages)
@@ -190,6 +205,7 @@ class Engine:
                 self._close(answer.job)
             else:
                 answer.job.report()
+        return kept
 
     def _account(
         self,
@@ -197,28 +213,27 @@ class Engine:
         packed: PackedPass,
         drafted: Drafted,
         told: Sequence[Verdict],
-        plan_s: float,
-        draft_s: float,
-        verify_s: float,
+        kept: Sequence[int],
+        times: RoundTimes,
     ) -> None:
         """Time and acceptance, for the requests, the planner and the drafters."""
         if not schedule.chunks:
-            self.drafting.planner.observe_pass(packed.batch.num_rows, verify_s)
-            self.drafting.round_s = draft_s + verify_s
+            self.drafting.planner.observe_pass(packed.batch.num_rows, times.verify)
+            self.drafting.round_s = times.draft + times.verify
         drafters = drafted.drafters + (None,) * (len(told) - len(drafted.drafters))
-        for answer, drafter, verdict in zip(packed.emitting, drafters, told, strict=True):
+        for answer, drafter, verdict, count in zip(packed.emitting, drafters, told, kept, strict=True):
             stats = answer.output.speculation
             stats.rounds += 1
-            stats.emitted += len(verdict.tokens)
-            stats.draft_s += draft_s / len(told)
-            stats.verify_s += verify_s / len(told)
-            stats.host_s += plan_s / len(told)
+            stats.emitted += count
+            stats.draft_s += times.draft / len(told)
+            stats.verify_s += times.verify / len(told)
+            stats.host_s += times.host / len(told)
             if drafter is not None and verdict.drafted:
                 theirs = stats.by_drafter.setdefault(drafter, DrafterStats())
                 theirs.drafts += 1
                 for tally in (stats, theirs):
                     tally.drafted += verdict.drafted
-                    tally.accepted += verdict.accepted
+                    tally.accepted += min(verdict.accepted, count)  # what a stop cut off was of no use
         running = [i for i, answer in enumerate(packed.emitting) if not answer.ended]
         self.drafting.observe(
             [packed.emitting[i] for i in running], [drafters[i] for i in running], [told[i] for i in running]

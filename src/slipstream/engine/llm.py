@@ -7,7 +7,7 @@ import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.outputs import RequestOutput
@@ -154,7 +154,10 @@ class LLM:
         """`stream` for asyncio. Cancelling the task or closing the iterator aborts the request."""
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
-        deliver = lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        def deliver(output: RequestOutput) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
         job = self._intake.job(
             prompt, sampling_params or SamplingParams(), deliver, streaming=True, request_id=request_id
         )
@@ -190,11 +193,9 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # one prompt, given as token ids
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]  # one prompt, as text, tagged or as token ids
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -13,6 +13,9 @@ from torch import Tensor
 BLOCK_ELEMENTS = 2**18
 """About 1 MB of fp32: a chain of elementwise steps over this much stays in a core's own cache."""
 
+GROUP_ROWS = 64
+"""As many rows as one request brings to a pass: rows that could share their noise come together."""
+
 
 def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Slices that cover `rows` rows of `width`: cache-sized on the CPU, one slice elsewhere."""
@@ -30,6 +33,14 @@ def rows_where(wanted: Tensor) -> Tensor:
     if wanted.device.type == "cpu":
         return wanted.nonzero()[:, 0]
     return torch.arange(wanted.shape[0], device=wanted.device)
+
+
+def row_groups(wanted: Tensor) -> Iterator[Tensor]:
+    """As `rows_where`, in groups on the CPU: bounds the scratch of steps that need several times the logits."""
+    index = rows_where(wanted)
+    step = GROUP_ROWS if index.device.type == "cpu" else max(1, index.shape[0])
+    for start in range(0, index.shape[0], step):
+        yield index[start : start + step]
 
 
 def take_rows(source: Tensor, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.sampling.blocks import put_rows, row_blocks, rows_where, take_rows
+from slipstream.sampling.blocks import put_rows, row_blocks, row_groups, take_rows
 from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow
 from slipstream.sampling.masks import add_bias_, forbid_all_but_, forbid_bad_words_, forbid_ends_
 from slipstream.sampling.noise import gumbel_of_hashes
@@ -47,17 +47,14 @@ def choose(
         largest, tokens = logits.max(dim=1)  # of equals the first: ties go to the lowest id
     if features.sampled:
         tempering, keys = _tempering(rows, table, features, largest), table.noise_keys(rows)
-        hashes = table.token_hashes
         if features.top_k or features.top_p:
-            index = rows_where(tempering.filtered)
-            if index.shape[0]:
+            for index in row_groups(tempering.filtered):
                 some, wishes, own_keys = take_rows(logits, index), tempering.at(index), take_rows(keys, index)
-                found = _choose_filtered(some, wishes, own_keys, hashes, candidates)
+                found = _choose_filtered(some, wishes, own_keys, table.token_hashes, candidates)
                 put_rows(tokens, index, tempering.filtered, found)
-        index = rows_where(tempering.free)
-        if index.shape[0]:
+        for index in row_groups(tempering.free):
             some, wishes, own_keys = take_rows(logits, index), tempering.at(index), take_rows(keys, index)
-            put_rows(tokens, index, tempering.free, _choose_free(some, wishes, own_keys, hashes))
+            put_rows(tokens, index, tempering.free, _choose_free(some, wishes, own_keys, table.token_hashes))
     return tokens.masked_fill_(~largest.isfinite(), NOTHING)
 
 
@@ -82,9 +79,9 @@ def processed(
     scores.masked_fill_(~(free[:, None] & (scores >= tempering.log_min_p[:, None])), -math.inf)
     scores.scatter_(1, best[:, None], 0.0)  # the likeliest token is always possible
     if features.top_k or features.top_p:
-        index = rows_where(filtered)
-        found = _filtered_scores(take_rows(logits, index), tempering.at(index), candidates)
-        scores[index] = torch.where(filtered[index, None], found, scores[index])
+        for index in row_groups(filtered):
+            found = _filtered_scores(take_rows(logits, index), tempering.at(index), candidates)
+            scores[index] = torch.where(filtered[index, None], found, scores[index])
     return scores.masked_fill_(~largest.isfinite()[:, None], -math.inf)
 
 

@@ -1,0 +1,238 @@
+"""Reading a model folder: what loads is whole and quiet, what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from slipstream.core.errors import ConfigError, ModelError, UnsupportedModel
+from slipstream.models.default import default_model
+from slipstream.models.load import (
+    load_config,
+    load_tokenizer,
+    load_weights,
+    pick_device,
+    pick_dtype,
+    quiet_transformers,
+    weights_bytes,
+)
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.0.mlp.up_proj.weight"
+
+
+def tiny_config(**options: Any) -> LlamaConfig:
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(**{"vocab_size": 24, "num_key_value_heads": 1, **shape, **options})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return load_weights(folder, dtype=dtype, device=CPU, attention="eager")
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Change the stored tensors; None removes one."""
+    stored = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({k: v for k, v in stored.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_weights_come_back_ready_to_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = load(folder)
+    assert capfd.readouterr() == ("", "")
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(folder: Path) -> None:
+    assert {parameter.dtype for parameter in load(folder, torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_tied_embeddings_are_not_missing(tmp_path: Path) -> None:
+    LlamaForCausalLM(tiny_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "m")
+    assert "lm_head.weight" not in load_file(tmp_path / "m" / "model.safetensors")
+    model = load(tmp_path / "m")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_sharded_weights_load(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(tiny_config())
+    model.save_pretrained(tmp_path / "m", max_shard_size="6KB")
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    assert torch.equal(load(tmp_path / "m").state_dict()[LAYER], model.state_dict()[LAYER])
+    assert weights_bytes(tmp_path / "m") == sum(4 * p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({LAYER: None}, rf"1 tensors are missing: {LAYER}"),
+        ({"lm_head.weight": None}, r"missing: lm_head\.weight"),
+        ({"model.stray.weight": torch.zeros(2)}, r"belong to no part of the model: model\.stray\.weight"),
+        ({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}, r"no part of the model: model\.layers\.2"),
+        ({LAYER: torch.zeros(3, 16)}, rf"wrong shape: {LAYER} \(3, 16\) instead of \(32, 16\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(folder: Path, changes: dict[str, torch.Tensor | None], says: str) -> None:
+    rewrite(folder, **changes)
+    with pytest.raises(ModelError, match=says):
+        load(folder)
+
+
+def test_draft_heads_that_ride_along_are_no_error(folder: Path) -> None:
+    rewrite(folder, **{"mtp.fc.weight": torch.zeros(2), "model.mtp_layers.0.norm.weight": torch.zeros(2)})
+    load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    rewrite(folder, **{"model.layers.2.eh_proj.weight": torch.zeros(2)})
+    load(folder)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-8], lambda b: b[:5], lambda b: b"\xff" * len(b), lambda b: b + b"x"])
+def test_a_damaged_file_is_named(folder: Path, damage: Any) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelError, match=r"model\.safetensors: damaged or cut short"):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        load(folder)
+
+
+class Bomb:
+    """A pickle that would run code when loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_a_pickle_cannot_run_code(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    with pytest.raises(ModelError):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_of_plain_tensors_loads(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert torch.equal(load(folder).state_dict()[LAYER], tensors[LAYER])
+    assert weights_bytes(folder) == (folder / "pytorch_model.bin").stat().st_size
+
+
+def test_weights_bytes_counts_tensors_only(folder: Path) -> None:
+    expected = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert weights_bytes(folder) == expected
+
+
+def test_configs(folder: Path, tmp_path: Path) -> None:
+    assert load_config(folder).model_type == "llama"
+    file = folder / "config.json"
+    file.write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_config(folder)
+    file.write_text(json.dumps({"model_type": "llama9000"}))
+    with pytest.raises(UnsupportedModel, match="does not know its model_type"):
+        load_config(folder)
+    file.write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        load_config(folder)
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    backend = Tokenizer(WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?").save_pretrained(tmp_path / "t")
+    assert load_tokenizer(tmp_path / "t")("world hello x")["input_ids"] == [1, 0, 2]
+    (tmp_path / "t" / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "stored", "expected"),
+    [
+        ("auto", "cpu", torch.bfloat16, torch.float32),
+        ("auto", "cuda", torch.float32, torch.bfloat16),
+        ("auto", "cuda", torch.float16, torch.float16),
+        ("fp32", "cuda", None, torch.float32),
+        ("bfloat16", "cpu", None, torch.bfloat16),
+        ("fp16", "cpu", None, torch.float16),
+    ],
+)
+def test_dtypes(name: str, device: str, stored: torch.dtype | None, expected: torch.dtype) -> None:
+    assert pick_dtype(name, torch.device(device), tiny_config(dtype=stored)) == expected
+
+
+def test_wrong_dtypes_and_devices_say_what_would_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="dtype='int8': must be auto or one of float32"):
+        pick_dtype("int8", CPU, tiny_config())
+    for name in ("gpu", "cuda:", "cuda:x", "cpu:0", ""):
+        with pytest.raises(ConfigError, match="must be auto, cpu, cuda or cuda:N"):
+            pick_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="sees no CUDA GPU"):
+        pick_device("cuda")
+    assert pick_device("auto") == pick_device("cpu") == CPU
+
+
+def test_devices_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0)
+    assert pick_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+        pick_device("cuda:2")
+
+
+def test_quiet_transformers_puts_things_back() -> None:
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with quiet_transformers():
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (40, False)  # 40: errors only
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.slow
+def test_the_default_model_speaks() -> None:
+    folder = default_model()
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token_id == config.eos_token_id == 2
+    assert tokenizer.convert_ids_to_tokens(tokenizer("x  20")["input_ids"]) == ["x", "ĠĠ", "2", "0"]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = cast(str, tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    assert prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert prompt.endswith("<|im_start|>assistant\n")
+    model: Any = load_weights(folder, dtype=torch.float32, device=CPU, attention="sdpa")
+    assert weights_bytes(folder) == 538_060_032
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0]
+    assert tokenizer.decode(answer[ids.shape[1] :]) == "The capital of France is Paris.<|im_end|>"
