@@ -140,9 +140,21 @@ def test_speed_ups_come_from_sums_not_from_means_of_ratios() -> None:
     assert payload["all"]["ngram"]["speedup"] == 1.75
     assert list(payload["categories"]) == ["x", "y"]
     out = StringIO()
-    Console(file=out, width=120).print(report.table(summary))
+    Console(file=out, width=80).print(report.table(summary))
     assert "3.00x" in out.getvalue()
     assert "yes" in out.getvalue()
+
+
+def test_the_table_fits_80_columns() -> None:
+    log: list[str] = []
+    units = [unit("code_editing", "p")]
+    stats = SpeculationStats(rounds=1, emitted=4, drafted=5, accepted=2)
+    runners = [FakeRunner("plain", log), FakeRunner("transformers", log, [0.001], (5, 6), stats)]
+    summary = report.summarize(units, bench.measure(units, runners), ["plain", "transformers"])
+    out = StringIO()
+    Console(file=out, width=80).print(report.table(summary))
+    assert "no: 0/1" in out.getvalue()
+    assert "…" not in out.getvalue()
 
 
 def test_of_repeats_the_median_counts() -> None:
@@ -221,6 +233,13 @@ def test_memory_ratio() -> None:
     on_gpu = memory.MemoryReport(imports=100, peak=900, weights=200, draft_weights=0, cache=100, device_peak=330)
     assert on_gpu.ratio == pytest.approx(1.1)
     assert on_gpu.to_json()["ratio"] == 1.1
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "busy"), [(4.0, 2, True), (0.3, 2, False), (1.5, 4, False), (None, 2, False)]
+)
+def test_a_busy_machine_is_noticed(load: float | None, cores: int, busy: bool) -> None:
+    assert memory.busy(load, cores) is busy
 
 
 def test_resident_memory_is_read() -> None:

@@ -57,8 +57,8 @@ def reference(logits: Tensor, params: SamplingParams, clear: Callable[[bool], ob
     for token, bias in params.logit_bias.items():
         x[token] += np.float32(bias)
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
+    p: np.ndarray = np.zeros(len(x))
     if params.greedy:
-        p = np.zeros(len(x))
         p[order[0]] = 1
         return p
     p = np.exp((x - x.max()) / np.float32(params.temperature))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream.bench import memory
 from slipstream.cli import models, options
 from slipstream.cli.main import main
 from slipstream.core.errors import InvalidRequest, ModelNotFound, SlipstreamError
@@ -403,6 +404,16 @@ def test_bench_prints_a_table_and_a_last_line_of_json(run: Run, llm: FakeLLM, tm
     assert whole == result
     assert llm.made_with["max_num_seqs"] == 1
     assert {p.speculation.drafter for _, p in llm.asked} == {None, "ngram"}
+
+
+@pytest.mark.parametrize(("load", "warned"), [(1000.0, True), (0.0, False)])
+def test_bench_warns_of_a_busy_machine(
+    run: Run, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, load: float, warned: bool
+) -> None:
+    monkeypatch.setattr(memory, "load_average", lambda: load)
+    done = run("bench", "--limit", "1", "--drafter", "none")
+    assert ("warning: the machine was busy" in done.out) is warned
+    assert done.json["hardware"]["busy"] is warned
 
 
 def test_bench_concurrency_runs_a_category_together(run: Run, llm: FakeLLM) -> None:

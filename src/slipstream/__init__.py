@@ -1,9 +1,9 @@
 """Slipstream: language models that answer faster without changing what they answer.
 
-    from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams
 
-    llm = LLM("default", drafter="ngram")
-    print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+llm = LLM("default", drafter="ngram")
+print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
 """
 
 from __future__ import annotations

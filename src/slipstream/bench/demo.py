@@ -26,13 +26,18 @@ if TYPE_CHECKING:
 DRAFTER = "ngram"
 ROUNDS = 3
 
-PROMPT = """Repeat the code below exactly, but rename the function `area` to `surface`. Return only the code.
+FAVOURABLE = (
+    "Code editing repeats much of its prompt, so guessing pays well here; `slipstream bench` shows other tasks."
+)
+
+PROMPT = """Copy the code below, and rename the class `Rectangle` to `Box`. Do not change anything else. Return only \
+the code.
 
 ```python
 class Rectangle:
     def __init__(self, width, height):
         if width < 0 or height < 0:
-            raise ValueError("width and height must not be negative")
+            raise ValueError("width and height must be non-negative")
         self.width = width
         self.height = height
 
@@ -107,7 +112,9 @@ def show(comparison: Comparison, console: Console) -> None:
     if not comparison.same:
         shown += [Text("with speculation:", style="red"), Text(drafted.text.strip()), Text()]
     title = f"{len(drafted.token_ids)} tokens, with and without speculation"
-    console.print(Panel(Group(*shown, rates, verdict), title=title, padding=(1, 2)))
+    console.print(
+        Panel(Group(*shown, rates, verdict, Text(), Text(FAVOURABLE, style="dim")), title=title, padding=(1, 2))
+    )
 
 
 def load(model: str, on_progress: Callable[[str], None]) -> LLM:

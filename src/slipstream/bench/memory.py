@@ -93,6 +93,19 @@ class MemoryReport:
         }
 
 
+def load_average() -> float | None:
+    """Processes that wanted to run in the last minute; None where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
+
+
+def busy(load: float | None, cores: int) -> bool:
+    """Was the machine working for others before we began? Then threads wait for each other and rates mean little."""
+    return load is not None and load > 0.5 * cores
+
+
 def cpu_model() -> str:
     """The processor's name, as the system tells it."""
     try:

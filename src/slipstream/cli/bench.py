@@ -96,13 +96,14 @@ def bench(
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
 
+    load = memory.load_average()
     imports = memory.rss_after_imports()
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["slipstream", *sys.argv[1:]],
         "model": common.model,
         "versions": versions(),
-        "hardware": hardware(),
+        "hardware": hardware(load),
         "settings": {
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
@@ -155,7 +156,7 @@ def bench(
     }
     console.print(report.table(summary))
     for line in closing_lines(summary, prefill, used, result):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     print(json.dumps(result, ensure_ascii=False), flush=True)
     if json_file is not None:
         whole = {**result, "samples": report.samples_json(work.units, samples)}
@@ -210,6 +211,11 @@ def closing_lines(
         lines.append(f"start to first token, {name}: {seconds:.1f} s")
     if result["skipped_prompts"]:
         lines.append(f"{result['skipped_prompts']} prompts were too long for the model and left out")
+    if result["hardware"]["busy"]:
+        lines.append(
+            f"warning: the machine was busy before this run (load {result['hardware']['load_before']:.1f} on "
+            f"{result['hardware']['cores']} cores): do not trust these rates"
+        )
     return lines
 
 
@@ -239,10 +245,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def hardware() -> dict[str, Any]:
+def hardware(load: float | None) -> dict[str, Any]:
     import os
 
     import torch
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": memory.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+    return {
+        "cpu": memory.cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_before": load,
+        "busy": memory.busy(load, os.cpu_count() or 1),
+    }

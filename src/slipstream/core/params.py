@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from slipstream.core.errors import InvalidRequest
 
@@ -32,8 +33,9 @@ class SpeculationParams:
     draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= 63:
-            raise InvalidRequest(f"draft_tokens={self.draft_tokens}: must be 0 to 63 (a pass checks at most 64 rows)")
+        wanted = self.draft_tokens
+        if wanted is not None and not (isinstance(wanted, Integral) and 0 <= wanted <= 63):
+            raise InvalidRequest(f"draft_tokens={wanted!r}: must be 0 to 63 (a pass checks at most 64 rows)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,16 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", words)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.top_k == -1:  # vLLM's other spelling of "off"
             object.__setattr__(self, "top_k", 0)
+        for key in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"):
+            optional = key in ("seed", "logprobs") and getattr(self, key) is None
+            self._check(key, optional or isinstance(getattr(self, key), Integral), "a whole number")
+        for key in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            self._check(key, isinstance(getattr(self, key), Real), "a number")
         self._check("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
         self._check("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
         self._check("top_p", 0 < self.top_p <= 1, "above 0, at most 1")
@@ -85,7 +93,7 @@ class SamplingParams:
         self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
         self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
         self._check("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0, at most 10")
-        self._check("min_tokens", 0 <= self.min_tokens, "0 or more")
+        self._check("min_tokens", self.min_tokens >= 0, "0 or more")
         self._check("max_tokens", self.max_tokens >= 1, "1 or more")
         self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
         self._check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, "0 to 2^64 - 1, or None for a fresh one")
@@ -93,7 +101,7 @@ class SamplingParams:
         self._check("stop", len(stops) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
         self._check("stop", all(isinstance(s, str) and s for s in stops), "non-empty strings")
         self._check("bad_words", all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings")
-        self._check("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "finite numbers by token id")
+        self._check("logit_bias", all(_finite(b) for b in self.logit_bias.values()), "finite numbers by token id")
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:
@@ -111,3 +119,7 @@ class SamplingParams:
     def penalized(self) -> bool:
         """Does the next token's probability depend on how often tokens came before?"""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -87,10 +87,10 @@ class HostDrafter(Drafter):
 class DeviceDrafter(Drafter):
     """Guesses on the target's device, in static tensors, without the host looking on."""
 
-    def attach(self, services: Services) -> None:  # noqa: B027
+    def attach(self, services: Services) -> None:
         """The engine is built: what it lends is ready. Called once, before any request."""
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:  # noqa: B027
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Requests were forked: copy these pages in the drafter's own cache, if it has one."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class ModelDrafter(DeviceDrafter):
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        # ids from here on are a wider target's padding: should one come, the draft reads another, and guesses badly
+        self._known_ids = cast(Tensor, runner.model.get_input_embeddings().weight).shape[0]
         self._services: Services | None = None
         self._cache: KVCache | None = None
         self._progress: dict[str, _Progress] = {}
@@ -53,10 +55,12 @@ class ModelDrafter(DeviceDrafter):
         if own == targets:
             return
         wrong = sorted(t for t in targets if own.get(t) != targets[t])
-        example = f"{wrong[0]!r} is {targets[wrong[0]]} in the target, {own.get(wrong[0])} in the draft" if wrong else ""
+        example = (
+            f"{wrong[0]!r} is {targets[wrong[0]]} in the target, {own.get(wrong[0])} in the draft" if wrong else ""
+        )
         raise DrafterError(
-            f"the draft's vocabulary ({len(own)} tokens) is not the target's ({len(targets)}): {example or 'it has more'}. "
-            "Use a draft model with the target's tokenizer"
+            f"the draft's vocabulary ({len(own)} tokens) is not the target's ({len(targets)}): "
+            f"{example or 'it has more'}. Use a draft model with the target's tokenizer"
         )
 
     def attach(self, services: Services) -> None:
@@ -88,6 +92,8 @@ class ModelDrafter(DeviceDrafter):
         ready = self._catch_up(requests, budgets, tokens)
         for depth in range(1, tokens.shape[1]):
             active = [i for i in ready if budgets[i] > depth]
+            if not active:
+                break
             rows = [1] * len(active)
             ids = tokens[active, depth - 1]
             at = [len(requests[i].tokens) + depth - 1 for i in active]
@@ -109,10 +115,16 @@ class ModelDrafter(DeviceDrafter):
         """Read what is new, at most one pass of it; those who are done have their first guess in `tokens`."""
         assert self._services is not None
         room = self._services.max_rows
-        active, at, rows, ids, ready = [], [], [], [], []
-        for i, request in enumerate(requests):
+        active: list[int] = []
+        at: list[int] = []
+        rows: list[int] = []
+        ids: list[int] = []
+        ready: list[int] = []
+        unread = [len(request.tokens) - self._progress[request.id].length for request in requests]
+        for i in sorted(range(len(requests)), key=unread.__getitem__):  # a long prompt must not keep the others waiting
+            request = requests[i]
             known = self._progress[request.id].length
-            count = min(len(request.tokens) - known, room)
+            count = min(unread[i], room)
             if not budgets[i] or not count:
                 continue
             room -= count
@@ -139,8 +151,12 @@ class ModelDrafter(DeviceDrafter):
         tokens: Tensor,  # [B, K]: column `depth` is filled with the next guesses
     ) -> None:
         """Read the rows of each request and guess the token behind its last one."""
-        assert self._services is not None and self._cache is not None
-        tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=self.runner.device)
+        assert self._services is not None
+        assert self._cache is not None
+
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
+
         tables = [self._services.page_table(request.id) for request in requests]
         starts = [0]
         for count in rows:
@@ -148,7 +164,7 @@ class ModelDrafter(DeviceDrafter):
         last = tensor([end - 1 for end in starts[1:]])
         positions = tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)])
         batch = PassBatch(
-            input_ids=ids,
+            input_ids=torch.where(ids < self._known_ids, ids, 0),
             positions=positions,
             slots=tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
             row_starts=tuple(starts),

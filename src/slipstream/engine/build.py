@@ -58,13 +58,20 @@ def build(
         )
 
     tokenizer: Any = load_tokenizer(path, trust_remote_code)
+    draft_paths = {
+        choice: _draft_path(choice, tokenizer, progress, trust_remote_code)
+        for choice in choices
+        if isinstance(choice, DrafterSpec) and drafter_factory(choice.name) is ModelDrafter
+    }
     target = open_runner(path)
     drafters: dict[str, Drafter] = {}
     for choice in choices:
-        made = choice
-        if isinstance(choice, DrafterSpec):
-            made = _make(choice, open_runner, tokenizer, progress, trust_remote_code)
-        assert isinstance(made, Drafter)
+        if isinstance(choice, Drafter):
+            made = choice
+        elif choice in draft_paths:
+            made = ModelDrafter(open_runner(draft_paths[choice]))
+        else:
+            made = drafter_factory(choice.name)()
         if made.name in drafters:
             raise ConfigError(f"drafter {made.name!r} is given twice: give each once")
         drafters[made.name] = made
@@ -77,22 +84,14 @@ def build(
     return Built(engine, tokenizer, path, _eos_ids(target, tokenizer))
 
 
-def _make(
-    spec: DrafterSpec,
-    open_runner: Callable[[Path], Runner],
-    tokenizer: Any,
-    progress: Progress | None,
-    trust_remote_code: bool,
-) -> Drafter:
-    factory = drafter_factory(spec.name)
-    if factory is not ModelDrafter:
-        return factory()
+def _draft_path(spec: DrafterSpec, tokenizer: Any, progress: Progress | None, trust_remote_code: bool) -> Path:
+    """Where the draft model lies. A vocabulary that does not fit is refused here, before any weights are read."""
     if spec.path is None:
-        raise ConfigError(f"drafter {spec.name!r} needs a model: write {spec.name}:PATH (a folder, hub id or GGUF file)")
+        raise ConfigError(f"drafter {spec.name!r} needs a model: write {spec.name}:PATH (folder, hub id or GGUF file)")
     path = resolve(spec.path, progress)
-    # the vocabulary first: it is quick to read, and a draft that does not fit need not be loaded
-    ModelDrafter.check_vocabulary(load_tokenizer(path, trust_remote_code).get_vocab(), tokenizer.get_vocab())
-    return ModelDrafter(open_runner(path))
+    own: Any = load_tokenizer(path, trust_remote_code)
+    ModelDrafter.check_vocabulary(own.get_vocab(), tokenizer.get_vocab())
+    return path
 
 
 def _listed(drafter: DrafterChoice) -> Iterable[str | Drafter]:
@@ -109,6 +108,3 @@ def _eos_ids(target: Runner, tokenizer: Any) -> frozenset[int]:
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)
-
-
-

@@ -10,7 +10,7 @@ from slipstream.core.errors import ConfigError
 
 PlannerName = Literal["adaptive", "fixed"]
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,21 @@ class EngineConfig:
     planner: PlannerName = "adaptive"
 
     def __post_init__(self) -> None:
+        for key in ("memory", "max_model_len", "draft_tokens"):
+            self._check(key, isinstance(getattr(self, key), int | None), "a whole number, or None")
         for key in ("max_num_seqs", "max_batch_tokens", "max_draft_rows", "page_size"):
-            self._check(key, getattr(self, key) >= 1, "1 or more")
+            self._check(key, isinstance(getattr(self, key), int) and getattr(self, key) >= 1, "1 or more")
         self._check("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more")
         self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
         self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
         self._check("planner", self.planner in get_args(PlannerName), f"one of {', '.join(get_args(PlannerName))}")
         # every running request must be able to take its next step in one pass
-        self._check("max_draft_rows", self.max_draft_rows >= self.max_num_seqs, f"at least {self.max_num_seqs=}")
-        self._check("max_batch_tokens", self.max_batch_tokens >= self.max_num_seqs, f"at least {self.max_num_seqs=}")
+        self._check(
+            "max_draft_rows", self.max_draft_rows >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
+        )
+        self._check(
+            "max_batch_tokens", self.max_batch_tokens >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
+        )
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:
@@ -55,11 +61,10 @@ def parse_bytes(size: str | int | None) -> int | None:
     """ "2GiB", "512MB", "1e9" or a number of bytes."""
     if size is None or isinstance(size, int):
         return size
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?)?b?\s*", size.lower())
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", str(size).lower())
     try:
-        number = float(match[1]) if match else None
-    except ValueError:
-        number = None
-    if match is None or number is None:
-        raise ConfigError(f"memory={size!r}: must be bytes or a size such as 512MB or 2GiB")
-    return int(number * _UNITS[match[2] or ""])
+        if match is not None:
+            return int(float(match[1]) * _UNITS[match[2] or ""])
+    except (ValueError, OverflowError):  # "1.2.3", or more than there are numbers for
+        pass
+    raise ConfigError(f"memory={size!r}: must be bytes or a size such as 512MB or 2GiB")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.core.draft import MAX_NODES, Draft
+from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
@@ -52,6 +52,7 @@ class Drafting:
         self._max_rows = max_rows
         self._max_len = max_len
         self._reserve = reserve
+        self._failures: dict[str, dict[str, str]] = {}  # by drafter and request: what its next draft will hear of
 
     def start(self, answer: Answer) -> None:
         """The answer is admitted: choose its drafter and tell it."""
@@ -75,6 +76,7 @@ class Drafting:
         self.planner.forget(answer.id)
         if answer.drafter is not None:
             (self.guards.get(answer.drafter) or self.drafters[answer.drafter]).stop(answer.id)
+            self._failures.get(answer.drafter, {}).pop(answer.id, None)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for drafter in self.drafters.values():
@@ -136,12 +138,13 @@ class Drafting:
             return draft
         guard = self.guards[name]
         proposals = guard.propose(views, caps, self.round_s)
+        failures = self._failures.setdefault(name, {})
+        failures.update(proposals.failures)  # also of requests whose prompt is still being computed
         for answer in answers:
-            if answer.id in proposals.failures:
-                answer.refused[name] = proposals.failures[answer.id]
+            if answer.id in failures:
+                answer.refused[name] = failures.pop(answer.id)
                 answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
         trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
-        for answer, tree in zip(answers, trees, strict=True):
-            if self._reserve(answer, len(tree)) < len(tree):
-                return None  # no pages for guesses: this round decodes plainly
-        return Draft.pack(trees, self._device)
+        # where the pages do not do, the first nodes of a tree are a tree too
+        fits = [self._reserve(answer, len(tree)) for answer, tree in zip(answers, trees, strict=True)]
+        return Draft.pack([Tree(t.tokens[:n], t.parents[:n]) for t, n in zip(trees, fits, strict=True)], self._device)

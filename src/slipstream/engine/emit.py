@@ -12,9 +12,7 @@ from slipstream.core.outputs import Logprob
 from slipstream.engine.state import Answer
 
 
-def emit(
-    answer: Answer, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]] | None, max_len: int
-) -> None:
+def emit(answer: Answer, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]] | None, max_len: int) -> None:
     """Append tokens one by one until the answer ends or they do."""
     params, out = answer.params, answer.output
     if tokens and not out.token_ids:

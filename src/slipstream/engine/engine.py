@@ -137,15 +137,14 @@ class Engine:
         """One round."""
         started = time.perf_counter()
         schedule = self.scheduler.schedule()
+        self._report(schedule.refused)
         if not schedule:
             return
         planned = time.perf_counter()
         drafted = self.drafting.propose(schedule.decodes)
         proposed = time.perf_counter()
         features = self.sampling.features([a.slot for a in schedule.decodes] + [c.answer.slot for c in schedule.chunks])
-        packed = pack(
-            schedule.decodes, schedule.chunks, drafted.draft, paths=features.penalties or features.bad_words
-        )
+        packed = pack(schedule.decodes, schedule.chunks, drafted.draft, paths=features.penalties or features.bad_words)
         logits = self.target.forward(packed.batch, self.cache)
         chosen = choose(logits, packed.rows, self.sampling, features)
         draft = drafted.draft.extended(len(packed.emitting) - len(schedule.decodes))
@@ -156,6 +155,7 @@ class Engine:
         host = planned - started + time.perf_counter() - verified
         times = RoundTimes(host, proposed - planned, verified - proposed)
         self._account(schedule, packed, drafted, told, kept, times)
+        self._report(packed.emitting)
 
     def _commit(
         self,
@@ -197,15 +197,19 @@ class Engine:
             kept.append(answer.generated - before)
             if usable != verdict.tokens and not answer.ended:
                 assert answer.table is not None
-                self.cache.clear(answer.table.pages)
+                self.cache.clear([p for p in answer.table.pages if self.pool.references(p) == 1])  # siblings share some
                 answer.end("error", error=NumericError("the model gave no usable logits (NaN, or every token masked)"))
             if answer.ended:
                 self.scheduler.release(answer)
-            if all(a.ended for a in answer.job.answers):
-                self._close(answer.job)
-            else:
-                answer.job.report()
         return kept
+
+    def _report(self, answers: Sequence[Answer]) -> None:
+        """Tell the callers. Last of all: an output that is handed over must not change any more."""
+        for job in dict.fromkeys(answer.job for answer in answers):
+            if all(answer.ended for answer in job.answers):
+                self._close(job)
+            else:
+                job.report()
 
     def _account(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.outputs import CompletionOutput
@@ -31,10 +32,11 @@ class Intake:
         text, ids = self._prompt(prompt)
         self._check(params)
         job = Job(request_id or f"req-{uuid.uuid4().hex[:16]}", text, ids, params, sink, streaming)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seed = secrets.randbits(64) if params.seed is None else int(params.seed)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         prediction = tuple(self._encode(params.prediction)) if params.prediction else ()
         bad_words = self._bad_words(params.bad_words)
+        self._check_ids("bad_words", (token for word in bad_words for token in word))
         for sample in range(params.n):
             answer = Answer(
                 job=job,
@@ -65,24 +67,27 @@ class Intake:
             prompt = next(iter(prompt.values()))
         if isinstance(prompt, str):
             text, ids = prompt, self._encode(prompt, special=True)
-        else:
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
             text, ids = None, list(prompt)
+        else:
+            raise InvalidRequest(f"prompt={prompt!r}: must be a text, or a sequence of token ids")
         if not ids:
             raise InvalidRequest("the prompt is empty: it must have at least one token")
-        for at, token in enumerate(ids):
-            if not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise InvalidRequest(f"prompt_token_ids[{at}]={token!r}: must be 0 to {self._vocab_size - 1}")
-        return text, ids
+        self._check_ids("prompt_token_ids", ids)
+        return text, [int(token) for token in ids]
 
     def _check(self, params: SamplingParams) -> None:
-        for key, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token in ids:
-                if not 0 <= token < self._vocab_size:
-                    raise InvalidRequest(f"{key}: token id {token} must be 0 to {self._vocab_size - 1}")
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         wanted = params.speculation.drafter
         if params.speculation.enabled and wanted is not None and wanted not in self._drafters:
             loaded = ", ".join(self._drafters) or "none"
             raise InvalidRequest(f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}")
+
+    def _check_ids(self, key: str, ids: Iterable[object]) -> None:
+        for token in ids:
+            if not (isinstance(token, int | SupportsIndex) and 0 <= operator.index(token) < self._vocab_size):
+                raise InvalidRequest(f"{key}: token id {token!r} must be a whole number, 0 to {self._vocab_size - 1}")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each as it is tokenized at the beginning of a text and behind a space: both are the same word."""

@@ -16,7 +16,6 @@ from slipstream.engine.build import Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
 from slipstream.engine.intake import Intake, Prompt
 from slipstream.engine.loop import EngineLoop
-from slipstream.engine.state import Job
 
 Message = Mapping[str, str]
 
@@ -96,21 +95,18 @@ class LLM:
         jobs = [
             self._intake.job(prompt, p, finished.put, streaming=False) for prompt, p in zip(batch, params, strict=True)
         ]
-        started: list[Job] = []
         done: dict[str, RequestOutput] = {}
         try:
-            for job in jobs:
-                self._loop.submit(job)
-                started.append(job)
+            self._loop.submit(*jobs)  # together: they share their first pass
             while len(done) < len(jobs):
                 output = finished.get()
                 done[output.request_id] = output
                 if on_output is not None:
                     on_output(output)
         finally:
-            for job in started:
+            for job in jobs:
                 if job.id not in done:
-                    self._loop.abort(job.id)
+                    self._loop.drop(job)
         return [done[job.id] for job in jobs]
 
     def chat(
@@ -146,31 +142,33 @@ class LLM:
                 yield output
         finally:
             if not finished:
-                self._loop.abort(job.id)
+                self._loop.drop(job)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio. Cancelling the task or closing the iterator aborts the request."""
         loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
-        def deliver(output: RequestOutput) -> None:
+        def deliver(output: RequestOutput | Exception) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         job = self._intake.job(
             prompt, sampling_params or SamplingParams(), deliver, streaming=True, request_id=request_id
         )
-        await asyncio.to_thread(self._loop.submit, job)
+        self._loop.post(job, deliver)  # no waiting here: a task that is cancelled meanwhile would leave the job running
         finished = False
         try:
             while not finished:
                 output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
                 finished = output.finished
                 yield output
         finally:
             if not finished:
-                self._loop.abort(job.id)
+                self._loop.drop(job)
 
     def abort(self, request_id: str) -> None:
         """End a request after the round in flight; it finishes with the reason "abort". Unknown ids are ignored."""
@@ -220,6 +218,3 @@ def _from_vllm(config: Mapping[str, Any]) -> tuple[DrafterChoice, int | None]:
     raise ConfigError(
         f"speculative_config: method={method!r}, model={model!r}; known are ngram, and draft_model with a model"
     )
-
-
-

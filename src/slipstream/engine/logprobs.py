@@ -22,9 +22,7 @@ class LogprobReader:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def read(
-        self, packed: PackedPass, verdicts: Sequence[Verdict], logits: Tensor
-    ) -> list[list[Position] | None]:
+    def read(self, packed: PackedPass, verdicts: Sequence[Verdict], logits: Tensor) -> list[list[Position] | None]:
         """For each emitting request its emitted tokens' log probabilities, or None where not asked for."""
         wanted = [i for i, a in enumerate(packed.emitting) if a.params.logprobs is not None]
         out: list[list[Position] | None] = [None] * len(verdicts)

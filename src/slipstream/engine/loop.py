@@ -5,10 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from slipstream.core.errors import RequestError
+from slipstream.core.outputs import RequestOutput
 from slipstream.engine.engine import Engine
 from slipstream.engine.state import Job
+
+_CLOSED = "the engine is closed: make a new LLM"
 
 
 class EngineLoop:
@@ -18,17 +22,34 @@ class EngineLoop:
         self.engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
+        self._ended = False  # the engine's thread alone writes it, as the last thing that it was told to do
         self._lock = threading.Lock()  # nothing may enter the inbox once the loop was told to end
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Start a job. Its sink hears of it from the engine's thread; a job that cannot run raises here."""
-        self.call(lambda: self.engine.add(job))
+    def submit(self, *jobs: Job) -> None:
+        """Start jobs together. Their sinks hear of them from the engine's thread; one that cannot run raises here."""
+        self.call(lambda: self._add(*jobs))
+
+    def post(self, job: Job, refused: Callable[[Exception], None]) -> None:
+        """Start a job without waiting; `refused` hears, on the engine's thread, why it cannot run."""
+
+        def start() -> None:
+            try:
+                self._add(job)
+            except Exception as error:
+                with suppress(Exception):  # nobody is there any more to hear it
+                    refused(error)
+
+        self._post(start)
 
     def abort(self, job_id: str) -> None:
-        """End a job after the round in flight. Does not wait."""
-        self._post(lambda: self.engine.abort(job_id))
+        """End the job of this name after the round in flight. Does not wait."""
+        self._post_unless_closed(lambda: self.engine.abort(job_id))
+
+    def drop(self, job: Job) -> None:
+        """The same for its owner: where it ended by itself, another of the same name is left alone."""
+        self._post_unless_closed(lambda: self.engine.abort(job.id) if self.engine.jobs.get(job.id) is job else None)
 
     def call(self, action: Callable[[], None]) -> None:
         """Run something between two rounds, and wait for it."""
@@ -50,32 +71,68 @@ class EngineLoop:
         """Abort what runs, end the thread, and wait for it."""
 
         def end() -> None:
+            self._ended = True
             for job_id in list(self.engine.jobs):
                 self.engine.abort(job_id)
 
         with self._lock:
-            if not self._open:
-                return
-            self._open = False
-            self._inbox.put(end)
+            if self._open:
+                self._open = False
+                self._inbox.put(end)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _add(self, *jobs: Job) -> None:
+        if self._ended:
+            raise RequestError(_CLOSED)
+        for job in jobs:
+            job.sink = self._watched(job)
+            self.engine.add(job)
+
+    def _watched(self, job: Job) -> Callable[[RequestOutput], None]:
+        """The job's sink; one that raises has nobody behind it any more, so the job ends and the engine goes on."""
+        sink = job.sink
+
+        def deliver(output: RequestOutput) -> None:
+            try:
+                sink(output)
+            except Exception:
+                self.drop(job)
+
+        return deliver
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
             if not self._open:
-                raise RequestError("the engine is closed: make a new LLM")
+                raise RequestError(_CLOSED)
             self._inbox.put(action)
 
+    def _post_unless_closed(self, action: Callable[[], None]) -> None:
+        with suppress(RequestError):  # nothing runs in a closed engine: there is nothing to end
+            self._post(action)
+
     def _run(self) -> None:
-        while self._open or not self._inbox.empty():
-            while not self.engine.busy or not self._inbox.empty():
-                self._inbox.get()()
-                if not self._open and self._inbox.empty():
-                    break
-            if not self.engine.busy:
-                continue
+        while not self._ended:
             try:
-                self.engine.step()
-            except Exception as error:
-                self.engine.fail_all(error)
+                if self.engine.busy and self._inbox.empty():
+                    self.engine.step()
+                else:
+                    self._inbox.get()()
+            except BaseException as error:  # a drafter's code may raise anything: this thread must not die of it
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End what runs, with the reason. An engine that cannot even do that is closed, and keeps nobody waiting."""
+        try:
+            self.engine.fail_all(error)
+        except BaseException as worse:
+            with self._lock:
+                self._open, self._ended = False, True
+            for job in list(self.engine.jobs.values()):
+                for answer in job.answers:
+                    if not answer.ended:
+                        answer.end("error", error=RequestError(f"the engine broke: {type(worse).__name__}: {worse}"))
+                job.report()
+            while not self._inbox.empty():  # callers that wait for their turn are told that the engine is closed
+                with suppress(Exception):
+                    self._inbox.get()()

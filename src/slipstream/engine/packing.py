@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft
 from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Answer
+from slipstream.kv.pages import PageTable
 from slipstream.models.batch import PassBatch
 from slipstream.sampling.rows import SampleRows
 
@@ -38,16 +39,19 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     device = draft.tokens.device
     counts = draft.counts.tolist()
     width = draft.width
-    starts, prefixes, pages, slots = [0], [], [], []
-    for answer, count in zip(decodes, counts, strict=True):
-        _lay(answer, 1 + count, starts, prefixes, pages, slots)
-    for chunk in chunks:
-        _lay(chunk.answer, chunk.rows, starts, prefixes, pages, slots)
+    starts = [0]
+    slots: list[int] = []
+    parts = [(a, 1 + n) for a, n in zip(decodes, counts, strict=True)] + [(c.answer, c.rows) for c in chunks]
+    for answer, rows in parts:
+        starts.append(starts[-1] + rows)
+        slots.extend(_table(answer).slots(answer.cached, rows))
 
     tree = _Tree.of(draft)
     completing = [(starts[len(decodes) + i], chunk) for i, chunk in enumerate(chunks) if chunk.completes]
     emitting = (*decodes, *(chunk.answer for _, chunk in completing))
-    tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
+
+    def tensor(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
     # decodes: the root row is the last token, then the nodes; valid picks the real ones out of [D, K + 1]
     valid = torch.arange(width + 1, device=device) <= draft.counts[:, None]
@@ -63,15 +67,15 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     is_tree = () if draft.is_chain else (True,) * len(decodes)
     masks = None
     if is_tree:
-        masks = torch.cat((tree.ancestors[valid], torch.zeros(starts[-1] - decode_rows, dtype=torch.int64)))
+        masks = torch.cat((tree.ancestors[valid], tensor([0] * (starts[-1] - decode_rows))))
     batch = PassBatch(
         input_ids=torch.cat((decode_ids, tensor(chunk_ids))),
         positions=torch.cat((decode_positions, tensor(chunk_positions))),
         slots=tensor(slots),
         row_starts=tuple(starts),
-        prefix_lengths=tuple(prefixes),
-        pages=tuple(pages),
-        is_tree=is_tree + (False,) * (len(pages) - len(is_tree)),
+        prefix_lengths=tuple(answer.cached for answer, _ in parts),
+        pages=tuple(_table(answer).pages for answer, _ in parts),
+        is_tree=is_tree + (False,) * (len(parts) - len(is_tree)),
         masks=masks,
         logit_rows=tensor([*range(decode_rows), *chunk_last]),
     )
@@ -85,20 +89,17 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     return PackedPass(batch, emitting, _sample_rows(batch, emitting, valid, tree, draft, paths), row_of, slot_of_row)
 
 
-def _lay(answer: Answer, rows: int, starts: list[int], prefixes: list[int], pages: list, slots: list[int]) -> None:  # type: ignore[type-arg]
+def _table(answer: Answer) -> PageTable:
     assert answer.table is not None
-    starts.append(starts[-1] + rows)
-    prefixes.append(answer.cached)
-    pages.append(answer.table.pages)
-    slots.extend(answer.table.slots(answer.cached, rows))
+    return answer.table
 
 
 def _sample_rows(
     batch: PassBatch, emitting: Sequence[Answer], valid: Tensor, tree: _Tree, draft: Draft, paths: bool
 ) -> SampleRows:
     device = valid.device
-    tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
     decodes = valid.shape[0]
+    state = torch.tensor([(a.slot, a.generated) for a in emitting], dtype=torch.int64, device=device).view(-1, 2)
     owners = torch.arange(decodes, device=device)[:, None].expand_as(valid)[valid]
     owners = torch.cat((owners, torch.arange(decodes, len(emitting), device=device)))  # [R] -> emitting request
     depth = torch.cat((tree.depth[valid], torch.zeros(len(emitting) - decodes, dtype=torch.int64, device=device)))
@@ -108,9 +109,9 @@ def _sample_rows(
         path = torch.full((owners.shape[0], draft.width), -1, dtype=torch.int64, device=device)
         path[: valid.sum()] = tree.paths(draft)[valid]
     return SampleRows(
-        slots=tensor([answer.slot for answer in emitting])[owners],
+        slots=state[owners, 0],
         positions=batch.positions[batch.logit_rows] + 1,
-        generated=tensor([answer.generated for answer in emitting])[owners] + depth,
+        generated=state[owners, 1] + depth,
         path=path,
     )
 

@@ -1,4 +1,4 @@
-"""Who is in the next pass: admission by memory, prompts in chunks beside running decodes, preemption when pages run out.
+"""Who is in the next pass: admission by memory, prompts in chunks beside decodes, preemption when pages run out.
 
 Requests join and leave between rounds. Everything a request holds (pages, a slot of the sampling table) is taken and
 given back here and nowhere else.
@@ -7,10 +7,12 @@ given back here and nowhere else.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.core.errors import RequestError
 from slipstream.engine.state import Answer, Phase
 from slipstream.kv.pages import OutOfPages, PageCopy, PagePool, PageTable
 
@@ -33,6 +35,7 @@ class Schedule:
 
     decodes: list[Answer] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    refused: list[Answer] = field(default_factory=list)  # could not start, and ended with an error
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
@@ -55,9 +58,10 @@ class Scheduler:
         on_release: Callable[[Answer], None],
     ) -> None:
         self.pool = pool
-        self.waiting: deque[Answer] = deque()
+        self.waiting: deque[Answer] = deque()  # oldest first
         self.running: list[Answer] = []  # oldest first
         self.preemptions = 0
+        self._max_running = max_running
         self._slots = list(range(max_running))  # a heap
         self._max_rows = max_rows
         self._copy_pages = copy_pages
@@ -65,7 +69,8 @@ class Scheduler:
         self._on_release = on_release
 
     def add(self, answer: Answer) -> None:
-        self.waiting.append(answer)
+        """Put it in the queue by age: one that was preempted comes before those that never ran."""
+        insort(self.waiting, answer, key=_age)
 
     def schedule(self) -> Schedule:
         """Choose the next pass. Every decode in it has room for its next token."""
@@ -105,8 +110,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a page or a slot was lost. Cheap enough for every idle moment."""
         self.pool.check_integrity([answer.table.pages for answer in self.running if answer.table is not None])
-        held = [answer.slot for answer in self.running]
-        assert not set(held) & set(self._slots) and len(set(held)) == len(held), "a slot is held twice"
+        slots = sorted([*self._slots, *(answer.slot for answer in self.running)])
+        assert slots == list(range(self._max_running)), f"slots {slots}: each must be free or held, once"
+        idle = all(answer.table is None and answer.slot == -1 for answer in self.waiting)
+        assert idle, "a waiting request holds pages or a slot"
 
     def _admit(self, plan: Schedule, rows: int) -> None:
         passed_over: list[Answer] = []
@@ -126,9 +133,14 @@ class Scheduler:
                 break
             answer.phase = Phase.RUNNING
             answer.slot = heapq.heappop(self._slots)
-            self.running.append(answer)
-            self.running.sort(key=lambda a: a.arrival)
-            self._on_admit(answer)
+            insort(self.running, answer, key=_age)
+            try:
+                self._on_admit(answer)
+            except Exception as error:  # its own parameters or its drafter: nobody else is to suffer for it
+                self.release(answer)
+                answer.end("error", error=RequestError(f"it could not start: {type(error).__name__}: {error}"))
+                plan.refused.append(answer)
+                continue
             plan.chunks.append(Chunk(answer, min(rows, answer.pending)))
             rows -= plan.chunks[-1].rows
         self.waiting.extendleft(reversed(passed_over))
@@ -138,6 +150,8 @@ class Scheduler:
         # one page beyond what it needs, while others run: room to grow before anybody must be preempted
         needed = self.pool.pages_for(len(answer.tokens) + 1) + (1 if self.running else 0)
         if needed > self.pool.free_pages:
+            self._take_back_guesses()
+        if needed > self.pool.free_pages:
             return False
         table.reserve(len(answer.tokens) + 1)
         answer.table = table
@@ -146,16 +160,14 @@ class Scheduler:
     def _fork(self, answer: Answer, leader: Answer) -> bool:
         """Share the leader's prompt pages; only the last prompt token is computed again, to choose from."""
         assert leader.table is not None
-        try:
-            answer.table, copies = leader.table.fork(answer.prompt_length - 1)
-        except OutOfPages:
+        shared = answer.prompt_length - 1
+        needed = self.pool.pages_for(answer.prompt_length + 1) - shared // self.pool.page_size
+        if needed > self.pool.free_pages:
+            self._take_back_guesses()
+        if needed > self.pool.free_pages:
             return False
-        try:
-            answer.table.reserve(answer.prompt_length + 1)
-        except OutOfPages:
-            answer.table.release()
-            answer.table = None
-            return False
+        answer.table, copies = leader.table.fork(shared)
+        answer.table.reserve(answer.prompt_length + 1)
         self._copy_pages(copies)
         return True
 
@@ -167,17 +179,27 @@ class Scheduler:
                 answer.table.reserve(answer.cached + 1)
                 return True
             except OutOfPages:
+                if self._take_back_guesses():
+                    continue
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 if youngest is answer:
                     return False
+
+    def _take_back_guesses(self) -> bool:
+        """Free the pages that past drafts were reserved and that nothing is in. Says whether there were any."""
+        before = self.pool.free_pages
+        for answer in self.running:
+            if answer.table is not None and answer.pending == 1:  # others need all their pages for their prompts
+                answer.table.trim()
+        return self.pool.free_pages > before
 
     def _preempt(self, answer: Answer) -> None:
         """Take its pages; it computes its tokens again when there is room. The keyed rule makes them the same."""
         self.running.remove(answer)
         self._give_back(answer)
         answer.phase = Phase.WAITING
-        self.waiting.appendleft(answer)
+        self.add(answer)
         self.preemptions += 1
 
     def _give_back(self, answer: Answer) -> None:
@@ -187,3 +209,7 @@ class Scheduler:
         answer.table = None
         heapq.heappush(self._slots, answer.slot)
         answer.slot = -1
+
+
+def _age(answer: Answer) -> int:
+    return answer.arrival

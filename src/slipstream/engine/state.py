@@ -6,7 +6,7 @@ import enum
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def id(self) -> str:
-        return self.job.id if self.job.params.n == 1 else f"{self.job.id}/{self.sample}"
+        return f"{self.job.id}/{self.sample}"  # always both: a job may be named like another's second answer
 
     @property
     def params(self) -> SamplingParams:
@@ -116,7 +116,9 @@ class Job:
 
 
 def _snapshot(answer: Answer) -> CompletionOutput:
+    """A copy for the caller's thread: the engine goes on writing to its own."""
     out = answer.output
+    by_drafter = {name: replace(stats) for name, stats in out.speculation.by_drafter.items()}
     return CompletionOutput(
         index=out.index,
         text=out.text,
@@ -125,6 +127,6 @@ def _snapshot(answer: Answer) -> CompletionOutput:
         finish_reason=out.finish_reason,
         stop_reason=out.stop_reason,
         error=out.error,
-        timing=out.timing,
-        speculation=out.speculation,
+        timing=replace(out.timing),
+        speculation=replace(out.speculation, by_drafter=by_drafter),
     )

@@ -8,6 +8,8 @@ from typing import Protocol
 _BROKEN = "\ufffd"
 _CONTEXT = 6
 """Prompt tokens decoded along: whether a first token begins with a space depends on what stands before it."""
+_UNFINISHED = 3
+"""Most tokens that the beginning of a character can have: four bytes are a whole one."""
 
 
 class Decoder(Protocol):
@@ -20,7 +22,7 @@ class TextStream:
     """One answer's text. `push` takes tokens one at a time, and says whether a stop string is complete.
 
     A token may end inside a UTF-8 character; its text then waits for the next one. `visible` is what may be shown:
-    while the answer runs it holds back what could become a stop string.
+    while the answer runs it holds back what could become a stop string. It only ever grows.
     """
 
     def __init__(
@@ -36,7 +38,6 @@ class TextStream:
         self._skip = skip_special_tokens
         self._stops = tuple(stops)
         self._keep_stop = keep_stop
-        self._hold = max((len(s) for s in stops), default=1) - 1
         self._ids = list(prompt[-_CONTEXT:])
         self._shown = len(self._ids)  # tokens whose text is in `_text`, the context's counted as such
         self._from = 0  # tokens before this one no longer matter for decoding
@@ -45,18 +46,22 @@ class TextStream:
 
     @property
     def visible(self) -> str:
-        if self._done or self._hold == 0:
+        if self._done:
             return self._text
-        return self._text[: max(0, len(self._text) - self._hold)]
+        held = max((_overlap(self._text, stop) for stop in self._stops), default=0)
+        return self._text[: len(self._text) - held]
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
-        """Append one token. Returns the stop string that it completed, with the text cut there; else None."""
+        """Append one token. Returns the stop string that it completed, with the text cut there; else None.
+
+        may_stop: False lets a stop string that this token completes pass, now and later.
+        """
         self._ids.append(token)
         before = len(self._text)
         self._advance(final=False)
         if not (may_stop and self._stops) or len(self._text) == before:
             return None
-        return self._find_stop(max(0, before - self._hold))
+        return self._find_stop(before)
 
     def finish(self) -> None:
         """No more tokens: what waited for the rest of a character is shown as it is."""
@@ -65,25 +70,49 @@ class TextStream:
             self._done = True
 
     def _advance(self, *, final: bool) -> None:
-        if self._done or self._shown == len(self._ids):
+        end = len(self._ids)
+        if self._done or self._shown == end:
             return
-        known = self._decode(self._ids[self._from : self._shown])
-        both = self._decode(self._ids[self._from :])
+        known = self._decode(self._from, self._shown)
+        both = self._decode(self._from, end)
         if both.endswith(_BROKEN) and not final:
-            return
+            end = self._unbroken(both)
+            both = self._decode(self._from, end)
         if not both.startswith(known):  # a decoder that changes earlier text: start afresh behind it
-            known, both = "", self._decode(self._ids[self._shown :])
+            known, both = "", self._decode(self._shown, end)
         self._text += both[len(known) :]
-        self._from, self._shown = self._shown, len(self._ids)
+        if len(both) > len(known):  # tokens without text are no context for what follows
+            self._from = self._shown
+        self._shown = end
 
-    def _find_stop(self, start: int) -> str | None:
-        found = [(at, s) for s in self._stops if (at := self._text.find(s, start)) >= 0]
+    def _unbroken(self, text: str) -> int:
+        """Where the tokens end whose text is final, when `text`, that of all of them, ends in a broken character.
+
+        Usually that character is not finished yet, and everything new waits. In a long run of bytes that are no
+        text at all, the older ones need not wait: nothing will make characters of them.
+        """
+        newest = len(self._ids) - _UNFINISHED
+        for end in range(newest, max(self._shown, newest - _UNFINISHED), -1):
+            if self._decode(self._from, end) + self._decode(end, len(self._ids)) == text:  # no character is split here
+                return end
+        return self._shown
+
+    def _find_stop(self, before: int) -> str | None:
+        """The earliest of the stop strings that end behind `before`; of those that begin together the shortest."""
+        places = ((self._text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops)
+        found = [(at, len(stop), stop) for at, stop in places if at >= 0]
         if not found:
             return None
-        at, stop = min(found)
-        self._text = self._text[: at + len(stop) if self._keep_stop else at]
+        at, length, stop = min(found)
+        self._text = self._text[: at + length if self._keep_stop else at]
         self._done = True
         return stop
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, start: int, end: int) -> str:
+        ids = self._ids[start:end]
         return self._decoder.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with and goes on from."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -72,11 +72,12 @@ def paged_attention(
     """One layer's attention for all rows of a pass. Does not modify the cache."""
     out = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
     for span in spans:
-        attend = _attend_many if span.rows > _MANY_ROWS and softcap is None and sinks is None else _attend
-        q = query[span.start : span.end]
-        out[span.start : span.end] = attend(
-            q, keys[span.keys], values[span.keys], span.bias(window), scaling, softcap, sinks
-        )
+        q, k, v = query[span.start : span.end], keys[span.keys], values[span.keys]
+        bias = span.bias(window)
+        if span.rows > _MANY_ROWS and softcap is None and sinks is None:
+            out[span.start : span.end] = _attend_many(q, k, v, bias, scaling)
+        else:
+            out[span.start : span.end] = _attend(q, k, v, bias, scaling, softcap, sinks)
     return out
 
 
@@ -103,9 +104,7 @@ def _attend(
     return out.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
 
 
-def _attend_many(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, _softcap: None, _sinks: None
-) -> Tensor:
+def _attend_many(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads

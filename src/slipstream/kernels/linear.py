@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
         # MKL's product asks the plain weight only for its shape: a tensor of one number has it too
         self._shape = torch.empty((), dtype=weight.dtype).expand(weight.shape) if self.packed else None
         self.weight = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
-        self.bias = None if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach().clone()  # so that nothing of the old weights stays in use
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.packed:

@@ -1,13 +1,18 @@
-"""Our attention inside transformers' architectures: registered by name, handed the pass by keyword.
+"""Our attention inside transformers' architectures: registered by name, told of the pass by a context variable.
 
 transformers owns the architectures; a layer calls this function with its query, key and value, and whatever makes
 its attention special (scaling, window, soft cap, sinks). An argument that we do not know raises: computing something
-else than the model would be worse than refusing it.
+else than the model would be worse than refusing it. Windows are read from the mask that transformers would have made,
+because not every layer that has one says so in its arguments (Qwen2-MoE). And the pass itself is no argument, because
+not every layer hands on the arguments that it does not know (StableLM).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -18,13 +23,23 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.attention import Span, paged_attention, visible_rows
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import PassBatch
+from slipstream.models.traits import AttentionTraits, MaskRule
 
 NAME = "slipstream"
 
 _HARMLESS = frozenset(
     # say nothing about the result: what a layer passes on for others, or what the pass itself decides
-    ("position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_hidden_states")
+    (
+        "position_ids",
+        "position_embeddings",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    )
 )
+_running: ContextVar[PassContext] = ContextVar("slipstream_pass")
 
 
 class PassContext:
@@ -34,7 +49,6 @@ class PassContext:
         self.batch = batch
         self.cache = cache
         self.spans = _spans(batch, cache.page_size)
-        self.layers_seen: list[int] = []
 
     def attend(
         self,
@@ -42,39 +56,33 @@ class PassContext:
         query: Tensor,  # [N, H, D]
         key: Tensor,  # [N, H_kv, D]
         value: Tensor,  # [N, H_kv, D_v]
-        *,
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        traits: AttentionTraits,
     ) -> Tensor:  # [N, H, D_v]
-        self.layers_seen.append(layer)
         self.cache.write(layer, self.batch.slots, key, value)
-        return paged_attention(
-            query,
-            self.cache.keys(layer),
-            self.cache.values(layer),
-            self.spans,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        return _attend(query, self.cache.keys(layer), self.cache.values(layer), self.spans, traits)
+
+    def saw_mask(self, rule: MaskRule, name: str) -> None:
+        """Called with each layer's mask rule; rules do not change from pass to pass, so only a probe looks at them."""
 
 
 class ProbeContext(PassContext):
-    """A pass without a cache over one causal sequence, to learn the shape of each layer's keys and values."""
+    """A pass without a cache over one causal sequence, to learn what each layer keeps and asks for."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         positions = torch.arange(rows, device=device)
         self.spans = [Span(0, rows, slice(0, rows), 0, positions, None)]
+        self.layers_seen: list[int] = []
         self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> kv heads, key size, value size
-        self.layers_seen = []
+        self.traits: dict[int, AttentionTraits] = {}  # by layer
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
         self.layers_seen.append(layer)
         self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
-        return paged_attention(query, key, value, self.spans, **how)
+        self.traits[layer] = traits
+        return _attend(query, key, value, self.spans, traits)
+
+    def saw_mask(self, rule: MaskRule, name: str) -> None:
+        rule.check(name)
 
 
 def attention(
@@ -82,7 +90,7 @@ def attention(
     query: Tensor,  # [1, H, N, D]
     key: Tensor,  # [1, H_kv, N, D]
     value: Tensor,  # [1, H_kv, N, D_v]
-    attention_mask: Tensor | None,
+    attention_mask: MaskRule | Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -90,43 +98,78 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    slipstream_pass: PassContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What a layer of transformers calls; the result is [1, N, H, D_v]."""
     name = type(module).__name__
-    if slipstream_pass is None:
-        raise UnsupportedModel(f"{name} does not hand its keyword arguments on to the attention function")
     unknown = sorted(key for key, given in others.items() if given is not None and key not in _HARMLESS)
-    if unknown or dropout or attention_mask is not None:
+    if unknown or dropout or isinstance(attention_mask, Tensor):
         what = ", ".join(unknown) or ("dropout" if dropout else "attention_mask")
         raise UnsupportedModel(f"{name} asks its attention for {what}, which Slipstream does not know")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal: Slipstream runs causal language models only")
-    out = slipstream_pass.attend(
+    current, window = running_pass(), sliding_window
+    if attention_mask is not None:  # the mask has the last word, as in transformers' own attention
+        current.saw_mask(attention_mask, name)
+        window = attention_mask.window
+    out = current.attend(
         cast(int, module.layer_idx),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionTraits(query.shape[-1] ** -0.5 if scaling is None else float(scaling), window, softcap, s_aux),
     )
     return out[None], None
 
 
+@contextmanager
+def running(context: PassContext) -> Iterator[None]:
+    """Inside, the layers of a model work on this pass."""
+    token = _running.set(context)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def running_pass() -> PassContext:
+    """The pass that the calling layer works on."""
+    try:
+        return _running.get()
+    except LookupError:
+        raise RuntimeError("a model with Slipstream's attention was called by itself: use Runner.forward") from None
+
+
 def register() -> None:
-    """Make the name known to transformers. The masks are ours too, so transformers builds none."""
+    """Make the name known to transformers, with rules in place of masks."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(NAME, _mask_rule)
+
+
+def _mask_rule(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> MaskRule:
+    return MaskRule(local_size, mask_function)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], traits: AttentionTraits) -> Tensor:
+    return paged_attention(
+        query,
+        keys,
+        values,
+        spans,
+        scaling=traits.scaling,
+        window=traits.window,
+        softcap=traits.softcap,
+        sinks=traits.sinks,
+    )
 
 
 def _spans(batch: PassBatch, page_size: int) -> list[Span]:
     spans = []
     for i, prefix in enumerate(batch.prefix_lengths):
         start, end = batch.row_starts[i], batch.row_starts[i + 1]
-        visible = visible_rows(batch.masks[start:end], end - start) if batch.masks is not None and batch.is_tree[i] else None
+        visible = (
+            visible_rows(batch.masks[start:end], end - start) if batch.masks is not None and batch.is_tree[i] else None
+        )
         keys = _key_slots(batch.pages[i], prefix + end - start, page_size, batch.slots.device)
         spans.append(Span(start, end, keys, prefix, batch.positions[start:end], visible))
     return spans
@@ -134,7 +177,7 @@ def _spans(batch: PassBatch, page_size: int) -> list[Span]:
 
 def _key_slots(pages: Sequence[int], length: int, page_size: int, device: torch.device) -> slice | Tensor:
     used = pages[: -(-length // page_size)]
-    if all(b == a + 1 for a, b in zip(used, used[1:], strict=False)):
+    if all(b == a + 1 for a, b in pairwise(used)):
         return slice(used[0] * page_size, used[0] * page_size + length)
     firsts = torch.tensor(used, device=device)[:, None] * page_size
     return (firsts + torch.arange(page_size, device=device)).flatten()[:length]

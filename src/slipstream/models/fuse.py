@@ -7,6 +7,7 @@ embedding), so a swap stays only where `parity.py` finds the same logits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.kernels.linear import PackedLinear, join, packs
-from slipstream.models.attention import PassContext
+from slipstream.models.attention import running_pass
+from slipstream.models.release import release
+from slipstream.models.traits import AttentionTraits
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -22,15 +25,17 @@ _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of Llama's shape (Mistral and Qwen2 share it; Qwen3 norms queries and keys as well)."""
+    """A decoder layer of Llama's shape (Mistral and Qwen2 share it; Qwen3 norms queries and keys as well).
 
-    def __init__(self, layer: nn.Module) -> None:
+    traits: what the layer that it replaces was seen to ask of its attention.
+    """
+
+    def __init__(self, layer: nn.Module, traits: AttentionTraits) -> None:
         super().__init__()
         attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
         self.layer_idx = cast(int, attention.layer_idx)
         self.head_dim = cast(int, attention.head_dim)
-        self.scaling = float(cast(float, attention.scaling))
-        self.window = _window(attention)
+        self.traits = traits
         q, k, v = (cast(nn.Linear, _child(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
         self.heads, self.kv_heads = q.out_features // self.head_dim, k.out_features // self.head_dim
         self.qkv = join(q, k, v)
@@ -47,7 +52,6 @@ class FusedLayer(nn.Module):
         hidden: Tensor,  # [1, N, D]
         *,
         position_embeddings: tuple[Tensor, Tensor],
-        slipstream_pass: PassContext,
         **_: Any,
     ) -> Tensor:
         x = hidden[0]
@@ -59,17 +63,17 @@ class FusedLayer(nn.Module):
             rotated = _rotate(torch.cat((self.q_norm(query), self.k_norm(key)), dim=1), *position_embeddings)
         else:
             rotated = _rotate(heads[:, : self.heads + self.kv_heads], *position_embeddings)
-        attended = slipstream_pass.attend(
+        attended = running_pass().attend(
             self.layer_idx,
             rotated[:, : self.heads],
             rotated[:, self.heads :],
             value,
-            scaling=self.scaling,
-            window=self.window,
+            self.traits,
         )
         x = x + self.o(attended.reshape(rows, -1))
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        return (x + self.down(F.silu(gate) * up))[None]
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out[None]
 
 
 class FusedNorm(nn.Module):
@@ -77,7 +81,7 @@ class FusedNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        self.weight = weight.detach()
+        self.weight = weight.detach().clone()  # a few bytes of the mapped checkpoint would keep a large page of it
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ class FusedNorm(nn.Module):
         return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
 
 
-def fuse(model: nn.Module) -> int:
+def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:
     """Swap fused layers in for those whose shape is known; returns how many. The old layers' weights are let go."""
     swapped = 0
     for parent in list(model.modules()):
@@ -94,8 +98,9 @@ def fuse(model: nn.Module) -> int:
             continue
         for i, layer in enumerate(parent):
             if _known(layer):
-                parent[i] = FusedLayer(layer)
+                parent[i] = FusedLayer(layer, traits[cast(int, _child(layer, "self_attn").layer_idx)])
                 swapped += 1
+                release(linear.weight for linear in layer.modules() if isinstance(linear, nn.Linear))
     return swapped
 
 
@@ -107,6 +112,7 @@ def pack(model: nn.Module) -> int:
             if type(child) is nn.Linear and packs(child.weight):
                 setattr(parent, name, _packed(child))
                 swapped += 1
+                release([child.weight])
     return swapped
 
 
@@ -134,13 +140,6 @@ def _is_norm(module: nn.Module) -> bool:
 def _norm(parent: nn.Module, name: str) -> FusedNorm:
     norm = _child(parent, name)
     return FusedNorm(cast(Tensor, norm.weight), float(cast(float, norm.variance_epsilon)))
-
-
-def _window(attention: nn.Module) -> int | None:
-    window = getattr(attention, "sliding_window", None)
-    if window is None and "Mistral" in type(attention).__name__:  # Mistral's layers read it from the configuration
-        window = getattr(attention.config, "sliding_window", None)
-    return cast("int | None", window)
 
 
 def _packed(linear: nn.Module) -> PackedLinear:

@@ -28,7 +28,15 @@ ORIGIN = "slipstream.json"
 """In a converted folder: the file that it was made from."""
 
 MAGIC = b"GGUF"
-_METADATA = 1 << 25  # more than the metadata of any vocabulary takes
+
+_METADATA = 1 << 25  # bytes: more than the metadata of any vocabulary takes
+_UINT32, _STRING = struct.pack("<I", 4), struct.pack("<I", 8)  # the format's numbers for these types
+_SPECIAL = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
 SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -96,8 +104,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"{file}: transformers cannot read this GGUF file ({type(error).__name__}: {error}). "
             "Check that it is complete, or use the model's safetensors folder instead"
         ) from error
-    if _pre_tokenizer(file) == "smollm":
-        _split_digits(tokenizer)
+    _mend(tokenizer, file)
     return model, tokenizer
 
 
@@ -113,26 +120,28 @@ def _check(file: Path) -> None:
         raise ModelError(f"{file}: one part of a split GGUF file; join the parts first with `llama-gguf-split --merge`")
 
 
-def _pre_tokenizer(file: Path) -> str:
-    """How llama.cpp cuts text before merging, as the file names it; empty if it does not say.
-
-    Looked up by its bytes (key, type 8 for a string, length, text): parsing all metadata takes seconds.
-    """
-    key = b"tokenizer.ggml.pre" + struct.pack("<I", 8)
-    with file.open("rb") as handle:
-        metadata = handle.read(_METADATA)
-    start = metadata.find(key) + len(key)
-    if start < len(key) or start + 8 > len(metadata):
-        return ""
-    (length,) = struct.unpack_from("<Q", metadata, start)
-    return metadata[start + 8 : start + 8 + length].decode(errors="replace")
-
-
-def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
-    """SmolLM's tokenizer cuts numbers into digits before anything else; transformers' conversion forgets that."""
+def _mend(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Put right what transformers' conversion gets wrong, by what the file itself says."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-    backend: Any = tokenizer
-    backend.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    )
+    with file.open("rb") as handle:
+        metadata = handle.read(_METADATA)
+    tokenizer.clean_up_tokenization_spaces = False  # or text would lose spaces that the model wrote
+    for role, key in _SPECIAL.items():  # transformers 5.17 takes the start token for the end of a turn
+        if found := _find(metadata, key, _UINT32):
+            (token,) = struct.unpack_from("<I", metadata, found)
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
+    if found := _find(metadata, "tokenizer.ggml.pre", _STRING):
+        (length,) = struct.unpack_from("<Q", metadata, found)
+        if metadata[found + 8 : found + 8 + length] == b"smollm":  # cuts numbers into digits before anything else
+            backend: Any = tokenizer
+            cut = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+            backend.backend_tokenizer.pre_tokenizer = cut
+
+
+def _find(metadata: bytes, key: str, kind: bytes) -> int:
+    """Where the value of `key` starts; 0 if it is not there. By its bytes: parsing all metadata takes seconds."""
+    name = key.encode()
+    entry = struct.pack("<Q", len(name)) + name + kind
+    found = metadata.find(entry)
+    return found + len(entry) if found >= 0 else 0

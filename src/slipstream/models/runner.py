@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.models import attention, fuse
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
-from slipstream.models.load import load_config, load_weights
+from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.support import check_supported
 
 Progress = Callable[[str], None]
@@ -33,19 +33,21 @@ class Runner:
         self.model = model
         self.config = config
         self.vocab_size = cast(int, model.get_output_embeddings().weight.shape[0])
-        self.max_positions = _max_positions(config)
         self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.swaps = "none"
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.layers = self._probe()
+        probe = self._probe()
+        self.layers = [LayerShape(*probe.shapes[layer]) for layer in probe.layers_seen]
+        self._traits = probe.traits
+        self.max_positions = _max_positions(config)
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return cast(Tensor, self.model.get_input_embeddings().weight).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.get_input_embeddings().weight.dtype
+        return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
     def new_cache(self, num_pages: int, page_size: int) -> KVCache:
         return KVCache(self.layers, num_pages, page_size, self.dtype, self.device)
@@ -57,34 +59,37 @@ class Runner:
 
     def swap(self, *, fused: bool) -> None:
         """Put faster modules in place: packed products, and fused layers where asked for. Old weights are let go."""
-        count = fuse.fuse(self.model) if fused else 0
+        count = fuse.fuse(self.model, self._traits) if fused else 0
         packed = fuse.pack(self.model)
-        self.swaps = " + ".join(
-            part for part, some in ((f"{count} fused layers", count), (f"{packed} packed products", packed)) if some
-        ) or "none"
+        self.swaps = (
+            " + ".join(
+                part for part, some in ((f"{count} fused layers", count), (f"{packed} packed products", packed)) if some
+            )
+            or "none"
+        )
 
     @torch.inference_mode()
-    def _probe(self) -> list[LayerShape]:
-        """The shape of each layer's keys and values; refuses a model whose attention never reaches us."""
+    def _probe(self) -> ProbeContext:
+        """What each layer keeps and asks for; refuses a model whose attention never reaches us."""
         context = ProbeContext(2, self.device)
-        self._call(context, torch.zeros(2, dtype=torch.int64, device=self.device), context.spans[0].positions, None)
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        try:
+            with quiet_transformers():  # some models warn that our tokens might be padding
+                self._call(context, tokens, context.spans[0].positions, None)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{type(self.model).__name__}: {error}") from error
         wanted = list(range(_num_layers(self.config)))
         if context.layers_seen != wanted:
             raise UnsupportedModel(
                 f"{type(self.model).__name__}: its attention reached Slipstream for layers {context.layers_seen}, "
                 f"not for each of the {len(wanted)} once; models with other ways to mix tokens cannot be run"
             )
-        return [LayerShape(*context.shapes[layer]) for layer in wanted]
+        return context
 
     def _call(self, context: PassContext, ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
         picked = {} if rows is None or not self._picks_rows else {"logits_to_keep": rows}
-        out = self.model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            slipstream_pass=context,
-            **picked,
-        )
+        with attention.running(context):
+            out = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **picked)
         logits = cast(Tensor, out.logits)[0]
         return logits if rows is None or picked else logits[rows]
 
@@ -106,6 +111,18 @@ def _num_layers(config: PreTrainedConfig) -> int:
 
 def _max_positions(config: PreTrainedConfig) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if getattr(config, name, None):
-            return cast(int, getattr(config, name))
+        if longest := getattr(config, name, None):
+            return min([cast(int, longest), *_one_rotary(config)])
     raise UnsupportedModel(f"{config.model_type}: the configuration names no longest context (max_position_embeddings)")
+
+
+def _one_rotary(config: PreTrainedConfig) -> list[int]:
+    """Where LongRoPE would turn to other frequencies.
+
+    It turns all positions of a sequence at once, those in the cache too, when the sequence outgrows the length that
+    the model was trained on first. What a token's key is would depend on what is drafted behind it, and on who else
+    is in the pass. So we stay below.
+    """
+    found: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    per_layer = [part for part in found.values() if isinstance(part, dict)] or [found]
+    return [part["original_max_position_embeddings"] for part in per_layer if part.get("rope_type") == "longrope"]

@@ -13,17 +13,21 @@ Floats = NDArray[np.float64]
 _EDGES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512], dtype=np.float64)
 _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
+_STALE = 512
+"""Passes after which a size that did not come again is forgotten: what made it dear may be long over."""
 
 
 class PassCost:
-    """Seconds of a pass over n rows. Sizes not seen yet follow their neighbours along a prior's slope.
+    """Seconds of a pass over n rows. Sizes not seen lately follow their neighbours along a prior's slope.
 
     slope: how much one more row adds, as a part of the first one, before anything was seen.
     """
 
     def __init__(self, slope: float) -> None:
         self._slope = slope
-        self._seen: dict[int, deque[float]] = {}
+        self._seen: dict[int, deque[float]] = {}  # edge -> seconds by those of the prior
+        self._last: dict[int, int] = {}  # edge -> the pass that was last seen there
+        self._passes = 0
 
     @property
     def observed(self) -> bool:
@@ -31,7 +35,11 @@ class PassCost:
 
     def observe(self, rows: int, seconds: float) -> None:
         edge = self._edge(rows)
-        self._seen.setdefault(edge, deque(maxlen=_REMEMBER)).append(seconds / self._prior(rows))
+        self._passes += 1
+        self._last[edge] = self._passes
+        self._seen.setdefault(edge, deque(maxlen=_REMEMBER)).append(seconds / float(self._prior(rows)))
+        for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
+            del self._last[old], self._seen[old]
 
     def seconds(self, rows: int) -> float:
         return float(self.curve(rows, rows)[0])

@@ -23,7 +23,10 @@ _MARGIN = 1.02
 
 
 class Planner(Protocol):
-    """Decides sizes before drafting (`budget`) and after it, where the drafter says how sure it is (`trim`)."""
+    """Decides sizes before drafting (`budget`) and after it, where the drafter says how sure it is (`trim`).
+
+    rows: how many requests decode in the pass, those with other drafters or none included: each emits a token anyway.
+    """
 
     def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]: ...
 
@@ -90,11 +93,13 @@ class AdaptivePlanner:
         if deepest == 0:
             return list(caps)
         alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
-        capped = np.minimum(np.arange(deepest + 1)[:, None], np.array(caps))  # [K + 1, B]
-        tokens = len(request_ids) + (alphas * (1 - alphas**capped) / (1 - alphas + 1e-9)).sum(1)  # [K + 1]
-        pass_s = self._cost.curve(rows, rows + int(capped[-1].sum()))[capped.sum(1)]
+        depths = np.arange(deepest + 1)[:, None]  # [K + 1, 1]
+        drafted = np.minimum(depths, np.array(caps)).sum(1)  # [K + 1]: nodes of all requests together
+        gained = np.where((depths > 0) & (depths <= np.array(caps)), alphas**depths, 0).cumsum(0).sum(1)  # [K + 1]
+        pass_s = self._cost.curve(rows, rows + int(drafted[-1]))[drafted]
         draft_s = np.concatenate(([0.0], self._drafting(drafter).curve(1, deepest)))
-        rate = tokens / (pass_s + (draft_s if self._known(drafter) else 0))
+        measured = self._drafting(drafter).observed and self._cost.observed  # else the two have different units
+        rate = (rows + gained) / (pass_s + draft_s * measured)
         depth = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
         depth = self._probe(drafter, depth, min(2, deepest))
         return [min(depth, cap) for cap in caps]
@@ -116,8 +121,8 @@ class AdaptivePlanner:
         if not pooled.size:
             return list(trees)
         order = np.argsort(-pooled, kind="stable")  # stable: a parent as likely as its child comes first
-        tokens = len(trees) + np.concatenate(([0.0], np.cumsum(pooled[order])))
-        rate = tokens / self._cost.curve(rows, rows + len(pooled))
+        gained = np.concatenate(([0.0], np.cumsum(pooled[order])))
+        rate = (rows + gained) / self._cost.curve(rows, rows + len(pooled))
         best = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
         best = self._probe(drafter, best, min(4, len(pooled)))
         kept = np.zeros(len(pooled), dtype=bool)
@@ -156,10 +161,14 @@ class AdaptivePlanner:
         return small
 
     def _promise(self, drafter: str, request_id: str, tree: Tree) -> Sequence[float]:
+        """For a drafter that does not say: siblings share their parent's chance, the first of them most of it."""
         alpha = self._estimate(drafter).alpha(request_id)
         chances: list[float] = []
-        for parent in tree.parents:
-            chances.append(alpha * (1.0 if parent == ROOT else chances[parent]))
+        left = {ROOT: 1.0}  # the chance that a node is accepted and none of its children so far is
+        for node, parent in enumerate(tree.parents):
+            chances.append(alpha * left[parent])
+            left[parent] -= chances[node]
+            left[node] = chances[node]
         return chances
 
     def _estimate(self, drafter: str) -> Acceptance:
@@ -167,9 +176,6 @@ class AdaptivePlanner:
 
     def _drafting(self, drafter: str) -> PassCost:
         return self._draft_cost.setdefault(drafter, PassCost(slope=1.0))
-
-    def _known(self, drafter: str) -> bool:
-        return self._drafting(drafter).observed
 
 
 def _along_paths(tree: Tree, promise: Sequence[float]) -> Floats:

@@ -99,6 +99,9 @@ class SamplingTable:
         """
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("bad_words", [token for word in bad_words for token in word])
+        if params.penalized:
+            self._check_ids("prompt", prompt)
+            self._check_ids("output", output)
         if not all(bad_words):
             raise InvalidRequest(f"bad_words={[list(w) for w in bad_words]}: each must have at least one token")
         ends = [token for token in end_ids if 0 <= token < self.vocab_size] if params.min_tokens else []
@@ -168,8 +171,6 @@ class SamplingTable:
         if self.counts.shape[0] == 0:
             self.counts = self.counts.new_zeros(self.num_slots, self.vocab_size)
             self.prompt_seen = self.prompt_seen.new_zeros(self.num_slots, self.vocab_size)
-        self._check_ids("prompt", prompt)
-        self._check_ids("output", output)
         counted = torch.tensor(list(output), dtype=torch.int64).bincount(minlength=self.vocab_size)
         self.counts[slot] = counted.to(torch.int32).to(self.device)
         self.prompt_seen[slot] = False

@@ -1,0 +1,254 @@
+"""Streams under asyncio: they grow, they end, and whoever stops listening leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.core.errors import InvalidRequest, RequestError
+
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+
+
+@pytest.fixture
+def llm(open_llm: Callable[..., LLM]) -> LLM:
+    return open_llm()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 120))
+
+
+def everything_is_free(llm: LLM) -> None:
+    llm._loop.call(lambda: None)  # behind whatever was asked for before
+    assert not llm.engine.jobs
+    assert not llm.engine.busy
+    assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+
+
+class Gate:
+    """Holds the engine before a pass, so that what happens meanwhile does not depend on the clock."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._forward = llm.engine.target.forward
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        llm.engine.target.forward = self._pass  # type: ignore[method-assign]
+
+    def _pass(self, batch: Any, cache: Any) -> Any:
+        self.reached.set()
+        assert self.open.wait(120)
+        return self._forward(batch, cache)
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def test_text_grows_to_the_whole(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, logprobs=1)
+
+    async def main() -> None:
+        outputs = await collect(llm.generate_async("abc", params, request_id="mine"))
+        assert {output.request_id for output in outputs} == {"mine"}
+        for earlier, later in itertools.pairwise(outputs):
+            assert not earlier.finished
+            assert later.outputs[0].text.startswith(earlier.outputs[0].text)
+            count = len(earlier.outputs[0].token_ids)
+            assert later.outputs[0].token_ids[:count] == earlier.outputs[0].token_ids
+            assert count < len(later.outputs[0].token_ids)
+            assert len(earlier.outputs[0].logprobs or ()) == count == earlier.outputs[0].speculation.emitted
+        assert outputs[-1].finished
+        (whole,) = await asyncio.to_thread(llm.generate, "abc", params)
+        assert outputs[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+        assert outputs[-1].outputs[0].text == whole.outputs[0].text
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_many_streams_at_once(llm: LLM) -> None:
+    def params(i: int) -> SamplingParams:
+        return SamplingParams(max_tokens=3 + i, seed=i, ignore_eos=True, n=1 + i % 2)
+
+    expected = llm.generate([[i + 1] * (1 + i) for i in range(30)], [params(i) for i in range(30)])
+
+    async def main() -> None:
+        streams = [collect(llm.generate_async([i + 1] * (1 + i), params(i))) for i in range(30)]
+        for outputs, right in zip(await asyncio.gather(*streams), expected, strict=True):
+            assert outputs[-1].finished
+            assert [a.token_ids for a in outputs[-1].outputs] == [a.token_ids for a in right.outputs]
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_abort_by_id(llm: LLM) -> None:
+    async def main() -> None:
+        gate = Gate(llm)
+        task = asyncio.create_task(collect(llm.generate_async([1], LONG, request_id="one")))
+        other = asyncio.create_task(collect(llm.generate_async([2], LONG, request_id="two")))
+        await asyncio.to_thread(gate.reached.wait)
+        llm.abort("one")
+        gate.open.set()
+        outputs, others = await task, await other
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        assert outputs[-1].outputs[0].error == "cancelled by its owner"
+        assert len(outputs[-1].outputs[0].token_ids) < 10
+        assert others[-1].outputs[0].finish_reason == "length"
+
+    run(main())
+    everything_is_free(llm)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_cancelled_task_frees_everything(llm: LLM, after: int) -> None:
+    """Also one that is cancelled before its first token, while the engine has not even heard of it."""
+
+    async def main() -> None:
+        gate = Gate(llm)
+        heard: asyncio.Queue[int] = asyncio.Queue()
+
+        async def listen() -> None:
+            async for output in llm.generate_async([1] * 30, LONG):
+                heard.put_nowait(len(output.outputs[0].token_ids))
+
+        task = asyncio.create_task(listen())
+        await asyncio.sleep(0)  # it has begun
+        if after:
+            gate.open.set()
+            for _ in range(after):
+                await heard.get()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.open.set()
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_closing_the_iterator_early(llm: LLM) -> None:
+    async def main() -> None:
+        async with aclosing(llm.generate_async([1], LONG)) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                if len(output.outputs[0].token_ids) > 3:
+                    break
+        await asyncio.to_thread(everything_is_free, llm)
+
+    run(main())
+
+
+def test_a_name_is_taken_while_its_request_runs(llm: LLM) -> None:
+    async def main() -> None:
+        gate = Gate(llm)
+        first = asyncio.create_task(collect(llm.generate_async([1], LONG, request_id="name")))
+        await asyncio.to_thread(gate.reached.wait)
+        second = asyncio.create_task(collect(llm.generate_async([2], LONG, request_id="name")))
+        await asyncio.sleep(0)
+        gate.open.set()
+        with pytest.raises(InvalidRequest, match="request_id='name' is running already: choose another"):
+            await second
+        outputs = await first  # the other's failure is not its end
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        assert len(outputs[-1].outputs[0].token_ids) == 200
+        again = await collect(llm.generate_async([3], SamplingParams(max_tokens=2), request_id="name"))
+        assert again[-1].finished
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_an_owner_who_leaves_late_ends_nobody_else(llm: LLM) -> None:
+    """The first stream is left behind when its request has long ended and its name is another's."""
+
+    async def main() -> None:
+        left: Any = llm.generate_async([1], SamplingParams(max_tokens=8, ignore_eos=True), request_id="name")
+        await anext(left)
+        while llm.engine.jobs:
+            await asyncio.to_thread(llm._loop.call, lambda: None)
+        gate = Gate(llm)
+        task = asyncio.create_task(collect(llm.generate_async([2], LONG, request_id="name")))
+        await asyncio.to_thread(gate.reached.wait)
+        await left.aclose()
+        gate.open.set()
+        outputs = await task
+        assert outputs[-1].outputs[0].finish_reason == "length"
+
+    run(main())
+
+
+def test_names_that_look_like_anothers_samples(llm: LLM) -> None:
+    async def main() -> None:
+        params = SamplingParams(n=2, max_tokens=30, seed=1, ignore_eos=True)
+        both = [
+            collect(llm.generate_async([5] * 9, params, request_id="x")),
+            collect(llm.generate_async([5] * 9, LONG, request_id="x/1")),
+            collect(llm.generate_async([5] * 9, LONG, request_id="x/0")),
+        ]
+        two, *ones = await asyncio.gather(*both)
+        assert [len(a.token_ids) for a in two[-1].outputs] == [30, 30]
+        assert [len(outputs[-1].outputs[0].token_ids) for outputs in ones] == [200, 200]
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_what_cannot_run_raises(llm: LLM) -> None:
+    async def main() -> None:
+        with pytest.raises(InvalidRequest, match="the prompt is empty"):
+            await collect(llm.generate_async(""))
+        with pytest.raises(InvalidRequest, match="the prompt has 300 tokens and the context 256"):
+            await collect(llm.generate_async([1] * 300))
+        llm.close()
+        with pytest.raises(RequestError, match="the engine is closed"):
+            await collect(llm.generate_async([1]))
+
+    run(main())
+
+
+def test_an_event_loop_that_died_does_not_take_the_engine_along(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams are ended as soon as the engine finds nobody there; other callers notice nothing."""
+    gate = Gate(llm)
+    loop = asyncio.new_event_loop()
+    stream: Any = llm.generate_async([1], LONG)
+    waiting = loop.create_task(stream.__anext__())
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    assert gate.reached.wait(60)
+    with monkeypatch.context() as patch:  # the stream's owner says nothing: the engine must find out by itself
+        patch.setattr(llm._loop, "drop", lambda job: None)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            loop.run_until_complete(waiting)
+    loop.close()
+    gate.open.set()
+    (output,) = llm.generate([2], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert output.outputs[0].error is None
+    assert len(output.outputs[0].token_ids) == 20
+    everything_is_free(llm)
+
+
+def test_closing_the_engine_ends_streams(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm()
+
+    async def main() -> None:
+        gate = Gate(llm)
+        task = asyncio.create_task(collect(llm.generate_async([1], LONG)))
+        await asyncio.to_thread(gate.reached.wait)
+        closing = asyncio.create_task(asyncio.to_thread(llm.close))
+        while llm._loop._open:
+            await asyncio.sleep(0)
+        gate.open.set()
+        await closing
+        outputs = await task
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+
+    run(main())

@@ -1,0 +1,265 @@
+"""When something breaks: the request concerned ends with a clear error, the others with their answers."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from conftest import VOCAB
+from scripted import Answers, Right
+from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.core.errors import RequestError
+from slipstream.models.batch import PassBatch
+
+BAD = 13
+
+
+class Broken:
+    """Breaks the target: rows that read the bad token have NaN in their logits, and in the cache as well."""
+
+    def __init__(self, llm: LLM, bad: int = BAD) -> None:
+        self._forward = llm.engine.target.forward
+        self.bad = bad
+        self.on = True
+        llm.engine.target.forward = self._pass  # type: ignore[method-assign]
+
+    def _pass(self, batch: PassBatch, cache: Any) -> torch.Tensor:
+        logits = self._forward(batch, cache)
+        if not self.on:
+            return logits
+        broken = batch.input_ids == self.bad
+        for layer in range(len(cache.layers)):
+            cache.keys(layer)[batch.slots[broken]] = torch.nan
+        assert batch.logit_rows is not None
+        logits[broken[batch.logit_rows]] = torch.nan
+        return logits
+
+
+def tokens(output: RequestOutput) -> list[list[int]]:
+    return [answer.token_ids for answer in output.outputs]
+
+
+def healthy(output: RequestOutput) -> bool:
+    return all(answer.error is None and answer.finish_reason == "length" for answer in output.outputs)
+
+
+GOOD = [[20 + i] * (3 + 4 * i) for i in range(4)]
+PARAMS = [
+    SamplingParams(max_tokens=25, seed=i, temperature=0.4 * i, ignore_eos=True, logit_bias={BAD: -100.0}, n=1 + i % 2)
+    for i in range(4)
+]
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_nan_fails_one_request_and_no_other(open_llm: Callable[..., LLM], drafter: str | None) -> None:
+    llm = open_llm(drafter=drafter)
+    expected = [tokens(output) for output in llm.generate(GOOD, PARAMS)]
+    broken = Broken(llm)
+    for bad in ([BAD], [1, 2, BAD], [BAD] * 40, [5] * 30 + [BAD]):
+        outputs = llm.generate([GOOD[0], GOOD[1], bad, GOOD[2], GOOD[3]], [*PARAMS[:2], PARAMS[1], *PARAMS[2:]])
+        for answer in outputs[2].outputs:
+            assert answer.finish_reason == "error"
+            assert "no usable logits (NaN" in (answer.error or "")
+            assert (answer.token_ids, answer.text) == ([], "")
+            assert answer.speculation.emitted == 0
+        others = [output for i, output in enumerate(outputs) if i != 2]
+        assert all(healthy(output) for output in others)
+        assert [tokens(output) for output in others] == expected
+        assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+        # its pages are the next one's
+        assert [tokens(llm.generate(p, s)[0]) for p, s in zip(GOOD, PARAMS, strict=True)] == expected
+    broken.on = False
+    assert all(healthy(output) for output in llm.generate([[BAD]], PARAMS[0]))
+
+
+def test_no_nan_is_left_in_the_cache(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm()
+    Broken(llm)
+    llm.generate([[BAD] * 20, [3, BAD]], SamplingParams(n=2))
+    for layer in range(len(llm.engine.cache.layers)):
+        assert not llm.engine.cache.keys(layer).isnan().any()
+
+
+def test_nan_in_the_middle_of_an_answer(open_llm: Callable[..., LLM]) -> None:
+    """What came before stays; a sibling that never meets it goes on, on the prompt's pages that both share."""
+    answers = Answers()
+    llm = open_llm(drafter=Right(answers), planner="fixed")
+    params = SamplingParams(n=6, max_tokens=60, seed=1, temperature=3, ignore_eos=True)
+    prompt = [40 + i for i in range(37)]
+    plain = tokens(open_llm(drafter=None).generate(prompt, params)[0])
+    for sample, answer in enumerate(plain):
+        answers.tell(prompt, 1, answer, sample)
+    bad = next(  # one answer has it somewhere in the middle, another not at all
+        token
+        for token in plain[0][10:40]
+        if token not in prompt and token not in plain[0][:10] and any(token not in other for other in plain)
+    )
+    Broken(llm, bad)
+    (output,) = llm.generate(prompt, params)
+    for found, right in zip(output.outputs, plain, strict=True):
+        if bad in right[:-1]:
+            assert found.finish_reason == "error"
+            assert found.token_ids == right[: right.index(bad) + 1]
+            assert found.speculation.emitted == len(found.token_ids)
+        else:
+            assert found.finish_reason == "length"
+            assert found.token_ids == right
+    assert {found.finish_reason for found in output.outputs} == {"error", "length"}
+    assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+
+
+def test_where_every_token_is_forbidden(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm()
+    nothing = SamplingParams(min_tokens=2, stop_token_ids=range(VOCAB))
+    outputs = llm.generate([[5], [6]], [nothing, PARAMS[2]])
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "every token masked" in (outputs[0].outputs[0].error or "")
+    assert healthy(outputs[1])
+
+
+class Breakdown(Exception):
+    pass
+
+
+def test_an_exception_in_a_round_ends_what_runs_and_the_engine_goes_on(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm()
+    expected = [tokens(output) for output in llm.generate(GOOD, PARAMS)]
+    forward, calls = llm.engine.target.forward, 0
+
+    def fail_once(batch: Any, cache: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise Breakdown("the lights went out")
+        return forward(batch, cache)
+
+    llm.engine.target.forward = fail_once  # type: ignore[method-assign]
+    for output in llm.generate(GOOD, PARAMS):
+        for answer in output.outputs:
+            assert answer.finish_reason == "error"
+            assert answer.error == "the engine failed: Breakdown: the lights went out"
+            assert len(answer.token_ids) < 25
+    assert not llm.engine.jobs
+    assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+    assert [tokens(output) for output in llm.generate(GOOD, PARAMS)] == expected
+
+
+@pytest.mark.parametrize("where", ["pack", "choose", "verify_exact", "emit"])
+def test_wherever_it_breaks(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    llm = open_llm()
+    (right,) = llm.generate(GOOD[2], PARAMS[2])
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise Breakdown(where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"slipstream.engine.engine.{where}", fail)
+        (output,) = llm.generate(GOOD[2], PARAMS[2])
+        assert output.outputs[0].error == f"the engine failed: Breakdown: {where}"
+    (again,) = llm.generate(GOOD[2], PARAMS[2])
+    assert tokens(again) == tokens(right)
+
+
+def test_a_request_that_cannot_start_fails_alone(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = open_llm()
+    expected = [tokens(output) for output in llm.generate(GOOD, PARAMS)]
+    add = llm.engine.sampling.add
+
+    def refuse_seed_99(slot: int, params: SamplingParams, **state: Any) -> None:
+        if params.seed == 99:
+            raise Breakdown("not with this seed")
+        add(slot, params, **state)
+
+    monkeypatch.setattr(llm.engine.sampling, "add", refuse_seed_99)
+    outputs = llm.generate([*GOOD, [1]], [*PARAMS, SamplingParams(seed=99, n=2)])
+    assert [tokens(output) for output in outputs[:4]] == expected
+    assert outputs[4].finished
+    assert [a.error for a in outputs[4].outputs] == ["it could not start: Breakdown: not with this seed"] * 2
+
+
+class RaisesAtTheEnd(Right):
+    """A drafter whose `stop` raises what no code should."""
+
+    name: ClassVar[str] = "raises_at_the_end"
+
+    def stop(self, request_id: str) -> None:
+        raise SystemExit(3)
+
+
+def test_a_drafter_that_exits(open_llm: Callable[..., LLM]) -> None:
+    answers = Answers()
+    llm = open_llm(drafter=RaisesAtTheEnd(answers))
+    params = SamplingParams(max_tokens=10, seed=1, ignore_eos=True)
+    (plain,) = open_llm(drafter=None).generate([[1]], params)
+    answers.tell([1], 1, plain.outputs[0].token_ids)
+    for _ in range(2):
+        (output,) = llm.generate([[1]], params)
+        assert tokens(output) == tokens(plain)
+
+
+def test_an_engine_that_cannot_even_clean_up_keeps_nobody_waiting(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm()
+    entered, leave = threading.Event(), threading.Event()
+    release = llm.engine.scheduler.release
+
+    def fail_late(*args: Any) -> Any:
+        entered.set()
+        assert leave.wait(60)
+        raise Breakdown("first")
+
+    def fail_again(*args: Any) -> None:
+        raise Breakdown("and again")
+
+    monkeypatch.setattr(llm.engine.target, "forward", fail_late)
+    monkeypatch.setattr(llm.engine.scheduler, "release", fail_again)
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            heard.put(llm.generate([[1], [2]], PARAMS[0]))
+        except RequestError as error:
+            heard.put(error)
+
+    first = threading.Thread(target=ask)
+    first.start()
+    assert entered.wait(60)
+    second = threading.Thread(target=ask)
+    second.start()
+    while not llm._loop._inbox.qsize():
+        second.join(0.01)
+    leave.set()
+    first.join(60)
+    second.join(60)
+    found = [heard.get(timeout=60), heard.get(timeout=60)]
+    (outputs,) = (f for f in found if isinstance(f, list))
+    (refusal,) = (f for f in found if isinstance(f, RequestError))
+    assert {a.finish_reason for output in outputs for a in output.outputs} == {"error"}
+    assert any("and again" in (a.error or "") for output in outputs for a in output.outputs)
+    assert "the engine is closed" in str(refusal)
+    with pytest.raises(RequestError, match="the engine is closed"):
+        llm.generate("a")
+    monkeypatch.setattr(llm.engine.scheduler, "release", release)
+    for answer in list(llm.engine.scheduler.running):
+        release(answer)
+
+
+def test_a_callers_queue_that_raises_ends_its_request_only(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm()
+    expected = [tokens(output) for output in llm.generate(GOOD, PARAMS)]
+
+    def deaf(output: RequestOutput) -> None:
+        raise Breakdown("not listening")
+
+    job = llm._intake.job([1, 2], SamplingParams(max_tokens=200, ignore_eos=True), deaf, streaming=True)
+    llm._loop.submit(job)
+    assert [tokens(output) for output in llm.generate(GOOD, PARAMS)] == expected
+    llm._loop.call(lambda: None)
+    assert not llm.engine.jobs
+    assert job.answers[0].output.finish_reason == "abort"

@@ -1,0 +1,129 @@
+"""Every bound of the parameters: what is right passes, what is wrong names the key, the value and the remedy."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream import SamplingParams, SpeculationParams
+from slipstream.core.errors import InvalidRequest, RequestError
+
+RIGHT: dict[str, list[Any]] = {
+    "n": [1, 128],
+    "temperature": [0, 0.0, 1e-9, 1, 100.0, np.float32(0.5)],
+    "top_p": [1e-9, 0.5, 1],
+    "top_k": [0, -1, 1, 10**9],
+    "min_p": [0, 1, 0.5],
+    "presence_penalty": [-2, 0, 2],
+    "frequency_penalty": [-2.0, 2.0],
+    "repetition_penalty": [1e-9, 1, 10],
+    "logit_bias": [{}, None, {3: -100}, {0: 1.5, 7: np.float32(2)}],
+    "bad_words": [(), None, ["a", "b c"], "word"],
+    "min_tokens": [0, 256],
+    "max_tokens": [1, 10**6],
+    "stop": ["x", (), None, ["a", "b"], ["s"] * 64],
+    "stop_token_ids": [(), None, [1, 2]],
+    "seed": [None, 0, 2**64 - 1, np.int64(3)],
+    "logprobs": [None, 0, 20],
+}
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("n", 0, "1 to 128"),
+    ("n", 129, "1 to 128"),
+    ("n", 1.5, "a whole number"),
+    ("n", None, "a whole number"),
+    ("temperature", -0.1, "0 (greedy) or more"),
+    ("temperature", math.nan, "0 (greedy) or more"),
+    ("temperature", math.inf, "0 (greedy) or more"),
+    ("temperature", "hot", "a number"),
+    ("top_p", 0, "above 0, at most 1"),
+    ("top_p", 1.01, "above 0, at most 1"),
+    ("top_p", math.nan, "above 0, at most 1"),
+    ("top_k", -2, "0 (off) or more"),
+    ("top_k", 2.5, "a whole number"),
+    ("min_p", -0.1, "0 to 1"),
+    ("min_p", 1.1, "0 to 1"),
+    ("presence_penalty", 2.1, "-2 to 2"),
+    ("presence_penalty", math.nan, "-2 to 2"),
+    ("frequency_penalty", -2.1, "-2 to 2"),
+    ("repetition_penalty", 0, "above 0, at most 10"),
+    ("repetition_penalty", 11, "above 0, at most 10"),
+    ("repetition_penalty", "1", "a number"),
+    ("min_tokens", -1, "0 or more"),
+    ("min_tokens", 257, "at most max_tokens=256"),
+    ("max_tokens", 0, "1 or more"),
+    ("max_tokens", 7.0, "a whole number"),
+    ("seed", -1, "0 to 2^64 - 1"),
+    ("seed", 2**64, "0 to 2^64 - 1"),
+    ("seed", 1.5, "a whole number"),
+    ("logprobs", -1, "0 to 20"),
+    ("logprobs", 21, "0 to 20"),
+    ("logprobs", 0.5, "a whole number"),
+    ("stop", "", "non-empty strings"),
+    ("stop", ["a", ""], "non-empty strings"),
+    ("stop", [3], "non-empty strings"),
+    ("stop", ["s"] * 65, "at most 64 strings"),
+    ("bad_words", [""], "non-empty strings"),
+    ("bad_words", [None], "non-empty strings"),
+    ("logit_bias", {3: math.nan}, "finite numbers by token id"),
+    ("logit_bias", {3: math.inf}, "finite numbers by token id"),
+    ("logit_bias", {3: "much"}, "finite numbers by token id"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in RIGHT.items() for v in values])
+def test_what_is_right_passes(key: str, value: Any) -> None:
+    SamplingParams(**{key: value})
+
+
+@pytest.mark.parametrize(("key", "value", "remedy"), WRONG)
+def test_what_is_wrong_explains_itself(key: str, value: Any, remedy: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(f"{key}=")) as caught:
+        SamplingParams(**{key: value})
+    assert remedy in str(caught.value)
+    assert isinstance(caught.value, RequestError)
+    assert isinstance(caught.value, ValueError)  # what callers of other engines catch
+    if not isinstance(value, (str, list)):
+        assert f"{key}={value!r}" in str(caught.value)
+
+
+def test_an_unknown_key_is_refused() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_what_was_given_is_kept_in_one_shape() -> None:
+    words, bias = ["bad"], {1: 2.0}
+    params = SamplingParams(stop="END", bad_words=words, logit_bias=bias, stop_token_ids=[5], top_k=-1)
+    words.append("worse")
+    bias[2] = 3.0
+    assert params.stop_strings == ("END",)
+    assert params.bad_words == ("bad",)
+    assert params.logit_bias == {1: 2.0}
+    assert params.stop_token_ids == (5,)
+    assert params.top_k == 0
+    assert SamplingParams(bad_words="word").bad_words == ("word",)  # one word, not its letters
+
+
+def test_what_follows_from_it() -> None:
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams(temperature=1e-6).greedy
+    assert not SamplingParams().penalized
+    assert SamplingParams(presence_penalty=0.1).penalized
+    assert SamplingParams(frequency_penalty=-0.1).penalized
+    assert SamplingParams(repetition_penalty=1.1).penalized
+
+
+@pytest.mark.parametrize("nodes", [None, 0, 63])
+def test_right_draft_sizes(nodes: int | None) -> None:
+    assert SpeculationParams(draft_tokens=nodes).draft_tokens == nodes
+
+
+@pytest.mark.parametrize("nodes", [-1, 64, 1.5, "3"])
+def test_wrong_draft_sizes(nodes: Any) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(f"draft_tokens={nodes!r}: must be 0 to 63")):
+        SpeculationParams(draft_tokens=nodes)

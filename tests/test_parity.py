@@ -1,0 +1,358 @@
+"""The check at load: a model that differs is refused, a swap that differs is undone, and a verdict is remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import slipstream
+from families import CPU, Passes, load_reference, plain_logits, random_tokens, save_random, tiny_config
+from slipstream.core.errors import UnsupportedModel
+from slipstream.kernels.attention import paged_attention
+from slipstream.models import attention, parity
+from slipstream.models import runner as runner_module
+from slipstream.models.fuse import FusedLayer
+from slipstream.models.parity import open_model
+from slipstream.models.runner import Runner, open_unchecked
+from slipstream.models.traits import MaskRule
+
+FP32 = torch.float32
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("families")
+    return cache(lambda family: save_random(root / family, tiny_config(family)))
+
+
+@pytest.fixture
+def checks(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often transformers was asked for its logits, in a cache of the test's own."""
+    asked: list[str] = []
+    true = parity._reference
+
+    def counted(runner: Runner) -> Tensor:
+        asked.append(type(runner.model).__name__)
+        return true(runner)
+
+    monkeypatch.setattr(parity, "_reference", counted)
+    return asked
+
+
+def error(runner: Runner, folder: Path, start: int = 0) -> float:
+    tokens = random_tokens(16, seed=3)
+    ours = Passes(runner).run([(0, tokens)], start=start)
+    return float((ours - plain_logits(load_reference(folder), tokens, start)).abs().max())
+
+
+# --- which swaps hold
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "mistral", "qwen2", "qwen2-slides", "qwen3", "seed-oss"])
+def test_layers_of_llamas_shape_stay_fused(folder_of: Callable[[str], Path], family: str) -> None:
+    runner = open_model(folder_of(family), FP32, CPU)
+    assert runner.swaps.startswith("3 fused layers")
+    assert sum(isinstance(module, FusedLayer) for module in runner.model.modules()) == 3
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("family", ["granite", "smollm3", "ministral3", "ernie4.5"])
+def test_a_fused_layer_that_would_be_wrong_is_undone(folder_of: Callable[[str], Path], family: str) -> None:
+    folder = folder_of(family)
+    runner = open_model(folder, FP32, CPU)
+    far = runner.max_positions - 16  # Ministral 3 differs only there
+    assert "fused" not in runner.swaps
+    assert not any(isinstance(module, FusedLayer) for module in runner.model.modules())
+    assert max(error(runner, folder), error(runner, folder, far)) < 1e-4
+
+    wrong = open_unchecked(folder, FP32, CPU)
+    wrong.swap(fused=True)
+    assert wrong.swaps.startswith("3 fused layers")
+    assert max(error(wrong, folder), error(wrong, folder, far)) > 1e-3
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("family", ["mistral", "qwen2-slides", "qwen3"])
+def test_a_fused_layer_asks_what_the_layer_asked(folder_of: Callable[[str], Path], family: str) -> None:
+    """Scaling and window are seen, not guessed from the names of attributes."""
+    runner = open_unchecked(folder_of(family), FP32, CPU)
+    asked = dict(runner._traits)
+    runner.swap(fused=True)
+    assert runner._probe().traits == asked
+
+
+def test_bf16_models_are_checked_too(folder_of: Callable[[str], Path], checks: list[str]) -> None:
+    runner = open_model(folder_of("llama"), torch.bfloat16, CPU)
+    assert runner.dtype == torch.bfloat16
+    assert runner.swaps == "3 fused layers"
+    assert checks == ["LlamaForCausalLM"]
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_that_we_compute_otherwise_is_refused(
+    folder_of: Callable[[str], Path], family: str, checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "visible_rows", lambda words, rows: torch.ones(rows, rows, dtype=torch.bool))
+    for _ in range(2):  # a refusal is not remembered as anything else
+        with pytest.raises(UnsupportedModel, match=r"our logits differ from transformers' by \d.*use|run it with"):
+            open_model(folder_of(family), FP32, CPU)
+    assert len(checks) == 2
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_nan_is_no_parity(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    true = paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda *a, **k: true(*a, **k) * float("nan"))
+    with pytest.raises(UnsupportedModel, match="nan"):
+        open_model(folder_of("llama"), FP32, CPU)
+
+
+def test_in_16_bits_one_row_may_stray_but_not_a_part() -> None:
+    theirs = torch.randn(sum(parity._PARTS), 50, generator=torch.Generator().manual_seed(0))
+    one, part = theirs.clone(), theirs.clone()
+    one[3] += 1
+    part[-parity._PARTS[-1] :] *= 1.2
+    assert parity._error(theirs, one, torch.bfloat16) == 0
+    assert parity._error(theirs, one, FP32) > 0.5
+    assert parity._error(theirs, part, torch.bfloat16) == pytest.approx(0.2, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("bloom", "BloomForCausalLM: it uses its attention mask outside"),
+        ("mamba", r"MambaForCausalLM: .* layers \[\], not for each of the 2 once"),
+        ("rwkv", r"RwkvForCausalLM: .* layers \[\], not for each of the 2 once"),
+    ],
+)
+def test_attention_that_never_reaches_us_is_refused_by_name(
+    family: str, why: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should a family slip through the lists, its first pass still finds it out."""
+    kind: Any = transformers.CONFIG_MAPPING[family]
+    config = kind(vocab_size=97, hidden_size=32, num_hidden_layers=2)
+    with torch.random.fork_rng():
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match=f"model_type {family}"):
+        open_model(tmp_path / "model", FP32, CPU)
+    monkeypatch.setattr(runner_module, "check_supported", lambda config: None)
+    with pytest.raises(UnsupportedModel, match=why):
+        open_model(tmp_path / "model", FP32, CPU)
+    assert not (own_cache / "checked").exists()
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("family", ["mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next", "bloom"])
+def test_a_refusal_by_configuration_reads_no_weights(family: str, tmp_path: Path) -> None:
+    transformers.CONFIG_MAPPING[family]().save_pretrained(tmp_path)  # there are no weights to read
+    with pytest.raises(UnsupportedModel, match=f"model_type {family}"):
+        open_model(tmp_path, FP32, CPU)
+
+
+# --- the attention function itself
+
+
+class Layer(nn.Module):
+    layer_idx = 0
+    is_causal = True
+
+
+def call_attention(module: nn.Module | None = None, mask: Any = None, **arguments: Any) -> Tensor:
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    with attention.running(attention.ProbeContext(5, CPU)):
+        out, _ = attention.attention(module or Layer(), query, key, key, mask, **arguments)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"position_bias": 1}, "position_bias"),
+        ({"alibi": torch.zeros(1), "zeta": 0}, "alibi, zeta"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"mask": torch.zeros(1, 1, 5, 5)}, "attention_mask"),
+        ({"is_causal": False}, "not causal"),
+    ],
+)
+def test_an_argument_that_we_do_not_know_raises(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"Layer .*{named}"):
+        call_attention(**arguments)
+
+
+def test_arguments_that_change_nothing_pass() -> None:
+    out = call_attention(alibi=None, position_ids=torch.arange(5), output_router_logits=False, dropout=0.0)
+    assert out.shape == (1, 5, 4, 8)
+
+
+def test_a_layer_that_looks_both_ways_is_refused() -> None:
+    module = Layer()
+    module.is_causal = False
+    with pytest.raises(UnsupportedModel, match="not causal"):
+        call_attention(module)
+
+
+def test_outside_of_a_pass_attention_says_so(folder_of: Callable[[str], Path]) -> None:
+    runner = open_unchecked(folder_of("llama"), FP32, CPU)
+    with pytest.raises(RuntimeError, match=r"Runner\.forward"):
+        runner.model(input_ids=torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: torch.zeros(2, 2) + mask,
+        lambda mask: mask + torch.zeros(2, 2),
+        lambda mask: torch.where(mask, 1.0, 0.0),
+        lambda mask: mask.shape,
+        lambda mask: mask.to(torch.float32),
+    ],
+)
+def test_a_mask_rule_is_no_tensor(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="outside of transformers' attention interface"):
+        use(MaskRule(None, causal))
+
+
+def causal(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def slides(window: int) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
+    return lambda batch, head, query, key: (key <= query) & (key > query - window)
+
+
+@pytest.mark.parametrize(("window", "rule"), [(None, causal), (7, slides(7)), (4096, slides(4096))])
+def test_mask_rules_that_we_know(window: int | None, rule: Any) -> None:
+    MaskRule(window, rule).check("Some")
+
+
+@pytest.mark.parametrize(
+    ("window", "rule"),
+    [
+        (None, slides(4096)),
+        (7, causal),
+        (7, slides(8)),
+        (8, lambda b, h, query, key: (key <= query) & (key // 8 == query // 8)),  # chunks
+        (None, lambda b, h, query, key: (key <= query) | (key < 6)),  # a prefix that looks both ways
+        (None, lambda b, h, query, key: (key <= query) & torch.ones(3, dtype=torch.bool)[key]),  # looks tokens up
+    ],
+)
+def test_mask_rules_that_we_do_not_know(window: int | None, rule: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="Some masks its attention"):
+        MaskRule(window, rule).check("Some")
+
+
+def test_the_mask_has_the_last_word_on_the_window() -> None:
+    """As in transformers' own attention, which does not read the argument."""
+    torch.manual_seed(0)
+    narrow = call_attention(mask=MaskRule(2, slides(2)), sliding_window=4)
+    torch.manual_seed(0)
+    assert torch.equal(narrow, call_attention(sliding_window=2))
+    with pytest.raises(UnsupportedModel, match="Layer masks its attention"):
+        call_attention(mask=MaskRule(2, slides(3)))
+
+
+# --- the note
+
+
+def test_a_verdict_is_remembered(folder_of: Callable[[str], Path], checks: list[str], own_cache: Path) -> None:
+    told: list[str] = []
+    first = open_model(folder_of("granite"), FP32, CPU, progress=told.append)
+    assert (len(checks), len(told)) == (1, 1)
+    again = open_model(folder_of("granite"), FP32, CPU, progress=told.append)
+    assert (len(checks), len(told)) == (1, 1)
+    assert again.swaps == first.swaps
+    (note,) = (own_cache / "checked").iterdir()
+    assert json.loads(note.read_text()) == {"swaps": "packed"}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"swaps": "turbo"}', '{"swaps": ["fused"]}', '"fused"'])
+def test_a_damaged_note_is_ignored_and_replaced(
+    folder_of: Callable[[str], Path], checks: list[str], own_cache: Path, content: str
+) -> None:
+    open_model(folder_of("llama"), FP32, CPU)
+    (note,) = (own_cache / "checked").iterdir()
+    good = note.read_text()
+    note.write_text(content)
+    open_model(folder_of("llama"), FP32, CPU)
+    assert len(checks) == 2
+    assert note.read_text() == good
+
+
+def test_a_note_that_is_no_text_is_ignored(
+    folder_of: Callable[[str], Path], checks: list[str], own_cache: Path
+) -> None:
+    open_model(folder_of("llama"), FP32, CPU)
+    (note,) = (own_cache / "checked").iterdir()
+    note.write_bytes(b"\xff\xfe\x00")
+    open_model(folder_of("llama"), FP32, CPU)
+    assert len(checks) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_note(
+    folder_of: Callable[[str], Path], checks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "file"))
+    for _ in range(2):
+        assert open_model(folder_of("llama"), FP32, CPU).swaps.startswith("3 fused")
+    assert len(checks) == 2
+
+
+def note(folder: Path, dtype: torch.dtype = FP32) -> Path:
+    return parity._Note(folder, dtype, CPU).file
+
+
+def test_the_note_depends_on_everything_that_the_verdict_could(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_random(tmp_path / "model", tiny_config("llama"))
+    first = note(folder)
+    assert note(folder) == first
+    assert note(folder, torch.bfloat16) != first
+
+    for owner in (slipstream, transformers, torch):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "__version__", "0.0.0")
+            assert note(folder) != first
+    with monkeypatch.context() as patch:
+        patch.setattr(parity, "_digest", lambda folder: "other code")
+        assert note(folder) != first
+    assert note(folder) == first
+
+    weights = folder / "model.safetensors"
+    stat = weights.stat()
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    touched = note(folder)
+    assert touched != first
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    assert note(folder) not in (first, touched)
+
+
+def test_the_digest_sees_a_changed_kernel(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text("x = 1\n")
+    before = parity._digest(tmp_path)
+    (tmp_path / "kernel.py").write_text("x = 2\n")
+    assert parity._digest(tmp_path) != before
+
+
+def test_another_model_in_the_same_folder_is_checked_again(tmp_path: Path, checks: list[str]) -> None:
+    """The verdict on a Llama must not serve the Granite that took its place."""
+    folder = save_random(tmp_path / "model", tiny_config("llama"))
+    assert "fused" in open_model(folder, FP32, CPU).swaps
+    save_random(folder, tiny_config("granite"))
+    assert "fused" not in open_model(folder, FP32, CPU).swaps
+    assert checks == ["LlamaForCausalLM", "GraniteForCausalLM"]
