@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -30,16 +31,17 @@ class Stage:
 
     llm: LLM
     answers: Answers
+    known: dict[str, CompletionOutput] = field(default_factory=dict)
 
-    def unbounded(self, seed: int = 1, **options: Any) -> CompletionOutput:
+    def unbounded(self) -> CompletionOutput:
         """60 tokens of text, whatever they are; the drafter hears of them."""
-        params = SamplingParams(
-            max_tokens=60, ignore_eos=True, logit_bias=LETTERS, seed=seed, logprobs=2, speculation=PLAIN, **options
-        )
-        output = self.llm.generate(PROMPT, params)[0].outputs[0]
-        assert len(output.token_ids) == 60
-        self.answers.tell(PROMPT, seed, output.token_ids)
-        return output
+        if "whole" not in self.known:
+            params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=LETTERS, seed=1, speculation=PLAIN)
+            output = self.llm.generate(PROMPT, params)[0].outputs[0]
+            assert len(output.token_ids) == 60
+            self.answers.tell(PROMPT, 1, output.token_ids)
+            self.known["whole"] = output
+        return self.known["whole"]
 
     def both(self, params: SamplingParams) -> CompletionOutput:
         """The answer with guesses, after a check that it is the one without."""
@@ -66,10 +68,12 @@ class Stage:
         return drafted
 
 
-@pytest.fixture
-def stage(open_llm: Callable[..., LLM]) -> Stage:
+@pytest.fixture(scope="module")
+def stage(tiny_target: Path) -> Iterator[Stage]:
     answers = Answers()
-    return Stage(open_llm(drafter=Eager(answers), planner="fixed"), answers)
+    with LLM(tiny_target, drafter=Eager(answers), planner="fixed", memory="64MiB", max_num_seqs=8) as llm:
+        yield Stage(llm, answers)
+    assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
 
 
 def first_at(values: list[Any], low: int) -> int:
@@ -135,7 +139,7 @@ def test_end_of_text(stage: Stage, low: int, ignored: bool) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("length", [1, 3, 7])
-@pytest.mark.parametrize("at", [0, 5, 25, 40])
+@pytest.mark.parametrize("at", [0, 25, 40])
 def test_stop_strings(stage: Stage, at: int, length: int, keep: bool) -> None:
     whole = stage.unbounded()
     stop = whole.text[at : at + length]
