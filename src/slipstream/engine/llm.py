@@ -12,8 +12,9 @@ from typing import Any, cast
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
-from slipstream.engine.build import Built, DrafterChoice, build
+from slipstream.engine.build import DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
+from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake, Prompt
 from slipstream.engine.loop import EngineLoop
 
@@ -59,8 +60,22 @@ class LLM:
             draft_tokens=draft_tokens,
             planner=planner,
         )
-        built: Built = build(
-            str(model),
+        self._loop = EngineLoop(
+            lambda: self._build(str(model), drafter, config, dtype, device, trust_remote_code, on_progress)
+        )
+
+    def _build(
+        self,
+        model: str,
+        drafter: DrafterChoice,
+        config: EngineConfig,
+        dtype: str,
+        device: str,
+        trust_remote_code: bool,
+        on_progress: Callable[[str], None] | None,
+    ) -> Engine:
+        built = build(
+            model,
             drafter,
             config,
             dtype=dtype,
@@ -68,15 +83,15 @@ class LLM:
             trust_remote_code=trust_remote_code,
             progress=on_progress,
         )
+        self.engine = built.engine
         self.model_path: Path = built.model_path
         self.tokenizer: Any = built.tokenizer
         self.memory_plan = built.engine.plan
         self.max_model_len = built.engine.plan.max_model_len
-        self.engine = built.engine
         self._intake = Intake(
             built.tokenizer, built.engine.target.vocab_size, built.eos_ids, built.engine.drafting.drafters
         )
-        self._loop = EngineLoop(built.engine)
+        return built.engine
 
     def generate(
         self,

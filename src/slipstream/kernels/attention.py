@@ -70,15 +70,15 @@ def paged_attention(
     sinks: Tensor | None = None,  # [H]: a logit that takes probability and gives nothing
 ) -> Tensor:  # [N, H, D_v]
     """One layer's attention for all rows of a pass. Does not modify the cache."""
-    out = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
+    parts = []
     for span in spans:
-        q, k, v = query[span.start : span.end], keys[span.keys], values[span.keys]
-        bias = span.bias(window)
+        q = query if len(spans) == 1 else query[span.start : span.end]
+        k, v, bias = keys[span.keys], values[span.keys], span.bias(window)
         if span.rows > _MANY_ROWS and softcap is None and sinks is None:
-            out[span.start : span.end] = _attend_many(q, k, v, bias, scaling)
+            parts.append(_attend_many(q, k, v, bias, scaling))
         else:
-            out[span.start : span.end] = _attend(q, k, v, bias, scaling, softcap, sinks)
-    return out
+            parts.append(_attend(q, k, v, bias, scaling, softcap, sinks))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend(
@@ -89,7 +89,8 @@ def _attend(
     group = heads // kv_heads
     # the heads of a group are further rows of the same product: [H_kv, group * M, D] x [H_kv, D, L]
     grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
-    scores = torch.bmm(grouped, k.permute(1, 2, 0)).float().mul_(scaling)
+    scores = torch.bmm(grouped, k.permute(1, 2, 0))
+    scores = scores.mul_(scaling) if scores.dtype == torch.float32 else scores.float().mul_(scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap).mul_(softcap)
     if bias is not None:
@@ -100,7 +101,9 @@ def _attend(
     weights = torch.softmax(scores, dim=-1)
     if sinks is not None:
         weights = weights[..., :-1]
-    out = torch.bmm(weights.to(v.dtype), v.permute(1, 0, 2))  # [H_kv, group * M, D_v]
+    if weights.dtype != v.dtype:
+        weights = weights.to(v.dtype)
+    out = torch.bmm(weights, v.permute(1, 0, 2))  # [H_kv, group * M, D_v]
     return out.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
 
 

@@ -101,8 +101,10 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k [N, kv_heads, key_dim] and v [N, kv_heads, value_dim] into slots [N]."""
-        self._keys[layer].index_copy_(0, slots, k.to(self.dtype))
-        self._values[layer].index_copy_(0, slots, v.to(self.dtype))
+        if k.dtype != self.dtype:
+            k, v = k.to(self.dtype), v.to(self.dtype)
+        self._keys[layer].index_copy_(0, slots, k)
+        self._values[layer].index_copy_(0, slots, v)
 
     def move(self, src: Tensor, dst: Tensor) -> None:
         """Copy slots src [M] to slots dst [M] in all layers. All are read before any is written."""

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.attention import Span, paged_attention, visible_rows
+from slipstream.kernels.rotary import Rotary
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import PassBatch
 from slipstream.models.traits import AttentionTraits, MaskRule
@@ -49,6 +50,7 @@ class PassContext:
         self.batch = batch
         self.cache = cache
         self.spans = _spans(batch, cache.page_size)
+        self._rotary: Rotary | None = None  # the same for all layers of a pass
 
     def attend(
         self,
@@ -60,6 +62,13 @@ class PassContext:
     ) -> Tensor:  # [N, H, D_v]
         self.cache.write(layer, self.batch.slots, key, value)
         return _attend(query, self.cache.keys(layer), self.cache.values(layer), self.spans, traits)
+
+    def rotate(self, heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotary embedding of [N, H, D] by the model's cos and sin [1, N, R]; R < D leaves the rest of a head alone."""
+        cos, sin = position_embeddings
+        if self._rotary is None or self._rotary.given is not cos:
+            self._rotary = Rotary.of(cos, sin)
+        return self._rotary.turn(heads)
 
     def saw_mask(self, rule: MaskRule, name: str) -> None:
         """Called with each layer's mask rule; rules do not change from pass to pass, so only a probe looks at them."""

@@ -1,6 +1,7 @@
-"""Fused decoder layers, swapped in at load for the layers whose shape we know.
+"""Fused decoders, swapped in at load for the layers whose shape we know.
 
-Joined QKV and gate-up products, one rotary step for queries and keys together, no bookkeeping between the parts.
+Joined QKV and gate-up products, one rotary step for queries and keys together, no bookkeeping between the parts or
+between the layers.
 Module names do not prove what a layer computes (Granite scales its residuals, SmolLM3 has layers without rotary
 embedding), so a swap stays only where `parity.py` finds the same logits.
 """
@@ -13,12 +14,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slipstream.kernels.linear import PackedLinear, join, packs
-from slipstream.models.attention import running_pass
+from slipstream.models.attention import PassContext, running_pass
 from slipstream.models.release import release
 from slipstream.models.traits import AttentionTraits
 
+_TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -46,48 +49,64 @@ class FusedLayer(nn.Module):
         self.post_norm = _norm(layer, "post_attention_layernorm")
         self.q_norm = _norm(attention, "q_norm") if hasattr(attention, "q_norm") else None
         self.k_norm = _norm(attention, "k_norm") if hasattr(attention, "k_norm") else None
+        # asked for once: finding a part and calling it as a module costs more than a small product on a CPU
+        self._parts = [
+            part.forward for part in (self.input_norm, self.qkv, self.o, self.post_norm, self.gate_up, self.down)
+        ]
 
-    def forward(
-        self,
-        hidden: Tensor,  # [1, N, D]
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        **_: Any,
-    ) -> Tensor:
-        x = hidden[0]
-        rows = x.shape[0]
-        heads = self.qkv(self.input_norm(x)).view(rows, -1, self.head_dim)
-        value = heads[:, self.heads + self.kv_heads :]
+    def forward(self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        """As transformers calls a layer: hidden is [1, N, D]."""
+        return self.run(hidden[0], running_pass(), position_embeddings)[None]
+
+    def run(self, x: Tensor, current: PassContext, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:  # [N, D]
+        input_norm, qkv, o, post_norm, gate_up, down = self._parts
+        heads = qkv(input_norm(x)).view(x.shape[0], -1, self.head_dim)
+        turned, value = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = heads[:, : self.heads], heads[:, self.heads : self.heads + self.kv_heads]
-            rotated = _rotate(torch.cat((self.q_norm(query), self.k_norm(key)), dim=1), *position_embeddings)
-        else:
-            rotated = _rotate(heads[:, : self.heads + self.kv_heads], *position_embeddings)
-        attended = running_pass().attend(
-            self.layer_idx,
-            rotated[:, : self.heads],
-            rotated[:, self.heads :],
-            value,
-            self.traits,
-        )
-        x = x + self.o(attended.reshape(rows, -1))
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        out: Tensor = x + self.down(F.silu(gate) * up)
-        return out[None]
+            query, key = turned.split((self.heads, self.kv_heads), dim=1)
+            turned = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        query, key = current.rotate(turned, position_embeddings).split((self.heads, self.kv_heads), dim=1)
+        x = x + o(current.attend(self.layer_idx, query, key, value, self.traits).flatten(1))
+        gate, up = gate_up(post_norm(x)).chunk(2, dim=-1)
+        return x + down(F.silu(gate) * up)
+
+
+class FusedTrunk(nn.Module):
+    """Embedding, fused layers and last norm of a decoder, without what transformers does between them for others."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = _child(trunk, "embed_tokens")
+        self.rotary_emb = _child(trunk, "rotary_emb")
+        self.layers = cast(nn.ModuleList, _child(trunk, "layers"))
+        self.norm = _norm(trunk, "norm")
+        self._runs = [cast(FusedLayer, layer).run for layer in self.layers]
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
+        current = running_pass()
+        x = self.embed_tokens(input_ids[0])
+        position_embeddings = self.rotary_emb(x, position_ids)
+        for run in self._runs:
+            x = run(x, current, position_embeddings)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x)[None])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
 
 
 class FusedNorm(nn.Module):
-    """RMS norm in one call, in fp32 inside as the models have it."""
+    """RMS norm in few steps, in fp32 inside as the models have it."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = weight.detach().clone()  # a few bytes of the mapped checkpoint would keep a large page of it
-        self.eps = eps
+        self.eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
+        wide = x if x.dtype == torch.float32 else x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scaled = wide * torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (scaled if wide is x else scaled.to(x.dtype)) * self.weight
 
 
 def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:
@@ -101,6 +120,10 @@ def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:
                 parent[i] = FusedLayer(layer, traits[cast(int, _child(layer, "self_attn").layer_idx)])
                 swapped += 1
                 release(linear.weight for linear in layer.modules() if isinstance(linear, nn.Linear))
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_trunk(child):
+                setattr(parent, name, FusedTrunk(child))
     return swapped
 
 
@@ -133,6 +156,16 @@ def _known(layer: nn.Module) -> bool:
     )
 
 
+def _is_trunk(module: nn.Module) -> bool:
+    return (
+        {name for name, _ in module.named_children()} == _TRUNK
+        and isinstance(module.layers, nn.ModuleList)
+        and all(isinstance(layer, FusedLayer) for layer in module.layers)
+        and _is_norm(_child(module, "norm"))
+        and not isinstance(module, FusedTrunk)
+    )
+
+
 def _is_norm(module: nn.Module) -> bool:
     return hasattr(module, "variance_epsilon") and hasattr(module, "weight")
 
@@ -149,18 +182,3 @@ def _packed(linear: nn.Module) -> PackedLinear:
 
 def _child(module: nn.Module, name: str) -> nn.Module:
     return cast(nn.Module, getattr(module, name))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [N, H, D] by cos and sin [1, N, R]; R < D leaves the rest of a head alone."""
-    size = cos.shape[-1]
-    cos, sin = cos[0, :, None], sin[0, :, None]
-    if size < x.shape[-1]:
-        return torch.cat((_rotate_all(x[..., :size], cos, sin), x[..., size:]), dim=-1)
-    return _rotate_all(x, cos, sin)
-
-
-def _rotate_all(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, turned, sin)
