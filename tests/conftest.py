@@ -103,7 +103,7 @@ def open_llm(tiny_target: Path) -> Iterator[Callable[..., LLM]]:
     opened: list[LLM] = []
 
     def open_one(model: Path = tiny_target, **options: Any) -> LLM:
-        opened.append(LLM(model, **{"max_num_seqs": 8, "memory": "64MiB", **options}))
+        opened.append(LLM(model, **{"device": "cpu", "max_num_seqs": 8, "memory": "64MiB", **options}))
         return opened[-1]
 
     yield open_one

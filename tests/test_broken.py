@@ -38,7 +38,7 @@ class Bench:
 def bench(tiny_target: Path) -> Iterator[Bench]:
     answers = Answers()
     drafters = [kind(answers) for kind in (Right, RightThenWrong, Bushy, BushyWrong)]
-    with LLM(tiny_target, drafter=drafters, planner="fixed", max_num_seqs=8, memory="64MiB") as llm:
+    with LLM(tiny_target, device="cpu", drafter=drafters, planner="fixed", max_num_seqs=8, memory="64MiB") as llm:
         strong = SamplingParams(
             temperature=0.7,
             seed=7,

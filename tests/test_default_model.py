@@ -65,7 +65,7 @@ def _all_threads() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def bench(_all_threads: None) -> Iterator[Bench]:
     drafters = ["ngram", "prediction", "model:default"]
-    with LLM("default", drafter=drafters, dtype="float32", planner="fixed", max_num_seqs=24, max_model_len=512) as llm:
+    with LLM("default", drafter=drafters, device="cpu", planner="fixed", max_num_seqs=24, max_model_len=512) as llm:
         cases: list[Case] = []
         for extra, options in EXTRAS.items():
             for temperature in TEMPERATURES:

@@ -41,7 +41,9 @@ def bench(request: pytest.FixtureRequest, tiny_target: Path, tiny_draft: Path) -
     answers = Answers()
     scripted = dict(all_scripted(answers))
     drafters: list[str | Drafter] = [*scripted.values(), "ngram", "prediction", f"model:{tiny_draft}"]
-    with LLM(tiny_target, drafter=drafters, planner=request.param, max_num_seqs=SEATS, memory="64MiB") as llm:
+    with LLM(
+        tiny_target, device="cpu", drafter=drafters, planner=request.param, max_num_seqs=SEATS, memory="64MiB"
+    ) as llm:
         batch = cases()
         expected = plain(llm, batch, answers)
         # a prediction that is right but for one character in the middle, where the text has any

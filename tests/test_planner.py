@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.core.draft import ROOT, Tree
 from slipstream.plan.acceptance import Acceptance
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner, FixedPlanner
+from slipstream.plan.planner import AdaptivePlanner, Planner
 
 FLAT, STEEP = 0.0, 10.0
 
@@ -338,7 +338,7 @@ class TestProbes:
 
 
 def test_the_fixed_planner_takes_what_was_asked_for() -> None:
-    planner, tree = FixedPlanner(), Tree.chain([1, 2, 3])
+    planner, tree = Planner(), Tree.chain([1, 2, 3])
     planner.observe_pass(1, 1.0)
     planner.observe_draft("d", 3, 100.0)
     for _ in range(100):

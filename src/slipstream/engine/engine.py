@@ -30,7 +30,7 @@ from slipstream.kv.cache import compaction
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.models.runner import Runner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner, FixedPlanner
+from slipstream.plan.planner import AdaptivePlanner, Planner
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
@@ -79,7 +79,7 @@ class Engine:
         self.drafting = Drafting(
             drafters,
             default_drafter,
-            AdaptivePlanner(PassCost(_ROW_SLOPE[target.device.type])) if adaptive else FixedPlanner(),
+            AdaptivePlanner(PassCost(_ROW_SLOPE[target.device.type])) if adaptive else Planner(),
             vocab_size=target.vocab_size,
             device=target.device,
             draft_tokens=config.draft_tokens,

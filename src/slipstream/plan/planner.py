@@ -7,7 +7,6 @@ expected tokens per second of the whole batch, and none where none does. It chan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -22,36 +21,16 @@ _MARGIN = 1.02
 """What a draft must promise beyond plain decoding: the estimates are no better than this."""
 
 
-class Planner(Protocol):
+class Planner:
     """Decides sizes before drafting (`budget`) and after it, where the drafter says how sure it is (`trim`).
+
+    This one always drafts as much as was asked for: for measurements and tests.
 
     rows: how many requests decode in the pass, those with other drafters or none included: each emits a token anyway.
     """
 
-    def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]: ...
-
-    def trim(
-        self,
-        drafter: str,
-        request_ids: Sequence[str],
-        trees: Sequence[Tree],
-        promises: Sequence[Sequence[float] | None],
-        rows: int,
-    ) -> list[Tree]: ...
-
-    def observe_pass(self, rows: int, seconds: float) -> None: ...
-
-    def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None: ...
-
-    def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
-
-
-class FixedPlanner:
-    """Always drafts as much as was asked for: for measurements and tests."""
-
     def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+        """Most nodes for each request, for a drafter whose guesses cost time."""
         return list(caps)
 
     def trim(
@@ -62,22 +41,23 @@ class FixedPlanner:
         promises: Sequence[Sequence[float] | None],
         rows: int,
     ) -> list[Tree]:
+        """What to keep of guesses that cost nothing to have."""
         return list(trees)
 
     def observe_pass(self, rows: int, seconds: float) -> None:
-        pass
+        """A target pass over this many rows took this long."""
 
     def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
-        pass
+        """A device drafter took this long to go `nodes` deep."""
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
-        pass
+        """What became of one request's draft."""
 
     def forget(self, request_id: str) -> None:
-        pass
+        """The request ended."""
 
 
-class AdaptivePlanner:
+class AdaptivePlanner(Planner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
     def __init__(self, cost: PassCost) -> None:
@@ -134,7 +114,6 @@ class AdaptivePlanner:
         self._cost.observe(rows, seconds)
 
     def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
-        """A device drafter took this long to go `nodes` deep."""
         self._drafting(drafter).observe(nodes, seconds)
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
