@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from conftest import VOCAB
 from scripted import Answers, Right
-from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
+from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import RequestError
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DeviceDrafter, DraftRequest, HostDrafter, Needs
+from slipstream.engine.text import TextStream
 from slipstream.models.batch import PassBatch
 
 BAD = 13
@@ -263,3 +271,83 @@ def test_a_callers_queue_that_raises_ends_its_request_only(open_llm: Callable[..
     llm._loop.call(lambda: None)
     assert not llm.engine.jobs
     assert job.answers[0].output.finish_reason == "abort"
+
+
+class _Guess(HostDrafter):
+    """Guesses one token for ever, alone or beside others."""
+
+    name = "guess"
+    bounded = True
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        return [self.tree if nodes >= len(self.tree) else Tree() for nodes in budget]
+
+
+@pytest.mark.parametrize("tree", [Tree.chain([BAD]), Tree((BAD, 5, 6), (-1, -1, 1)), Tree.chain([5, BAD, 6])])
+def test_a_guess_that_is_not_finite_changes_nothing(
+    tmp_path: Path, open_llm: Callable[..., LLM], tiny_target: Path, tree: Tree
+) -> None:
+    """Its NaN reaches the rows beside it, by 0 times NaN; plain decoding never meets it."""
+    poisoned = tmp_path / "poisoned"
+    shutil.copytree(tiny_target, poisoned)
+    weights = load_file(poisoned / "model.safetensors")
+    weights["model.embed_tokens.weight"][BAD] = torch.nan
+    save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
+    llm = open_llm(poisoned, drafter=_Guess(tree), planner="fixed")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={BAD: -1e6})
+    plain = replace(params, speculation=SpeculationParams(enabled=False))
+    expected, got = llm.generate([[1, 2, 3], [4]], plain), llm.generate([[1, 2, 3], [4]], params)
+    assert all(healthy(output) for output in (*expected, *got))
+    assert [tokens(output) for output in got] == [tokens(output) for output in expected]
+    assert all(output.outputs[0].speculation.drafted for output in got)
+
+
+class _BadDevice(DeviceDrafter):
+    """A device drafter that raises where it is told to."""
+
+    name = "bad"
+    needs = Needs(device=True)
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def start(self, request: DraftRequest) -> None:
+        self._maybe("start")
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        self._maybe("observe")
+
+    def stop(self, request_id: str) -> None:
+        self._maybe("stop")
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        self._maybe("propose")
+        return Draft.pack([Tree.chain([7] * nodes) for nodes in budget], torch.device("cpu"))
+
+    def _maybe(self, here: str) -> None:
+        if here == self.where:
+            raise RuntimeError("out of memory, say")
+
+
+@pytest.mark.parametrize("where", ["start", "observe", "stop", "propose", "nowhere"])
+def test_a_device_drafter_that_raises_is_dropped(open_llm: Callable[..., LLM], where: str) -> None:
+    llm = open_llm(drafter=_BadDevice(where), planner="fixed")
+    plain = [replace(p, speculation=SpeculationParams(enabled=False)) for p in PARAMS]
+    expected = [tokens(output) for output in llm.generate(GOOD, plain)]
+    outputs = llm.generate(GOOD, PARAMS)
+    assert [tokens(output) for output in outputs] == expected
+    failed = [a.speculation.by_drafter["bad"].failures for output in outputs for a in output.outputs]
+    assert all(failed) if where != "nowhere" else not any(failed)
+
+
+def test_a_tokenizer_that_breaks_at_the_end(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer ends all the same, holds nothing any more, and says what is missing."""
+    llm = open_llm(drafter=None)
+    monkeypatch.setattr(TextStream, "finish", lambda self: 1 / 0)
+    answer = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0]
+    assert (answer.finish_reason, len(answer.token_ids)) == ("length", 4)
+    assert "ZeroDivisionError" in (answer.error or "")
+    assert not llm.engine.busy

@@ -36,9 +36,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("n", 129, "1 to 128"),
     ("n", 1.5, "a whole number"),
     ("n", None, "a whole number"),
-    ("temperature", -0.1, "0 (greedy) or more"),
-    ("temperature", math.nan, "0 (greedy) or more"),
-    ("temperature", math.inf, "0 (greedy) or more"),
+    ("temperature", -0.1, "0 (greedy) to"),
+    ("temperature", math.nan, "0 (greedy) to"),
+    ("temperature", math.inf, "0 (greedy) to"),
     ("temperature", "hot", "a number"),
     ("top_p", 0, "above 0, at most 1"),
     ("top_p", 1.01, "above 0, at most 1"),
@@ -69,9 +69,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stop", ["s"] * 65, "at most 64 strings"),
     ("bad_words", [""], "non-empty strings"),
     ("bad_words", [None], "non-empty strings"),
-    ("logit_bias", {3: math.nan}, "finite numbers by token id"),
-    ("logit_bias", {3: math.inf}, "finite numbers by token id"),
-    ("logit_bias", {3: "much"}, "finite numbers by token id"),
+    ("logit_bias", {3: math.nan}, "by token id"),
+    ("logit_bias", {3: math.inf}, "by token id"),
+    ("logit_bias", {3: "much"}, "by token id"),
 ]
 
 

@@ -6,7 +6,6 @@ in the verifier (see `docs/exactness.md`). Field names and meanings follow vLLM'
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -17,6 +16,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOPS = 64
 MAX_SEED = 2**64 - 1
+MAX_TEMPERATURE = 1e6
+MAX_BIAS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class SamplingParams:
         for key in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             self._check(key, isinstance(getattr(self, key), Real), "a number")
         self._check("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
-        self._check("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
+        self._check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"0 (greedy) to {MAX_TEMPERATURE:g}")
         self._check("top_p", 0 < self.top_p <= 1, "above 0, at most 1")
         self._check("top_k", self.top_k >= 0, "0 (off) or more")
         self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
@@ -101,7 +102,8 @@ class SamplingParams:
         self._check("stop", len(stops) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
         self._check("stop", all(isinstance(s, str) and s for s in stops), "non-empty strings")
         self._check("bad_words", all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings")
-        self._check("logit_bias", all(_finite(b) for b in self.logit_bias.values()), "finite numbers by token id")
+        biases = all(_moderate(b) for b in self.logit_bias.values())
+        self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:
@@ -121,5 +123,5 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+def _moderate(value: object) -> bool:
+    return isinstance(value, Real) and abs(float(value)) <= MAX_BIAS

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 
@@ -16,6 +18,8 @@ from slipstream.drafters.guard import DrafterGuard
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
 from slipstream.plan.planner import Planner
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +69,15 @@ class Drafting:
         answer.view = DraftRequest(
             answer.id, answer.tokens, answer.prompt_length, answer.params, answer.slot, answer.prediction
         )
-        guard = self.guards.get(name)
-        if guard is not None:
-            guard.start(answer.view)
-        else:
-            self.drafters[name].start(answer.view)
+        view = answer.view
+        self._guarded(name, [answer], lambda: self._voice(name).start(view))
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
         self.planner.forget(answer.id)
         if answer.drafter is not None:
-            (self.guards.get(answer.drafter) or self.drafters[answer.drafter]).stop(answer.id)
+            voice = self._voice(answer.drafter)
+            self._guarded(answer.drafter, [answer], lambda: voice.stop(answer.id))
             self._failures.get(answer.drafter, {}).pop(answer.id, None)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -104,17 +106,18 @@ class Drafting:
 
     def observe(self, answers: Sequence[Answer], drafters: Sequence[str | None], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
-        told: dict[str, list[Verdict]] = {}
         for answer, drafter, verdict in zip(answers, drafters, verdicts, strict=True):
-            if answer.drafter is not None:
-                told.setdefault(answer.drafter, []).append(verdict)
             if drafter is not None:
                 self.planner.observe(drafter, answer.id, verdict.drafted, verdict.accepted)
-        for name, theirs in told.items():
-            (self.guards.get(name) or self.drafters[name]).observe(theirs)
+        for name in dict.fromkeys(a.drafter for a in answers if a.drafter is not None):
+            told = [v for a, v in zip(answers, verdicts, strict=True) if a.drafter == name]
+            theirs = [a for a in answers if a.drafter == name]
+            self._guarded(name, theirs, functools.partial(self._voice(name).observe, told))
 
     def _cap(self, answer: Answer, name: str, requests: int) -> int:
-        """Most nodes that are of any use: limits of the request, of the context, of the pass and of the pages."""
+        """Most nodes that are of any use: limits of the request, of the context and of the pass."""
+        if answer.doubted:
+            return 0
         wanted = answer.params.speculation.draft_tokens
         if wanted is None:
             wanted = self._draft_tokens
@@ -126,14 +129,14 @@ class Drafting:
 
     def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:
         drafter, ids = self.drafters[name], [answer.id for answer in answers]
-        views = [answer.view for answer in answers if answer.view is not None]
+        views = [cast(DraftRequest, answer.view) for answer in answers]
         if isinstance(drafter, DeviceDrafter):
             budget = self.planner.budget(name, ids, caps, rows)
             budget = [self._reserve(a, b) for a, b in zip(answers, budget, strict=True)]
             if not any(budget):
                 return None
             started = time.perf_counter()
-            draft = drafter.propose(views, budget)
+            draft = self._guarded(name, answers, lambda: drafter.propose(views, budget))
             self.planner.observe_draft(name, max(budget), time.perf_counter() - started)
             return draft
         guard = self.guards[name]
@@ -148,3 +151,17 @@ class Drafting:
         # where the pages do not do, the first nodes of a tree are a tree too
         fits = [self._reserve(answer, len(tree)) for answer, tree in zip(answers, trees, strict=True)]
         return Draft.pack([Tree(t.tokens[:n], t.parents[:n]) for t, n in zip(trees, fits, strict=True)], self._device)
+
+    def _voice(self, name: str) -> DrafterGuard | Drafter:
+        """Whom to call: a host drafter's guard, which takes care of its failures, or the device drafter itself."""
+        return self.guards.get(name) or self.drafters[name]
+
+    def _guarded(self, name: str, answers: Sequence[Answer], action: Callable[[], T]) -> T | None:
+        """Call a drafter. One that raises is dropped for these requests, which go on undrafted."""
+        try:
+            return action()
+        except Exception as error:
+            for answer in answers:
+                answer.refused[name] = f"{type(error).__name__}: {error}"
+                answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
+            return None

@@ -120,7 +120,7 @@ class Engine:
             for answer in job.answers:
                 if not answer.ended:
                     answer.end("abort", error=Aborted("cancelled by its owner"))
-                    self.scheduler.release(answer)
+                self.scheduler.release(answer)
             self._close(job)
 
     def fail_all(self, error: BaseException) -> None:
@@ -129,7 +129,7 @@ class Engine:
             for answer in job.answers:
                 if not answer.ended:
                     answer.end("error", error=RequestError(f"the engine failed: {type(error).__name__}: {error}"))
-                    self.scheduler.release(answer)
+                self.scheduler.release(answer)
             self._close(job)
 
     @torch.inference_mode()
@@ -170,17 +170,14 @@ class Engine:
         if not draft.is_chain:
             moves = compaction(packed.slot_of_row, verdicts.path, verdicts.accepted)
             self.cache.move(moves.src, moves.dst)
-        slots = torch.tensor([a.slot for a in packed.emitting], dtype=torch.int64, device=logits.device)
-        self.sampling.commit(slots, verdicts.tokens.clamp_min(0), verdicts.accepted + 1)
-        tokens, accepted, paths = verdicts.tokens.tolist(), verdicts.accepted.tolist(), verdicts.path.tolist()
-        counts = draft.counts.tolist()
-        told = [
-            Verdict(a.id, tuple(tokens[i][: accepted[i] + 1]), counts[i], accepted[i], tuple(paths[i][: accepted[i]]))
-            for i, a in enumerate(packed.emitting)
-        ]
+        told = _told(packed.emitting, draft, verdicts)
+        state = torch.tensor([(a.slot, len(v.tokens)) for a, v in zip(packed.emitting, told, strict=True)])
+        slots, lengths = state.view(-1, 2).to(logits.device).unbind(1)
+        self.sampling.commit(slots, verdicts.tokens, lengths)
         for answer, verdict in zip(schedule.decodes, told, strict=False):
             assert answer.table is not None
-            answer.table.commit(1 + verdict.accepted)
+            answer.table.commit(1 + verdict.accepted if verdict.tokens else 0)
+            answer.doubted = not verdict.tokens
         for chunk in schedule.chunks:
             assert chunk.answer.table is not None
             chunk.answer.table.commit(chunk.rows)
@@ -191,7 +188,7 @@ class Engine:
         logprobs = self._logprobs.read(packed, told, logits)
         kept: list[int] = []
         for answer, verdict, rows in zip(packed.emitting, told, logprobs, strict=True):
-            usable = verdict.tokens[:-1] if verdict.tokens[-1] < 0 else verdict.tokens
+            usable = verdict.tokens[:-1] if -1 in verdict.tokens else verdict.tokens
             before = answer.generated
             emit(answer, usable, rows, self.plan.max_model_len)
             kept.append(answer.generated - before)
@@ -272,3 +269,21 @@ class Engine:
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         self.cache.copy_pages(copies)
         self.drafting.copy_pages(copies)
+
+
+def _told(emitting: Sequence[Answer], draft: Draft, verdicts: Verdicts) -> list[Verdict]:
+    """The verdicts on the host.
+
+    A token whose own numbers are not finite spoils every row that it stands beside, if only by 0 times NaN. So a round
+    that ends in nothing usable is believed only where nothing was drafted; otherwise it does not count (no tokens),
+    and the next one decodes plainly.
+    """
+    tokens, accepted, paths = verdicts.tokens.tolist(), verdicts.accepted.tolist(), verdicts.path.tolist()
+    told = []
+    for i, (answer, drafted) in enumerate(zip(emitting, draft.counts.tolist(), strict=True)):
+        emitted = tuple(tokens[i][: accepted[i] + 1])
+        if drafted and -1 in emitted:
+            told.append(Verdict(answer.id, (), drafted, 0, ()))
+        else:
+            told.append(Verdict(answer.id, emitted, drafted, accepted[i], tuple(paths[i][: accepted[i]])))
+    return told

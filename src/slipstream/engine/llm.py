@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -100,7 +101,8 @@ class LLM:
         *,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a batch of prompts, in their order. A request that fails says so in its output; the others go on.
+        """Answer a batch of prompts, in their order. What is wrong with a request raises before any of them starts;
+        one that fails on the way says so in its output, and the others go on.
 
         on_output is called with each request as it finishes, from the calling thread.
         """
@@ -148,9 +150,9 @@ class LLM:
         """One request, as it grows: each output holds everything so far. Closing the iterator aborts the request."""
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         job = self._intake.job(prompt, sampling_params or SamplingParams(), outputs.put, streaming=True)
-        self._loop.submit(job)
         finished = False
         try:
+            self._loop.submit(job)
             while not finished:
                 output = outputs.get()
                 finished = output.finished
@@ -193,8 +195,10 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """Abort what runs and let go of the model. May be called twice."""
+        """Abort what runs and end the engine's thread and its drafters'. May be called twice."""
         self._loop.close()
+        for guard in self.engine.drafting.guards.values():
+            guard.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -206,7 +210,7 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], Integral)):
         return [cast(Prompt, prompts)]  # one prompt, as text, tagged or as token ids
     return list(cast(Sequence[Prompt], prompts))
 

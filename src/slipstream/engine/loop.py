@@ -125,6 +125,7 @@ class EngineLoop:
         except BaseException as error:
             made.put(error)
             return
+        del make  # it holds on to whoever made it
         made.put(None)
         while not self._ended:
             try:

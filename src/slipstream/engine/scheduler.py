@@ -203,12 +203,14 @@ class Scheduler:
         self.preemptions += 1
 
     def _give_back(self, answer: Answer) -> None:
-        self._on_release(answer)
         assert answer.table is not None
-        answer.table.release()
-        answer.table = None
-        heapq.heappush(self._slots, answer.slot)
-        answer.slot = -1
+        try:
+            self._on_release(answer)
+        finally:
+            answer.table.release()
+            answer.table = None
+            heapq.heappush(self._slots, answer.slot)
+            answer.slot = -1
 
 
 def _age(answer: Answer) -> int:

@@ -48,6 +48,7 @@ class Answer:
     table: PageTable | None = None
     slot: int = -1
     drafter: str | None = None  # whose drafts it takes now
+    doubted: bool = False  # its last round came to nothing beside a draft: the next one is plain
     refused: dict[str, str] = field(default_factory=dict)  # drafters that failed for it -> why
     view: DraftRequest | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
@@ -83,12 +84,15 @@ class Answer:
     def end(self, reason: FinishReason, *, stop: int | str | None = None, error: RequestError | None = None) -> None:
         """Close the answer. The scheduler frees what it holds."""
         self.phase = Phase.ENDED
-        self.text.finish()
-        self.output.text = self.text.visible
         self.output.finish_reason = reason
         self.output.stop_reason = stop
         self.output.error = None if error is None else str(error)
         self.output.timing.total_s = time.perf_counter() - self.job.arrived
+        try:
+            self.text.finish()
+        except Exception as broken:  # a tokenizer that cannot decode its own tokens: the ids are right all the same
+            self.output.error = self.output.error or f"the text is incomplete: {type(broken).__name__}: {broken}"
+        self.output.text = self.text.visible
 
 
 @dataclass(eq=False, slots=True)
