@@ -29,14 +29,14 @@ class Totals:
 
     answers: int = 0
     tokens: int = 0
-    decode_s: float = 0.0
+    seconds: float = 0.0  # prompts included
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def add(self, answer: CompletionOutput) -> None:
         timing, stats = answer.timing, answer.speculation
         self.answers += 1
         self.tokens += len(answer.token_ids)
-        self.decode_s += timing.total_s
+        self.seconds += timing.total_s
         self.stats.rounds += stats.rounds
         self.stats.emitted += stats.emitted
         self.stats.drafted += stats.drafted
@@ -49,7 +49,7 @@ class Totals:
             mine.failures += drafter.failures
 
     def line(self) -> str:
-        rate = self.tokens / self.decode_s if self.decode_s else 0.0
+        rate = self.tokens / self.seconds if self.seconds else 0.0
         return f"{self.answers} answers · {rate_line(self.tokens, rate, self.stats)}"
 
 

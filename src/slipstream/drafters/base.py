@@ -57,7 +57,7 @@ class Drafter(ABC):
     default_draft_tokens: ClassVar[int] = 5
 
     def start(self, request: DraftRequest) -> None:  # noqa: B027 - most drafters need not know
-        """A request's prompt is in the cache and it is about to draft."""
+        """A request was admitted: its prompt is known, and computed in the rounds to come."""
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:  # noqa: B027
         """The round is over: what became of the drafts, and what was emitted. Called for undrafted rounds too."""

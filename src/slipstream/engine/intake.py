@@ -86,7 +86,7 @@ class Intake:
 
     def _check_ids(self, key: str, ids: Iterable[object]) -> None:
         for token in ids:
-            if not (isinstance(token, Integral) and 0 <= token < self._vocab_size):
+            if not (isinstance(token, Integral) and 0 <= int(token) < self._vocab_size):
                 raise InvalidRequest(f"{key}: token id {token!r} must be a whole number, 0 to {self._vocab_size - 1}")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -46,11 +46,12 @@ _running: ContextVar[PassContext] = ContextVar("slipstream_pass")
 class PassContext:
     """One pass on its way through the layers: where keys lie, who sees whom. Writes K and V, commits nothing."""
 
+    _rotary: Rotary | None = None  # the same for all layers of a pass
+
     def __init__(self, batch: PassBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
         self.spans = _spans(batch, cache.page_size)
-        self._rotary: Rotary | None = None  # the same for all layers of a pass
 
     def attend(
         self,

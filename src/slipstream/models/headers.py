@@ -36,7 +36,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the model in `folder`, as its index names them; empty where there are none."""
     index = folder / INDEX
     if index.is_file():
-        return [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+        names = sorted({str(name) for name in _read_json(index).get("weight_map", {}).values()})
+        if strange := [name for name in names if Path(name).name != name]:
+            raise ModelError(f"{index}: {strange[0]!r} is no name of a file in this folder. Fetch the model again")
+        return [folder / name for name in names]
     single = folder / SINGLE
     return [single] if single.is_file() else []
 

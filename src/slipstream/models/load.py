@@ -74,6 +74,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             ) from error
     if not tokenizer.is_fast:
         raise ModelError(f"{path}: only a slow tokenizer ({type(tokenizer).__name__}); tokenizer.json is missing")
+    # cutting and padding are nobody's wish here, and changing them between calls is not safe beside another thread
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 

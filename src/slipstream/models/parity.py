@@ -193,8 +193,8 @@ class _Note:
             "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
             "path": str(path.resolve()),
             "versions": [slipstream.__version__, transformers.__version__, torch.__version__],
-            "code": [_digest(Path(__file__).parent), _digest(Path(__file__).parents[1] / "kernels")],
-            "where": [str(dtype), torch.cuda.get_device_name(device) if device.type == "cuda" else device.type],
+            "code": [_digest(Path(__file__).parents[1] / layer) for layer in ("models", "kernels", "kv")],
+            "where": [str(dtype), _chip(device)],
         }
         key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
         self.file = cache_folder() / "checked" / f"{key}.json"
@@ -218,3 +218,8 @@ def _digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.py")):
         content.update(file.read_bytes())
     return content.hexdigest()
+
+
+def _chip(device: torch.device) -> str:
+    """What computes: homes are shared between machines, and other instructions are other code."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()

@@ -74,9 +74,12 @@ def _local_paths() -> Iterator[tuple[str, Path]]:
     if default.is_dir():
         yield DEFAULT, default
     for origin in sorted(models_folder().glob(f"[!.]*/{ORIGIN}")):
-        source = Path(json.loads(origin.read_bytes())["source"])
-        current = source.is_file() and converted_folder(source) == origin.parent
-        yield str(source if current else origin.parent), origin.parent
+        name = str(origin.parent)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a broken note costs only the short name
+            source = Path(json.loads(origin.read_bytes())["source"])
+            if source.is_file() and converted_folder(source) == origin.parent:
+                name = str(source)
+        yield name, origin.parent
     from huggingface_hub.constants import HF_HUB_CACHE
 
     for repository in sorted(Path(HF_HUB_CACHE).glob("models--*")):
