@@ -6,7 +6,7 @@ in the verifier (see `docs/exactness.md`). Field names and meanings follow vLLM'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
@@ -73,6 +73,9 @@ class SamplingParams:
     speculation: SpeculationParams = SpeculationParams()
 
     def __post_init__(self) -> None:
+        for key in ("stop", "stop_token_ids", "bad_words"):
+            self._check(key, getattr(self, key) is None or isinstance(getattr(self, key), Iterable), "a list")
+        self._check("prediction", self.prediction is None or isinstance(self.prediction, str), "a text")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

@@ -97,7 +97,10 @@ def _draft_path(spec: DrafterSpec, tokenizer: Any, progress: Progress | None, tr
 def _listed(drafter: DrafterChoice) -> Iterable[str | Drafter]:
     if drafter is None or drafter == "none":
         return []
-    return [drafter] if isinstance(drafter, (str, Drafter)) else drafter
+    listed = [drafter] if isinstance(drafter, (str, Drafter)) else drafter
+    if not (isinstance(listed, Sequence) and all(isinstance(one, (str, Drafter)) for one in listed)):
+        raise ConfigError(f"drafter={drafter!r}: must be a name, a Drafter object (not its class), or a list of these")
+    return listed
 
 
 def _eos_ids(target: Runner, tokenizer: Any) -> frozenset[int]:

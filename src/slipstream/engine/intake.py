@@ -95,4 +95,9 @@ class Intake:
         return tuple(ids for ids in found if ids)
 
     def _encode(self, text: str, special: bool = False) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            where = f"at character {error.start}"
+            raise InvalidRequest(f"the text is not UTF-8 {where}: read it with its right encoding") from None
         return list(self._tokenizer.encode(text, add_special_tokens=special))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -138,6 +138,9 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as token ids, up to where the answer begins; plain text for models without a template."""
+        for message in messages:
+            if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
+                raise InvalidRequest(f"message {message!r}: must be a mapping with role and content")
         if getattr(self.tokenizer, "chat_template", None) is None:
             text = "\n\n".join(message["content"] for message in messages)
             return list(self.tokenizer.encode(text))
@@ -210,14 +213,19 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], Integral)):
+    listed = isinstance(prompts, Sequence) and len(prompts) > 0
+    if isinstance(prompts, (str, Mapping)) or (listed and isinstance(prompts[0], Integral)):
         return [cast(Prompt, prompts)]  # one prompt, as text, tagged or as token ids
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompts={prompts!r}: must be a text, token ids, or a list of these")
     return list(cast(Sequence[Prompt], prompts))
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not (isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)):
+        raise InvalidRequest(f"sampling_params={params!r}: must be a SamplingParams, or one for each prompt")
     if len(params) != count:
         raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts: give one, or one for each")
     return list(params)
