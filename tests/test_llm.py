@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -395,3 +396,19 @@ def test_the_default_models_text_streams_in_whole(default_llm: LLM) -> None:
     (whole,) = default_llm.generate(prompt, params)
     assert texts[-1] == whole.outputs[0].text
     assert default_llm.tokenizer.decode(whole.outputs[0].token_ids, skip_special_tokens=True).startswith(texts[-1])
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda llm: llm.generate("a\udcff"), "not UTF-8 at character 1"),
+        (lambda llm: llm.chat([{"role": "user", "content": "\udcff"}]), "not UTF-8 at character 0"),
+        (lambda llm: llm.chat("Hi"), "must be a mapping with role and content"),
+        (lambda llm: llm.chat([{"role": "user"}]), "must be a mapping with role and content"),
+        (lambda llm: llm.generate("Hi", {"max_tokens": 3}), "must be a SamplingParams"),
+        (lambda llm: llm.generate(5), "must be a text, token ids, or a list of these"),
+    ],
+)
+def test_mistakes_explain_themselves(open_llm: Callable[..., LLM], call: Callable[[LLM], Any], remedy: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(remedy)):
+        call(open_llm(drafter=None))

@@ -95,9 +95,13 @@ class Intake:
         return tuple(ids for ids in found if ids)
 
     def _encode(self, text: str, special: bool = False) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            where = f"at character {error.start}"
-            raise InvalidRequest(f"the text is not UTF-8 {where}: read it with its right encoding") from None
+        check_text(text)
         return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+
+def check_text(text: str) -> None:
+    """Refuse text that holds bytes of no character, as Python reads them from a file of another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text is not UTF-8 at character {error.start}: mend its encoding") from None

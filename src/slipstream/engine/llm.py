@@ -16,7 +16,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.engine.build import DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
 from slipstream.engine.engine import Engine
-from slipstream.engine.intake import Intake, Prompt
+from slipstream.engine.intake import Intake, Prompt, check_text
 from slipstream.engine.loop import EngineLoop
 
 Message = Mapping[str, str]
@@ -141,6 +141,7 @@ class LLM:
         for message in messages:
             if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
                 raise InvalidRequest(f"message {message!r}: must be a mapping with role and content")
+            check_text(str(message["content"]))
         if getattr(self.tokenizer, "chat_template", None) is None:
             text = "\n\n".join(message["content"] for message in messages)
             return list(self.tokenizer.encode(text))
