@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.memory import plan_memory
 from slipstream.models.load import load_config, load_tokenizer, pick_device, pick_dtype
 from slipstream.models.parity import open_model
+from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
 from slipstream.models.runner import Runner
 
-Progress = Callable[[str], None]
 DrafterChoice = str | Drafter | Sequence[str | Drafter] | None
 
 

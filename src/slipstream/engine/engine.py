@@ -149,7 +149,7 @@ class Engine:
         chosen = choose(logits, packed.rows, self.sampling, features)
         draft = drafted.draft.extended(len(packed.emitting) - len(schedule.decodes))
         verdicts = verify_exact(draft, packed.choices(chosen))
-        told = self._commit(schedule, packed, drafted, draft, verdicts, logits)
+        told = self._commit(schedule, packed, draft, verdicts)
         verified = time.perf_counter()
         kept = self._emit(packed, told, logits)
         host = planned - started + time.perf_counter() - verified
@@ -161,10 +161,8 @@ class Engine:
         self,
         schedule: Schedule,
         packed: PackedPass,
-        drafted: Drafted,
         draft: Draft,
         verdicts: Verdicts,
-        logits: Tensor,
     ) -> list[Verdict]:
         """Keep the accepted rows in the cache; tell the host and the drafters."""
         if not draft.is_chain:
@@ -172,7 +170,7 @@ class Engine:
             self.cache.move(moves.src, moves.dst)
         told = _told(packed.emitting, draft, verdicts)
         state = torch.tensor([(a.slot, len(v.tokens)) for a, v in zip(packed.emitting, told, strict=True)])
-        slots, lengths = state.view(-1, 2).to(logits.device).unbind(1)
+        slots, lengths = state.view(-1, 2).to(verdicts.tokens.device).unbind(1)
         self.sampling.commit(slots, verdicts.tokens, lengths)
         for answer, verdict in zip(schedule.decodes, told, strict=False):
             assert answer.table is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Any, cast
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
-from slipstream.engine.build import DrafterChoice, build
+from slipstream.engine.build import Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake, Prompt, check_text
@@ -61,22 +62,9 @@ class LLM:
             draft_tokens=draft_tokens,
             planner=planner,
         )
-        self._loop = EngineLoop(
-            lambda: self._build(str(model), drafter, config, dtype, device, trust_remote_code, on_progress)
-        )
-
-    def _build(
-        self,
-        model: str,
-        drafter: DrafterChoice,
-        config: EngineConfig,
-        dtype: str,
-        device: str,
-        trust_remote_code: bool,
-        on_progress: Callable[[str], None] | None,
-    ) -> Engine:
-        built = build(
-            model,
+        make = partial(
+            build,
+            str(model),
             drafter,
             config,
             dtype=dtype,
@@ -84,6 +72,9 @@ class LLM:
             trust_remote_code=trust_remote_code,
             progress=on_progress,
         )
+        self._loop = EngineLoop(lambda: self._adopt(make()))
+
+    def _adopt(self, built: Built) -> Engine:
         self.engine = built.engine
         self.model_path: Path = built.model_path
         self.tokenizer: Any = built.tokenizer

@@ -68,6 +68,7 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     masks = None
     if is_tree:
         masks = torch.cat((tree.ancestors[valid], tensor([0] * (starts[-1] - decode_rows))))
+    logit_rows = tensor([*range(decode_rows), *chunk_last])
     batch = PassBatch(
         input_ids=torch.cat((decode_ids, tensor(chunk_ids))),
         positions=torch.cat((decode_positions, tensor(chunk_positions))),
@@ -77,7 +78,7 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
         pages=tuple(_table(answer).pages for answer, _ in parts),
         is_tree=is_tree + (False,) * (len(parts) - len(is_tree)),
         masks=masks,
-        logit_rows=tensor([*range(decode_rows), *chunk_last]),
+        logit_rows=logit_rows,
     )
     # rows that choose: all decode rows, then the last row of each completing chunk
     first_row = tensor(starts[: len(decodes)])
@@ -85,7 +86,7 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     row_of = torch.where(valid, first_row[:, None] + reach, first_row[:, None])
     extra = tensor([decode_rows + i for i in range(len(completing))])[:, None].expand(-1, width + 1)
     row_of = torch.cat((row_of, extra))
-    slot_of_row = batch.slots[batch.logit_rows][row_of] if batch.logit_rows is not None else batch.slots[row_of]
+    slot_of_row = batch.slots[logit_rows][row_of]
     return PackedPass(batch, emitting, _sample_rows(batch, emitting, valid, tree, draft, paths), row_of, slot_of_row)
 
 

@@ -24,8 +24,8 @@ import slipstream
 from slipstream.core.errors import UnsupportedModel
 from slipstream.models import attention
 from slipstream.models.batch import PassBatch
-from slipstream.models.paths import cache_folder
-from slipstream.models.runner import Progress, Runner, open_unchecked
+from slipstream.models.paths import Progress, cache_folder
+from slipstream.models.runner import Runner, open_unchecked
 
 _PROMPTS = (23, 14)
 _TREE_PARENTS = (-1, -1, 0, 0, 1, 2, 5)

@@ -7,7 +7,6 @@ target and its draft can share one page table.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +21,6 @@ from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.support import check_supported
-
-Progress = Callable[[str], None]
 
 
 class Runner:
