@@ -13,10 +13,13 @@ help: ## list the targets
 # Some systems ship Python without ensurepip: their own pip then fills the environment.
 # torch comes first, alone and pinned, so that no other package can ask for one with CUDA.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv || { \
+	@echo "setting up .venv (once)"
+	@$(PYTHON) -m venv .venv || { \
 	    $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "installing torch: some hundred MB, this takes minutes"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	@echo "installing transformers and the rest"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 model: $(READY) ## fetch the default model once (93 MB)

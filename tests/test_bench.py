@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from io import StringIO
@@ -18,6 +18,8 @@ from rich.console import Console
 from slipstream.bench import baseline, demo, memory, report
 from slipstream.bench import run as bench
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
+from slipstream.cli import options
+from slipstream.cli.bench import startup_options
 from slipstream.core.errors import CapacityError, ConfigError, ModelError, ModelNotFound
 from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing
 from slipstream.core.params import SamplingParams
@@ -295,6 +297,36 @@ def test_demo_compares_and_exits(
     assert "16.0 tok/s" in out
     assert "4.00x" in out
     assert "tau 2.50" in out
+
+
+def test_demo_says_what_it_does_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(model: str, progress: Callable[[str], None]) -> DemoLLM:
+        progress("downloading [it] (93 MB)")
+        return DemoLLM()
+
+    monkeypatch.setattr(demo, "load", load)
+    assert demo.main([]) == 0
+    assert capsys.readouterr().err == "downloading [it] (93 MB)\nanswering, with and without speculation\n"
+
+
+def test_demo_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def load(model: str, progress: Callable[[str], None]) -> DemoLLM:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "load", load)
+    assert demo.main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_fresh_process_is_timed_with_the_same_options() -> None:
+    common = options.Common(threads=3, memory="1GiB", max_model_len=64, trust_remote_code=True)
+    given = " ".join(startup_options(common, ()))
+    assert given == (
+        "--model default --dtype auto --device auto --drafter none --memory 1GiB --max-model-len 64 --threads 3 "
+        "--trust-remote-code"
+    )
 
 
 def test_demo_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,113 +4,36 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import slipstream
+from fake_llm import FakeLLM
 from slipstream.bench import memory
-from slipstream.cli import models, options
+from slipstream.cli import chat, loading, models, options
 from slipstream.cli.main import main
 from slipstream.core.errors import InvalidRequest, ModelNotFound, SlipstreamError
 from slipstream.core.outputs import (
-    CompletionOutput,
-    DrafterStats,
-    Logprob,
     RequestOutput,
-    SpeculationStats,
-    Timing,
 )
 from slipstream.core.params import SamplingParams
-
-WORDS = ["Hello", " to", " you", "\n"]
-
-
-@dataclass
-class FakeLLM:
-    """Answers every prompt with four words, and remembers what it was asked."""
-
-    fail: BaseException | None = None
-    interrupt_at: int | None = None
-    error: str | None = None
-    max_model_len: int = 4096
-    made_with: dict[str, Any] = field(default_factory=dict)
-    asked: list[tuple[Any, SamplingParams]] = field(default_factory=list)
-    chats: list[list[dict[str, str]]] = field(default_factory=list)
-    aborted: int = 0
-    closed: bool = False
-    memory_plan: Any = field(
-        default_factory=lambda: SimpleNamespace(weights_bytes=2**20, draft_weights_bytes=0, cache_bytes=2**20)
-    )
-
-    def answer(self, index: int, params: SamplingParams, words: int = 4) -> CompletionOutput:
-        stats = SpeculationStats(rounds=words, emitted=words)
-        if params.speculation.enabled:
-            name = params.speculation.drafter or "ngram"
-            stats = SpeculationStats(2, 4, 3, 2, 0.1, 0.2, 0.3, {name: DrafterStats(2, 3, 2)})
-        logprobs: list[Mapping[int, Logprob]] | None = None
-        if params.logprobs is not None:
-            logprobs = [{i: Logprob(-0.5, 1, w), 99: Logprob(-2.0, 2, "?")} for i, w in enumerate(WORDS)]
-        return CompletionOutput(
-            index,
-            "".join(WORDS[:words]),
-            list(range(words)),
-            logprobs,
-            "stop" if words == 4 else None,
-            error=self.error,
-            timing=Timing(0.0, 0.5, 2.0),
-            speculation=stats,
-        )
-
-    def generate(
-        self, prompts: list[Any], sampling_params: Any = None, *, on_output: Any = None
-    ) -> list[RequestOutput]:
-        many = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
-        outputs = []
-        for number, (prompt, params) in enumerate(zip(prompts, many, strict=True)):
-            self.asked.append((prompt, params))
-            answers = [self.answer(i, params) for i in range(params.n)]
-            outputs.append(RequestOutput(str(number), None, [1, 2, 3], answers, True))
-        return outputs
-
-    def stream(self, prompt: Any, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
-        self.asked.append((prompt, sampling_params))
-        if self.fail is not None:
-            raise self.fail
-        words = 0
-        try:
-            for words in range(1, 5):
-                if words == self.interrupt_at:
-                    self.interrupt_at = None
-                    raise KeyboardInterrupt
-                answer = self.answer(0, sampling_params, words)
-                yield RequestOutput("0", None, [1, 2, 3], [answer], words == 4)
-        finally:
-            self.aborted += words < 4
-
-    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        self.chats.append([dict(message) for message in messages])
-        return [len(message["content"]) for message in messages for _ in range(10)]
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
 
-    def open_llm(common: options.Common, drafters: Any, on_progress: Any = None, **more: Any) -> FakeLLM:
+    def open_llm(common: options.Common, drafters: Any, on_fetch: Any, on_load: Any, **more: Any) -> FakeLLM:
         fake.made_with = {"common": common, "drafters": tuple(drafters), **more}
         return fake
 
-    monkeypatch.setattr(options, "open_llm", open_llm)
+    monkeypatch.setattr(loading, "open_llm", open_llm)
     return fake
 
 
@@ -140,24 +63,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ran(ended.value.code if isinstance(ended.value.code, int) else 0, captured.out, captured.err)
 
     return call
-
-
-def test_help_and_version_do_not_import_torch() -> None:
-    code = (
-        "import sys\nfrom slipstream.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit as e: print('code', e.code or 0)\n"
-        "print('heavy', sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    )
-    for arguments in (["--help"], ["generate", "--help"], ["chat", "--help"], ["bench", "--help"], ["--version"]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-        assert "code 0" in done.stdout
-        assert "heavy []" in done.stdout, arguments
-
-
-def test_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"slipstream {slipstream.__version__}\n"
 
 
 def test_generate_streams_text_to_stdout_and_the_summary_to_stderr(run: Run, llm: FakeLLM) -> None:
@@ -227,7 +132,7 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
     assert run(*arguments.split(), stdin="some text").code == 0
     prompt, params = llm.asked[0]
     assert prompt == "some text"
-    assert params == SamplingParams(
+    assert replace(params, output_kind="cumulative") == SamplingParams(
         temperature=0.5,
         top_p=0.9,
         top_k=40,
@@ -293,7 +198,15 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ("bench --peers nobody", "--peers nobody: unknown; must be transformers"),
         ("bench --drafter ngram --category poetry", "poetry: not in these prompts; they have chat, code"),
         ("bench --drafter nonsense", "nonsense"),
-        ("bench --drafter model:a --drafter model:b", "--drafter model: twice"),
+        ("generate Hi --drafter bogus", "drafter 'bogus' is unknown: must be one of model, ngram, prediction, or none"),
+        ("generate Hi --drafter model", "drafter 'model' needs a model: write model:PATH"),
+        ("generate Hi --drafter prediction", "there is no prediction to follow; give `generate` one with --prediction"),
+        ("chat --drafter prediction", "there is no prediction to follow"),
+        ("bench --drafter ngram --drafter prediction", "there is no prediction to follow"),
+        ("generate Hi --prediction x --no-speculation", "--prediction x with --no-speculation: nothing would guess"),
+        ("generate Hi --prediction x --drafter none", "--prediction x with --drafter none: nothing would guess"),
+        ("generate Hi --threads 0", "--threads"),
+        ("bench --drafter model:a --drafter model:b", "drafter 'model' is given twice: give each once"),
         ("bench --limit 0", "--limit 0: must be 1 or more"),
         ("bench --json no/such/folder/x.json", "there is no folder"),
     ],
@@ -306,10 +219,21 @@ def test_bad_options_exit_2_before_anything_loads(run: Run, llm: FakeLLM, argume
     assert llm.made_with == {}
 
 
+@pytest.mark.parametrize("command", ["generate Hi --json", "bench --limit 1"])
+def test_ctrl_c_says_so(run: Run, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def interrupted(*_: Any, **__: Any) -> list[RequestOutput]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "generate", interrupted)
+    done = run(*command.split())
+    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+    assert llm.closed
+
+
 def test_ctrl_c_stops_with_130_and_aborts_the_request(run: Run, llm: FakeLLM) -> None:
     llm.interrupt_at = 3
     done = run("generate", "Hi")
-    assert (done.code, done.out) == (130, "Hello to\n")
+    assert (done.code, done.out, done.err) == (130, "Hello to\n", "interrupted\n")
     assert llm.aborted == 1
     assert llm.closed
 
@@ -349,7 +273,15 @@ def test_chat_forgets_the_oldest_turns_when_the_context_is_full(run: Run, llm: F
     llm.max_model_len = 45  # ten tokens a message, five for the answer
     done = run("chat", "--max-tokens", "5", stdin="one\ntwo\nthree\n")
     assert [message["content"] for message in llm.chats[-1]] == ["two", "Hello to you\n", "three"]
-    assert "its 1 oldest turns are forgotten" in done.err
+    assert "its oldest turn is forgotten" in done.err
+
+
+def test_chat_counts_the_turns_that_it_forgets(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.max_model_len = 25
+    conversation = chat.Conversation(cast(Any, llm), options.Common(), None, False)
+    conversation.turns = [{"role": "user", "content": str(number)} for number in range(5)]
+    assert len(conversation.prompt(5)) == 10
+    assert "its 2 oldest turns are forgotten" in capsys.readouterr().err
 
 
 def test_chat_json_is_one_line_an_answer(run: Run, llm: FakeLLM) -> None:

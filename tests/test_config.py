@@ -39,6 +39,8 @@ def test_what_is_right_passes(options: dict[str, Any]) -> None:
         ("max_model_len", 64.0, "a whole number, or None"),
         ("max_num_seqs", 0, "1 or more"),
         ("max_num_seqs", None, "1 or more"),
+        ("max_num_seqs", True, "1 or more"),
+        ("max_model_len", True, "a whole number, or None"),
         ("max_num_seqs", 2.0, "1 or more"),
         ("max_batch_tokens", 0, "1 or more"),
         ("max_batch_tokens", 31, "at least max_num_seqs=32"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from slipstream.kernels.linear import PackedLinear, join, packs
+from slipstream.kernels.linear import PackedLinear, packs
 
 SHAPES = [(1, 1), (1, 7), (5, 1), (7, 13), (33, 17), (64, 64), (129, 65), (960, 576)]
 
@@ -94,20 +94,3 @@ def test_a_packed_product_keeps_nothing_of_the_weight() -> None:
     bias.zero_()
     assert torch.equal(product(x), before)
     assert not list(product.parameters())
-
-
-@pytest.mark.parametrize("biases", [(False, False, False), (True, True, True), (True, False, True)])
-def test_joined_products_are_the_products_side_by_side(biases: tuple[bool, ...]) -> None:
-    torch.manual_seed(0)
-    linears = [nn.Linear(13, outs, bias=bias) for outs, bias in zip((7, 3, 5), biases, strict=True)]
-    joined = join(*linears)
-    assert (joined.bias is not None) == any(biases)
-    assert (joined.in_features, joined.out_features) == (13, 15)
-    for rows in (1, 2, 17, 100):
-        x = random(rows, 13, seed=rows)
-        out = torch.cat([linear(x) for linear in linears], dim=-1).detach()
-        torch.testing.assert_close(joined(x), out, atol=1e-5, rtol=1e-5)
-
-
-def test_gradients_are_left_behind() -> None:
-    assert not join(nn.Linear(5, 3), nn.Linear(5, 2))(torch.zeros(1, 5)).requires_grad

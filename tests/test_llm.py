@@ -174,7 +174,7 @@ class TestLengths:
 
     @pytest.mark.parametrize("memory", [1, "1MB"])
     def test_too_little_memory(self, open_llm: Callable[..., LLM], memory: str | int) -> None:
-        with pytest.raises(CapacityError, match=r"bytes: a context of 256 tokens needs .* give more memory"):
+        with pytest.raises(CapacityError, match=r"bytes: a context of 256 tokens needs .* give memory=1MiB or more"):
             open_llm(memory=memory, max_model_len=256)
 
     def test_less_memory_makes_a_shorter_context(self, open_llm: Callable[..., LLM]) -> None:

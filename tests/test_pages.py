@@ -119,7 +119,7 @@ def test_trim_keeps_the_page_of_the_next_token() -> None:
     table = PageTable(pool)
     table.reserve(32)
     table.commit(8)
-    table.trim()
+    table.trim(table.length + 1)
     assert table.pages == (0, 1, 2)
     assert pool.free_pages == 5
 
@@ -227,7 +227,7 @@ class Caches(RuleBasedStateMachine):
     @rule(data=st.data())
     def trim(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.owned)).table
-        table.trim()
+        table.trim(table.length + 1)
         assert table.capacity <= table.length + PAGE_SIZE
 
     @precondition(lambda self: self.owned)

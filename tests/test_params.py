@@ -24,11 +24,12 @@ RIGHT: dict[str, list[Any]] = {
     "logit_bias": [{}, None, {3: -100}, {0: 1.5, 7: np.float32(2)}],
     "bad_words": [(), None, ["a", "b c"], "word"],
     "min_tokens": [0, 256],
-    "max_tokens": [1, 10**6],
+    "max_tokens": [1, 10**6, None],
     "stop": ["x", (), None, ["a", "b"], ["s"] * 64],
     "stop_token_ids": [(), None, [1, 2]],
     "seed": [None, 0, 2**64 - 1, np.int64(3)],
     "logprobs": [None, 0, 20],
+    "output_kind": ["cumulative", "delta", "final_only"],
 }
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -72,6 +73,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("logit_bias", {3: math.nan}, "by token id"),
     ("logit_bias", {3: math.inf}, "by token id"),
     ("logit_bias", {3: "much"}, "by token id"),
+    ("logit_bias", {3: True}, "by token id"),
+    ("output_kind", "all", "one of cumulative, delta, final_only"),
+    ("ignore_eos", "no", "True or False"),
+    ("skip_special_tokens", 1, "True or False"),
+    *((key, True, "a whole number") for key in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs")),
+    *((key, True, "a number") for key in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")),
 ]
 
 
@@ -123,7 +130,7 @@ def test_right_draft_sizes(nodes: int | None) -> None:
     assert SpeculationParams(draft_tokens=nodes).draft_tokens == nodes
 
 
-@pytest.mark.parametrize("nodes", [-1, 64, 1.5, "3"])
+@pytest.mark.parametrize("nodes", [-1, 64, 1.5, "3", True])
 def test_wrong_draft_sizes(nodes: Any) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(f"draft_tokens={nodes!r}: must be 0 to 63")):
         SpeculationParams(draft_tokens=nodes)

@@ -302,6 +302,22 @@ def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pyt
     assert chosen == ["model.safetensors", "tokenizer.model"]
 
 
+def test_a_models_code_is_fetched_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options)
+        return str(tmp_path / "snapshot")
+
+    tiny_folder(tmp_path / "snapshot")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve("org/name")
+    resolve("org/name", trust_remote_code=True)
+    files = ["modeling_own.py", "model.safetensors", "scripts/train.py", "pytorch_model.bin"]
+    chosen = [list(filter_repo_objects(files, **options)) for options in asked]
+    assert chosen == [["model.safetensors"], ["modeling_own.py", "model.safetensors"]]
+
+
 @pytest.mark.parametrize(
     ("failure", "kind", "says"),
     [

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,16 @@ def load(model: str, on_progress: Callable[[str], None]) -> LLM:
     return LLM(model, drafter=DRAFTER, on_progress=on_progress)
 
 
+@contextmanager
+def saying(console: Console) -> Iterator[Callable[[str], None]]:
+    """What tells the user what is being done: in one place on a terminal, line by line elsewhere."""
+    if console.is_terminal:
+        with console.status("loading the model") as status:
+            yield status.update
+    else:
+        yield lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slipstream.bench.demo", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="default", help="as for `slipstream generate`")
@@ -131,9 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     progress = Console(stderr=True)
     try:
-        with progress.status("loading the model") as status, load(options.model, status.update) as llm:
-            status.update("answering twice, with and without speculation")
+        with saying(progress) as say, load(options.model, say) as llm:
+            say("answering, with and without speculation")
             comparison = compare(llm, options.max_tokens)
+    except KeyboardInterrupt:
+        progress.print("interrupted")
+        return 130
     except SlipstreamError as error:
         progress.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         return 1

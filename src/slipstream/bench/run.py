@@ -17,7 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.bench.prompts import BenchPrompt, by_category, load_prompts
-from slipstream.core.errors import CapacityError, ConfigError, RequestError
+from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.outputs import SpeculationStats
 from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.drafters import parse_spec
@@ -87,16 +87,6 @@ def engine_runners(llm: LLM, drafters: Sequence[str], draft_tokens: int | None) 
         speculation = SpeculationParams(drafter=parse_spec(drafter).name, draft_tokens=draft_tokens)
         runners.append(EngineRunner(drafter, llm, speculation))
     return runners
-
-
-def check_drafters(drafters: Sequence[str]) -> None:
-    """Raise unless each can be chosen by its name, before a model is loaded for nothing."""
-    names = [parse_spec(drafter).name for drafter in drafters]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"--drafter {name}: twice; one run can compare different drafters, run again for the other"
-            )
 
 
 @dataclass(frozen=True, slots=True)

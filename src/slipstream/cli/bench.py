@@ -9,14 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream import __version__
 from slipstream.bench import baseline, memory, report, run
 from slipstream.bench.prompts import load_prompts, select
-from slipstream.cli.options import OUTPUT, Common, loaded, with_common
+from slipstream.cli.loading import loaded, use_threads
+from slipstream.cli.options import OUTPUT, Common, option, with_common
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,52 +32,60 @@ def bench(
     common: Common,
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        option(
             metavar="FILE",
+            panel=PROMPTS,
             help="JSON lines with 'prompt', or 'turns' and 'category' as in Spec-Bench. Default: our own prompts.",
-            rich_help_panel=PROMPTS,
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Only N prompts, spread evenly over the categories.", rich_help_panel=PROMPTS),
+        option(
+            metavar="N",
+            panel=PROMPTS,
+            help="Only N prompts, spread evenly over the categories, such as 14 for a quick look. Default: all.",
+        ),
     ] = None,
     category: Annotated[
-        list[str] | None, typer.Option(help="Only this category. May be repeated.", rich_help_panel=PROMPTS)
+        list[str] | None,
+        option(
+            metavar="NAME",
+            panel=PROMPTS,
+            help="Only the prompts of this category, such as code_editing. May be repeated. Default: all.",
+        ),
     ] = None,
     concurrency: Annotated[
         int,
-        typer.Option(
-            min=1,
+        option(
             metavar="N",
-            help="Requests in flight. Above 1, the prompts of a category run together.",
-            rich_help_panel=MEASURING,
+            min=1,
+            panel=MEASURING,
+            help="Requests in flight, such as 8. Above 1, the prompts of a category run together.",
         ),
     ] = 1,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Measure everything so often; the median counts.", rich_help_panel=MEASURING)
+        int,
+        option(metavar="N", min=1, panel=MEASURING, help="Measure everything so often, such as 3; the median counts."),
     ] = 1,
     peers: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="NAME",
-            help="Also run another engine on the same prompts: transformers (its own generate).",
-            rich_help_panel=MEASURING,
+            panel=MEASURING,
+            help="Also run another engine on the same prompts: transformers (its own generate). Default: none.",
         ),
     ] = None,
     startup: Annotated[
         bool,
-        typer.Option(
-            "--startup", help="Also time a fresh process from its start to the first token.", rich_help_panel=MEASURING
-        ),
+        option("--startup", panel=MEASURING, help="Also time a fresh process from its start to the first token."),
     ] = False,
     json_file: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--json",
             metavar="FILE",
+            panel=OUTPUT,
             help="Keep the JSON of the last line in a file too, with every single measurement.",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:
@@ -90,13 +98,13 @@ def bench(
         if peer != baseline.NAME:
             raise ConfigError(f"--peers {peer}: unknown; must be {baseline.NAME}")
     drafters = () if common.no_speculation else common.drafters
-    run.check_drafters(drafters)
     params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
     chosen = select(load_prompts(prompts), category or (), limit)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
 
     load = memory.load_average()
+    use_threads(common.threads)
     imports = memory.rss_after_imports()
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -228,6 +236,8 @@ def startup_options(common: Common, drafters: tuple[str, ...]) -> list[str]:
         options += ["--memory", common.memory]
     if common.max_model_len is not None:
         options += ["--max-model-len", str(common.max_model_len)]
+    if common.threads is not None:
+        options += ["--threads", str(common.threads)]
     return options + ["--trust-remote-code"] * common.trust_remote_code
 
 

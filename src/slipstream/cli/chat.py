@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from slipstream.cli.generate import Stopped, stream
-from slipstream.cli.options import OUTPUT, Common, loaded, with_common
+from slipstream.cli.generate import PROMPT, Stopped, stream
+from slipstream.cli.loading import loaded
+from slipstream.cli.options import OUTPUT, Common, option, with_common
 from slipstream.cli.show import note, rate_line, request_json, summary
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import CompletionOutput, DrafterStats, SpeculationStats
@@ -50,7 +49,7 @@ class Totals:
 
     def line(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        return f"{self.answers} answers · {rate_line(self.tokens, rate, self.stats)}"
+        return f"{self.answers} answer{'s' * (self.answers != 1)} · {rate_line(self.tokens, rate, self.stats)}"
 
 
 class Conversation:
@@ -132,16 +131,20 @@ class Conversation:
             dropped += 1
             ids = self.llm.chat_prompt(self.opening + self.turns)
         if dropped:
-            note(f"the conversation is too long for the model: its {dropped} oldest turns are forgotten")
+            gone = "oldest turn is" if dropped == 1 else f"{dropped} oldest turns are"
+            note(f"the conversation is too long for the model: its {gone} forgotten")
         return ids
 
 
 @with_common
 def chat(
     common: Common,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="Tell the model how to behave.")] = None,
+    system: Annotated[
+        str | None,
+        option(metavar="TEXT", panel=PROMPT, help="Tell the model how to behave, such as 'Answer in one sentence.'"),
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print each answer as one line of JSON.", rich_help_panel=OUTPUT)
+        bool, option("--json", panel=OUTPUT, help="Print each answer as one line of JSON, for scripts.")
     ] = False,
 ) -> None:
     """Talk with a model.

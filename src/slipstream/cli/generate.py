@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, loaded, read_text, with_common
+from slipstream.cli.loading import loaded
+from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text, with_common
 from slipstream.cli.show import note, request_json, summary
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.outputs import CompletionOutput
@@ -25,44 +27,67 @@ DEFAULT_MAX_TOKENS = 256
 @with_common
 def generate(
     common: Common,
-    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from stdin.", show_default=False)],
+    prompt: Annotated[
+        str,
+        typer.Argument(metavar="PROMPT", help="What to ask, in quotes; '-' reads it from stdin.", show_default=False),
+    ],
     raw: Annotated[
         bool,
-        typer.Option("--raw", help="Continue the text as it is, without the chat template.", rich_help_panel=PROMPT),
+        option("--raw", panel=PROMPT, help="Continue the text as it is, without the model's chat template."),
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Tell the model how to behave.", rich_help_panel=PROMPT)
+        str | None,
+        option(metavar="TEXT", panel=PROMPT, help="Tell the model how to behave, such as 'Answer in one sentence.'"),
     ] = None,
     prediction: Annotated[
         str | None,
-        typer.Option(
+        option(
             metavar="FILE",
-            help="Text that the answer will mostly repeat, such as the file to edit: guessed from, never trusted.",
-            rich_help_panel=SPECULATION,
+            panel=SPECULATION,
+            help="A text that the answer will mostly repeat, such as the file to edit: guessed from, never trusted. "
+            "'-' reads it from stdin.",
         ),
     ] = None,
-    n: Annotated[int, typer.Option("--n", help="How many answers.", rich_help_panel=SAMPLING)] = 1,
+    n: Annotated[
+        int,
+        option(
+            "--n", metavar="N", panel=SAMPLING, help="How many answers; they differ where --temperature is above 0."
+        ),
+    ] = 1,
     stop: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="End the answer before this text. May be repeated.", rich_help_panel=SAMPLING
-        ),
+        option(metavar="TEXT", panel=SAMPLING, help="End the answer before this text, such as '###'. May be repeated."),
     ] = None,
     presence_penalty: Annotated[
-        float, typer.Option(help="Above 0: fewer tokens that were used already.", rich_help_panel=SAMPLING)
+        float,
+        option(
+            metavar="X", panel=SAMPLING, help="-2 to 2; above 0, tokens that the answer used come less often again."
+        ),
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="Above 0: the more often used, the fewer.", rich_help_panel=SAMPLING)
+        float,
+        option(
+            metavar="X", panel=SAMPLING, help="-2 to 2; above 0, the more often a token was used, the less it comes."
+        ),
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: fewer tokens of prompt and answer again.", rich_help_panel=SAMPLING)
+        float,
+        option(
+            metavar="X",
+            panel=SAMPLING,
+            help="Above 1, such as 1.1, tokens of prompt and answer come less often again; 1 is off.",
+        ),
     ] = 1.0,
     logprobs: Annotated[
         int | None,
-        typer.Option(metavar="K", help="With --json: log probabilities and K alternatives.", rich_help_panel=OUTPUT),
+        option(
+            metavar="K",
+            panel=OUTPUT,
+            help="With --json: each token's log probability, and the K likeliest instead of it (0 to 20).",
+        ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with text, tokens and times.", rich_help_panel=OUTPUT)
+        bool, option("--json", panel=OUTPUT, help="Print one JSON object with text, tokens, times and counts.")
     ] = False,
 ) -> None:
     """Answer one prompt.
@@ -84,7 +109,7 @@ def generate(
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
         logprobs=logprobs,
-        prediction=read_text(prediction, "--prediction") if prediction else None,
+        prediction=read_text(prediction, "--prediction") if prediction is not None else None,
     )
     drafters = () if common.no_speculation else common.drafters
     with loaded(common, drafters) as llm:
@@ -123,16 +148,19 @@ class Stopped(KeyboardInterrupt):
 
 def stream(llm: LLM, request: Any, params: SamplingParams) -> CompletionOutput:
     """Write the answer to stdout as it grows. Leaving early, by error or Ctrl-C, aborts the request."""
+    text, tokens = "", list[int]()
     answer = CompletionOutput(0)
     try:
-        with closing(cast(Any, llm.stream(request, params))) as outputs:
+        with closing(cast(Any, llm.stream(request, replace(params, output_kind="delta")))) as outputs:
             for output in outputs:
-                sys.stdout.write(output.outputs[0].text[len(answer.text) :])
-                sys.stdout.flush()
                 answer = output.outputs[0]
+                text += answer.text
+                tokens += answer.token_ids
+                sys.stdout.write(answer.text)
+                sys.stdout.flush()
     except KeyboardInterrupt:
-        raise Stopped(answer.text) from None
+        raise Stopped(text) from None
     finally:
-        if answer.text and not answer.text.endswith("\n"):
+        if text and not text.endswith("\n"):
             print(flush=True)
-    return answer
+    return replace(answer, text=text, token_ids=tokens)

@@ -1,6 +1,7 @@
 """The `slipstream` command: gathers the commands and turns errors into one clear line and an exit code.
 
-Exit codes: 0 done, 1 an error that Slipstream names, 2 a bad option, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 an error that Slipstream names (or, without a word, nobody read the output to its end, as in
+`| head`), 2 a bad option, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import typer
 
 from slipstream import __version__
 from slipstream.cli import bench, chat, generate, models
+from slipstream.cli.command import Command, Group
 from slipstream.cli.options import DebugOption, debug
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError, SlipstreamError
 
 app = typer.Typer(
     name="slipstream",
+    cls=Group,
     help="Runs a language model faster by guessing ahead, without changing a single token of its answer.",
     epilog='Try: slipstream generate "Write a haiku about wind"',
     no_args_is_help=True,
@@ -26,10 +29,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("models")(models.models)
-app.command("bench")(bench.bench)
+app.command("generate", cls=Command)(generate.generate)
+app.command("chat", cls=Command)(chat.chat)
+app.command("models", cls=Command)(models.models)
+app.command("bench", cls=Command)(bench.bench)
 
 
 def print_version(wanted: bool) -> None:
@@ -58,5 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         note("error: " + " ".join(str(error).split()), style="bold red")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:  # typer makes the second of the first
+        if isinstance(ended, SystemExit) and ended.code != 130:
+            raise
+        note("interrupted")
         sys.exit(130)

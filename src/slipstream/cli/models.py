@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.options import OUTPUT, DebugOption
+from slipstream.cli.options import OUTPUT, DebugOption, option
 
 if TYPE_CHECKING:
     from slipstream.models.resolve import LocalModel
@@ -45,7 +44,9 @@ def size(count: float) -> str:
 
 
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.", rich_help_panel=OUTPUT)] = False,
+    as_json: Annotated[
+        bool, option("--json", panel=OUTPUT, help="Print a JSON list, with paths and sizes, for scripts.")
+    ] = False,
     debug: DebugOption = False,
 ) -> None:
     """List the models on this machine."""

@@ -10,20 +10,19 @@ import functools
 import inspect
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
 
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.params import SamplingParams, SpeculationParams
-
-if TYPE_CHECKING:
-    from slipstream.engine.llm import LLM
+from slipstream.drafters import parse_specs
+from slipstream.engine.config import EngineConfig, parse_bytes
+from slipstream.models.names import AUTO, check_device_name, check_dtype_name
+from slipstream.models.resolve import find_local
 
 DEFAULT_DRAFTER = "ngram"
 
@@ -50,8 +49,18 @@ def remember_debug(value: bool) -> bool:
 
 DebugOption = Annotated[
     bool,
-    typer.Option("--debug", help="Show the traceback of an error.", callback=remember_debug, rich_help_panel=OUTPUT),
+    typer.Option(
+        "--debug",
+        help="Show the traceback of an error, for bug reports.",
+        callback=remember_debug,
+        rich_help_panel=OUTPUT,
+    ),
 ]
+
+
+def option(*names: str, metavar: str = "", panel: str, help: str, **more: Any) -> Any:
+    """An option as all of ours are: what it takes is named, and it stands under a heading."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,107 +69,147 @@ class Common:
 
     model: Annotated[
         str,
-        typer.Option(
+        option(
             "--model",
             "-m",
-            help="A folder, a .gguf file, a Hugging Face id (org/name), or 'default': a small one, fetched once.",
-            rich_help_panel=MODEL,
+            metavar="NAME",
+            panel=MODEL,
+            help="A model folder, a .gguf file, a Hugging Face id such as HuggingFaceTB/SmolLM2-1.7B-Instruct, or "
+            "default: a small one (135M parameters) that is fetched once.",
         ),
     ] = "default"
     dtype: Annotated[
         str,
-        typer.Option(help="Weights in float32, bfloat16 or float16; auto picks for the device.", rich_help_panel=MODEL),
-    ] = "auto"
+        option(
+            metavar="TYPE",
+            panel=MODEL,
+            help="Precision of the weights: float32 (fp32), bfloat16 (bf16) or float16 (fp16). auto takes float32 on "
+            "a CPU and bfloat16 on a GPU (float16 where the model was stored so).",
+        ),
+    ] = AUTO
     device: Annotated[
-        str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.", rich_help_panel=MODEL)
-    ] = "auto"
+        str,
+        option(
+            metavar="DEVICE",
+            panel=MODEL,
+            help="Where it runs: cpu, cuda, or cuda:1 for the second GPU. auto takes the first GPU if there is one.",
+        ),
+    ] = AUTO
+    threads: Annotated[
+        int | None,
+        option(
+            metavar="N",
+            min=1,
+            panel=MODEL,
+            help="CPU threads to compute with, such as 4. Give it where other programs need some of the cores, or in "
+            "a container that may use fewer than it sees. Default: torch's choice, one for each core.",
+        ),
+    ] = None
     memory: Annotated[
         str | None,
-        typer.Option(
+        option(
             metavar="SIZE",
-            help="Memory for the cache, such as 512MiB or 2GiB. More lets longer and more requests run at once.",
-            rich_help_panel=MODEL,
+            panel=MODEL,
+            help="Memory for the cache, beyond the weights, such as 512MiB or 2GiB: more lets longer and more "
+            "requests run at once. Default: up to 2GiB on a CPU, most of what is free on a GPU.",
         ),
     ] = None
     max_model_len: Annotated[
         int | None,
-        typer.Option(
+        option(
             metavar="TOKENS",
-            min=1,
-            help="Longest prompt and answer together. Default: what the model was made for.",
-            rich_help_panel=MODEL,
+            min=2,
+            panel=MODEL,
+            help="Longest prompt and answer together, such as 4096. Default: as long as the model and the memory "
+            "allow.",
         ),
     ] = None
     trust_remote_code: Annotated[
         bool,
-        typer.Option(
+        option(
             "--trust-remote-code",
-            help="Run Python code that comes with the model. Only for models you trust.",
-            rich_help_panel=MODEL,
+            panel=MODEL,
+            help="Fetch and run Python code that comes with the model. Only for models whose code you have read.",
         ),
     ] = False
     drafter: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--drafter",
             "-d",
             metavar="NAME[:PATH]",
-            help="Who guesses ahead: ngram needs nothing; model:PATH is a smaller model with the same tokenizer; "
-            f"none guesses nothing. Repeat it to load several. Default: {DEFAULT_DRAFTER}.",
-            rich_help_panel=SPECULATION,
+            panel=SPECULATION,
+            help="Who guesses ahead. ngram: what the text already said; prediction: the text of --prediction; "
+            "model:PATH: a smaller model with the same tokenizer, such as model:path/to/small; none: nobody. May be "
+            f"repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
     draft_tokens: Annotated[
         int | None,
-        typer.Option(
+        option(
             metavar="K",
             min=0,
             max=63,
-            help="Most tokens to guess ahead in a round. Default: the drafter's own.",
-            rich_help_panel=SPECULATION,
+            panel=SPECULATION,
+            help="Most tokens to guess ahead in a round, such as 8; fewer are guessed where more do not pay. Default: "
+            "the drafter's own.",
         ),
     ] = None
     no_speculation: Annotated[
         bool,
-        typer.Option(
+        option(
             "--no-speculation",
-            help="Decode plainly, one token a pass: same tokens, for comparison.",
-            rich_help_panel=SPECULATION,
+            panel=SPECULATION,
+            help="Decode plainly, one token a pass: the same tokens, for comparison.",
         ),
     ] = False
     temperature: Annotated[
         float,
-        typer.Option(
-            "--temperature", "-t", help="0 takes the likeliest token; higher is more varied.", rich_help_panel=SAMPLING
+        option(
+            "--temperature",
+            "-t",
+            metavar="T",
+            panel=SAMPLING,
+            help="0 always takes the likeliest token; 0.7 is usual for varied answers, 1 is the model as trained.",
         ),
     ] = 0.0
     top_p: Annotated[
         float,
-        typer.Option(
-            help="Sample from the likeliest tokens that hold this much probability.", rich_help_panel=SAMPLING
+        option(
+            metavar="P",
+            panel=SAMPLING,
+            help="Sample only from the likeliest tokens that together hold this much probability, such as 0.9; 1 is "
+            "off.",
         ),
     ] = 1.0
     top_k: Annotated[
-        int, typer.Option(help="Sample from the K likeliest tokens; 0 is off.", rich_help_panel=SAMPLING)
+        int,
+        option(metavar="K", panel=SAMPLING, help="Sample only from the K likeliest tokens, such as 40; 0 is off."),
     ] = 0
     min_p: Annotated[
         float,
-        typer.Option(
-            help="Leave out tokens less likely than this share of the likeliest; 0 is off.", rich_help_panel=SAMPLING
+        option(
+            metavar="P",
+            panel=SAMPLING,
+            help="Leave out tokens less likely than this share of the likeliest, such as 0.05; 0 is off.",
         ),
     ] = 0.0
     seed: Annotated[
         int | None,
-        typer.Option(
-            help="Same seed, same tokens, with or without speculation. Default: a fresh one.", rich_help_panel=SAMPLING
+        option(
+            metavar="N",
+            panel=SAMPLING,
+            help="Same seed, same tokens, with or without speculation, such as 7. Default: a fresh one, which --json "
+            "shows.",
         ),
     ] = None
     max_tokens: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--max-tokens",
-            help="Longest answer in tokens. Default: 256 (generate), 512 (chat), 128 (bench).",
-            rich_help_panel=SAMPLING,
+            metavar="N",
+            panel=SAMPLING,
+            help="Longest answer in tokens, such as 1000. Default: 256 (generate), 512 (chat), 128 (bench).",
         ),
     ] = None
     debug: DebugOption = False
@@ -170,6 +219,25 @@ class Common:
         """The drafters to load; none of them where 'none' was named."""
         named = tuple(dict.fromkeys(self.drafter or (DEFAULT_DRAFTER,)))
         return () if "none" in named else named
+
+    def check(self, prediction: str | None) -> None:
+        """Refuse what is wrong without torch having to say so: its import takes seconds."""
+        specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
+        if prediction is None and any(spec.name == "prediction" for spec in specs):
+            raise ConfigError(
+                "--drafter prediction: there is no prediction to follow; give `generate` one with --prediction FILE, "
+                "or choose ngram, model:PATH or none"
+            )
+        if prediction is not None and not specs:
+            why = "--no-speculation" if self.no_speculation else "--drafter none"
+            raise ConfigError(
+                f"--prediction {prediction} with {why}: nothing would guess from it; leave one of them out"
+            )
+        check_dtype_name(self.dtype)
+        check_device_name(self.device)
+        EngineConfig(memory=parse_bytes(self.memory), max_model_len=self.max_model_len, draft_tokens=self.draft_tokens)
+        for name in (self.model, *(spec.path for spec in specs if spec.path is not None)):
+            find_local(name)
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:
         """The request's parameters. A sampled request without a seed gets one here, so that it can be shown."""
@@ -189,41 +257,6 @@ class Common:
             )
         except InvalidRequest as error:  # it came from the command line: a bad option
             raise ConfigError(str(error)) from error
-
-
-def open_llm(
-    common: Common, drafters: Sequence[str], on_progress: Callable[[str], None] | None = None, **more: Any
-) -> LLM:
-    """Load the engine. The one place where the command line does, so tests put a stand-in here."""
-    from slipstream.engine.llm import LLM
-
-    return LLM(
-        common.model,
-        drafter=list(drafters) or None,
-        draft_tokens=common.draft_tokens,
-        dtype=common.dtype,
-        device=common.device,
-        memory=common.memory,
-        max_model_len=common.max_model_len,
-        trust_remote_code=common.trust_remote_code,
-        on_progress=on_progress,
-        **more,
-    )
-
-
-@contextmanager
-def loaded(common: Common, drafters: Sequence[str], **more: Any) -> Iterator[LLM]:
-    """The engine, closed at the end; while it loads, what it does is shown on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"loading {common.model}") as status:
-            llm = open_llm(common, drafters, lambda message: status.update(message), **more)
-    else:
-        llm = open_llm(common, drafters, **more)
-    try:
-        yield llm
-    finally:
-        llm.close()
 
 
 def read_text(source: str, option: str) -> str:
@@ -250,7 +283,9 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        command(common=Common(**{name: values.pop(name) for name in names}), **values)
+        common = Common(**{name: values.pop(name) for name in names})
+        common.check(values.get("prediction"))
+        command(common=common, **values)
 
     del run.__wrapped__  # typer must see the new signature, not the old one
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

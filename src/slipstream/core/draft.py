@@ -35,6 +35,10 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
     def check(self, vocab_size: int, budget: int) -> None:
         """Raise `DrafterError` unless this is a tree that a round can verify."""
         if len(self.tokens) != len(self.parents):
@@ -71,7 +75,7 @@ class Draft:
             torch.tensor(tokens, dtype=torch.int64, device=device).view(shape),
             torch.tensor(parents, dtype=torch.int64, device=device).view(shape),
             torch.tensor([len(t) for t in trees], dtype=torch.int64, device=device),
-            all(t.parents == tuple(range(-1, len(t) - 1)) for t in trees),
+            all(t.is_chain for t in trees),
         )
 
     @staticmethod

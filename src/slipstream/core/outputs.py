@@ -69,7 +69,10 @@ class Timing:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` answers of a request."""
+    """One of the `n` answers of a request.
+
+    text, token_ids and logprobs are all so far; in a stream of `output_kind="delta"` only what is new.
+    """
 
     index: int
     text: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Literal, get_args
 
 from slipstream.core.errors import InvalidRequest
 
@@ -18,6 +19,10 @@ MAX_STOPS = 64
 MAX_SEED = 2**64 - 1
 MAX_TEMPERATURE = 1e6
 MAX_BIAS = 1e6
+TO_THE_END = 2**30
+"""What `max_tokens=None` becomes: more than any context holds, so that the context's end is the limit."""
+
+OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,10 @@ class SpeculationParams:
 
     def __post_init__(self) -> None:
         wanted = self.draft_tokens
-        if wanted is not None and not (isinstance(wanted, Integral) and 0 <= wanted <= 63):
+        if wanted is not None and not (_whole(wanted) and 0 <= wanted <= 63):
             raise InvalidRequest(f"draft_tokens={wanted!r}: must be 0 to 63 (a pass checks at most 64 rows)")
+        if not isinstance(self.enabled, bool):
+            raise InvalidRequest(f"enabled={self.enabled!r}: must be True or False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,10 @@ class SamplingParams:
         None draws a fresh one.
     logprobs: return the log probability of each token and of this many alternatives, from the raw model
         (before temperature, penalties and masks).
+    max_tokens: longest answer; None goes on up to the context's end.
     prediction: text that the answer is likely to repeat; it is drafted from, never trusted.
+    output_kind: what each output of a stream holds: "cumulative" everything so far, "delta" only what is new since the
+        one before, "final_only" everything, once, at the end. Times and counts are always those so far.
     """
 
     n: int = 1
@@ -71,6 +81,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     prediction: str | None = None
     speculation: SpeculationParams = SpeculationParams()
+    output_kind: OutputKind = "cumulative"
 
     def __post_init__(self) -> None:
         for key in ("stop", "stop_token_ids", "bad_words"):
@@ -84,11 +95,18 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.top_k == -1:  # vLLM's other spelling of "off"
             object.__setattr__(self, "top_k", 0)
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", TO_THE_END)
         for key in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"):
             optional = key in ("seed", "logprobs") and getattr(self, key) is None
-            self._check(key, optional or isinstance(getattr(self, key), Integral), "a whole number")
+            self._check(key, optional or _whole(getattr(self, key)), "a whole number")
         for key in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            self._check(key, isinstance(getattr(self, key), Real), "a number")
+            self._check(key, _number(getattr(self, key)), "a number")
+        for key in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            self._check(key, isinstance(getattr(self, key), bool), "True or False")
+        self._check(
+            "output_kind", self.output_kind in get_args(OutputKind), f"one of {', '.join(get_args(OutputKind))}"
+        )
         self._check("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
         self._check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"0 (greedy) to {MAX_TEMPERATURE:g}")
         self._check("top_p", 0 < self.top_p <= 1, "above 0, at most 1")
@@ -126,5 +144,14 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    """True and False are numbers to Python; here they are an argument in the wrong place."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _moderate(value: object) -> bool:
-    return isinstance(value, Real) and abs(float(value)) <= MAX_BIAS
+    return isinstance(value, Real) and _number(value) and abs(float(value)) <= MAX_BIAS

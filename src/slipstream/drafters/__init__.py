@@ -42,7 +42,10 @@ _aliases: dict[str, str] = {}
 def register(
     name: str, factory: str | DrafterFactory, *, takes_path: bool = False, aliases: Sequence[str] = ()
 ) -> None:
-    """Make a drafter known. `factory` makes it, or is the "module:class" that does."""
+    """Make a drafter known. `factory` makes it, or is the "module:class" that does.
+
+    takes_path: it is named with the place of its weights, NAME:PATH, and never without.
+    """
     for taken in (name, *aliases):
         if not taken or ":" in taken:
             raise ConfigError(f"drafter name {taken!r}: must not be empty or have a colon (NAME:PATH)")
@@ -62,12 +65,24 @@ def parse_spec(text: str) -> DrafterSpec:
     given, colon, path = text.partition(":")
     name = _aliases.get(given, given)
     if name not in _entries:
-        raise ConfigError(f"drafter {given!r} is unknown: must be one of {', '.join(drafter_names())}")
+        raise ConfigError(f"drafter {given!r} is unknown: must be one of {', '.join(drafter_names())}, or none")
     if colon and not path:
         raise ConfigError(f"drafter {text!r}: a path must follow the colon")
     if colon and not _entries[name].takes_path:
         raise ConfigError(f"drafter {text!r}: {name} takes no path, write {name!r}")
+    if _entries[name].takes_path and not path:
+        raise ConfigError(f"drafter {name!r} needs a model: write {name}:PATH (folder, hub id or GGUF file)")
     return DrafterSpec(name, path or None)
+
+
+def parse_specs(texts: Sequence[str]) -> list[DrafterSpec]:
+    """Several of them; each may be named once, for a request chooses by the name."""
+    specs = [parse_spec(text) for text in texts]
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"drafter {name!r} is given twice: give each once")
+    return specs
 
 
 def drafter_factory(name: str) -> DrafterFactory:

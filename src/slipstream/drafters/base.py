@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
+from slipstream.kernels.pack_rows import LaneState
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
-from slipstream.sampling.table import SamplingTable
+from slipstream.models.batch import PassBatch
+from slipstream.sampling.table import Features, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,18 @@ class Services:
     page_table: Callable[[str], PageTable]  # of a request, by id
     sampling: SamplingTable  # the rule of sampling, and each request's parameters and noise
     max_rows: int  # most rows of one pass
+    cache_pages: int  # pages that a cache of its own must have
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRound:
+    """A round on the device, for drafters that are captured: what is guessed for whom, all in static tensors."""
+
+    state: LaneState  # where every request stands; read, never changed
+    lanes: Tensor  # [B] int64: the requests of this round, padded with the trash lane
+    depth: int  # tokens to guess for each
+    keys: int  # no row sees more keys
+    features: Features  # what some of the requests asked of the sampling
 
 
 class Drafter(ABC):
@@ -55,6 +71,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs] = Needs()
     default_draft_tokens: ClassVar[int] = 5
+    max_positions: int | None = None  # the longest context it can draft in; None: any
 
     def start(self, request: DraftRequest) -> None:  # noqa: B027 - most drafters need not know
         """A request was admitted: its prompt is known, and computed in the rounds to come."""
@@ -92,6 +109,16 @@ class DeviceDrafter(Drafter):
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Requests were forked: copy these pages in the drafter's own cache, if it has one."""
+
+    def read(self, batch: PassBatch) -> None:
+        """The target computes these tokens of prompts now. Called where rounds are queued, before any `draft`."""
+
+    def draft(self, round: DraftRound) -> Tensor:  # [B, depth] int64
+        """Guess a chain for each request, without looking at a value: on a GPU this is captured in a graph.
+
+        Writes only the drafter's own cache, behind the committed length less one.
+        """
+        raise NotImplementedError(f"drafter {self.name!r} cannot draft inside a queued round")
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:

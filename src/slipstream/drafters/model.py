@@ -7,7 +7,7 @@ agree in distribution they also pick the same token. Its cache hangs on the targ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from slipstream.core.draft import Draft
 from slipstream.core.errors import DrafterError
 from slipstream.core.verdict import Verdict
-from slipstream.drafters.base import DeviceDrafter, DraftRequest, Needs, Services
+from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Needs, Services
+from slipstream.kernels.paged import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
@@ -43,6 +44,7 @@ class ModelDrafter(DeviceDrafter):
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self.max_positions = runner.max_positions
         # ids from here on are a wider target's padding: should one come, the draft reads another, and guesses badly
         self._known_ids = cast(Tensor, runner.model.get_input_embeddings().weight).shape[0]
         self._services: Services | None = None
@@ -65,7 +67,7 @@ class ModelDrafter(DeviceDrafter):
 
     def attach(self, services: Services) -> None:
         self._services = services
-        self._cache = self.runner.new_cache(services.pool.num_pages, services.pool.page_size)
+        self._cache = self.runner.new_cache(services.cache_pages, services.pool.page_size)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         assert self._cache is not None
@@ -85,20 +87,72 @@ class ModelDrafter(DeviceDrafter):
                 progress.length = progress.base + min(verdict.accepted, progress.depth - 1)
                 progress.depth = 0
 
+    def read(self, batch: PassBatch) -> None:
+        assert self._cache is not None
+        if int(max(batch.prefix_lengths)) + batch.num_rows <= self.runner.max_positions:
+            self.runner.forward(self._own(batch), self._cache)
+
+    def draft(self, round: DraftRound) -> Tensor:
+        """Step by step, each a pass of one row a request; the first reads the token before as well.
+
+        After a round in which every guess was right the last of them has not been read yet. Reading the last two
+        tokens always, the same entry is sometimes written again, but no one has to know who is behind.
+        """
+        assert self._services is not None
+        assert self._cache is not None
+        state, lanes, size = round.state, round.lanes, self._services.pool.page_size
+        requests, device = lanes.shape[0], lanes.device
+        ahead = torch.arange(-1, round.depth, device=device)[:, None]  # [depth + 1, 1]
+        last = min(self.runner.max_positions, state.pages.shape[1] * size) - 1  # who is there is not drafted for
+        at = (state.length[lanes] + ahead).clamp_(0, last)  # [depth + 1, B]
+        slots = state.pages[lanes, at // size].long() * size + at % size  # [depth + 1, B]
+        emitted = state.generated[lanes]
+        guesses = torch.zeros((round.depth, requests), dtype=torch.int64, device=device)
+        ids = torch.stack((state.previous[lanes], state.last[lanes]), dim=1).flatten()  # [2 B]
+        one = torch.arange(requests + 1, dtype=torch.int32, device=device)
+        two_rows = self._layout(round, at[:2].T.flatten(), slots[:2].T.flatten(), 2 * one)
+        logits = self.runner.run(self._known(ids), two_rows, self._cache, 2 * one[:-1].long() + 1)
+        for depth in range(round.depth):
+            if depth:
+                row = self._layout(round, at[depth + 1], slots[depth + 1], one)
+                logits = self.runner.run(self._known(guesses[depth - 1]), row, self._cache)
+            wants_path = depth and (round.features.penalties or round.features.bad_words)
+            rows = SampleRows(
+                slots=lanes,
+                positions=at[depth + 1] + 1,
+                generated=emitted + depth,
+                path=guesses[:depth].T if wants_path else None,
+            )
+            chosen = choose(self._fit(logits), rows, self._services.sampling, round.features)
+            torch.clamp_min(chosen, 0, out=guesses[depth])  # nonsense is found out by the target
+        return guesses.T
+
+    def _layout(self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor) -> RowLayout:
+        assert self._services is not None
+        state, size = round.state, self._services.pool.page_size
+        return RowLayout(positions, slots, starts, round.lanes, state.length, state.pages, None, size, round.keys)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """These ids, where the draft has such tokens: what stands in for nobody may hold anything."""
+        return torch.where((ids >= 0) & (ids < self._known_ids), ids, 0)
+
+    def _own(self, batch: PassBatch) -> PassBatch:
+        """The target's rows for this model; one row of logits, which nobody wants."""
+        return replace(batch, input_ids=self._known(batch.input_ids), logit_rows=batch.slots.new_zeros(1))
+
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
-        budgets = [self._within_context(r, b) for r, b in zip(requests, budget, strict=True)]
         device = self.runner.device
-        tokens = torch.zeros((len(requests), max(budgets, default=0)), dtype=torch.int64, device=device)
-        ready = self._catch_up(requests, budgets, tokens)
+        tokens = torch.zeros((len(requests), max(budget, default=0)), dtype=torch.int64, device=device)
+        ready = self._catch_up(requests, budget, tokens)
         for depth in range(1, tokens.shape[1]):
-            active = [i for i in ready if budgets[i] > depth]
+            active = [i for i in ready if budget[i] > depth]
             if not active:
                 break
             rows = [1] * len(active)
             ids = tokens[active, depth - 1]
             at = [len(requests[i].tokens) + depth - 1 for i in active]
             self._pass([requests[i] for i in active], active, at, rows, ids, depth, tokens)
-        counts = [budgets[i] if i in ready else 0 for i in range(len(requests))]
+        counts = [budget[i] if i in ready else 0 for i in range(len(requests))]
         for request, count in zip(requests, counts, strict=True):
             progress = self._progress[request.id]
             progress.base, progress.depth = len(request.tokens), count
@@ -106,10 +160,6 @@ class ModelDrafter(DeviceDrafter):
                 progress.length = len(request.tokens) + count - 1
         parents = torch.arange(-1, tokens.shape[1] - 1, device=device).expand(len(requests), -1)
         return Draft(tokens, parents, torch.tensor(counts, dtype=torch.int64, device=device), True)
-
-    def _within_context(self, request: DraftRequest, budget: int) -> int:
-        """A draft with a shorter context than the target stops drafting when it ends."""
-        return max(0, min(budget, self.runner.max_positions - len(request.tokens)))
 
     def _catch_up(self, requests: Sequence[DraftRequest], budgets: Sequence[int], tokens: Tensor) -> list[int]:
         """Read what is new, at most one pass of it; those who are done have their first guess in `tokens`."""
@@ -164,7 +214,7 @@ class ModelDrafter(DeviceDrafter):
         last = tensor([end - 1 for end in starts[1:]])
         positions = tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)])
         batch = PassBatch(
-            input_ids=torch.where(ids < self._known_ids, ids, 0),
+            input_ids=self._known(ids),
             positions=positions,
             slots=tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
             row_starts=tuple(starts),

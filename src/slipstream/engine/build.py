@@ -14,6 +14,8 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import plan_memory
+from slipstream.engine.queued import QueuedEngine
+from slipstream.kernels.jit import has_triton
 from slipstream.models.load import load_config, load_tokenizer, pick_device, pick_dtype
 from slipstream.models.parity import open_model
 from slipstream.models.paths import Progress
@@ -45,7 +47,7 @@ def build(
     say = progress or (lambda _: None)
     choices = [parse_spec(c) if isinstance(c, str) else c for c in _listed(drafter)]
     where = pick_device(device)
-    path = resolve(model, progress)
+    path = resolve(model, progress, trust_remote_code=trust_remote_code)
 
     def open_runner(folder: Path) -> Runner:
         say(f"loading {folder.name}")
@@ -80,15 +82,18 @@ def build(
         drafters["prediction"] = drafter_factory("prediction")()
     drafts = [d.runner for d in drafters.values() if isinstance(d, ModelDrafter)]
     plan = plan_memory(target, drafts, config)
-    engine = Engine(target, drafters, default_drafter=default, plan=plan, config=config, decoder=tokenizer)
+    given: dict[str, Any] = {"default_drafter": default, "plan": plan, "config": config, "decoder": tokenizer}
+    if config.rounds == "queued" or (config.rounds is None and where.type == "cuda" and has_triton):
+        engine: Engine = QueuedEngine(target, drafters, graphs=config.graphs, progress=progress, **given)
+    else:
+        engine = Engine(target, drafters, **given)
     return Built(engine, tokenizer, path, _eos_ids(target, tokenizer))
 
 
 def _draft_path(spec: DrafterSpec, tokenizer: Any, progress: Progress | None, trust_remote_code: bool) -> Path:
     """Where the draft model lies. A vocabulary that does not fit is refused here, before any weights are read."""
-    if spec.path is None:
-        raise ConfigError(f"drafter {spec.name!r} needs a model: write {spec.name}:PATH (folder, hub id or GGUF file)")
-    path = resolve(spec.path, progress)
+    assert spec.path is not None  # `parse_spec` refuses one without
+    path = resolve(spec.path, progress, trust_remote_code=trust_remote_code)
     own: Any = load_tokenizer(path, trust_remote_code)
     ModelDrafter.check_vocabulary(own.get_vocab(), tokenizer.get_vocab())
     return path

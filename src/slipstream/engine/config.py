@@ -9,7 +9,9 @@ from typing import Literal, get_args
 from slipstream.core.errors import ConfigError
 
 PlannerName = Literal["adaptive", "fixed"]
+RoundsName = Literal["queued", "eager"]
 
+_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
 
 
@@ -21,40 +23,57 @@ class EngineConfig:
         sensible part of what is free.
     max_model_len: longest prompt plus answer; None: as long as the model and the memory allow.
     max_num_seqs: most requests that run at once.
-    max_batch_tokens: most prompt tokens computed in one pass: larger is faster, smaller lets others decode sooner.
+    max_batch_tokens: most prompt tokens computed in one pass: larger is faster, smaller lets others decode sooner;
+        None: 512 on a CPU, 2048 on a GPU.
     max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests.
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
+    rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
+    graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
     """
 
     memory: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
-    max_batch_tokens: int = 512
+    max_batch_tokens: int | None = None
     max_draft_rows: int = 256
     page_size: int = 16
     draft_tokens: int | None = None
     planner: PlannerName = "adaptive"
+    rounds: RoundsName | None = None
+    graphs: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("memory", "max_model_len", "draft_tokens"):
-            self._check(key, isinstance(getattr(self, key), int | None), "a whole number, or None")
-        for key in ("max_num_seqs", "max_batch_tokens", "max_draft_rows", "page_size"):
-            self._check(key, isinstance(getattr(self, key), int) and getattr(self, key) >= 1, "1 or more")
+        for key in ("memory", "max_model_len", "max_batch_tokens", "draft_tokens"):
+            self._check(key, getattr(self, key) is None or _whole(getattr(self, key)), "a whole number, or None")
+        for key in ("max_num_seqs", "max_draft_rows", "page_size"):
+            self._check(key, _whole(getattr(self, key)) and getattr(self, key) >= 1, "1 or more")
         self._check("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more")
         self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
         self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
         self._check("planner", self.planner in get_args(PlannerName), f"one of {', '.join(get_args(PlannerName))}")
+        self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
+        self._check("graphs", isinstance(self.graphs, bool), "True or False")
         # every running request must be able to take its next step in one pass
         self._check(
             "max_draft_rows", self.max_draft_rows >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
         )
         self._check(
-            "max_batch_tokens", self.max_batch_tokens >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
+            "max_batch_tokens",
+            self.max_batch_tokens is None or self.max_batch_tokens >= self.max_num_seqs,
+            f"at least max_num_seqs={self.max_num_seqs}",
         )
+
+    def batch_tokens(self, device: str) -> int:
+        """Most prompt tokens of one pass on a device of this type."""
+        return self.max_batch_tokens or max(_BATCH_TOKENS[device], self.max_num_seqs)
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:
             raise ConfigError(f"{key}={getattr(self, key)!r}: must be {remedy}")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def parse_bytes(size: str | int | None) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -15,8 +15,10 @@ from slipstream.core.outputs import DrafterStats
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
+from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
+from slipstream.models.batch import PassBatch
 from slipstream.plan.planner import Planner
 
 T = TypeVar("T")
@@ -28,6 +30,24 @@ class Drafted:
 
     draft: Draft
     drafters: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The drafts of a round whose device drafters run inside it: the host's trees, and how far the others go."""
+
+    trees: tuple[Tree, ...]  # of the host drafters; empty for the others
+    depths: tuple[int, ...]  # nodes that a device drafter is to guess for each request; 0 for the others
+    drafters: tuple[str | None, ...]  # whose drafts they are
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(tree) or depth for tree, depth in zip(self.trees, self.depths, strict=True)]
+
+    @property
+    def devices(self) -> list[str]:
+        """The device drafters that have something to do."""
+        return sorted({name for name, depth in zip(self.drafters, self.depths, strict=True) if name and depth})
 
 
 class Drafting:
@@ -89,20 +109,60 @@ class Drafting:
         """Drafts for the decoding requests. Reserves the pages that they need."""
         parts: list[tuple[Sequence[int], Draft]] = []
         drafters: list[str | None] = [None] * len(decodes)
-        for name in dict.fromkeys(a.drafter for a in decodes):
-            if name is None:
-                continue
-            mine = [i for i, a in enumerate(decodes) if a.drafter == name and name not in a.refused]
-            answers = [decodes[i] for i in mine]
-            caps = [self._cap(answer, name, len(decodes)) for answer in answers]
-            if not any(caps):
-                continue
-            draft = self._ask(name, answers, caps, len(decodes))
+        for name, mine, caps in self._groups(decodes):
+            draft = self._ask(name, [decodes[i] for i in mine], caps, len(decodes))
             if draft is not None and draft.width:
                 parts.append((mine, draft))
                 for i in mine:
                     drafters[i] = name
         return Drafted(Draft.merge(parts, len(decodes), self._device), tuple(drafters))
+
+    def plan(self, decodes: Sequence[Answer]) -> Plan:
+        """As `propose`, but what device drafters guess stays on the device: they are told how far to go."""
+        trees = [Tree()] * len(decodes)
+        depths = [0] * len(decodes)
+        drafters: list[str | None] = [None] * len(decodes)
+        for name, mine, caps in self._groups(decodes):
+            answers = [decodes[i] for i in mine]
+            if isinstance(self.drafters[name], DeviceDrafter):
+                budgets = self._budgets(name, answers, caps, len(decodes))
+                for i, depth in zip(mine, budgets, strict=True):
+                    depths[i], drafters[i] = depth, name
+            else:
+                for i, tree in zip(mine, self._trees(name, answers, caps, len(decodes)), strict=True):
+                    trees[i], drafters[i] = tree, name
+        return Plan(tuple(trees), tuple(depths), tuple(drafters))
+
+    def draft(self, plan: Plan, decodes: Sequence[Answer], action: Callable[[], None]) -> bool:
+        """Run the device drafters of a plan. False: one raised, and they are dropped for these requests."""
+        drafting = [(a, n) for a, n, d in zip(decodes, plan.drafters, plan.depths, strict=True) if n is not None and d]
+        try:
+            action()
+        except Exception as error:
+            for answer, name in drafting:
+                self._drop(answer, name, error)
+            return False
+        return True
+
+    def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
+        """The target computes these prompts: device drafters that will draft for one of them read along."""
+        for name, drafter in self.drafters.items():
+            mine = [chunk.answer for chunk in chunks if chunk.answer.drafter == name]
+            if mine and isinstance(drafter, DeviceDrafter):
+                self._guarded(name, mine, functools.partial(drafter.read, batch))
+
+    def waits(self, answers: Sequence[Answer]) -> bool:
+        """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
+        return any(a.drafter in self.guards and a.drafter not in a.refused for a in answers)
+
+    def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int], list[int]]]:
+        """For each drafter with something to do: which requests are its, and how much is of any use to them."""
+        for name in dict.fromkeys(a.drafter for a in decodes):
+            if name is not None:
+                mine = [i for i, a in enumerate(decodes) if a.drafter == name and name not in a.refused]
+                caps = [self._cap(decodes[i], name, len(decodes)) for i in mine]
+                if any(caps):
+                    yield name, mine, caps
 
     def observe(self, answers: Sequence[Answer], drafters: Sequence[str | None], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
@@ -123,34 +183,46 @@ class Drafting:
             wanted = self._draft_tokens
         if wanted is None:
             wanted = self.drafters[name].default_draft_tokens
-        left = min(answer.params.max_tokens - answer.generated, self._max_len - len(answer.tokens)) - 1
+        left = min(answer.params.max_tokens - answer.generated - answer.queued, self._max_len - answer.reach) - 1
+        ends = self.drafters[name].max_positions  # a draft with a shorter context than the target stops where it ends
+        if ends is not None:
+            left = min(left, ends - answer.reach)
         share = self._max_rows // requests - 1
         return max(0, min(wanted, MAX_NODES, left, share))
 
     def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:
-        drafter, ids = self.drafters[name], [answer.id for answer in answers]
+        drafter = self.drafters[name]
+        if not isinstance(drafter, DeviceDrafter):
+            return Draft.pack(self._trees(name, answers, caps, rows), self._device)
+        budget = self._budgets(name, answers, caps, rows)
+        if not any(budget):
+            return None
         views = [cast(DraftRequest, answer.view) for answer in answers]
-        if isinstance(drafter, DeviceDrafter):
-            budget = self.planner.budget(name, ids, caps, rows)
-            budget = [self._reserve(a, b) for a, b in zip(answers, budget, strict=True)]
-            if not any(budget):
-                return None
-            started = time.perf_counter()
-            draft = self._guarded(name, answers, lambda: drafter.propose(views, budget))
-            self.planner.observe_draft(name, max(budget), time.perf_counter() - started)
-            return draft
-        guard = self.guards[name]
-        proposals = guard.propose(views, caps, self.round_s)
+        started = time.perf_counter()
+        draft = self._guarded(name, answers, lambda: drafter.propose(views, budget))
+        self.planner.observe_draft(name, max(budget), time.perf_counter() - started)
+        return draft
+
+    def _budgets(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> list[int]:
+        """How far a device drafter is to go for each request: as far as pays, and as far as there are pages."""
+        budget = self.planner.budget(name, [answer.id for answer in answers], caps, rows)
+        return [self._reserve(answer, nodes) for answer, nodes in zip(answers, budget, strict=True)]
+
+    def _trees(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> list[Tree]:
+        """What a host drafter guesses, cut to what pays and to what there are pages for."""
+        views = [cast(DraftRequest, answer.view) for answer in answers]
+        proposals = self.guards[name].propose(views, caps, self.round_s)
         failures = self._failures.setdefault(name, {})
         failures.update(proposals.failures)  # also of requests whose prompt is still being computed
         for answer in answers:
             if answer.id in failures:
                 answer.refused[name] = failures.pop(answer.id)
                 answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
+        ids = [answer.id for answer in answers]
         trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
         # where the pages do not do, the first nodes of a tree are a tree too
         fits = [self._reserve(answer, len(tree)) for answer, tree in zip(answers, trees, strict=True)]
-        return Draft.pack([Tree(t.tokens[:n], t.parents[:n]) for t, n in zip(trees, fits, strict=True)], self._device)
+        return [Tree(t.tokens[:n], t.parents[:n]) for t, n in zip(trees, fits, strict=True)]
 
     def _voice(self, name: str) -> DrafterGuard | Drafter:
         """Whom to call: a host drafter's guard, which takes care of its failures, or the device drafter itself."""
@@ -162,6 +234,10 @@ class Drafting:
             return action()
         except Exception as error:
             for answer in answers:
-                answer.refused[name] = f"{type(error).__name__}: {error}"
-                answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
+                self._drop(answer, name, error)
             return None
+
+    @staticmethod
+    def _drop(answer: Answer, name: str, error: Exception) -> None:
+        answer.refused[name] = f"{type(error).__name__}: {error}"
+        answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1

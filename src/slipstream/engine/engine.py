@@ -20,7 +20,7 @@ from slipstream.drafters.base import DeviceDrafter, Drafter, Services
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafting import Drafted, Drafting
 from slipstream.engine.emit import emit
-from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.packing import PackedPass, pack
 from slipstream.engine.scheduler import Schedule, Scheduler
@@ -51,6 +51,8 @@ class RoundTimes:
 class Engine:
     """Runs requests to their end, several at a time. Not thread-safe: one thread calls everything."""
 
+    spare = 0  # slots and pages beyond what requests can have
+
     def __init__(
         self,
         target: Runner,
@@ -65,12 +67,12 @@ class Engine:
         self.config = config
         self.plan = plan
         self.pool = PagePool(plan.num_pages, config.page_size)
-        self.cache = target.new_cache(plan.num_pages, config.page_size)
-        self.sampling = SamplingTable(config.max_num_seqs, target.vocab_size, target.device)
+        self.cache = target.new_cache(plan.num_pages + self.spare, config.page_size)
+        self.sampling = SamplingTable(config.max_num_seqs + self.spare, target.vocab_size, target.device)
         self.scheduler = Scheduler(
             self.pool,
             max_running=config.max_num_seqs,
-            max_rows=config.max_batch_tokens,
+            max_rows=config.batch_tokens(target.device.type),
             copy_pages=self._copy_pages,
             on_admit=self._admitted,
             on_release=self._released,
@@ -90,7 +92,13 @@ class Engine:
         self.jobs: dict[str, Job] = {}
         self._tables: dict[str, PageTable] = {}
         self._logprobs = LogprobReader(decoder)
-        services = Services(self.pool, self._tables.__getitem__, self.sampling, config.max_batch_tokens)
+        services = Services(
+            self.pool,
+            self._tables.__getitem__,
+            self.sampling,
+            config.batch_tokens(target.device.type),
+            plan.num_pages + self.spare,
+        )
         for drafter in drafters.values():
             if isinstance(drafter, DeviceDrafter):
                 drafter.attach(services)
@@ -101,14 +109,9 @@ class Engine:
 
     def add(self, job: Job) -> None:
         """Take a job whose answers are made. Raises `InvalidRequest` where it can never run."""
-        length = len(job.prompt_ids)
         if job.id in self.jobs:
             raise InvalidRequest(f"request_id={job.id!r} is running already: choose another")
-        if length + 1 > self.plan.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens and the context {self.plan.max_model_len}: shorten the prompt to at "
-                "most one token less than the context, or raise max_model_len or memory"
-            )
+        self.plan.check_prompt(len(job.prompt_ids))
         self.jobs[job.id] = job
         for answer in job.answers:
             self.scheduler.add(answer)
@@ -181,7 +184,7 @@ class Engine:
             chunk.answer.table.commit(chunk.rows)
         return told
 
-    def _emit(self, packed: PackedPass, told: Sequence[Verdict], logits: Tensor) -> list[int]:
+    def _emit(self, packed: Emitting, told: Sequence[Verdict], logits: Tensor | None) -> list[int]:
         """Append what was emitted to each answer, up to where it ends; how many tokens each of them kept."""
         logprobs = self._logprobs.read(packed, told, logits)
         kept: list[int] = []
@@ -220,7 +223,18 @@ class Engine:
             self.drafting.planner.observe_pass(packed.batch.num_rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
         drafters = drafted.drafters + (None,) * (len(told) - len(drafted.drafters))
-        for answer, drafter, verdict, count in zip(packed.emitting, drafters, told, kept, strict=True):
+        self._tally(packed.emitting, drafters, told, kept, times)
+
+    def _tally(
+        self,
+        answers: Sequence[Answer],
+        drafters: Sequence[str | None],
+        told: Sequence[Verdict],
+        kept: Sequence[int],
+        times: RoundTimes,
+    ) -> None:
+        """A round's share of time and acceptance for each of its requests; then the drafters hear of it."""
+        for answer, drafter, verdict, count in zip(answers, drafters, told, kept, strict=True):
             stats = answer.output.speculation
             stats.rounds += 1
             stats.emitted += count
@@ -233,10 +247,8 @@ class Engine:
                 for tally in (stats, theirs):
                     tally.drafted += verdict.drafted
                     tally.accepted += min(verdict.accepted, count)  # what a stop cut off was of no use
-        running = [i for i, answer in enumerate(packed.emitting) if not answer.ended]
-        self.drafting.observe(
-            [packed.emitting[i] for i in running], [drafters[i] for i in running], [told[i] for i in running]
-        )
+        running = [i for i, answer in enumerate(answers) if not answer.ended]
+        self.drafting.observe([answers[i] for i in running], [drafters[i] for i in running], [told[i] for i in running])
 
     def _close(self, job: Job) -> None:
         self.jobs.pop(job.id, None)

@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
+from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.state import Answer, Job, Sink
 from slipstream.engine.text import TextStream
 
@@ -20,7 +21,15 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class Intake:
     """Turns prompts into jobs. Everything that can be refused is refused here, before a job takes any room."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int], drafters: Iterable[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        drafters: Iterable[str],
+        plan: MemoryPlan | None = None,
+    ) -> None:
+        self._plan = plan
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
@@ -30,6 +39,8 @@ class Intake:
         self, prompt: Prompt, params: SamplingParams, sink: Sink, *, streaming: bool, request_id: str | None = None
     ) -> Job:
         text, ids = self._prompt(prompt)
+        if self._plan is not None:
+            self._plan.check_prompt(len(ids))
         self._check(params)
         job = Job(request_id or f"req-{uuid.uuid4().hex[:16]}", text, ids, params, sink, streaming)
         seed = secrets.randbits(64) if params.seed is None else int(params.seed)
@@ -86,7 +97,7 @@ class Intake:
 
     def _check_ids(self, key: str, ids: Iterable[object]) -> None:
         for token in ids:
-            if not (isinstance(token, Integral) and 0 <= int(token) < self._vocab_size):
+            if isinstance(token, bool) or not (isinstance(token, Integral) and 0 <= int(token) < self._vocab_size):
                 raise InvalidRequest(f"{key}: token id {token!r} must be a whole number, 0 to {self._vocab_size - 1}")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -11,14 +11,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
+from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import Built, DrafterChoice, build
-from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
+from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake, Prompt, check_text
 from slipstream.engine.loop import EngineLoop
+from slipstream.models.default import add_remedy
+from slipstream.models.names import check_device_name, check_dtype_name
 
 Message = Mapping[str, str]
 
@@ -30,6 +33,7 @@ class LLM:
     drafter: `ngram`, `prediction`, `model:PATH`, several of them, a `Drafter` of your own, or None for plain decoding.
         The first is used unless a request names another; a request with a prediction drafts from that.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
+    tensor_parallel_size: taken for vLLM's sake; must be 1.
 
     Any thread may call any method; calls from several threads share batches. Close it, or use it in a `with` block.
     """
@@ -45,22 +49,33 @@ class LLM:
         memory: str | int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
-        max_batch_tokens: int = 512,
+        max_batch_tokens: int | None = None,
         trust_remote_code: bool = False,
         planner: PlannerName = "adaptive",
+        rounds: RoundsName | None = None,
+        graphs: bool = True,
+        tensor_parallel_size: int = 1,
         speculative_config: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
+        if not isinstance(model, str | Path):
+            raise ConfigError(f"model={model!r}: must be a name or a path, such as 'default' or 'path/to/model'")
+        if tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be 1, a model runs on one device")
+        check_dtype_name(dtype)
+        check_device_name(device)
         if speculative_config is not None:
             drafter, draft_tokens = _from_vllm(speculative_config)
         config = EngineConfig(
             memory=parse_bytes(memory),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_batch_tokens=max(max_batch_tokens, max_num_seqs),
+            max_batch_tokens=max_batch_tokens and max(max_batch_tokens, max_num_seqs),
             max_draft_rows=max(256, max_num_seqs),
             draft_tokens=draft_tokens,
             planner=planner,
+            rounds=rounds,
+            graphs=graphs,
         )
         make = partial(
             build,
@@ -72,7 +87,11 @@ class LLM:
             trust_remote_code=trust_remote_code,
             progress=on_progress,
         )
-        self._loop = EngineLoop(lambda: self._adopt(make()))
+        try:
+            self._loop = EngineLoop(lambda: self._adopt(make()))
+        except ModelError as error:
+            add_remedy(error)
+            raise
 
     def _adopt(self, built: Built) -> Engine:
         self.engine = built.engine
@@ -81,7 +100,11 @@ class LLM:
         self.memory_plan = built.engine.plan
         self.max_model_len = built.engine.plan.max_model_len
         self._intake = Intake(
-            built.tokenizer, built.engine.target.vocab_size, built.eos_ids, built.engine.drafting.drafters
+            built.tokenizer,
+            built.engine.target.vocab_size,
+            built.eos_ids,
+            built.engine.drafting.drafters,
+            built.engine.plan,
         )
         return built.engine
 
@@ -90,12 +113,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = False,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer a batch of prompts, in their order. What is wrong with a request raises before any of them starts;
         one that fails on the way says so in its output, and the others go on.
 
-        on_output is called with each request as it finishes, from the calling thread.
+        use_tqdm: show a progress bar if stderr is a terminal.
+        on_output: called with each request as it finishes, from the calling thread.
         """
         batch = _as_batch(prompts)
         params = _for_each(sampling_params, len(batch))
@@ -106,11 +131,13 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             self._loop.submit(*jobs)  # together: they share their first pass
-            while len(done) < len(jobs):
-                output = finished.get()
-                done[output.request_id] = output
-                if on_output is not None:
-                    on_output(output)
+            with progress_bar(len(jobs), use_tqdm) as tick:
+                while len(done) < len(jobs):
+                    output = finished.get()
+                    done[output.request_id] = output
+                    tick(output)
+                    if on_output is not None:
+                        on_output(output)
         finally:
             for job in jobs:
                 if job.id not in done:
@@ -121,11 +148,13 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a batch of them, by the model's chat template."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        return self.generate([self.chat_prompt(c) for c in conversations], sampling_params)
+        return self.generate([self.chat_prompt(c) for c in conversations], sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as token ids, up to where the answer begins; plain text for models without a template."""
@@ -142,7 +171,10 @@ class LLM:
         return list(ids)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """One request, as it grows: each output holds everything so far. Closing the iterator aborts the request."""
+        """One request, as it grows. Each output holds everything so far, or what `output_kind` says.
+
+        Closing the iterator aborts the request.
+        """
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         job = self._intake.job(prompt, sampling_params or SamplingParams(), outputs.put, streaming=True)
         finished = False

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.core.outputs import Logprob
 from slipstream.core.verdict import Verdict
-from slipstream.engine.packing import PackedPass
+from slipstream.engine.state import Answer
 from slipstream.engine.text import Decoder
 from slipstream.sampling.logprobs import raw_logprobs
 
 Position = Mapping[int, Logprob]
+
+
+class Emitting(Protocol):
+    """A pass whose rows can be found."""
+
+    @property
+    def emitting(self) -> tuple[Answer, ...]: ...  # [E]
+
+    @property
+    def row_of(self) -> Tensor: ...  # [E, K + 1]: which row of the logits is a request's root (column 0) or node
 
 
 class LogprobReader:
@@ -22,17 +33,17 @@ class LogprobReader:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def read(self, packed: PackedPass, verdicts: Sequence[Verdict], logits: Tensor) -> list[list[Position] | None]:
+    def read(self, packed: Emitting, verdicts: Sequence[Verdict], logits: Tensor | None) -> list[list[Position] | None]:
         """For each emitting request its emitted tokens' log probabilities, or None where not asked for."""
         wanted = [i for i, a in enumerate(packed.emitting) if a.params.logprobs is not None]
         out: list[list[Position] | None] = [None] * len(verdicts)
-        if not wanted:
+        if not wanted or logits is None:
             return out
         columns = [(i, 0 if j == 0 else 1 + v.path[j - 1]) for i in wanted for j, v in _emitted(verdicts[i])]
         chosen = [v.tokens[j] for i in wanted for j, v in _emitted(verdicts[i])]
         if not chosen:
             return out
-        rows = packed.row_of[tuple(torch.tensor(columns, device=logits.device).T)]
+        rows = packed.row_of[tuple(torch.tensor(columns, device=packed.row_of.device).T)].to(logits.device)
         most = max(packed.emitting[i].params.logprobs or 0 for i in wanted)
         raw = raw_logprobs(logits[rows], torch.tensor(chosen, device=logits.device), most)
         values, ranks = raw.chosen.tolist(), raw.ranks.tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import queue
 import threading
 from collections.abc import Callable
@@ -13,6 +15,10 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.state import Job
 
 _CLOSED = "the engine is closed: make a new LLM"
+_PATIENCE_S = 10.0
+"""Most seconds that the end of the program waits for a round in flight."""
+
+_running: set[EngineLoop] = set()  # those whose thread has not ended
 
 
 class EngineLoop:
@@ -30,8 +36,13 @@ class EngineLoop:
         self._lock = threading.Lock()  # nothing may enter the inbox once the loop was told to end
         made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="slipstream-engine", daemon=True)
-        self._thread.start()
-        error = made.get()
+        _running.add(self)
+        try:
+            self._thread.start()
+            error = made.get()
+        except BaseException:  # Ctrl-C: nobody will use what is being made
+            self._stop_making()
+            raise
         if error is not None:
             raise error
 
@@ -75,9 +86,13 @@ class EngineLoop:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Abort what runs, end the thread, and wait for it."""
+    def close(self, timeout: float | None = None) -> None:
+        """Abort what runs, end the thread, and wait for it: no longer than `timeout` seconds."""
+        self._tell_to_end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
 
+    def _tell_to_end(self) -> None:
         def end() -> None:
             self._ended = True
             for job_id in list(self.engine.jobs):
@@ -87,8 +102,18 @@ class EngineLoop:
             if self._open:
                 self._open = False
                 self._inbox.put(end)
-        if threading.current_thread() is not self._thread:
+
+    def _stop_making(self) -> None:
+        """Raise in the thread that makes the engine, and wait for its end.
+
+        Left alone it would be torn out of the middle of torch when the program ends, and that ends in an abort.
+        """
+        self._tell_to_end()  # it may not have begun, or just be ready and wait for work
+        thread = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+        with suppress(RuntimeError):  # not begun: it ends as soon as it does
             self._thread.join()
+        _running.discard(self)
 
     def _add(self, *jobs: Job) -> None:
         if self._ended:
@@ -121,12 +146,19 @@ class EngineLoop:
 
     def _run(self, make: Callable[[], Engine], made: queue.SimpleQueue[BaseException | None]) -> None:
         try:
+            if not self._open:  # nobody waits for it any more
+                raise RequestError(_CLOSED)
             self.engine = make()
         except BaseException as error:
+            _running.discard(self)
             made.put(error)
             return
         del make  # it holds on to whoever made it
         made.put(None)
+        self._serve()
+        _running.discard(self)
+
+    def _serve(self) -> None:
         while not self._ended:
             try:
                 if self.engine.busy and self._inbox.empty():
@@ -151,3 +183,10 @@ class EngineLoop:
             while not self._inbox.empty():  # callers that wait for their turn are told that the engine is closed
                 with suppress(Exception):
                     self._inbox.get()()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads of engines that nobody closed: a thread that computes while Python goes away ends in an abort."""
+    for loop in list(_running):
+        loop.close(_PATIENCE_S)

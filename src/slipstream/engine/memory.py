@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from slipstream.core.errors import CapacityError
+from slipstream.core.errors import CapacityError, InvalidRequest
 from slipstream.engine.config import EngineConfig
 from slipstream.kv.cache import KVCache
 from slipstream.models.runner import Runner
@@ -17,8 +18,11 @@ from slipstream.models.runner import Runner
 _CPU_DEFAULT = 2**31
 _CPU_SHARE = 0.5
 _GPU_SHARE = 0.85
+_FEWEST_PAGES = 2
 _LOGIT_COPIES = 3
 """A row of logits exists as the model gave it, processed, and once more while it is sampled."""
+
+Limit = Literal["model", "max_model_len", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,22 @@ class MemoryPlan:
     workspace_bytes: int  # logits of the largest pass
     num_pages: int
     max_model_len: int
+    limit: Limit = "model"  # what keeps the context from being longer
+    max_positions: int = 0  # the model's own limit
+
+    def check_prompt(self, length: int) -> None:
+        """Raise `InvalidRequest` where a prompt of so many tokens leaves no room for an answer."""
+        if length < self.max_model_len:
+            return
+        longer = {
+            "model": "; the model itself reads no more",
+            "max_model_len": f", or raise max_model_len (the model has {self.max_positions} positions)",
+            "memory": f", or give more memory (the model has {self.max_positions} positions)",
+        }
+        raise InvalidRequest(
+            f"the prompt has {length} tokens and the context {self.max_model_len}: shorten the prompt to at most "
+            f"{self.max_model_len - 1} tokens{longer[self.limit]}"
+        )
 
 
 def plan_memory(target: Runner, drafts: Sequence[Runner], config: EngineConfig) -> MemoryPlan:
@@ -45,22 +65,34 @@ def plan_memory(target: Runner, drafts: Sequence[Runner], config: EngineConfig) 
         )
     longest = asked or target.max_positions
     wanted = -(-longest // config.page_size)
-    pages = min((budget - workspace) // page, wanted * config.max_num_seqs)
-    if pages < (wanted if asked else 2):
-        needed = workspace + page * wanted
-        raise CapacityError(
-            f"memory={budget:,} bytes: a context of {longest} tokens needs {needed:,} "
-            f"({page * wanted:,} of cache and {workspace:,} of workspace); give more memory, "
-            "or ask for a shorter max_model_len or a smaller max_draft_rows"
-        )
+    room = max(0, (budget - workspace) // page)  # pages
+    if room < (wanted if asked else _FEWEST_PAGES):
+        raise CapacityError(_too_little(config, budget, workspace, page, room))
+    pages = min(room, wanted * config.max_num_seqs)
+    length = min(longest, pages * config.page_size)
     return MemoryPlan(
         weights_bytes=target.weights_bytes,
         draft_weights_bytes=sum(draft.weights_bytes for draft in drafts),
         cache_bytes=pages * page,
         workspace_bytes=workspace,
         num_pages=pages,
-        max_model_len=min(longest, pages * config.page_size),
+        max_model_len=length,
+        limit="model" if length == target.max_positions else "max_model_len" if asked else "memory",
+        max_positions=target.max_positions,
     )
+
+
+def _too_little(config: EngineConfig, budget: int, workspace: int, page: int, room: int) -> str:
+    """What is missing, and the least that would do. Where the workspace leaves no page, a shorter context does not."""
+    asked = config.max_model_len
+    wanted = -(-asked // config.page_size) if asked else _FEWEST_PAGES
+    needed = workspace + wanted * page
+    remedy = f"give memory={-(-needed // 2**20)}MiB or more"
+    if room * config.page_size >= 2:
+        remedy += f", or ask for max_model_len={room * config.page_size} or less"
+    given = f"memory={budget:,} bytes" if config.memory is not None else f"memory: {budget:,} bytes can be taken here"
+    what = f"a context of {asked} tokens" if asked else "even a short context"
+    return f"{given}: {what} needs {needed:,} ({wanted * page:,} of cache and {workspace:,} of workspace); {remedy}"
 
 
 def _budget(device: torch.device) -> int:

@@ -76,7 +76,7 @@ class Scheduler:
         """Choose the next pass. Every decode in it has room for its next token."""
         plan = Schedule()
         for answer in list(self.running):
-            if answer.phase is Phase.RUNNING and answer.pending == 1 and self._make_room(answer):
+            if answer.phase is Phase.RUNNING and answer.decoding and not answer.will_end and self._make_room(answer):
                 plan.decodes.append(answer)
         plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]  # less those preempted
         rows = self._max_rows - len(plan.decodes)
@@ -91,12 +91,12 @@ class Scheduler:
         """Room for a draft behind the next token; returns how many nodes fit. Never preempts anyone for a guess."""
         assert answer.table is not None
         try:
-            answer.table.reserve(answer.cached + 1 + nodes)
+            answer.table.reserve(answer.reach + nodes)
             return nodes
         except OutOfPages:
             free = self.pool.free_pages * self.pool.page_size + answer.table.capacity
-            fits = max(0, min(nodes, free - answer.cached - 1))
-            answer.table.reserve(answer.cached + 1 + fits)
+            fits = max(0, min(nodes, free - answer.reach))
+            answer.table.reserve(answer.reach + fits)
             return fits
 
     def release(self, answer: Answer) -> None:
@@ -176,7 +176,7 @@ class Scheduler:
         assert answer.table is not None
         while True:
             try:
-                answer.table.reserve(answer.cached + 1)
+                answer.table.reserve(answer.reach)
                 return True
             except OutOfPages:
                 if self._take_back_guesses():
@@ -190,8 +190,8 @@ class Scheduler:
         """Free the pages that past drafts were reserved and that nothing is in. Says whether there were any."""
         before = self.pool.free_pages
         for answer in self.running:
-            if answer.table is not None and answer.pending == 1:  # others need all their pages for their prompts
-                answer.table.trim()
+            if answer.table is not None and answer.decoding:  # others need all their pages for their prompts
+                answer.table.trim(answer.reach)
         return self.pool.free_pages > before
 
     def _preempt(self, answer: Answer) -> None:

@@ -52,6 +52,10 @@ class Answer:
     refused: dict[str, str] = field(default_factory=dict)  # drafters that failed for it -> why
     view: DraftRequest | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
+    queued: int = 0  # rounds in the making whose results the host has not seen
+    coming: int = 0  # tokens that these may add at most
+    epoch: int = 0  # how often it was admitted: results of an earlier life are of no use
+    on_device: bool = False  # its lane on the device says where it stands
 
     @property
     def id(self) -> str:
@@ -78,6 +82,21 @@ class Answer:
         return len(self.tokens) - self.cached
 
     @property
+    def decoding(self) -> bool:
+        """Is the next thing to compute the token behind its last one, seen by the host or not?"""
+        return self.pending == 1 or (self.pending == 0 and self.queued > 0)
+
+    @property
+    def will_end(self) -> bool:
+        """Do the rounds in the making reach its limit for sure? Each gives a token at least."""
+        return self.queued > 0 and self.generated + self.queued >= self.params.max_tokens
+
+    @property
+    def reach(self) -> int:
+        """Tokens that it may have before the next round, the last of them not in the cache."""
+        return len(self.tokens) + self.coming
+
+    @property
     def ended(self) -> bool:
         return self.phase is Phase.ENDED
 
@@ -95,6 +114,14 @@ class Answer:
         self.output.text = self.text.visible
 
 
+@dataclass(slots=True)
+class _Told:
+    """How much of an answer its caller has: what a delta begins behind."""
+
+    tokens: int = 0
+    characters: int = 0
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """What a caller submitted: a prompt, its parameters, and where the results go."""
@@ -108,29 +135,40 @@ class Job:
     arrived: float = field(default_factory=time.perf_counter)
     answers: list[Answer] = field(default_factory=list)
     reported: bool = False
+    _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for a whole stream
+    _told: list[_Told] = field(init=False, default_factory=list)  # by answer; only where deltas are wanted
 
     def report(self) -> None:
         """Hand the caller where the job stands: every change when streaming, else only the end, once."""
         finished = all(answer.ended for answer in self.answers)
-        if self.reported or not (finished or self.streaming):
+        kind = self.params.output_kind
+        if self.reported or not (finished or (self.streaming and kind != "final_only")):
             return
         self.reported = finished
-        outputs = [_snapshot(answer) if not finished else answer.output for answer in self.answers]
-        self.sink(RequestOutput(self.id, self.prompt, list(self.prompt_ids), outputs, finished))
+        if kind == "delta":
+            self._told = self._told or [_Told() for _ in self.answers]
+            outputs = [_news(answer.output, told) for answer, told in zip(self.answers, self._told, strict=True)]
+        else:
+            outputs = [answer.output if finished else _snapshot(answer.output) for answer in self.answers]
+        self._shown_prompt = self._shown_prompt or list(self.prompt_ids)
+        self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished))
 
 
-def _snapshot(answer: Answer) -> CompletionOutput:
-    """A copy for the caller's thread: the engine goes on writing to its own."""
-    out = answer.output
-    by_drafter = {name: replace(stats) for name, stats in out.speculation.by_drafter.items()}
-    return CompletionOutput(
-        index=out.index,
-        text=out.text,
-        token_ids=list(out.token_ids),
-        logprobs=None if out.logprobs is None else list(out.logprobs),
-        finish_reason=out.finish_reason,
-        stop_reason=out.stop_reason,
-        error=out.error,
-        timing=replace(out.timing),
-        speculation=replace(out.speculation, by_drafter=by_drafter),
+def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:
+    """A copy that holds only what the caller has not heard yet: it costs as much as is new, however long the answer."""
+    copy = _snapshot(output, told.tokens, told.characters)
+    told.tokens, told.characters = len(output.token_ids), len(output.text)
+    return copy
+
+
+def _snapshot(output: CompletionOutput, tokens: int = 0, characters: int = 0) -> CompletionOutput:
+    """A copy from these places on, for the caller's thread: the engine goes on writing to its own."""
+    by_drafter = {name: replace(stats) for name, stats in output.speculation.by_drafter.items()}
+    return replace(
+        output,
+        text=output.text[characters:],
+        token_ids=output.token_ids[tokens:],
+        logprobs=None if output.logprobs is None else output.logprobs[tokens:],
+        timing=replace(output.timing),
+        speculation=replace(output.speculation, by_drafter=by_drafter),
     )

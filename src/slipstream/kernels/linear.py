@@ -1,9 +1,9 @@
 """Products with a weight that never changes.
 
-A decoding pass reads every weight for a handful of rows, so the layout of the weight decides the speed. On x86 CPUs
-MKL multiplies by a weight that was packed once: 1.3x faster than `F.linear` for one row, 2x for 8 to 16 rows, at the
-memory of the plain weight, and each row comes out the same to the bit whatever the number of rows (up to the 64 of
-a decoding pass). Elsewhere the weight stays as it is.
+A decoding pass reads every weight for a handful of rows, so the layout of the weight decides the speed. Where our own
+compiled loops can run they are best (`tiled.py`). On other x86 CPUs MKL multiplies by a weight that was packed once:
+1.3x faster than `F.linear` for one row, 2x for 8 to 16 rows, at the memory of the plain weight, and each row comes out
+the same to the bit whatever the number of rows (up to the 64 of a decoding pass). Elsewhere the weight stays as it is.
 """
 
 from __future__ import annotations
@@ -51,16 +51,3 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, packed={self.packed}"
-
-
-def join(*linears: nn.Linear) -> PackedLinear:
-    """Several products of one input as one: the rows of the weights laid end to end."""
-    biases = [linear.bias for linear in linears]
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat([_bias_or_zeros(linear) for linear in linears])
-    return PackedLinear(torch.cat([linear.weight.detach() for linear in linears]), bias)
-
-
-def _bias_or_zeros(linear: nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()

@@ -99,6 +99,11 @@ class KVCache:
         """The layer's values, all slots."""  # [slots, kv_heads, value_dim]
         return self._values[layer]
 
+    @property
+    def planes(self) -> tuple[Tensor, ...]:
+        """All of it, in as few tensors as the layers' shapes allow."""  # each [P, slots, kv_heads, dim]
+        return tuple(self._planes.values())
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k [N, kv_heads, key_dim] and v [N, kv_heads, value_dim] into slots [N]."""
         if k.dtype != self.dtype:

@@ -143,9 +143,9 @@ class PageTable:
         assert 0 <= n <= self.capacity - self._length, f"{n} more than {self._length}: {self.capacity} are reserved"
         self._length += n
 
-    def trim(self) -> None:
-        """Give back the pages behind the one that the next token goes to."""
-        keep = self.pool.pages_for(self._length + 1)
+    def trim(self, length: int) -> None:
+        """Give back the pages that are not needed for `length` tokens, nor for those committed."""
+        keep = self.pool.pages_for(max(length, self._length))
         self.pool.release(self._pages[keep:])
         del self._pages[keep:]
 

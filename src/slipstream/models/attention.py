@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -51,7 +52,11 @@ class PassContext:
     def __init__(self, batch: PassBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
-        self.spans = _spans(batch, cache.page_size)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Made when first asked for: a compiled pass finds its keys itself."""
+        return _spans(self.batch, self.cache.page_size)
 
     def attend(
         self,

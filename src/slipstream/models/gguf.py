@@ -69,7 +69,7 @@ def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> 
     On failure a part may be left there: build it where nobody looks.
     """
     say = progress or (lambda _: None)
-    _check(file)
+    check_gguf(file)
     from slipstream.models.load import quiet_transformers
 
     with quiet_transformers():
@@ -108,7 +108,8 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, tokenizer
 
 
-def _check(file: Path) -> None:
+def check_gguf(file: Path) -> None:
+    """Raise `ModelError` unless `file` begins like a whole GGUF file."""
     try:
         with file.open("rb") as handle:
             magic = handle.read(len(MAGIC))

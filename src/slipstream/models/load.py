@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from slipstream.core.errors import CapacityError, ConfigError, ModelError, UnsupportedModel
 from slipstream.models.headers import has_pickles, read_header, weight_files, weights_bytes
+from slipstream.models.names import check_device_name, check_dtype_name
 
 __all__ = [
     "load_config",
@@ -125,20 +126,18 @@ def pick_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> tor
         if device.type == "cpu":
             return torch.float32
         return torch.float16 if getattr(config, "dtype", None) == torch.float16 else torch.bfloat16
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype={name!r}: must be auto or one of {', '.join(_DTYPES)}")
+    check_dtype_name(name)
     return _DTYPES[name]
 
 
 def pick_device(name: str) -> torch.device:
     """The torch device called `name`; `auto` is the first GPU, or the CPU where there is none."""
-    kind, _, index = name.partition(":")
+    _, _, index = name.partition(":")
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cpu":
         return torch.device("cpu")
-    if kind != "cuda" or (name != "cuda" and not index.isdecimal()):
-        raise ConfigError(f"device={name!r}: must be auto, cpu, cuda or cuda:N")
+    check_device_name(name)
     if not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no CUDA GPU here; use device=cpu, or auto")
     if int(index or 0) >= torch.cuda.device_count():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slipstream.core.errors import DownloadError, ModelError, ModelNotFound
 from slipstream.models.default import default_folder, default_model
-from slipstream.models.gguf import ORIGIN, convert_once, converted_folder
+from slipstream.models.gguf import ORIGIN, check_gguf, convert_once, converted_folder
 from slipstream.models.headers import has_pickles, summarize, weight_files
 from slipstream.models.paths import Progress, models_folder
 
@@ -24,6 +24,7 @@ DEFAULT = "default"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # no pickles: they run code when loaded
+_HUB_CODE = ["*.py"]  # only where the user trusts it: a model's own code is run when it is loaded
 _HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
 _WAYS = "Give `default`, a model folder, a .gguf file or a Hugging Face hub id such as org/name"
 
@@ -40,21 +41,37 @@ class LocalModel:
     dtype: str
 
 
-def resolve(name: str, progress: Progress | None = None) -> Path:
-    """The folder of the model called `name`: fetched or converted first where need be."""
+def resolve(name: str, progress: Progress | None = None, *, trust_remote_code: bool = False) -> Path:
+    """The folder of the model called `name`: fetched or converted first where need be.
+
+    trust_remote_code: fetch the Python code of a hub model too; otherwise none of it comes to this machine.
+    """
+    path = find_local(name)
+    if path is None:
+        return default_model(progress) if name == DEFAULT else _from_hub(name, progress, trust_remote_code)
+    return path if path.is_dir() else convert_once(path, progress)
+
+
+def find_local(name: str) -> Path | None:
+    """The model folder or GGUF file called `name`; None where the model is to be fetched.
+
+    Raises `ModelError` for a name that can be neither. Quick and without the network: commands ask before they import
+    torch, so that a slip of the pen is said at once.
+    """
     if name == DEFAULT:
-        return default_model(progress)
+        return None
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name.strip() and path.is_dir():
         _check_folder(path)
         return path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{name}: a file, but not a .gguf one. {_WAYS}")
-        return convert_once(path, progress)
+        check_gguf(path)
+        return path
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(name):
         raise ModelNotFound(f"{name!r}: no such folder or file. {_WAYS}")
-    return _from_hub(name, progress)
+    return None
 
 
 def local_models() -> list[LocalModel]:
@@ -107,7 +124,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelNotFound(f"{folder}: no weights, model.safetensors (or its index and parts) is missing")
 
 
-def _from_hub(name: str, progress: Progress | None) -> Path:
+def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -119,8 +136,9 @@ def _from_hub(name: str, progress: Progress | None) -> Path:
 
     if progress:
         progress(f"looking for {name} on the Hugging Face hub")
+    wanted = _HUB_FILES + _HUB_CODE if trust_remote_code else _HUB_FILES
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS))
+        folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_HUB_EXTRAS))
     except GatedRepoError as error:
         raise DownloadError(
             f"{name}: its owner must grant access. Ask for it at https://huggingface.co/{name}, "

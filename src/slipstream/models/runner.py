@@ -15,10 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from slipstream.core.errors import UnsupportedModel
+from slipstream.kernels.jit import has_triton
+from slipstream.kernels.paged import RowLayout
 from slipstream.kv.cache import KVCache, LayerShape
-from slipstream.models import attention, fuse
+from slipstream.models import attention, fuse, gpu
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
+from slipstream.models.gpu import DevicePass, layout_of
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.support import check_supported
 
@@ -51,12 +54,22 @@ class Runner:
 
     def forward(self, batch: PassBatch, cache: KVCache) -> Tensor:  # [R, V] fp32
         """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""
+        if has_triton and self.device.type == "cuda":
+            context = DevicePass(layout_of(batch, cache.page_size), cache)
+            return self._call(context, batch.input_ids, batch.positions, batch.logit_rows).float()
         logits = self._call(PassContext(batch, cache), batch.input_ids, batch.positions, batch.logit_rows)
         return logits.float()
+
+    def run(self, ids: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor | None = None) -> Tensor:  # [R, V] fp32
+        """As `forward`, for a pass that was laid out on the device: nothing here looks at a value."""
+        return self._call(DevicePass(layout, cache), ids, layout.positions, rows).float()
 
     def swap(self, *, fused: bool) -> None:
         """Put faster modules in place: packed products, and fused layers where asked for. Old weights are let go."""
         count = fuse.fuse(self.model, self._traits) if fused else 0
+        if self.device.type == "cuda":
+            count = gpu.install(self.model, self.max_positions) and count
+            torch.cuda.empty_cache()  # the old layers' weights
         packed = fuse.pack(self.model)
         self.swaps = (
             " + ".join(

@@ -1,8 +1,8 @@
 """The one rule of sampling: the next token is argmax(log p + gumbel), at temperature 0 without the noise.
 
 `processed` is the rule's log p written out in full; `choose` gives the same tokens with as little work as it can: no
-sort and no noise where none can matter. Every row is computed alone, bit for bit: neither the other rows, nor their
-order, nor how many they are can change its token.
+sort and no noise where none can matter; on a GPU by the kernels of `fused.py`, of which this is the torch twin. Every
+row is computed alone, bit for bit: neither the other rows, nor their order, nor how many they are can change its token.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.jit import on_gpu
 from slipstream.sampling.blocks import put_rows, row_blocks, row_groups, take_rows
 from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow
+from slipstream.sampling.fused import choose_fused
 from slipstream.sampling.masks import add_bias_, forbid_all_but_, forbid_bad_words_, forbid_ends_
 from slipstream.sampling.noise import gumbel_of_hashes
 from slipstream.sampling.penalties import penalize_
@@ -41,6 +43,8 @@ def choose(
     candidates: how many tokens a partial sort looks at. It changes the speed, never a token.
     """
     logits = _adjusted(logits, rows, table, features, allowed, overwrite)
+    if on_gpu(logits):
+        return choose_fused(logits, rows, table, features)
     if features.sampled and not features.greedy:
         largest, tokens = logits.amax(dim=1), torch.zeros_like(rows.slots)  # amax alone is several times faster
     else:
@@ -144,7 +148,7 @@ def _filtered_scores(logits: Tensor, tempering: Tempering, candidates: int) -> T
 def _uncertain(found: Candidates) -> Tensor:
     """Indices of the rows whose candidates were too few, for which the whole vocabulary must be sorted.
 
-    On an accelerator the host waits here. A kernel that finds each row's threshold by bisection would not need to.
+    On an accelerator the host waits here; the kernels of `fused.py` do without.
     """
     return (~found.certain).nonzero()[:, 0]
 

@@ -79,6 +79,8 @@ class SamplingTable:
 
         self.token_hashes = hash_tokens(torch.arange(vocab_size, dtype=torch.int32, device=self.device))  # [V]
         self._features: dict[int, Features] = {}
+        self._captured = self._addresses()
+        self.version = 0  # goes up when a tensor is replaced by a wider one: captured work reads the old
 
     def add(
         self,
@@ -130,6 +132,14 @@ class SamplingTable:
         self.bias = self._fill(self.bias, slot, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), 0)
         self._add_bad_words(slot, bad_words, output)
         self._add_penalties(slot, params, prompt, output)
+        addresses = self._addresses()
+        if addresses != self._captured:
+            self._captured, self.version = addresses, self.version + 1
+
+    def _addresses(self) -> list[int]:
+        """Where the tensors lie that may have to grow."""
+        grown = (self.end_ids, self.bias_ids, self.bias, self.bad_words, self.tails, self.counts, self.prompt_seen)
+        return [tensor.data_ptr() for tensor in grown]
 
     def remove(self, slot: int) -> None:
         """Take the slot back. What its row still holds is overwritten by the next `add`."""

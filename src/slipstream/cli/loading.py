@@ -1,0 +1,80 @@
+"""From options to an engine: fetched before torch is imported, loaded visibly, closed at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from slipstream.cli.options import Common
+from slipstream.drafters import parse_spec
+from slipstream.models.paths import Progress
+from slipstream.models.resolve import resolve
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+
+def fetch(common: Common, name: str, on_fetch: Progress) -> str:
+    """The folder of a model. What cannot be had is said here, not after seconds of imports."""
+    return str(resolve(name, on_fetch, trust_remote_code=common.trust_remote_code))
+
+
+def fetch_draft(common: Common, drafter: str, on_fetch: Progress) -> str:
+    spec = parse_spec(drafter)
+    return drafter if spec.path is None else str(replace(spec, path=fetch(common, spec.path, on_fetch)))
+
+
+def use_threads(count: int | None) -> None:
+    """Before anything is computed: torch divides its work among so many threads from then on."""
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+def open_llm(common: Common, drafters: Sequence[str], on_fetch: Progress, on_load: Progress | None, **more: Any) -> LLM:
+    """Load the engine. The one place where the command line does, so tests put a stand-in here."""
+    model = fetch(common, common.model, on_fetch)
+    named = [fetch_draft(common, drafter, on_fetch) for drafter in drafters]
+    use_threads(common.threads)
+    from slipstream.engine.llm import LLM
+
+    return LLM(
+        model,
+        drafter=named or None,
+        draft_tokens=common.draft_tokens,
+        dtype=common.dtype,
+        device=common.device,
+        memory=common.memory,
+        max_model_len=common.max_model_len,
+        trust_remote_code=common.trust_remote_code,
+        on_progress=on_load,
+        **more,
+    )
+
+
+def plain_line(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def loaded(common: Common, drafters: Sequence[str], **more: Any) -> Iterator[LLM]:
+    """The engine, closed at the end.
+
+    On a terminal stderr shows what is being done; elsewhere only what is being fetched, line by line.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(f"loading {common.model}") as status:
+            llm = open_llm(common, drafters, status.update, status.update, **more)
+    else:
+        llm = open_llm(common, drafters, plain_line, None, **more)
+    try:
+        yield llm
+    finally:
+        llm.close()

@@ -1,0 +1,295 @@
+"""The engine of a GPU: rounds are queued without waiting, and the host reads their results one round behind.
+
+The device knows where every request stands (`lanes.py`), so the next round can be queued before the host has seen what
+the last one gave. What the host needs to know first makes it wait: drafts made on the host, and log probabilities. A
+request that turns out to have ended is in one round too many; what that round says of it is not listened to. Pages
+that it gives back may be written by that round still, but whoever gets them writes to them later in the same queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DeviceDrafter
+from slipstream.engine.drafting import Plan
+from slipstream.engine.engine import Engine, RoundTimes
+from slipstream.engine.lanes import Lanes
+from slipstream.engine.packing import pack
+from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
+from slipstream.engine.scheduler import Chunk, Schedule
+from slipstream.engine.state import Answer
+from slipstream.sampling.choose import choose
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One request's part in a queued round."""
+
+    answer: Answer
+    epoch: int
+    drafter: str | None
+    drafted: int
+    bound: int  # tokens that it may get at most
+    decodes: bool  # else the round computed its prompt
+
+    @property
+    def listens(self) -> bool:
+        """Does it still want to hear? Not if it ended, or was preempted and perhaps is back."""
+        return not self.answer.ended and self.answer.epoch == self.epoch
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A queued round: who is in it, and where its result will lie."""
+
+    members: tuple[Member, ...]  # decodes, then those whose prompt it completes
+    decodes: int
+    told: Tensor | None  # [B, …] on the host, of the decodes
+    first: Tensor | None  # [C] on the host: first tokens of the others
+    round: Round | None
+    rows: int
+    logits: Tensor | None  # of the others' last rows
+    marks: tuple[Any, ...]  # events: begun, drafted, verified
+    chunks: bool
+    depth: int
+
+    def wait(self) -> None:
+        if self.marks:
+            self.marks[-1].synchronize()
+
+    def all_logits(self) -> Tensor | None:
+        """[R, V]: of the decodes' rows, then of the others'; None where nobody asked for log probabilities."""
+        if all(member.answer.params.logprobs is None for member in self.members):
+            return None
+        decoded = None if self.round is None else self.round.logits
+        return torch.cat([part for part in (decoded, self.logits) if part is not None])
+
+    def seconds(self, part: int) -> float:
+        return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedRows:
+    """Where the rows of a finished round lie, for those who read its logits."""
+
+    emitting: tuple[Answer, ...]
+    row_of: Tensor  # [E, K + 1]
+
+
+class QueuedEngine(Engine):
+    """An `Engine` whose decoding rounds run from static tensors on the device, one ahead of the host."""
+
+    spare = 1  # a lane and a page for what belongs to nobody
+
+    def __init__(self, *args: Any, graphs: bool = True, progress: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        max_pages = self.pool.pages_for(self.plan.max_model_len + 1)
+        self._lanes = Lanes(self.config.max_num_seqs, max_pages, self.pool.num_pages, self.target.device)
+        machine = Machine(
+            self.target,
+            self.cache,
+            self.sampling,
+            self._lanes.state,
+            self.config.page_size,
+            self.pool.num_pages * self.config.page_size,
+        )
+        drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
+        self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress)
+        self._tickets: deque[Ticket] = deque()
+        self._finished_at = time.perf_counter()
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or bool(self._tickets)
+
+    def fail_all(self, error: BaseException) -> None:
+        self._tickets.clear()  # nobody is left to hear
+        super().fail_all(error)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Queue a round, and finish the one before it."""
+        if self._must_wait():
+            self._finish_all()
+        schedule = self.scheduler.schedule()
+        self._report(schedule.refused)
+        if schedule:
+            if not self._tickets:
+                self._finished_at = time.perf_counter()
+            self._tickets.append(self._queue(schedule))
+        while len(self._tickets) > (1 if schedule else 0):
+            self._finish(self._tickets.popleft())
+
+    def _must_wait(self) -> bool:
+        """Does the next round depend on something that the host has not read yet?"""
+        running = [a for a in self.scheduler.running if a.queued]
+        if not running:
+            return False
+        return (
+            self.drafting.waits(running)
+            or any(a.params.logprobs is not None or a.doubted for a in running)
+            or any(a.reach >= self.plan.max_model_len for a in running)
+            or self.pool.free_pages < len(running)  # near preemption: the exact state frees most
+        )
+
+    def _finish_all(self) -> None:
+        while self._tickets:
+            self._finish(self._tickets.popleft())
+
+    def _queue(self, schedule: Schedule) -> Ticket:
+        """Everything of a round that the device does, in order. Waits for nothing."""
+        begun = self._mark()
+        members: list[Member] = []
+        told = run = None
+        rows = depth = 0
+        drafted = begun
+        if schedule.decodes:
+            plan, run = self._draft(schedule.decodes)
+            drafted = self._mark()
+            run.verify()
+            counts, depth = plan.counts, max(plan.depths)
+            told, rows = run.result(), len(counts) + sum(counts)
+            for answer, drafter, count in zip(schedule.decodes, plan.drafters, counts, strict=True):
+                members.append(_join(answer, drafter, count, decodes=True))
+        verified = self._mark()
+        first, logits = self._read_prompts(schedule.chunks, members)
+        marks = (begun, drafted, verified, self._mark()) if begun is not None else ()
+        return Ticket(
+            tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, bool(schedule.chunks), depth
+        )
+
+    def _draft(self, decodes: Sequence[Answer]) -> tuple[Plan, Round]:
+        """Guess on the host, then on the device. A drafter that raises there is dropped, and the others go on."""
+        self._lanes.place(decodes)
+        while True:
+            plan = self.drafting.plan(decodes)
+            self._lanes.send_pages(decodes)
+            shape = RoundShape.of(
+                plan.counts,
+                max(answer.reach for answer in decodes),
+                is_tree=any(not tree.is_chain for tree in plan.trees),
+                features=self.sampling.features([answer.slot for answer in decodes]),
+                version=self.sampling.version,
+                drafts=tuple((name, max(plan.depths)) for name in plan.devices),
+            )
+            run = self.rounds.of(shape)
+            run.load([answer.slot for answer in decodes], plan.trees, plan.depths)
+            if not plan.devices or self.drafting.draft(plan, decodes, run.draft):
+                return plan, run
+
+    def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
+        """Compute pending tokens, and choose the first token of those that have no more of them."""
+        if not chunks:
+            return None, None
+        nothing = Draft.pack([], self.target.device)
+        completing = [chunk.answer for chunk in chunks if chunk.completes]
+        features = self.sampling.features([answer.slot for answer in completing])
+        packed = pack([], chunks, nothing, paths=False)
+        logits = self.target.forward(packed.batch, self.cache)
+        self.drafting.read(chunks, packed.batch)
+        for chunk in chunks:
+            assert chunk.answer.table is not None
+            chunk.answer.table.commit(chunk.rows)
+        if not completing:
+            return None, None
+        chosen = choose(logits, packed.rows, self.sampling, features)
+        self._lanes.begin(completing, chosen)
+        slots = packed.rows.slots
+        self.sampling.commit(slots, chosen[:, None], torch.ones_like(chosen))
+        members += [_join(answer, None, 0, decodes=False) for answer in completing]
+        if chosen.is_cuda:
+            first = torch.empty(chosen.shape, dtype=torch.int64, pin_memory=True)
+            first.copy_(chosen, non_blocking=True)
+        else:
+            first = chosen
+        return first, logits
+
+    def _finish(self, ticket: Ticket) -> None:
+        """Read a round's result: what it emitted, and what follows from that on the host."""
+        ticket.wait()
+        begun = time.perf_counter()
+        told = _told(ticket)
+        heard = [(m, v) for m, v in zip(ticket.members, told, strict=True) if m.listens]
+        for member, verdict in heard:
+            answer = member.answer
+            answer.queued -= 1
+            answer.coming -= member.bound
+            if member.decodes:
+                assert answer.table is not None
+                answer.table.commit(len(verdict.tokens))
+                answer.doubted = not verdict.tokens
+        answers = tuple(member.answer for member, _ in heard)
+        verdicts = [verdict for _, verdict in heard]
+        kept = self._emit(_emitted_rows(ticket, heard), verdicts, ticket.all_logits())
+        now = time.perf_counter()
+        draft_s, verify_s = ticket.seconds(0), ticket.seconds(1) + ticket.seconds(2)
+        times = RoundTimes(max(0.0, now - self._finished_at - draft_s - verify_s), draft_s, verify_s)
+        if not ticket.marks:
+            times = RoundTimes(now - begun, 0.0, begun - self._finished_at)
+        self._finished_at = now
+        if ticket.decodes and not ticket.chunks:
+            self.drafting.planner.observe_pass(ticket.rows, times.verify)
+            self.drafting.round_s = times.draft + times.verify
+            for name in {m.drafter for m in ticket.members if m.drafter is not None and ticket.depth}:
+                self.drafting.planner.observe_draft(name, ticket.depth, times.draft)
+        self._tally(answers, [m.drafter for m, _ in heard], verdicts, kept, times)
+        self._report(answers)
+
+    def _mark(self) -> Any:
+        if self.target.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _admitted(self, answer: Answer) -> None:
+        answer.epoch += 1
+        super()._admitted(answer)
+
+    def _released(self, answer: Answer) -> None:
+        answer.queued = answer.coming = 0
+        answer.on_device = False
+        super()._released(answer)
+
+
+def _join(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -> Member:
+    answer.queued += 1
+    answer.coming += 1 + drafted
+    return Member(answer, answer.epoch, drafter, drafted, 1 + drafted, decodes)
+
+
+def _emitted_rows(ticket: Ticket, heard: Sequence[tuple[Member, Verdict]]) -> EmittedRows:
+    """Where in `Ticket.all_logits` each request's rows lie."""
+    first_rows: list[int] = []
+    before = 0
+    for member in ticket.members:
+        first_rows.append(before)
+        before += 1 + member.drafted
+        if ticket.round is not None and len(first_rows) == ticket.decodes:
+            before = ticket.round.shape.rows  # what is behind the last of them is padding
+    starts = torch.tensor([s for s, m in zip(first_rows, ticket.members, strict=True) if m.listens], dtype=torch.int64)
+    width = max((member.drafted for member in ticket.members), default=0)
+    return EmittedRows(tuple(m.answer for m, _ in heard), starts[:, None] + torch.arange(width + 1))
+
+
+def _told(ticket: Ticket) -> list[Verdict]:
+    verdicts = []
+    if ticket.told is not None:
+        width = (ticket.told.shape[1] - 3) // 2
+        for member, line in zip(ticket.members[: ticket.decodes], ticket.told.tolist(), strict=False):
+            emitted, accepted = line[0], line[1]
+            tokens, path = line[2 : 2 + emitted], line[3 + width : 3 + width + accepted]
+            verdicts.append(Verdict(member.answer.id, tuple(tokens), member.drafted, accepted, tuple(path)))
+    if ticket.first is not None:
+        for member, token in zip(ticket.members[ticket.decodes :], ticket.first.tolist(), strict=True):
+            verdicts.append(Verdict(member.answer.id, (token,), 0, 0, ()))
+    return verdicts

@@ -1,0 +1,252 @@
+"""A decoding round on the device: draft, one target pass, verify, commit, over tensors that stay where they are.
+
+Nothing here looks at a value, so on a GPU a round is captured once for each shape it comes in, and launched as two
+graphs from then on: the draft, and the rest. On the CPU, and where graphs are turned off, the same code runs as it
+stands, and gives the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import MAX_NODES, Draft, Tree
+from slipstream.drafters.base import DeviceDrafter, DraftRound
+from slipstream.kernels.accept import PathMoves, Told, accept
+from slipstream.kernels.compact import compact
+from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
+from slipstream.kernels.paged import SPLIT_KEYS, RowLayout
+from slipstream.kv.cache import KVCache
+from slipstream.models.paths import Progress
+from slipstream.models.runner import Runner
+from slipstream.sampling.choose import choose
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.table import Features, SamplingTable
+
+_REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, MAX_NODES)
+_COPIES = 4
+"""Host copies of a round's input and result: more than there are rounds in the making."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What a captured round depends on. Sizes come in buckets, so that there are few of them."""
+
+    requests: int
+    width: int  # nodes of a request at most
+    rows: int
+    keys: int  # keys that a row sees at most
+    is_tree: bool
+    features: Features
+    version: int  # of the sampling table's tensors
+    drafts: tuple[tuple[str, int], ...]  # device drafters, and how far each goes
+
+    @staticmethod
+    def of(
+        counts: Sequence[int],
+        longest: int,
+        *,
+        is_tree: bool,
+        features: Features,
+        version: int,
+        drafts: tuple[tuple[str, int], ...],
+    ) -> RoundShape:
+        """For requests with so many nodes each; none has more than `longest` tokens before the round."""
+        requests = _bucket(len(counts), _REQUESTS)
+        width = _bucket(max(counts), _WIDTHS)
+        # where everyone drafts alike the rows are those of the requests; else as few as hold them all
+        rows = requests * (1 + width) if drafts else _bucket(len(counts) + sum(counts), _ROWS)
+        keys = SPLIT_KEYS
+        while keys < longest + 1 + width:
+            keys *= 2
+        return RoundShape(requests, width, rows, keys, is_tree, features, version, drafts)
+
+
+def _bucket(size: int, sizes: Sequence[int]) -> int:
+    return next((s for s in sizes if s >= size), size)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What every round works on."""
+
+    target: Runner
+    cache: KVCache
+    sampling: SamplingTable
+    state: LaneState
+    page_size: int
+    trash_slot: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+
+class Round:
+    """One shape's static tensors, and how to run a round on them."""
+
+    def __init__(self, shape: RoundShape, machine: Machine, drafters: Sequence[tuple[DeviceDrafter, int]]) -> None:
+        self.shape = shape
+        self._machine = machine
+        self._drafters = drafters
+        b, k, device = shape.requests, shape.width, machine.device
+        self._inputs = torch.zeros(3 * b + 2 * b * k, dtype=torch.int64, device=device)
+        self.lanes, self._counts, self._guessed = self._inputs[: 3 * b].view(3, b).unbind(0)
+        self._tokens, self._parents = self._inputs[3 * b :].view(2, b, k).unbind(0)  # [B, K]
+        self._rows = PassRows.empty(b, k, shape.rows, tree=shape.is_tree, device=device)
+        self._moves = PathMoves.empty(b, k, device) if shape.is_tree else None
+        self.told = Told.empty(b, k, device)
+        self.logits: Tensor | None = None  # [N, V] of the last pass
+        pinned = device.type == "cuda"
+        self._staging = [torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)]
+        self._results = [
+            torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
+        ]
+        self._loaded: Any = None
+        self._turn = 0
+        self._pool: Any = None
+        self._draft_graph: Callable[[], None] | None = None
+        self._verify_graph: Callable[[], None] | None = None
+
+    @property
+    def row_starts(self) -> Tensor:  # [B + 1] int32
+        return self._rows.starts
+
+    def load(self, lanes: Sequence[int], trees: Sequence[Tree], depths: Sequence[int]) -> None:
+        """Say who is in the round, and what was guessed on the host. Nothing is sent where nothing changed."""
+        wanted = (tuple(lanes), tuple(trees), tuple(depths))
+        if wanted == self._loaded:
+            return
+        b, k = self.shape.requests, self.shape.width
+        self._turn = (self._turn + 1) % _COPIES
+        staged = self._staging[self._turn]
+        spare = [0] * (b - len(lanes))
+        lists = [
+            [*lanes, *(self._machine.state.trash for _ in spare)],
+            [*(len(t) or d for t, d in zip(trees, depths, strict=True)), *spare],
+            [*(int(d > 0) for d in depths), *spare],
+        ]
+        staged[: 3 * b] = torch.tensor(lists, dtype=torch.int64).flatten()
+        if any(len(tree) for tree in trees):
+            tokens = [[*tree.tokens, *([0] * (k - len(tree)))] for tree in trees]
+            parents = [[*tree.parents, *([0] * (k - len(tree)))] for tree in trees]
+            part = staged[3 * b :].view(2, b, k)
+            part[:, : len(lanes)] = torch.tensor([tokens, parents], dtype=torch.int64)
+        self._inputs.copy_(staged, non_blocking=True)
+        self._loaded = wanted
+
+    def draft(self) -> None:
+        """Let the device drafters guess. Raises what they raise."""
+        if self._pool is not None and self._draft_graph is None:
+            self._draft_graph = _captured(self._draft, self._pool)
+        (self._draft_graph or self._draft)()
+
+    def verify(self) -> None:
+        """The target pass, the verdict, and everything that follows from it on the device."""
+        (self._verify_graph or self._verify)()
+
+    def result(self) -> Tensor:
+        """A host copy of what was told, under way: wait for the device before reading it."""
+        self._turn = (self._turn + 1) % _COPIES
+        result = self._results[self._turn]
+        result.copy_(self.told.table, non_blocking=True)
+        return result
+
+    def capture(self, pool: Any) -> None:
+        """Record the round as graphs: what follows the draft now, the draft itself when it is first wanted."""
+        self.load([], [], [])  # it is run over nobody first
+        self._pool = pool
+        self._verify_graph = _captured(self._verify, pool)
+
+    def _draft(self) -> None:
+        shape = self.shape
+        for drafter, depth in self._drafters:
+            guessed = drafter.draft(
+                DraftRound(self._machine.state, self.lanes, depth, shape.keys, shape.features)
+            )  # [B, depth]
+            tokens = self._tokens[:, :depth]
+            tokens.copy_(torch.where(self._guessed[:, None] == 1, guessed, tokens))
+
+    def _verify(self) -> None:
+        m, shape, rows = self._machine, self.shape, self._rows
+        draft = Draft(self._tokens, self._parents, self._counts, not shape.is_tree)
+        pack_rows(m.state, self.lanes, draft, rows, page_size=m.page_size, trash_slot=m.trash_slot)
+        layout = RowLayout(
+            positions=rows.positions,
+            slots=rows.slots,
+            starts=rows.starts,
+            lanes=self.lanes,
+            lengths=m.state.length,
+            pages=m.state.pages,
+            ancestors=rows.ancestors,
+            page_size=m.page_size,
+            max_keys=shape.keys,
+        )
+        self.logits = m.target.run(rows.ids, layout, m.cache)
+        wanted = SampleRows(rows.lanes, rows.positions + 1, rows.generated, self._paths())
+        chosen = choose(self.logits, wanted, m.sampling, shape.features)
+        accept(chosen, draft, rows, m.state, self.told, self._moves)
+        if self._moves is not None:
+            for planes in m.cache.planes:
+                compact(planes, self._moves.src, self._moves.dst)
+        m.sampling.commit(self.lanes, self.told.tokens, self.told.emitted)
+
+    def _paths(self) -> Tensor | None:  # [N, K]
+        """By which draft tokens each row is reached, where penalties or bad words want to know."""
+        if not self.shape.width or not (self.shape.features.penalties or self.shape.features.bad_words):
+            return None
+        rows = self._rows
+        if rows.ancestors is not None:
+            above = rows.ancestors[:, 1:].long()
+            return torch.where(above >= 0, rows.ids[above.clamp_min(0)], -1)
+        request = rows.requests.clamp_min(0).long()
+        depth = torch.arange(rows.ids.shape[0], device=rows.ids.device) - rows.starts[request]
+        inside = torch.arange(self.shape.width, device=rows.ids.device) < depth[:, None]
+        return torch.where(inside & (rows.requests >= 0)[:, None], self._tokens[request], -1)
+
+
+def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """The same work as one launch. A first run compiles what must be compiled."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph.replay
+
+
+class Rounds:
+    """The rounds of an engine by shape, captured when a shape comes for the first time."""
+
+    def __init__(
+        self, machine: Machine, drafters: dict[str, DeviceDrafter], *, graphs: bool, progress: Progress | None = None
+    ) -> None:
+        self._machine = machine
+        self._drafters = drafters
+        self._graphs = graphs and machine.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        self._rounds: dict[RoundShape, Round] = {}
+        self._progress = progress
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def of(self, shape: RoundShape) -> Round:
+        if shape not in self._rounds:
+            if self._progress is not None and self._graphs:
+                self._progress(f"capturing a round of {shape.requests} requests, {shape.rows} rows")
+            found = Round(shape, self._machine, [(self._drafters[name], depth) for name, depth in shape.drafts])
+            if self._graphs:
+                found.capture(self._pool)
+            self._rounds = {s: r for s, r in self._rounds.items() if s.version == shape.version}  # the others are stale
+            self._rounds[shape] = found
+        return self._rounds[shape]

@@ -1,0 +1,72 @@
+"""The residual and the norm between two products, in one step: x += delta; RMS norm of x."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.jit import jit, on_gpu, tl, triton
+
+
+@jit
+def _add_norm_kernel(
+    delta_ptr: tl.tensor,  # [splits, M, D], or not read
+    x_ptr: tl.tensor,  # [M, D]: read, and written where there is a delta
+    weight_ptr: tl.tensor,  # [D]
+    out_ptr: tl.tensor,  # [M, D]
+    M: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,  # 0: no delta
+    OVERLAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    real = at < D
+    kind = x_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * D + at, mask=real, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        delta = tl.load(delta_ptr + row * D + at, mask=real, other=0.0).to(tl.float32)
+        for s in tl.static_range(1, SPLITS):
+            delta += tl.load(delta_ptr + (s * M + row) * D + at, mask=real, other=0.0)
+        x = (x + delta.to(kind).to(tl.float32)).to(kind)  # rounded where separate modules would round
+        tl.store(x_ptr + row * D + at, x, mask=real)
+        x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+    out = (x * scale).to(kind).to(tl.float32) * weight
+    tl.store(out_ptr + row * D + at, out.to(kind), mask=real)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
+    """RMS norm [M, D] of x [M, D], to which delta [splits, M, D] is added first, in place."""
+    if not on_gpu(x):
+        return add_norm_twin(x, delta, weight, eps)
+    return _launch(x, delta, weight, eps, overlap)
+
+
+def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, overlap: bool) -> Tensor:
+    out = torch.empty_like(x)
+    m, d = x.shape
+    block = triton.next_power_of_2(d)
+    _add_norm_kernel[(m,)](
+        delta if delta is not None else x, x, weight, out, m, eps, D=d, BLOCK=block,
+        SPLITS=0 if delta is None else delta.shape[0], OVERLAP=overlap,
+        num_warps=min(16, max(1, block // 512)), launch_pdl=overlap,
+    )  # fmt: skip
+    return out
+
+
+def add_norm_twin(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    if delta is not None:
+        total = delta[0].float()
+        for part in delta[1:]:
+            total += part
+        x += total.to(x.dtype)
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return scaled.to(x.dtype) * weight

@@ -1,0 +1,164 @@
+"""Compiled CPU code, found or made: the one place that knows whether it can run here.
+
+It needs numba, AVX-512, and the team of threads that torch computes with (libgomp): a second team on the same cores
+would put the first to sleep after every product. What is missing costs speed and nothing else.
+
+numba keeps what it compiled in a folder of the user's own cache, named by the code that it was made from, so that
+only the first start compiles. (Those files are pickles: they must never come from anywhere else.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import platform
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.kernels.arena import Arena
+from slipstream.kernels.codes import BLOCK, Codes, block_bytes
+
+MOST_ROWS = 64
+"""Passes of more rows are prompts: torch's products win there, and what lies between them does not matter."""
+_NOTHING = torch.empty(0)
+_SYMBOLS = {"wait": "GOMP_barrier", "member": "omp_get_thread_num", "size": "omp_get_num_threads"}
+
+
+class Compiled:
+    """The compiled functions, run by torch's own threads. Ask `compiled` for it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        gomp = ctypes.CDLL(str(_gomp()))
+        from llvmlite import binding
+
+        for name, symbol in _SYMBOLS.items():
+            binding.add_symbol(f"slipstream_team_{name}", ctypes.cast(getattr(gomp, symbol), ctypes.c_void_p).value)
+        from slipstream.kernels import cpu_pass
+
+        try:
+            self._code = cpu_pass.load(folder)  # keeps the machine code alive
+        except Exception:  # a folder that cannot be written, or holds rubbish: do without it
+            self._code = cpu_pass.load(None)
+        self._scratch = threading.local()
+        self._parallel: Any = gomp.GOMP_parallel
+        self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        self._parallel.restype = None
+
+    def run_pass(self, job: np.ndarray[Any, np.dtype[np.void]]) -> None:
+        """A pass through all layers, by a record `PASS`."""
+        self._parallel(self._code.run_pass, job.ctypes.data, torch.get_num_threads(), 0)
+
+    def linear(self, x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:  # [M, K] -> [M, N]
+        """What `F.linear` gives; x lies in order, M is at most `MOST_ROWS`; `tiled.py` says which weights [N, K]."""
+        (n, k), bits = _shape(weight), bits_of(weight)
+        out = torch.empty((x.shape[0], n), dtype=torch.float32)
+        addresses = x.data_ptr(), x.shape[0], out.data_ptr()
+        self._run(
+            self._code.run_product, address(weight), bits, 0 if bias is None else bias.data_ptr(), n, k, *addresses
+        )
+        return out
+
+    def encode(self, weights: Sequence[Tensor], arena: Arena) -> Codes | None:
+        """Weights of one input, rows end to end, as codes in the arena; None where they are not made of codes."""
+        k = weights[0].shape[1]
+        if k % BLOCK:
+            return None
+        rows = sum(len(weight) for weight in weights)
+        for bits in (4, 8):
+            data = arena.bytes(rows * k // BLOCK * block_bytes(bits)).view(rows, k // BLOCK, block_bytes(bits))
+            parts = data.split([len(weight) for weight in weights])
+            if all(self._encode(weight.contiguous(), bits, part) for weight, part in zip(weights, parts, strict=True)):
+                return Codes(data, bits)
+            arena.take_back(data)
+        return None
+
+    def decode(self, codes: Codes) -> Tensor:  # [N, K] fp32
+        """The weight that the codes stand for, in memory that the thread's next call uses again.
+
+        Fresh memory of this size is given out page by page, which takes as long as the decoding.
+        """
+        size = codes.n * codes.k
+        if getattr(self._scratch, "numbers", _NOTHING).numel() < size:
+            self._scratch.numbers = torch.empty(size)
+        out: Tensor = self._scratch.numbers[:size].view(codes.n, codes.k)
+        self._run(self._code.run_decode, out.data_ptr(), codes.n, codes.k, codes.bits, codes.data.data_ptr(), 0)
+        return out
+
+    def _encode(self, weight: Tensor, bits: int, out: Tensor) -> bool:
+        failed = torch.zeros(torch.get_num_threads(), dtype=torch.int64)
+        given = weight.data_ptr(), *weight.shape, bits, out.data_ptr(), failed.data_ptr()
+        self._run(self._code.run_encode, *given)
+        return not failed.any()
+
+    def _run(self, function: int, *record: int) -> None:
+        self._parallel(function, (ctypes.c_int64 * len(record))(*record), torch.get_num_threads(), 0)
+
+
+def address(weight: Tensor | Codes) -> int:
+    return weight.data.data_ptr() if isinstance(weight, Codes) else weight.data_ptr()
+
+
+def _shape(weight: Tensor | Codes) -> tuple[int, int]:
+    return (weight.n, weight.k) if isinstance(weight, Codes) else (weight.shape[0], weight.shape[1])
+
+
+def bits_of(weight: Tensor | Codes) -> int:
+    return weight.bits if isinstance(weight, Codes) else 32
+
+
+@cache
+def compiled() -> Compiled | None:
+    """The compiled code, or None where it cannot run. Loads it the first time, and compiles it where it must."""
+    if not can_compile():
+        return None
+    try:
+        return Compiled(_folder)
+    except Exception:  # whatever is wrong with a compiler that we can do without
+        return None
+
+
+def can_compile() -> bool:
+    """Is everything there that the compiled code needs? Quick: loads nothing."""
+    return (
+        sys.platform == "linux"
+        and platform.machine() == "x86_64"
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _gomp().exists()
+        and importlib.util.find_spec("numba") is not None
+    )
+
+
+def keep_in(folder: Path) -> None:
+    """Where compiled code is kept between runs. Said before the first call of `compiled`."""
+    global _folder
+    _folder = folder / _digest()
+
+
+def needs_compiling() -> bool:
+    """Will the first call of `compiled` take long? Not where this code was compiled before, in this run or another."""
+    kept = _folder is not None and _folder.is_dir()
+    return can_compile() and not kept and compiled.cache_info().currsize == 0
+
+
+_folder: Path | None = None
+
+
+def _gomp() -> Path:
+    return Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+
+
+def _digest() -> str:
+    """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls."""
+    content = hashlib.sha256(np.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("cpu_*.py")):
+        content.update(file.read_bytes())
+    return content.hexdigest()[:16]

@@ -1,0 +1,91 @@
+"""Products by our own compiled loop, with a weight that lies in huge pages: plain, or in the codes that it came from.
+
+For the few rows of a decoding pass only: with more, torch's product is the better one, and gets the plain weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.kernels.arena import Arena
+from slipstream.kernels.codes import LANES, TILE, Codes
+from slipstream.kernels.compiled import MOST_ROWS, Compiled, compiled
+from slipstream.kernels.linear import PackedLinear
+
+_SLAB = 4096
+"""Rows of a weight that are turned from codes to numbers at a time."""
+
+
+def tiler(*weights: Tensor) -> Compiled | None:
+    """The compiled code, where it can run here and take these weights [N, K]."""
+    fit = all(
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.shape[0] % TILE == 0
+        and weight.shape[1] % LANES == 0
+        and weight.numel() > 0
+        for weight in weights
+    )
+    return compiled() if fit else None
+
+
+class TiledLinear(PackedLinear):
+    """The product for CPUs where compiled code runs. Takes several weights of one input over, rows end to end.
+
+    As with packed weights, a row comes out the same to the bit whatever the number of rows, up to the 64 of a pass.
+    """
+
+    def __init__(self, code: Compiled, weights: Sequence[Tensor], bias: Tensor | None, arena: Arena) -> None:
+        nn.Module.__init__(self)
+        self.packed = True
+        self.code = code
+        self.in_features = weights[0].shape[1]
+        self.out_features = sum(weight.shape[0] for weight in weights)
+        weights = [weight.detach() for weight in weights]
+        self.tiles: Tensor | Codes = code.encode(weights, arena) or _joined(weights, arena)
+        self.bias = None if bias is None else bias.detach().clone()  # so that nothing of the old weights stays in use
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 2:
+            return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        if 0 < x.shape[0] <= MOST_ROWS:
+            return self.code.linear(x.contiguous(), self.tiles, self.bias)
+        if isinstance(self.tiles, Tensor):
+            return F.linear(x, self.tiles, self.bias)
+        out = x.new_empty(x.shape[0], self.out_features)
+        for start in range(0, self.out_features, _SLAB):
+            slab = slice(start, start + _SLAB)
+            bias = None if self.bias is None else self.bias[slab]
+            out[:, slab] = F.linear(x, self.code.decode(self.tiles.rows(slab)), bias)
+        return out
+
+    def extra_repr(self) -> str:
+        form = f"{self.tiles.bits}-bit codes" if isinstance(self.tiles, Codes) else "plain"
+        return f"{self.in_features} -> {self.out_features}, {form}"
+
+
+def join(*linears: nn.Linear, arena: Arena) -> PackedLinear:
+    """One product or several of one input, as one: the rows of the weights laid end to end.
+
+    In the best form that this machine has; the arena is where the weights of one model lie together.
+    """
+    bias = None
+    if any(linear.bias is not None for linear in linears):
+        bias = torch.cat([_bias_or_zeros(linear) for linear in linears])
+    weights = [linear.weight.detach() for linear in linears]
+    code = tiler(*weights)
+    if code is not None:
+        return TiledLinear(code, weights, bias, arena)
+    return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+
+def _bias_or_zeros(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+
+
+def _joined(weights: Sequence[Tensor], arena: Arena) -> Tensor:
+    return torch.cat(list(weights), out=arena.floats(sum(len(weight) for weight in weights), weights[0].shape[1]))

@@ -1,0 +1,243 @@
+"""The fused trunk on a GPU: eight kernels a layer, row-independent, ready to be captured in a graph.
+
+Between two products stands one kernel: the runs of a split product are summed, the residual added and normed in it. The
+residual itself is only ever touched there, so a layer hands its last product on unsummed, and the next layer adds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from slipstream.kernels.add_norm import add_norm
+from slipstream.kernels.jit import has_triton
+from slipstream.kernels.linear import PackedLinear
+from slipstream.kernels.paged import RowLayout, attend
+from slipstream.kernels.rotary_write import rotary_write
+from slipstream.kernels.row_linear import row_linear, splits_of
+from slipstream.kernels.silu_mul import silu_mul
+from slipstream.kv.cache import KVCache
+from slipstream.models.attention import PassContext, running_pass
+from slipstream.models.batch import PassBatch
+from slipstream.models.fuse import FusedLayer, FusedTrunk
+from slipstream.models.traits import AttentionTraits
+
+WIDE_ROWS = 128
+"""With more rows than these a pass is a prompt's: it computes more than it reads, and wants larger tiles."""
+
+
+class DevicePass(PassContext):
+    """A pass whose layout lies on the device."""
+
+    def __init__(self, layout: RowLayout, cache: KVCache) -> None:
+        self.layout = layout
+        self.cache = cache
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
+        self.cache.write(layer, self.layout.slots, key, value)
+        return self.attend_written(layer, query.contiguous(), traits)
+
+    def attend_written(self, layer: int, query: Tensor, traits: AttentionTraits, *, overlap: bool = False) -> Tensor:
+        """The attention of rows whose K and V are in the cache already."""
+        return attend(
+            query,
+            self.cache.keys(layer),
+            self.cache.values(layer),
+            self.layout,
+            scaling=traits.scaling,
+            window=traits.window,
+            softcap=traits.softcap,
+            sinks=traits.sinks,
+            overlap=overlap,
+            wide=query.shape[0] > WIDE_ROWS,
+        )
+
+
+def layout_of(batch: PassBatch, page_size: int) -> RowLayout:
+    """The layout of a pass that was packed on the host."""
+    device = batch.slots.device
+    most = max(len(pages) for pages in batch.pages)
+    pages = torch.tensor([list(p) + [0] * (most - len(p)) for p in batch.pages], dtype=torch.int32)
+    ends = batch.row_starts[1:]
+    keys = max(p + e - s for p, s, e in zip(batch.prefix_lengths, batch.row_starts, ends, strict=False))
+    spans = list(zip(batch.prefix_lengths, batch.row_starts, ends, strict=False))
+    # a row's place among its request's keys is its position, unless a check puts a prompt elsewhere in the context
+    first_rows = torch.tensor([s for _, s, e in spans for _ in range(s, e)], device=device)
+    prefixes = torch.tensor([p for p, s, e in spans for _ in range(s, e)], device=device)
+    return RowLayout(
+        positions=batch.positions - batch.positions[first_rows] + prefixes,
+        slots=batch.slots,
+        starts=torch.tensor(batch.row_starts, dtype=torch.int32, device=device),
+        lanes=torch.arange(batch.num_requests, device=device),
+        lengths=torch.tensor(batch.prefix_lengths, dtype=torch.int64, device=device),
+        pages=pages.to(device),
+        ancestors=_ancestors(batch) if batch.masks is not None else None,
+        page_size=page_size,
+        max_keys=keys,
+    )
+
+
+def _ancestors(batch: PassBatch) -> Tensor:  # [N, depth] int32
+    """The rows above each row, from mask words; rows of a chain have all rows before them."""
+    assert batch.masks is not None
+    words, found = batch.masks.tolist(), []
+    for tree, start, end in zip(batch.is_tree, batch.row_starts, batch.row_starts[1:], strict=False):
+        for row in range(start, end):
+            own = row - start
+            above = [j for j in range(own + 1) if words[row] >> j & 1] if tree else range(own + 1)
+            found.append([start + j for j in above])
+    deepest = max(map(len, found))
+    rows = [above + [-1] * (deepest - len(above)) for above in found]
+    return torch.tensor(rows, dtype=torch.int32, device=batch.slots.device)
+
+
+class RowLinear(nn.Module):
+    """`nn.Linear` by row-independent products; the logits come out in fp32."""
+
+    def __init__(self, linear: nn.Linear, out_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = linear.weight.detach()
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.out_dtype = out_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        out = row_linear(flat, self.weight, self.bias, out_dtype=self.out_dtype, overlap=flat.shape[0] <= WIDE_ROWS)
+        return out.view(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A fused layer as its kernels want it."""
+
+    index: int
+    traits: AttentionTraits
+    heads: int
+    input_norm: Tensor
+    post_norm: Tensor
+    norm_eps: tuple[float, float]
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    head_eps: float
+    qkv: _Product
+    o: _Product
+    gate_up: _Product
+    down: _Product
+
+    @staticmethod
+    def of(layer: FusedLayer) -> _Layer:
+        return _Layer(
+            index=layer.layer_idx,
+            traits=layer.traits,
+            heads=layer.heads,
+            input_norm=layer.input_norm.weight,
+            post_norm=layer.post_norm.weight,
+            norm_eps=(float(layer.input_norm.eps), float(layer.post_norm.eps)),
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            head_eps=0.0 if layer.q_norm is None else float(layer.q_norm.eps),
+            qkv=_Product.of(layer.qkv),
+            o=_Product.of(layer.o),
+            gate_up=_Product.of(layer.gate_up),
+            down=_Product.of(layer.down),
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        current: DevicePass,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        overlap: bool,
+    ) -> Tensor:  # [splits, N, D] fp32, still to be added to x
+        layout, cache = current.layout, current.cache
+        normed = add_norm(x, delta, self.input_norm, self.norm_eps[0], overlap=overlap)
+        query = rotary_write(
+            self.qkv.runs(normed, overlap),
+            cos,
+            sin,
+            positions,
+            layout.slots,
+            self.q_norm,
+            self.k_norm,
+            cache.keys(self.index),
+            cache.values(self.index),
+            self.heads,
+            self.head_eps,
+            overlap=overlap,
+        )
+        attended = current.attend_written(self.index, query, self.traits, overlap=overlap)
+        delta = self.o.runs(attended.flatten(1), overlap)
+        normed = add_norm(x, delta, self.post_norm, self.norm_eps[1], overlap=overlap)
+        return self.down.runs(self.gate_up.gated(normed, overlap), overlap)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    weight: Tensor
+    bias: Tensor | None
+    splits: int
+
+    @staticmethod
+    def of(linear: PackedLinear) -> _Product:
+        return _Product(linear.weight, linear.bias, splits_of(*linear.weight.shape))
+
+    def runs(self, x: Tensor, overlap: bool) -> Tensor:  # [splits, N, out]
+        """The product, still to be summed over its runs. A prompt's is cuBLAS', which computes faster than we."""
+        if x.shape[0] > WIDE_ROWS and x.dtype != torch.float32:
+            return F.linear(x, self.weight, self.bias)[None]
+        return row_linear(x, self.weight, self.bias, splits=self.splits, partial=True, overlap=overlap)
+
+    def gated(self, x: Tensor, overlap: bool) -> Tensor:  # [N, out / 2]
+        if x.shape[0] > WIDE_ROWS and x.dtype != torch.float32:
+            return silu_mul(F.linear(x, self.weight, self.bias))
+        return row_linear(x, self.weight, self.bias, gated=True, overlap=overlap)
+
+
+class GpuTrunk(nn.Module):
+    """Takes the place of a `FusedTrunk` on a GPU."""
+
+    def __init__(self, trunk: FusedTrunk, max_positions: int) -> None:
+        super().__init__()
+        self.embed_tokens = trunk.embed_tokens
+        self.norm = trunk.norm
+        self._norm_eps = float(trunk.norm.eps)
+        self._layers = [_Layer.of(cast(FusedLayer, layer)) for layer in trunk.layers]
+        weight = cast(Tensor, self.embed_tokens.weight)
+        cos, sin = trunk.rotary_emb(weight[:1, None], torch.arange(max_positions, device=weight.device)[None])
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [positions, R]
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
+        current = cast(DevicePass, running_pass())
+        overlap = input_ids.shape[1] <= WIDE_ROWS  # a prompt's kernels are long: there is little to hide
+        x = self.embed_tokens(input_ids[0])
+        delta: Tensor | None = None
+        for layer in self._layers:
+            delta = layer.run(x, delta, current, position_ids[0], self.cos, self.sin, overlap)
+        hidden = add_norm(x, delta, self.norm.weight, self._norm_eps, overlap=overlap)
+        return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, hidden[None]))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+
+def install(model: nn.Module, max_positions: int) -> int:
+    """Put the GPU's trunk and row-independent products in place; returns how many trunks were swapped."""
+    if not has_triton:
+        return 0
+    swapped = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, FusedTrunk):
+                setattr(parent, name, GpuTrunk(child, max_positions))
+                swapped += 1
+            elif type(child) is nn.Linear and name == "lm_head":
+                setattr(parent, name, RowLinear(child, torch.float32))
+    return swapped

@@ -1,0 +1,120 @@
+"""Row-independent products: the kernel against its twin, and the twin against plain products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.row_linear import Tile, _launch, row_linear, row_linear_twin, splits_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU Triton interprets
+CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
+    return values.to(dtype).to(DEVICE)
+
+
+def product(
+    m: int, n: int, k: int, dtype: torch.dtype, *, bias: bool, splits: int = 1, gated: bool = False,
+    partial: bool = False, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """By the kernel, and by the twin in fp64, or as the twin rounds where roundings are part of it."""
+    x, width = numbers(m, k, dtype=dtype), 2 * n if gated else n
+    weight = numbers(width, k, dtype=dtype, seed=1, scale=k**-0.5)
+    own = numbers(width, dtype=dtype, seed=2) if bias else None
+    ours = _launch(x, weight, own, splits, gated, partial, out_dtype or dtype, False)
+    twin = row_linear_twin(x, weight, own, splits=splits, gated=gated, partial=partial, out_dtype=out_dtype)
+    return ours, twin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (3, 70, 48), (17, 33, 40), (1, 1, 16), (40, 130, 96)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_matches_the_twin(dtype: torch.dtype, m: int, n: int, k: int, bias: bool) -> None:
+    ours, twin = product(m, n, k, dtype, bias=bias)
+    assert (ours.dtype, ours.shape) == (dtype, (m, n))
+    torch.testing.assert_close(ours, twin, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 40, 64), (19, 65, 24), (70, 30, 32)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated(dtype: torch.dtype, m: int, n: int, k: int, bias: bool) -> None:
+    ours, twin = product(m, n, k, dtype, bias=bias, gated=True)
+    assert (ours.dtype, ours.shape) == (dtype, (m, n))
+    torch.testing.assert_close(ours, twin, rtol=CLOSE[dtype], atol=2 * CLOSE[dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_runs_are_handed_on(splits: int, bias: bool) -> None:
+    """Each run by itself in fp32, whatever the inputs are; the bias is in the first of them."""
+    ours, twin = product(5, 40, 192, torch.float16, bias=bias, splits=splits, partial=True)
+    assert (ours.dtype, ours.shape) == (torch.float32, (splits, 5, 40))
+    torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_rows_are_summed_in_the_order_of_the_runs(bias: bool) -> None:
+    """Above 128 rows one program sums all runs: to the last bit as the next kernel would."""
+    x, weight = numbers(130, 192, dtype=torch.float32), numbers(40, 192, dtype=torch.float32, seed=1)
+    own = numbers(40, dtype=torch.float32, seed=2, scale=30.0) if bias else None
+    (whole,) = _launch(x, weight, own, 3, False, True, torch.float32, False)
+    runs = _launch(x[:7].contiguous(), weight, own, 3, False, True, torch.float32, False)
+    assert runs.shape[0] == 3
+    assert torch.equal(whole[:7], runs[0] + runs[1] + runs[2])
+
+
+def test_logits_come_out_in_fp32() -> None:
+    ours, twin = product(2, 70, 64, torch.float16, bias=False, out_dtype=torch.float32)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(ours, ours.half().float())  # never rounded on the way
+
+
+def test_nothing_is_written_beside_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def framed(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        whole = torch.full((torch.Size(shape).numel() + 256,), 7.0, dtype=dtype, device=device)
+        made.append(whole)
+        return whole[128:-128].view(shape)
+
+    monkeypatch.setattr("slipstream.kernels.row_linear.torch.empty", framed)
+    product(3, 70, 40, torch.float32, bias=True)
+    product(5, 33, 192, torch.float32, bias=True, splits=3, partial=True)
+    for whole in made:
+        assert torch.equal(whole[:128], torch.full_like(whole[:128], 7.0))
+        assert torch.equal(whole[-128:], torch.full_like(whole[:128], 7.0))
+    assert len(made) == 2
+
+
+def test_the_twin_is_the_plain_product() -> None:
+    x, weight = torch.randn(6, 96), torch.randn(50, 96)
+    bias = torch.randn(50)
+    want = F.linear(x, weight, bias)
+    torch.testing.assert_close(row_linear(x, weight, bias), want)
+    torch.testing.assert_close(row_linear(x, weight, bias, splits=3, partial=True).sum(0), want)
+    gate, up = want.chunk(2, dim=-1)
+    torch.testing.assert_close(row_linear(x, weight, bias, gated=True), F.silu(gate) * up)
+    with pytest.raises(AssertionError, match="summed by the next kernel"):
+        row_linear(x, weight, splits=2)
+
+
+def test_runs_are_whole_steps() -> None:
+    """Whatever the weight's shape: each run is a whole number of steps, whichever tile a row count gets."""
+    for n in (64, 576, 1536, 4096, 12288, 49152):
+        for k in (16, 24, 40, 48, 576, 896, 1536, 3584, 4096, 11008, 18944):
+            splits = splits_of(n, k)
+            assert 1 <= splits <= 4
+            assert k % splits == 0
+            for rows in (1, 16, 17, 32, 33, 64, 65, 128, 129, 2048):
+                for size in (2, 4):
+                    step = Tile.of(rows, n, k, splits=splits, gated=False, size=size).block_k
+                    assert splits == 1 or (k // splits) % step == 0
+    assert splits_of(64, 4096) == 4  # a narrow weight needs its runs to keep a GPU busy
+    assert splits_of(152_000, 4096) == 1  # a wide one does not

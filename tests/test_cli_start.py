@@ -1,0 +1,149 @@
+"""How commands start: help and refusals before torch is imported, what is said meanwhile, and readers that leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slipstream
+from fake_llm import FakeLLM
+from slipstream.cli import loading, options
+from slipstream.cli.main import main
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom slipstream.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as e: print('code', e.code or 0)\n"
+        "print('heavy', sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["generate", "--help"], ["chat", "--help"], ["bench", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert "code 0" in done.stdout
+        assert "heavy []" in done.stdout, arguments
+
+
+def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """In one fresh process, each as a user would meet it: torch and transformers take seconds to import."""
+    (tmp_path / "notes.txt").write_text("no model")
+    (tmp_path / "broken.gguf").write_text("no GGUF either")
+    (tmp_path / "empty").mkdir()
+    expected = {
+        "generate Hi --drafter bogus": (2, "drafter 'bogus' is unknown"),
+        "generate Hi --memory lots": (2, "memory='lots': must be bytes or a size such as 512MB or 2GiB"),
+        "generate Hi --memory 0": (2, "memory=0: must be above 0 bytes"),
+        "chat --dtype int8": (2, "dtype='int8': must be auto or one of float32, fp32, bfloat16, bf16, float16, fp16"),
+        "bench --device tpu": (2, "device='tpu': must be auto, cpu, cuda or cuda:N"),
+        "generate Hi --device cuda:x": (2, "device='cuda:x': must be auto, cpu, cuda or cuda:N"),
+        "generate Hi --model /nope": (1, "'/nope': no such folder or file"),
+        "generate Hi --model=": (1, "'': no such folder or file"),
+        "bench --drafter model:/nope": (1, "'/nope': no such folder or file"),
+        "chat --model notes.txt": (1, "notes.txt: a file, but not a .gguf one"),
+        "bench --model broken.gguf": (1, "broken.gguf: not a GGUF file"),
+        "generate Hi --model empty": (1, "empty: not a model folder"),
+        "generate Hi --model org/name": (1, "'org/name': no such folder or file here"),  # after asking the (unset) hub
+    }
+    code = (
+        "import json, sys\nfrom slipstream.cli.main import main\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    try: main(line.split())\n"
+        "    except SystemExit as e: print('code', e.code or 0, file=sys.stderr)\n"
+        "sys.exit(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(expected))],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [part for part in re.split(r"code (\d)\n", done.stderr) if part]
+    said = zip(errors[1::2], errors[::2], strict=True)
+    for (arguments, (code_wanted, message)), (got, text) in zip(expected.items(), said, strict=True):
+        assert message in " ".join(text.split()), arguments
+        assert int(got) == code_wanted, arguments
+
+
+def test_help_shows_what_to_give_and_nothing_odd(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(*arguments: str) -> str:
+        with pytest.raises(SystemExit):
+            main([*arguments, "--help"])
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("generate", "chat", "bench", "models", ""):
+        text = shown(*command.split())
+        assert "<" not in text.replace("<=", ""), command
+        assert "--debug" in text
+    text = " ".join(shown("generate").split())
+    for taught in ("none: nobody", "such as 512MiB", "cuda:1", "such as 0.9", "Give it where other programs need"):
+        assert taught in text
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As `| head` does: quiet, whether it leaves in the middle of a stream or before the JSON."""
+    code = (
+        "import sys, fake_llm\nfrom slipstream.cli import loading\nfrom slipstream.cli.main import main\n"
+        "loading.open_llm = lambda *_, **__: fake_llm.FakeLLM()\n"
+        "fake_llm.WORDS[:] = ['x' * 100_000] * 4\n"
+        "main(sys.argv[1:])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
+    for arguments in (["generate", "Hi"], ["generate", "Hi", "--json"]):
+        command = [sys.executable, "-c", code, *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.read(1)
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 1
+
+
+def test_what_is_fetched_is_said_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: dict[str, Any] = {}
+
+    def resolve(name: str, progress: Any, *, trust_remote_code: bool) -> Path:
+        progress(f"fetching {name}, code {trust_remote_code}")
+        return tmp_path / name
+
+    class Engine(FakeLLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            super().__init__()
+            made.update(settings, model=model)
+
+    monkeypatch.setattr(loading, "resolve", resolve)
+    monkeypatch.setattr("slipstream.engine.llm.LLM", Engine)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: made.update(asked=count))
+    common = options.Common(model="default", drafter=["model:org/small"], trust_remote_code=True, threads=3)
+    with loading.loaded(common, common.drafters):
+        pass
+    assert capsys.readouterr().err == "fetching default, code True\nfetching org/small, code True\n"
+    assert (made["model"], made["drafter"]) == (str(tmp_path / "default"), [f"model:{tmp_path / 'org/small'}"])
+    assert made["asked"] == 3
+
+
+def test_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"slipstream {slipstream.__version__}\n"

@@ -1,0 +1,127 @@
+"""A pass as one compiled call gives what the layers give one by one, and a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import CPU, Passes, load_reference, path_to, plain_logits, random_tokens, save_random, tiny_config
+from slipstream.kernels.compiled import MOST_ROWS, can_compile
+from slipstream.models.fuse import FusedTrunk, in_torch
+from slipstream.models.runner import Runner, open_unchecked
+
+FAMILIES = ["llama", "llama-yarn", "mistral", "qwen2", "qwen2-slides", "qwen3", "seed-oss"]
+TREE = (-1, -1, 0, 0, 1, 2, 5)
+
+
+@pytest.fixture(scope="module")
+def runner_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runner]:
+    root = tmp_path_factory.mktemp("compiled")
+
+    @cache
+    def make(family: str) -> Runner:
+        folder = save_random(root / family, tiny_config(family, intermediate_size=48, vocab_size=100))
+        runner = open_unchecked(folder, torch.float32, CPU)
+        runner.swap(fused=True)
+        return runner
+
+    return make
+
+
+def trunk(runner: Runner) -> FusedTrunk:
+    return next(module for module in runner.model.modules() if isinstance(module, FusedTrunk))
+
+
+def story(runner: Runner) -> list[Tensor]:
+    """Prompts of two requests, plain steps, chains, a tree beside a chain, and more rows than a compiled pass takes."""
+    passes = Passes(runner, pages_each=40)
+    first, second = random_tokens(90, 1), random_tokens(60, 2)
+    return [
+        passes.run([(0, first[:11]), (1, second[:5])]),
+        passes.run([(1, second[5:6])]),
+        passes.run([(0, first[11:12]), (1, second[6:14])]),
+        passes.run([(0, random_tokens(len(TREE), 3)), (1, second[14:16])], parents=TREE),
+        passes.run([(0, first[12:15]), (1, second[16:17])], rows=[2, 3]),
+        passes.run([(0, first[15 : 15 + MOST_ROWS + 1])]),
+        passes.run([(0, first[80:84]), (1, second[17:18])]),
+        passes.cache.keys(2).clone(),
+        passes.cache.values(2).clone(),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compiled_pass_is_the_layers_one_by_one(runner_of: Callable[[str], Runner], family: str) -> None:
+    runner = runner_of(family)
+    assert (trunk(runner).compiled is not None) == can_compile()
+    compiled = story(runner)
+    with in_torch(runner.model):
+        assert trunk(runner).compiled is None
+        wanted = story(runner)
+    assert (trunk(runner).compiled is not None) == can_compile()
+    for ours, theirs in zip(compiled, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-slides", "qwen3"])
+def test_a_row_has_the_same_bits_in_any_company(runner_of: Callable[[str], Runner], family: str) -> None:
+    """Token by token, as a chain, and on a branch of a tree beside another request: logits and cache are equal."""
+    runner, prompt = runner_of(family), random_tokens(19, 4)
+    plain, chain, tree = (Passes(runner) for _ in range(3))
+    for passes in (plain, chain, tree):
+        passes.run([(0, prompt)])
+    nodes = random_tokens(len(TREE), 5)
+    branch = path_to(TREE, 6)
+    steps = torch.cat([plain.run([(0, [nodes[node]])]) for node in branch])
+    at_once = chain.run([(0, [nodes[node] for node in branch])])
+    in_a_tree = tree.run([(0, nodes), (1, random_tokens(9, 6))], parents=TREE)[branch]
+    same = torch.equal if can_compile() else torch.allclose
+    assert same(steps, at_once)
+    assert same(steps, in_a_tree)
+    for layer in range(3):
+        assert same(plain.cache.keys(layer), chain.cache.keys(layer))
+
+
+def test_one_thread_or_two_give_the_same_bits(runner_of: Callable[[str], Runner]) -> None:
+    runner, before = runner_of("qwen3"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = Passes(runner).run([(0, random_tokens(9, 1)), (1, random_tokens(4, 2))])
+        torch.set_num_threads(2)
+        together = Passes(runner).run([(0, random_tokens(9, 1)), (1, random_tokens(4, 2))])
+    finally:
+        torch.set_num_threads(before)
+    assert (torch.equal if can_compile() else torch.allclose)(alone, together)
+
+
+def test_another_cache_is_noticed(runner_of: Callable[[str], Runner]) -> None:
+    runner, tokens = runner_of("llama"), random_tokens(8, 1)
+    first, second = Passes(runner), Passes(runner)
+    wanted = first.run([(0, tokens)])
+    assert torch.equal(second.run([(0, tokens)]), wanted)
+    assert torch.equal(first.cache.keys(0), second.cache.keys(0))
+    assert torch.equal(second.run([(0, tokens[:1])]), first.run([(0, tokens[:1])]))
+
+
+def test_what_is_not_a_number_stays_so_and_spoils_nobody_else(runner_of: Callable[[str], Runner]) -> None:
+    runner = runner_of("llama")
+    passes, clean = Passes(runner), Passes(runner)
+    for each in (passes, clean):
+        each.run([(0, random_tokens(5, 1)), (1, random_tokens(6, 2))])
+    slot = passes.pages[0][0] * 4 + 2
+    passes.cache.values(1)[slot] = float("nan")
+    ours, theirs = (each.run([(0, [7]), (1, [8])]) for each in (passes, clean))
+    assert ours[0].isnan().all()
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
+    folder = save_random(tmp_path / "llama", tiny_config("llama", intermediate_size=48, vocab_size=100))
+    runner, tokens = open_unchecked(folder, torch.float32, CPU), random_tokens(30, 3)
+    runner.swap(fused=True)
+    ours = Passes(runner).run([(0, tokens)])
+    torch.testing.assert_close(ours, plain_logits(load_reference(folder), tokens), atol=2e-4, rtol=1e-4)
