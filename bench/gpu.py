@@ -46,13 +46,19 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 Generate = Callable[[Sequence[list[int]]], list[list[int]]]
 
 
-def rates(generate: Generate, prompts: Sequence[list[int]], batches: Sequence[int] = BATCHES) -> dict[str, Any]:
-    """Tokens per second one at a time and in batches, after a warm-up of every size."""
+def rates(
+    generate: Generate,
+    prompts: Sequence[list[int]],
+    batches: Sequence[int] = BATCHES,
+    warm: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Tokens per second one at a time and in batches, after a warm-up of every size; `warm` hears when that is over."""
     generate(prompts[:4])
     for size in batches:
         generate((list(prompts) * 8)[:size])
     for prompt in prompts:
         generate([prompt])
+    warm()
     start = time.perf_counter()
     answers = [generate([prompt])[0] for prompt in prompts]
     seconds = time.perf_counter() - start
@@ -91,10 +97,8 @@ def ours(
             told.extend(o.speculation for o in outputs)
             return [list(o.token_ids) for o in outputs]
 
-        found[name] = rates(generate, prompts, batches)
-        told.clear()
-        for prompt in prompts:
-            generate([prompt])
+        found[name] = rates(generate, prompts, batches, told.clear)
+        del told[len(prompts) :]  # those of one request at a time
         rounds = sum(s.rounds for s in told)
         parts = {
             part: sum(getattr(s, f"{part}_s") for s in told) / rounds * 1e3 for part in ("draft", "verify", "host")
@@ -152,7 +156,9 @@ def peer(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """One of vLLM's modes in a process of its own."""
     command = [sys.executable, __file__, "--as-peer", mode, "--target", options.target, "--draft", options.draft]
     command += ["--prompts", str(options.prompts), "--max-tokens", str(options.max_tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    paths = filter(None, [options.peer_path, os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     if done.returncode or not lines:
         return {"failed": (done.stderr or done.stdout)[-500:]}
@@ -203,6 +209,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="a Spec-Bench file (JSON lines)")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--peers", default="", help="modes of vLLM, by comma: plain, ngram, ngram_gpu, draft")
+    parser.add_argument("--peer-path", help="a folder with vLLM, where it is not installed")
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--plot", type=Path, help="where a picture of them goes")
     parser.add_argument("--as-peer", help=argparse.SUPPRESS)

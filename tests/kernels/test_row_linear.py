@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from interpreted import DEVICE, FLOATS
 from slipstream.kernels.row_linear import Tile, _launch, row_linear, row_linear_twin, splits_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU Triton interprets
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -31,7 +31,7 @@ def product(
     return ours, twin
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (3, 70, 48), (17, 33, 40), (1, 1, 16), (40, 130, 96)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_matches_the_twin(dtype: torch.dtype, m: int, n: int, k: int, bias: bool) -> None:
@@ -40,7 +40,7 @@ def test_the_kernel_matches_the_twin(dtype: torch.dtype, m: int, n: int, k: int,
     torch.testing.assert_close(ours, twin, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("m", "n", "k"), [(2, 40, 64), (19, 65, 24), (70, 30, 32)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated(dtype: torch.dtype, m: int, n: int, k: int, bias: bool) -> None:
@@ -53,7 +53,7 @@ def test_gated(dtype: torch.dtype, m: int, n: int, k: int, bias: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_runs_are_handed_on(splits: int, bias: bool) -> None:
     """Each run by itself in fp32, whatever the inputs are; the bias is in the first of them."""
-    ours, twin = product(5, 40, 192, torch.float16, bias=bias, splits=splits, partial=True)
+    ours, twin = product(5, 40, 1536, torch.float16, bias=bias, splits=splits, partial=True)
     assert (ours.dtype, ours.shape) == (torch.float32, (splits, 5, 40))
     torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-5)
 

@@ -30,3 +30,8 @@ class Verdict:
     drafted: int
     accepted: int
     path: tuple[int, ...]  # accepted nodes
+
+    @property
+    def usable(self) -> tuple[int, ...]:
+        """The tokens without the -1 that the last one may be."""
+        return self.tokens[:-1] if self.tokens and self.tokens[-1] < 0 else self.tokens

@@ -113,6 +113,9 @@ class DeviceDrafter(Drafter):
     def read(self, batch: PassBatch) -> None:
         """The target computes these tokens of prompts now. Called where rounds are queued, before any `draft`."""
 
+    def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
+        """Rounds went by without a draft: read these requests' tokens from `known` on, but for the last two."""
+
     def draft(self, round: DraftRound) -> Tensor:  # [B, depth] int64
         """Guess a chain for each request, without looking at a value: on a GPU this is captured in a graph.
 

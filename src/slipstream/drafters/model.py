@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar, cast
 
 import torch
@@ -88,9 +89,21 @@ class ModelDrafter(DeviceDrafter):
                 progress.depth = 0
 
     def read(self, batch: PassBatch) -> None:
+        """Beside the target. Who outgrows the draft's context is not drafted for, so what it reads of it may be wrong."""
         assert self._cache is not None
-        if int(max(batch.prefix_lengths)) + batch.num_rows <= self.runner.max_positions:
+        parts = zip(batch.prefix_lengths, batch.row_starts, batch.row_starts[1:], strict=False)
+        ends = [prefix + end - start for prefix, start, end in parts]
+        if min(ends) <= self.runner.max_positions:
             self.runner.forward(self._own(batch), self._cache)
+
+    def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
+        assert self._services is not None
+        assert self._cache is not None
+        for request, start in zip(requests, known, strict=True):
+            for at in range(start, len(request.tokens) - 2, self._services.max_rows):
+                ids = request.tokens[at : min(at + self._services.max_rows, len(request.tokens) - 2)]
+                given = torch.tensor(ids, dtype=torch.int64, device=self.runner.device)
+                self.runner.forward(self._own(self._batch([request], [at], [len(ids)], given)), self._cache)
 
     def draft(self, round: DraftRound) -> Tensor:
         """Step by step, each a pass of one row a request; the first reads the token before as well.
@@ -138,7 +151,12 @@ class ModelDrafter(DeviceDrafter):
 
     def _own(self, batch: PassBatch) -> PassBatch:
         """The target's rows for this model; one row of logits, which nobody wants."""
-        return replace(batch, input_ids=self._known(batch.input_ids), logit_rows=batch.slots.new_zeros(1))
+        return replace(
+            batch,
+            input_ids=self._known(batch.input_ids),
+            positions=batch.positions.clamp_max(self.runner.max_positions - 1),
+            logit_rows=batch.slots.new_zeros(1),
+        )
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         device = self.runner.device
@@ -207,35 +225,42 @@ class ModelDrafter(DeviceDrafter):
         def tensor(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
 
-        tables = [self._services.page_table(request.id) for request in requests]
-        starts = [0]
-        for count in rows:
-            starts.append(starts[-1] + count)
-        last = tensor([end - 1 for end in starts[1:]])
-        positions = tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)])
-        batch = PassBatch(
-            input_ids=self._known(ids),
-            positions=positions,
-            slots=tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
-            row_starts=tuple(starts),
-            prefix_lengths=tuple(at),
-            pages=tuple(table.pages for table in tables),
-            is_tree=(False,) * len(requests),
-            masks=None,
-            logit_rows=last,
-        )
+        batch = self._batch(requests, at, rows, ids)
         logits = self.runner.forward(batch, self._cache)
         sampling = self._services.sampling
         features = sampling.features([request.slot for request in requests])
         index = tensor(columns)
         guessed = SampleRows(
             slots=tensor([request.slot for request in requests]),
-            positions=positions[last] + 1,
+            positions=batch.positions[batch.logit_rows] + 1,
             generated=tensor([len(r.tokens) - r.prompt_length + depth for r in requests]),
             path=tokens[index, :depth] if depth and (features.penalties or features.bad_words) else None,
         )
         # a draft that computes nonsense guesses token 0, and is found out by the target
         tokens[index, depth] = choose(self._fit(logits), guessed, sampling, features).clamp_min(0)
+
+    def _batch(
+        self, requests: Sequence[DraftRequest], at: Sequence[int], rows: Sequence[int], ids: Tensor
+    ) -> PassBatch:
+        """A pass over `rows` tokens of each request from position `at` on, whose last rows reach the LM head."""
+        assert self._services is not None
+
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
+
+        tables = [self._services.page_table(request.id) for request in requests]
+        starts = [0, *accumulate(rows)]
+        return PassBatch(
+            input_ids=self._known(ids),
+            positions=tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)]),
+            slots=tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
+            row_starts=tuple(starts),
+            prefix_lengths=tuple(at),
+            pages=tuple(table.pages for table in tables),
+            is_tree=(False,) * len(requests),
+            masks=None,
+            logit_rows=tensor([end - 1 for end in starts[1:]]),
+        )
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Models pad their vocabularies differently: bring the logits to the target's width."""

@@ -44,6 +44,11 @@ class Plan:
     def counts(self) -> list[int]:
         return [len(tree) or depth for tree, depth in zip(self.trees, self.depths, strict=True)]
 
+    def only(self, kept: Sequence[int]) -> Plan:
+        """For some of the requests."""
+        trees, depths, drafters = ([part[i] for i in kept] for part in (self.trees, self.depths, self.drafters))
+        return Plan(tuple(trees), tuple(depths), tuple(drafters))
+
     @property
     def devices(self) -> list[str]:
         """The device drafters that have something to do."""
@@ -150,6 +155,28 @@ class Drafting:
             mine = [chunk.answer for chunk in chunks if chunk.answer.drafter == name]
             if mine and isinstance(drafter, DeviceDrafter):
                 self._guarded(name, mine, functools.partial(drafter.read, batch))
+
+    def catch_up(self, answers: Sequence[Answer]) -> None:
+        """These were decoded without drafts for a while: let their device drafters read what they missed."""
+        for name in dict.fromkeys(answer.drafter for answer in answers):
+            drafter = self.drafters[cast(str, name)]
+            assert isinstance(drafter, DeviceDrafter)
+            mine = [answer for answer in answers if answer.drafter == name]
+            views = [cast(DraftRequest, answer.view) for answer in mine]
+            known = [answer.behind or 0 for answer in mine]
+            self._guarded(cast(str, name), mine, functools.partial(drafter.catch_up, views, known))
+            for answer in mine:
+                answer.behind = None
+
+    def follows(self, answers: Sequence[Answer], plan: Plan) -> None:
+        """Note whose device drafter stops following, because this round has no draft for it."""
+        for answer, depth in zip(answers, plan.depths, strict=True):
+            if (
+                not depth
+                and answer.behind is None
+                and isinstance(self.drafters.get(answer.drafter or ""), DeviceDrafter)
+            ):
+                answer.behind = max(0, answer.cached - 1)
 
     def waits(self, answers: Sequence[Answer]) -> bool:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""

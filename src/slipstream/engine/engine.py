@@ -154,6 +154,8 @@ class Engine:
         verdicts = verify_exact(draft, packed.choices(chosen))
         told = self._commit(schedule, packed, draft, verdicts)
         verified = time.perf_counter()
+        for answer, verdict in zip(packed.emitting, told, strict=True):
+            answer.tokens.extend(verdict.usable)
         kept = self._emit(packed, told, logits)
         host = planned - started + time.perf_counter() - verified
         times = RoundTimes(host, proposed - planned, verified - proposed)
@@ -185,17 +187,17 @@ class Engine:
         return told
 
     def _emit(self, packed: Emitting, told: Sequence[Verdict], logits: Tensor | None) -> list[int]:
-        """Append what was emitted to each answer, up to where it ends; how many tokens each of them kept."""
+        """Give out what each answer got, up to where it ends; how many tokens each of them kept."""
         logprobs = self._logprobs.read(packed, told, logits)
         kept: list[int] = []
         for answer, verdict, rows in zip(packed.emitting, told, logprobs, strict=True):
-            usable = verdict.tokens[:-1] if -1 in verdict.tokens else verdict.tokens
-            before = answer.generated
+            usable = verdict.usable
+            before = answer.generated - len(usable)
             emit(answer, usable, rows, self.plan.max_model_len)
             kept.append(answer.generated - before)
             if usable != verdict.tokens and not answer.ended:
-                assert answer.table is not None
-                self.cache.clear([p for p in answer.table.pages if self.pool.references(p) == 1])  # siblings share some
+                if answer.table is not None:  # siblings share some of its pages
+                    self.cache.clear([p for p in answer.table.pages if self.pool.references(p) == 1])
                 answer.end("error", error=NumericError("the model gave no usable logits (NaN, or every token masked)"))
             if answer.ended:
                 self.scheduler.release(answer)
@@ -224,6 +226,8 @@ class Engine:
             self.drafting.round_s = times.draft + times.verify
         drafters = drafted.drafters + (None,) * (len(told) - len(drafted.drafters))
         self._tally(packed.emitting, drafters, told, kept, times)
+        heard = [part for part in zip(packed.emitting, drafters, told, strict=True) if not part[0].ended]
+        self.drafting.observe([a for a, _, _ in heard], [d for _, d, _ in heard], [v for _, _, v in heard])
 
     def _tally(
         self,
@@ -233,7 +237,7 @@ class Engine:
         kept: Sequence[int],
         times: RoundTimes,
     ) -> None:
-        """A round's share of time and acceptance for each of its requests; then the drafters hear of it."""
+        """A round's share of time and acceptance for each of its requests."""
         for answer, drafter, verdict, count in zip(answers, drafters, told, kept, strict=True):
             stats = answer.output.speculation
             stats.rounds += 1
@@ -247,8 +251,6 @@ class Engine:
                 for tally in (stats, theirs):
                     tally.drafted += verdict.drafted
                     tally.accepted += min(verdict.accepted, count)  # what a stop cut off was of no use
-        running = [i for i, answer in enumerate(answers) if not answer.ended]
-        self.drafting.observe([answers[i] for i in running], [drafters[i] for i in running], [told[i] for i in running])
 
     def _close(self, job: Job) -> None:
         self.jobs.pop(job.id, None)

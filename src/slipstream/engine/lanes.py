@@ -26,6 +26,7 @@ class Lanes:
             pages=torch.full((slots + 1, max_pages), trash_page, dtype=torch.int32, device=device),
         )
         self._device = device
+        self._trash_page = trash_page
         self._sent: dict[int, tuple[int, ...]] = {}  # by lane: the pages that the device knows
 
     def place(self, answers: Sequence[Answer]) -> None:
@@ -49,17 +50,27 @@ class Lanes:
             answer.on_device = True
 
     def send_pages(self, answers: Sequence[Answer]) -> None:
-        """Bring the device's page tables up to date."""
+        """Bring the device's page tables up to date.
+
+        Behind a request's own pages stands the trash page always: a drafter that guesses further for others writes
+        there, and not to pages that were this lane's once.
+        """
         changed = [a for a in answers if a.table is not None and self._sent.get(a.slot) != a.table.pages]
         if not changed:
             return
         tables = [a.table.pages for a in changed if a.table is not None]
-        width = max(map(len, tables))
-        padded = [(a.slot, *pages, *([0] * (width - len(pages)))) for a, pages in zip(changed, tables, strict=True)]
+        width = max(len(pages) for a, own in zip(changed, tables, strict=True) for pages in (own, self._sent_to(a)))
+        nobodys = self._trash_page
+        padded = [
+            (a.slot, *pages, *([nobodys] * (width - len(pages)))) for a, pages in zip(changed, tables, strict=True)
+        ]
         rows = self._send(padded)
         self.state.pages[rows[:, 0], :width] = rows[:, 1:].to(torch.int32)
         for answer, pages in zip(changed, tables, strict=True):
             self._sent[answer.slot] = pages
+
+    def _sent_to(self, answer: Answer) -> tuple[int, ...]:
+        return self._sent.get(answer.slot, ())
 
     def _send(self, rows: Sequence[Sequence[int]]) -> Tensor:
         table = torch.tensor(rows, dtype=torch.int64)

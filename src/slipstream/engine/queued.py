@@ -26,7 +26,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import pack
 from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
 from slipstream.engine.scheduler import Chunk, Schedule
-from slipstream.engine.state import Answer
+from slipstream.engine.state import Answer, Phase
 from slipstream.sampling.choose import choose
 
 
@@ -59,7 +59,7 @@ class Ticket:
     rows: int
     logits: Tensor | None  # of the others' last rows
     marks: tuple[Any, ...]  # events: begun, drafted, verified
-    chunks: bool
+    steady: bool  # a round as they come: no prompts, and nothing captured for it
     depth: int
 
     def wait(self) -> None:
@@ -75,6 +75,16 @@ class Ticket:
 
     def seconds(self, part: int) -> float:
         return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A round whose result the host has read: those who still wanted to hear, and what."""
+
+    ticket: Ticket
+    members: tuple[Member, ...]
+    verdicts: tuple[Verdict, ...]
+    times: RoundTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ class QueuedEngine(Engine):
         drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
         self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress)
         self._tickets: deque[Ticket] = deque()
-        self._finished_at = time.perf_counter()
+        self._idle_since = time.perf_counter()
 
     @property
     def busy(self) -> bool:
@@ -117,17 +127,25 @@ class QueuedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Queue a round, and finish the one before it."""
-        if self._must_wait():
-            self._finish_all()
+        """Queue a round, and finish the one before it.
+
+        Where the host must know a round's result to queue the next one, it reads it first and gives it out last, while
+        the device is at work again.
+        """
+        waits = self._must_wait()
+        heard = self._hear_all() if waits else []
+        if waits and any(member.answer.params.logprobs is not None for part in heard for member in part.members):
+            self._tell(heard)  # the next round overwrites the logits
+            heard = []
         schedule = self.scheduler.schedule()
         self._report(schedule.refused)
         if schedule:
             if not self._tickets:
-                self._finished_at = time.perf_counter()
+                self._idle_since = time.perf_counter()
             self._tickets.append(self._queue(schedule))
+        self._tell(heard)
         while len(self._tickets) > (1 if schedule else 0):
-            self._finish(self._tickets.popleft())
+            self._tell([self._hear(self._tickets.popleft())])
 
     def _must_wait(self) -> bool:
         """Does the next round depend on something that the host has not read yet?"""
@@ -141,9 +159,10 @@ class QueuedEngine(Engine):
             or self.pool.free_pages < len(running)  # near preemption: the exact state frees most
         )
 
-    def _finish_all(self) -> None:
-        while self._tickets:
-            self._finish(self._tickets.popleft())
+    def _hear_all(self) -> list[Heard]:
+        heard = [self._hear(ticket) for ticket in self._tickets]
+        self._tickets.clear()
+        return heard
 
     def _queue(self, schedule: Schedule) -> Ticket:
         """Everything of a round that the device does, in order. Waits for nothing."""
@@ -152,8 +171,10 @@ class QueuedEngine(Engine):
         told = run = None
         rows = depth = 0
         drafted = begun
-        if schedule.decodes:
-            plan, run = self._draft(schedule.decodes)
+        known = len(self.rounds)
+        drafting = self._draft(schedule.decodes) if schedule.decodes else None
+        if drafting is not None:
+            plan, run = drafting
             drafted = self._mark()
             run.verify()
             counts, depth = plan.counts, max(plan.depths)
@@ -163,15 +184,26 @@ class QueuedEngine(Engine):
         verified = self._mark()
         first, logits = self._read_prompts(schedule.chunks, members)
         marks = (begun, drafted, verified, self._mark()) if begun is not None else ()
-        return Ticket(
-            tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, bool(schedule.chunks), depth
-        )
+        steady = not schedule.chunks and len(self.rounds) == known
+        return Ticket(tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, steady, depth)
 
-    def _draft(self, decodes: Sequence[Answer]) -> tuple[Plan, Round]:
-        """Guess on the host, then on the device. A drafter that raises there is dropped, and the others go on."""
+    def _draft(self, decodes: list[Answer]) -> tuple[Plan, Round] | None:
+        """Guess on the host, then on the device. A drafter that raises there is dropped, and the others go on.
+
+        Takes those out of `decodes` of which it learns that they ended; None: all of them have.
+        """
         self._lanes.place(decodes)
         while True:
             plan = self.drafting.plan(decodes)
+            lagging = [a for a, depth in zip(decodes, plan.depths, strict=True) if depth and a.behind is not None]
+            if lagging:
+                self._tell(self._hear_all())  # what their drafter missed, the host must know
+                alive = [i for i, answer in enumerate(decodes) if answer.phase is Phase.RUNNING]
+                decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
+                if not decodes:
+                    return None
+                self.drafting.catch_up([answer for answer in lagging if answer in decodes])
+            self.drafting.follows(decodes, plan)
             self._lanes.send_pages(decodes)
             shape = RoundShape.of(
                 plan.counts,
@@ -182,7 +214,7 @@ class QueuedEngine(Engine):
                 drafts=tuple((name, max(plan.depths)) for name in plan.devices),
             )
             run = self.rounds.of(shape)
-            run.load([answer.slot for answer in decodes], plan.trees, plan.depths)
+            run.load([answer.slot for answer in decodes], plan.trees, plan.depths, plan.drafters)
             if not plan.devices or self.drafting.draft(plan, decodes, run.draft):
                 return plan, run
 
@@ -213,36 +245,49 @@ class QueuedEngine(Engine):
             first = chosen
         return first, logits
 
-    def _finish(self, ticket: Ticket) -> None:
-        """Read a round's result: what it emitted, and what follows from that on the host."""
+    def _hear(self, ticket: Ticket) -> Heard:
+        """Read a round's result, and let everybody know who needs it for the next round."""
         ticket.wait()
-        begun = time.perf_counter()
-        told = _told(ticket)
-        heard = [(m, v) for m, v in zip(ticket.members, told, strict=True) if m.listens]
+        now = time.perf_counter()
+        heard = [(m, v) for m, v in zip(ticket.members, _told(ticket), strict=True) if m.listens]
         for member, verdict in heard:
             answer = member.answer
             answer.queued -= 1
             answer.coming -= member.bound
+            answer.tokens.extend(verdict.usable)
             if member.decodes:
                 assert answer.table is not None
                 answer.table.commit(len(verdict.tokens))
                 answer.doubted = not verdict.tokens
-        answers = tuple(member.answer for member, _ in heard)
-        verdicts = [verdict for _, verdict in heard]
-        kept = self._emit(_emitted_rows(ticket, heard), verdicts, ticket.all_logits())
-        now = time.perf_counter()
-        draft_s, verify_s = ticket.seconds(0), ticket.seconds(1) + ticket.seconds(2)
-        times = RoundTimes(max(0.0, now - self._finished_at - draft_s - verify_s), draft_s, verify_s)
-        if not ticket.marks:
-            times = RoundTimes(now - begun, 0.0, begun - self._finished_at)
-        self._finished_at = now
-        if ticket.decodes and not ticket.chunks:
+            answer.closing = (
+                not answer.end_ids.isdisjoint(verdict.usable)
+                or -1 in verdict.tokens
+                or len(answer.tokens) >= self.plan.max_model_len
+            )
+        if ticket.marks:
+            draft_s, verify_s = ticket.seconds(0), ticket.seconds(1) + ticket.seconds(2)
+            times = RoundTimes(max(0.0, now - self._idle_since - draft_s - verify_s), draft_s, verify_s)
+        else:
+            times = RoundTimes(0.0, 0.0, now - self._idle_since)
+        self._idle_since = now
+        if ticket.decodes and ticket.steady:
             self.drafting.planner.observe_pass(ticket.rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
             for name in {m.drafter for m in ticket.members if m.drafter is not None and ticket.depth}:
                 self.drafting.planner.observe_draft(name, ticket.depth, times.draft)
-        self._tally(answers, [m.drafter for m, _ in heard], verdicts, kept, times)
-        self._report(answers)
+        members, verdicts = [m for m, _ in heard], [v for _, v in heard]
+        self.drafting.observe([m.answer for m in members], [m.drafter for m in members], verdicts)
+        return Heard(ticket, tuple(members), tuple(verdicts), times)
+
+    def _tell(self, heard: Sequence[Heard]) -> None:
+        """Give out what rounds emitted: text, stops, log probabilities, reports to the callers."""
+        for part in heard:
+            answers = tuple(member.answer for member in part.members)
+            kept = self._emit(_emitted_rows(part), part.verdicts, part.ticket.all_logits())
+            self._tally(answers, [member.drafter for member in part.members], part.verdicts, kept, part.times)
+            for answer in answers:
+                answer.closing = False
+            self._report(answers)
 
     def _mark(self) -> Any:
         if self.target.device.type != "cuda":
@@ -257,7 +302,9 @@ class QueuedEngine(Engine):
 
     def _released(self, answer: Answer) -> None:
         answer.queued = answer.coming = 0
+        answer.closing = False
         answer.on_device = False
+        answer.behind = None
         super()._released(answer)
 
 
@@ -267,18 +314,18 @@ def _join(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -
     return Member(answer, answer.epoch, drafter, drafted, 1 + drafted, decodes)
 
 
-def _emitted_rows(ticket: Ticket, heard: Sequence[tuple[Member, Verdict]]) -> EmittedRows:
+def _emitted_rows(heard: Heard) -> EmittedRows:
     """Where in `Ticket.all_logits` each request's rows lie."""
-    first_rows: list[int] = []
-    before = 0
-    for member in ticket.members:
-        first_rows.append(before)
+    ticket, starts, before = heard.ticket, [], 0
+    for index, member in enumerate(ticket.members):
+        if ticket.round is not None and index == ticket.decodes:
+            before = ticket.round.shape.rows  # what is behind the last of the decodes is padding
+        if member in heard.members:
+            starts.append(before)
         before += 1 + member.drafted
-        if ticket.round is not None and len(first_rows) == ticket.decodes:
-            before = ticket.round.shape.rows  # what is behind the last of them is padding
-    starts = torch.tensor([s for s, m in zip(first_rows, ticket.members, strict=True) if m.listens], dtype=torch.int64)
     width = max((member.drafted for member in ticket.members), default=0)
-    return EmittedRows(tuple(m.answer for m, _ in heard), starts[:, None] + torch.arange(width + 1))
+    row_of = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(width + 1)
+    return EmittedRows(tuple(member.answer for member in heard.members), row_of)
 
 
 def _told(ticket: Ticket) -> list[Verdict]:

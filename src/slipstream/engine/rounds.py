@@ -64,7 +64,7 @@ class RoundShape:
         rows = requests * (1 + width) if drafts else _bucket(len(counts) + sum(counts), _ROWS)
         keys = SPLIT_KEYS
         while keys < longest + 1 + width:
-            keys *= 2
+            keys *= 4
         return RoundShape(requests, width, rows, keys, is_tree, features, version, drafts)
 
 
@@ -118,24 +118,31 @@ class Round:
     def row_starts(self) -> Tensor:  # [B + 1] int32
         return self._rows.starts
 
-    def load(self, lanes: Sequence[int], trees: Sequence[Tree], depths: Sequence[int]) -> None:
+    def load(
+        self,
+        lanes: Sequence[int],
+        trees: Sequence[Tree],
+        depths: Sequence[int],
+        drafters: Sequence[str | None],
+    ) -> None:
         """Say who is in the round, and what was guessed on the host. Nothing is sent where nothing changed."""
-        wanted = (tuple(lanes), tuple(trees), tuple(depths))
+        wanted = (tuple(lanes), tuple(trees), tuple(depths), tuple(drafters))
         if wanted == self._loaded:
             return
         b, k = self.shape.requests, self.shape.width
         self._turn = (self._turn + 1) % _COPIES
         staged = self._staging[self._turn]
         spare = [0] * (b - len(lanes))
+        names = [name for name, _ in self.shape.drafts]
         lists = [
             [*lanes, *(self._machine.state.trash for _ in spare)],
             [*(len(t) or d for t, d in zip(trees, depths, strict=True)), *spare],
-            [*(int(d > 0) for d in depths), *spare],
+            [*(1 + names.index(n) if d else 0 for n, d in zip(drafters, depths, strict=True)), *spare],
         ]
         staged[: 3 * b] = torch.tensor(lists, dtype=torch.int64).flatten()
         if any(len(tree) for tree in trees):
             tokens = [[*tree.tokens, *([0] * (k - len(tree)))] for tree in trees]
-            parents = [[*tree.parents, *([0] * (k - len(tree)))] for tree in trees]
+            parents = [[*tree.parents, *range(len(tree) - 1, k - 1)] for tree in trees]  # guessed ones are chains
             part = staged[3 * b :].view(2, b, k)
             part[:, : len(lanes)] = torch.tensor([tokens, parents], dtype=torch.int64)
         self._inputs.copy_(staged, non_blocking=True)
@@ -160,18 +167,18 @@ class Round:
 
     def capture(self, pool: Any) -> None:
         """Record the round as graphs: what follows the draft now, the draft itself when it is first wanted."""
-        self.load([], [], [])  # it is run over nobody first
+        self.load([], [], [], [])  # it is run over nobody first
         self._pool = pool
         self._verify_graph = _captured(self._verify, pool)
 
     def _draft(self) -> None:
         shape = self.shape
-        for drafter, depth in self._drafters:
+        for number, (drafter, depth) in enumerate(self._drafters, 1):
             guessed = drafter.draft(
                 DraftRound(self._machine.state, self.lanes, depth, shape.keys, shape.features)
             )  # [B, depth]
             tokens = self._tokens[:, :depth]
-            tokens.copy_(torch.where(self._guessed[:, None] == 1, guessed, tokens))
+            tokens.copy_(torch.where(self._guessed[:, None] == number, guessed, tokens))
 
     def _verify(self) -> None:
         m, shape, rows = self._machine, self.shape, self._rows
@@ -236,9 +243,11 @@ class Rounds:
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._rounds: dict[RoundShape, Round] = {}
         self._progress = progress
+        self._made = 0
 
     def __len__(self) -> int:
-        return len(self._rounds)
+        """How many were made so far, those included that were let go."""
+        return self._made
 
     def of(self, shape: RoundShape) -> Round:
         if shape not in self._rounds:
@@ -249,4 +258,5 @@ class Rounds:
                 found.capture(self._pool)
             self._rounds = {s: r for s, r in self._rounds.items() if s.version == shape.version}  # the others are stale
             self._rounds[shape] = found
+            self._made += 1
         return self._rounds[shape]

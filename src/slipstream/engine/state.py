@@ -56,6 +56,8 @@ class Answer:
     coming: int = 0  # tokens that these may add at most
     epoch: int = 0  # how often it was admitted: results of an earlier life are of no use
     on_device: bool = False  # its lane on the device says where it stands
+    closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
+    behind: int | None = None  # tokens that its device drafter has read, where it stopped following; None: it follows
 
     @property
     def id(self) -> str:
@@ -88,8 +90,8 @@ class Answer:
 
     @property
     def will_end(self) -> bool:
-        """Do the rounds in the making reach its limit for sure? Each gives a token at least."""
-        return self.queued > 0 and self.generated + self.queued >= self.params.max_tokens
+        """Is a further round most likely for nothing? Each one in the making gives a token at least."""
+        return self.closing or self.generated + self.queued >= self.params.max_tokens
 
     @property
     def reach(self) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.arena import Arena
-from slipstream.kernels.codes import BLOCK, Codes, block_bytes
+from slipstream.kernels.codes import BLOCK, TILE, Codes, block_bytes
 
 MOST_ROWS = 64
 """Passes of more rows are prompts: torch's products win there, and what lies between them does not matter."""
@@ -61,7 +61,8 @@ class Compiled:
         """What `F.linear` gives; x lies in order, M is at most `MOST_ROWS`; `tiled.py` says which weights [N, K]."""
         (n, k), bits = _shape(weight), bits_of(weight)
         out = torch.empty((x.shape[0], n), dtype=torch.float32)
-        addresses = x.data_ptr(), x.shape[0], out.data_ptr()
+        panels = self._room("panels", torch.get_num_threads() * TILE * k)
+        addresses = x.data_ptr(), x.shape[0], out.data_ptr(), panels.data_ptr()
         self._run(
             self._code.run_product, address(weight), bits, 0 if bias is None else bias.data_ptr(), n, k, *addresses
         )
@@ -87,11 +88,17 @@ class Compiled:
         Fresh memory of this size is given out page by page, which takes as long as the decoding.
         """
         size = codes.n * codes.k
-        if getattr(self._scratch, "numbers", _NOTHING).numel() < size:
-            self._scratch.numbers = torch.empty(size)
-        out: Tensor = self._scratch.numbers[:size].view(codes.n, codes.k)
+        out = self._room("numbers", size)[:size].view(codes.n, codes.k)
         self._run(self._code.run_decode, out.data_ptr(), codes.n, codes.k, codes.bits, codes.data.data_ptr(), 0)
         return out
+
+    def _room(self, name: str, size: int) -> Tensor:
+        """At least so many numbers of scratch memory, of this name and the calling thread."""
+        room: Tensor = getattr(self._scratch, name, _NOTHING)
+        if room.numel() < size:
+            room = torch.empty(size)
+            setattr(self._scratch, name, room)
+        return room
 
     def _encode(self, weight: Tensor, bits: int, out: Tensor) -> bool:
         failed = torch.zeros(torch.get_num_threads(), dtype=torch.int64)

@@ -12,10 +12,12 @@ from numba.extending import intrinsic
 
 from slipstream.kernels.codes import BLOCK
 from slipstream.kernels.cpu_address import bytes_at, floats, integers
-from slipstream.kernels.cpu_products import share_start
+from slipstream.kernels.cpu_products import decode, share_start
 
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _HALF_BLOCK = BLOCK // 2
+_AHEAD = 4096
+"""Bytes of codes to ask for in advance."""
 
 
 @intrinsic
@@ -79,18 +81,9 @@ def encode(weight: int, n: int, k: int, bits: int, codes: int, failed: int, memb
 
 
 @njit(error_model="numpy")
-def decode(codes: int, n: int, k: int, bits: int, weight: int, member: int, team: int) -> None:
+def decode_all(codes: int, n: int, k: int, bits: int, weight: int, member: int, team: int) -> None:
     """The weight [n, k] that the codes stand for."""
     size = 8 + BLOCK * bits // 8
-    blocks = n * k // BLOCK
-    for i in range(share_start(blocks, member, team), share_start(blocks, member + 1, team)):
-        at = codes + i * size
-        scale, low = floats(at)[0], floats(at)[1]
-        code, w = bytes_at(at + 8), floats(weight + i * BLOCK * 4)
-        if bits == 4:
-            for j in range(_HALF_BLOCK):
-                w[j] = np.float32(code[j] & 15) * scale + low
-                w[j + _HALF_BLOCK] = np.float32(code[j] >> 4) * scale + low
-        else:
-            for j in range(BLOCK):
-                w[j] = np.float32(np.int8(code[j])) * scale + low
+    first, last = share_start(n * k // BLOCK, member, team), share_start(n * k // BLOCK, member + 1, team)
+    if first < last:
+        decode(codes + first * size, last - first, bits, weight + first * BLOCK * 4, _AHEAD)

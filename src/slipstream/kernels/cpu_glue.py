@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 
 from slipstream.kernels.codes import LANES
+from slipstream.kernels.cpu_attend import KEYS, MIXED, largest_of, mix_values, score_keys
 from slipstream.kernels.cpu_address import float_of_bits, floats, integers
 from slipstream.kernels.cpu_products import share_start
 
@@ -23,7 +24,7 @@ _ORDER_MAY_CHANGE = {"reassoc", "contract", "nsz"}
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LOWEST, _HIGHEST = np.float32(-87.3), np.float32(88.3)
-_ONE, _HALF, _ZERO = np.float32(1), np.float32(0.5), np.float32(0)
+_ONE, _HALF, _ZERO, _INFINITE = np.float32(1), np.float32(0.5), np.float32(0), np.float32(np.inf)
 _E2, _E3, _E4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
 _E5, _E6, _E7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
 
@@ -173,29 +174,36 @@ def attend_head(
     scores: int,
     out: int,
 ) -> None:
-    """One head of one row over `count` keys; keys and values are the head's own, `stride` numbers between two slots."""
-    q, slot, score, result = floats(query), integers(seen), floats(scores), floats(out)
-    factor = np.float32(scaling)
-    largest = np.float32(-np.inf)
-    for j in range(count):
-        key = floats(keys + slot[j] * stride * 4)
-        total = _ZERO
-        for i in range(head_dim):
-            total += q[i] * key[i]
-        score[j] = total * factor
-        largest = max(largest, score[j])
-    for i in range(head_dim):
-        result[i] = _ZERO
-    for j in range(count):
-        score[j] = _exp(score[j] - largest)
+    """One head of one row over `count` keys; keys and values are the head's own, `stride` numbers between two slots.
+
+    scores: scratch, a multiple of 16 and 16 more than `count` numbers.
+    """
+    slot, score, result = integers(seen), floats(scores), floats(out)
+    for j in range(0, count, KEYS):
+        last = count - 1  # repeated where the keys run out: what it writes there is overwritten
+        score_keys(
+            query,
+            keys + slot[j] * stride * 4,
+            keys + slot[min(j + 1, last)] * stride * 4,
+            keys + slot[min(j + 2, last)] * stride * 4,
+            keys + slot[min(j + 3, last)] * stride * 4,
+            head_dim,
+            scores + j * 4,
+        )
+    padded = -(-count // LANES) * LANES
+    for j in range(count, padded):
+        score[j] = -_INFINITE
+    largest_of(scores, padded // LANES, scores + padded * 4)
+    factor, largest = np.float32(scaling), score[padded]
     mass = _ZERO
+    for start in range(0, padded, LANES):  # always 16 at a time, as below
+        some = floats(scores + start * 4)
+        for i in range(LANES):
+            some[i] = _exp((some[i] - largest) * factor)
     for j in range(count):
         mass += score[j]
-    for j in range(count):
-        value = floats(values + slot[j] * stride * 4)
-        weight = score[j]
-        for i in range(head_dim):
-            result[i] += weight * value[i]
+    for start in range(0, head_dim, MIXED):
+        mix_values(values + start * 4, stride * 4, seen, count, scores, head_dim - start, out + start * 4)
     for i in range(head_dim):
         result[i] /= mass
 

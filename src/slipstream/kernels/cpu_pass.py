@@ -13,8 +13,9 @@ from typing import Any
 import numba
 from numba import carray, cfunc, njit, types
 
+from slipstream.kernels.codes import TILE
 from slipstream.kernels.cpu_address import anything, integers
-from slipstream.kernels.cpu_codes import decode, encode
+from slipstream.kernels.cpu_codes import decode_all, encode
 from slipstream.kernels.cpu_glue import add_and_norm, attend_head, silu_times, turn_and_keep, visible_keys
 from slipstream.kernels.cpu_products import product, share_start
 from slipstream.kernels.cpu_records import CODES, LAYER, PASS, PRODUCT
@@ -76,10 +77,11 @@ def _attend(job: Any, layer: Any, member: int, team: int) -> None:
 def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
     """One decoder layer; `delta` is what the layer before still has to add to x, and job.delta is what this one has."""
     rows, hidden, inner = job.rows, job.hidden, job.inner
+    panel = job.panels + member * job.panel_size * 4
     heads_size, width = job.heads * job.head_dim, (job.heads + 2 * job.kv_heads) * job.head_dim
     add_and_norm(job.x, delta, layer.input_norm, rows, hidden, layer.input_eps, job.normed, member, team)
     _wait()
-    product(layer.qkv, layer.qkv_bits, layer.qkv_bias, width, hidden, job.normed, rows, job.qkv, member, team)
+    product(layer.qkv, layer.qkv_bits, layer.qkv_bias, width, hidden, job.normed, rows, job.qkv, panel, member, team)
     _wait()
     turn_and_keep(
         job.qkv,
@@ -103,7 +105,7 @@ def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
     _wait()
     _attend(job, layer, member, team)
     _wait()
-    product(layer.o, layer.o_bits, layer.o_bias, hidden, heads_size, job.attended, rows, job.delta, member, team)
+    product(layer.o, layer.o_bits, layer.o_bias, hidden, heads_size, job.attended, rows, job.delta, panel, member, team)
     _wait()
     add_and_norm(job.x, job.delta, layer.post_norm, rows, hidden, layer.post_eps, job.normed, member, team)
     _wait()
@@ -116,13 +118,16 @@ def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
         job.normed,
         rows,
         job.gate_up,
+        panel,
         member,
         team,
     )
     _wait()
     silu_times(job.gate_up, rows, inner, job.active, member, team)
     _wait()
-    product(layer.down, layer.down_bits, layer.down_bias, hidden, inner, job.active, rows, job.delta, member, team)
+    product(
+        layer.down, layer.down_bits, layer.down_bias, hidden, inner, job.active, rows, job.delta, panel, member, team
+    )
     _wait()
 
 
@@ -139,7 +144,8 @@ def _run_pass(address: Any) -> None:
 
 def _run_product(address: Any) -> None:
     job = carray(address, 1, dtype=PRODUCT)[0]
-    product(job.weight, job.bits, job.bias, job.n, job.k, job.x, job.rows, job.out, _member(), _team())
+    panel = job.panels + _member() * TILE * job.k * 4
+    product(job.weight, job.bits, job.bias, job.n, job.k, job.x, job.rows, job.out, panel, _member(), _team())
 
 
 def _run_encode(address: Any) -> None:
@@ -149,7 +155,7 @@ def _run_encode(address: Any) -> None:
 
 def _run_decode(address: Any) -> None:
     job = carray(address, 1, dtype=CODES)[0]
-    decode(job.codes, job.n, job.k, job.bits, job.weight, _member(), _team())
+    decode_all(job.codes, job.n, job.k, job.bits, job.weight, _member(), _team())
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ PASS = _record(
     "cos sin "  # [rows, rotary]
     "slots positions masks "  # [rows]; masks is 0 where no request brings a tree
     "row_starts prefixes page_starts trees pages page_size "  # by request; `pages` of all requests end to end
-    "seen scores longest",  # scratch of each thread: `longest` slots (int64) and scores (fp32)
+    "seen scores longest "  # scratch of each thread: `longest` slots (int64) and scores (fp32)
+    "panels panel_size",  # and `panel_size` numbers: 4 rows of any weight
     "last_eps",
 )
-PRODUCT = _record("weight bits bias n k x rows out")
+PRODUCT = _record("weight bits bias n k x rows out panels")
 CODES = _record("weight n k bits codes failed")  # `failed` [threads] int64: 1 where a part has no such codes

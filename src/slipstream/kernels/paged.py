@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.attention import Span, paged_attention
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 
@@ -356,6 +357,11 @@ def _launch(
     softcap: float | None, sinks: Tensor | None, overlap: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
     rows, heads, dim = query.shape
+    if values.shape[2] != dim:
+        raise UnsupportedModel(
+            f"heads whose keys have {dim} numbers and whose values have {values.shape[2]}: on a GPU they must have as "
+            "many; run it with device=cpu"
+        )
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     block_q = max(WIDE_TILE if wide else 16, triton.next_power_of_2(group))
@@ -372,7 +378,7 @@ def _launch(
         layout.lengths, layout.pages, layout.ancestors, rows, layout.pages.shape[1],
         0 if layout.ancestors is None else layout.ancestors.shape[1],
         scaling if softcap is not None else scaling * _LOG2_E, softcap or 0.0, window or 0,
-        H=heads, H_KV=kv_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), PAGE=layout.page_size, BLOCK_Q=block_q,
+        H=heads, H_KV=kv_heads, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=layout.page_size, BLOCK_Q=block_q,
         TILE_ROWS=block_q // group, BLOCK_KEYS=_block_keys(dim, query.element_size()), SPLIT=SPLIT_KEYS,
         TREE=layout.ancestors is not None, SOFTCAP=softcap is not None, WINDOW=window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", OVERLAP=overlap,

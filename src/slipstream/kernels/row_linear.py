@@ -108,6 +108,8 @@ def _linear_kernel(
     x_tile = x_ptr + rows[None, :].to(tl.int64) * K + steps[:, None]
     w_tile = w_ptr + safe[:, None] * K + steps[None, :]
     v_tile = w_tile + N.to(tl.int64) * K  # the second weight, where gated
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + safe).to(tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for run in range(SPLITS if WHOLE else 1):
@@ -126,14 +128,14 @@ def _linear_kernel(
                 else:
                     v = tl.load(v_tile + k, mask=k + steps[None, :] < K, other=0.0)
                 up = tl.dot(v, x, up, input_precision=PRECISION)
+        if HAS_BIAS:
+            # in the first run, whoever sums it: the others are added behind it, here or by the next kernel
+            acc += tl.where(split + run == 0, bias, 0.0)[:, None]
         total = acc if SPLITS == 1 or not WHOLE else total + acc
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_BIAS:
-        if WHOLE or split == 0:
-            total += tl.load(bias_ptr + safe).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias_ptr + N + safe).to(tl.float32)[:, None]
+    if HAS_BIAS and GATED:
+        up += tl.load(bias_ptr + N + safe).to(tl.float32)[:, None]
     if GATED:
         kind = x_ptr.dtype.element_ty
         gate = total.to(kind).to(tl.float32)  # rounded where separate modules would round

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.kernels.codes import LANES, TILE
 from slipstream.kernels.compiled import MOST_ROWS, Compiled, address, bits_of
 from slipstream.kernels.cpu_records import LAYER, PASS
 from slipstream.kernels.tiled import TiledLinear
@@ -50,6 +51,10 @@ class CompiledTrunk:
         }
         self._scratch = {name: torch.empty(MOST_ROWS, width) for name, width in widths.items()}
         self._seen, self._scores = torch.empty(0, 0, dtype=torch.int64), torch.empty(0, 0)  # [threads, longest]
+        self._panels = torch.empty(0)  # [threads, panel_size]
+        self._panel_size = TILE * max(
+            product.in_features for product in (first.qkv, first.o, first.gate_up, first.down)
+        )
         _fill(
             self._job,
             hidden=hidden,
@@ -89,7 +94,7 @@ class CompiledTrunk:
         x = x.contiguous()
         out = torch.empty_like(x)
         requests = _requests(batch)  # [5, B + 1] in parts: kept alive here, as everything whose address is taken
-        self._make_room(max(batch.prefix_lengths) + batch.num_rows)
+        self._make_room(max(batch.prefix_lengths) + batch.num_rows + 2 * LANES)  # scores come in whole vectors
         job = self._job
         at, width = requests.ctypes.data, 8 * (batch.num_requests + 1)
         _fill(
@@ -124,7 +129,9 @@ class CompiledTrunk:
             longest = max(1024, 2 * longest)
             self._seen = torch.empty(threads, longest, dtype=torch.int64)
             self._scores = torch.empty(threads, longest)
+            self._panels = torch.empty(threads, self._panel_size)
             _fill(self._job, seen=self._seen.data_ptr(), scores=self._scores.data_ptr(), longest=longest)
+            _fill(self._job, panels=self._panels.data_ptr(), panel_size=self._panel_size)
 
 
 def _requests(batch: PassBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -165,6 +172,7 @@ def _alike(layer: FusedLayer, first: FusedLayer) -> bool:
         and layer.heads % layer.kv_heads == 0
         and layer.traits.softcap is None
         and layer.traits.sinks is None
+        and layer.traits.scaling > 0
         and all(norm.weight.dtype == torch.float32 for norm in norms)
     )
 

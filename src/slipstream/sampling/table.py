@@ -182,9 +182,9 @@ class SamplingTable:
             self.counts = self.counts.new_zeros(self.num_slots, self.vocab_size)
             self.prompt_seen = self.prompt_seen.new_zeros(self.num_slots, self.vocab_size)
         counted = torch.tensor(list(output), dtype=torch.int64).bincount(minlength=self.vocab_size)
-        self.counts[slot] = counted.to(torch.int32).to(self.device)
+        self.counts[slot] = _sent(counted.to(torch.int32), self.device)
         self.prompt_seen[slot] = False
-        self.prompt_seen[slot, torch.tensor(list(prompt), dtype=torch.int64, device=self.device)] = True
+        self.prompt_seen[slot, _sent(torch.tensor(list(prompt), dtype=torch.int64), self.device)] = True
 
     def _add_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
         _, count, length = self.bad_words.shape
@@ -194,25 +194,34 @@ class SamplingTable:
             self.bad_words = pad(self.bad_words, (longer, 0, 0, more_words), value=PADDING)
             self.tails = pad(self.tails, (longer, 0), value=PADDING)
         _, count, length = self.bad_words.shape
+        if not count:
+            return
         flush_right = [[PADDING] * (length - len(word)) + list(word) for word in words]
         flush_right += [[PADDING] * length] * (count - len(words))
-        self.bad_words[slot] = torch.tensor(flush_right, dtype=torch.int64).view(count, length)
+        self.bad_words[slot] = _sent(torch.tensor(flush_right, dtype=torch.int64).view(count, length), self.device)
         width = length - 1
         tail = list(output[-width:]) if width else []
-        self.tails[slot] = torch.tensor([PADDING] * (width - len(tail)) + tail, dtype=torch.int64)
+        self.tails[slot] = _sent(torch.tensor([PADDING] * (width - len(tail)) + tail, dtype=torch.int64), self.device)
 
     @staticmethod
     def _fill(table: Tensor, slot: int, values: Tensor, padding: int = PADDING) -> Tensor:
         """Write `values` [n] and padding into a row of `table` [S, W], widened where n > W."""
+        if not (values.shape[0] or table.shape[1]):
+            return table
         if values.shape[0] > table.shape[1]:
             table = pad(table, (0, values.shape[0] - table.shape[1]), value=padding)
-        table[slot] = pad(values, (0, table.shape[1] - values.shape[0]), value=padding)
+        table[slot] = _sent(pad(values, (0, table.shape[1] - values.shape[0]), value=padding), table.device)
         return table
 
     def _check_ids(self, key: str, tokens: Sequence[int]) -> None:
         wrong = [token for token in tokens if not 0 <= token < self.vocab_size]
         if wrong:
             raise InvalidRequest(f"{key}: token {wrong[0]} must be 0 to {self.vocab_size - 1} (the vocabulary)")
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """The same on the device, without waiting for what the device is at."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def last_tokens(tail: Tensor, more: Tensor) -> Tensor:

@@ -1,0 +1,142 @@
+"""Vectors of 16 numbers in LLVM's own terms, for the inner loops that decide the speed of a CPU pass.
+
+Compilers do not find these loops from scalar ones: which numbers stay in registers decides the speed, and so does
+asking for what comes next while this is being used. numba compiles what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from slipstream.kernels.codes import LANES
+
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+VECTOR = ir.VectorType(F32, LANES)
+WIDE = ir.VectorType(I32, LANES)
+NARROW = ir.VectorType(ir.IntType(8), LANES)
+_BITS = ir.VectorType(ir.IntType(1), LANES)
+_BYTES = ir.IntType(8).as_pointer()
+_READ, _SECOND_CACHE, _DATA = 0, 2, 1
+
+
+class Vectors:
+    """Writes vector instructions into a function that is being built. Addresses and sizes are int64."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.b = builder
+
+    def load(self, address: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
+        loaded = self.b.load(self.b.inttoptr(address, kind.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def store(self, value: ir.Value, address: ir.Value) -> None:
+        stored = self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()))
+        stored.align = 1
+
+    def first_lanes(self, count: ir.Value) -> ir.Value:
+        """Which lanes lie below a count: none where it is 0 or less, all where it is 16 or more."""
+        lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
+        return self.b.icmp_signed("<", lanes, self.spread(count))
+
+    def load_some(self, address: ir.Value, lanes: ir.Value) -> ir.Value:
+        """Only these lanes are read; the others are 0."""
+        load = self._declared("llvm.masked.load.v16f32.p0", VECTOR, [_BYTES, I32, _BITS, VECTOR])
+        return self.b.call(load, [self.b.inttoptr(address, _BYTES), ir.Constant(I32, 1), lanes, zeros()])
+
+    def store_some(self, value: ir.Value, address: ir.Value, lanes: ir.Value) -> None:
+        store = self._declared("llvm.masked.store.v16f32.p0", ir.VoidType(), [VECTOR, _BYTES, I32, _BITS])
+        self.b.call(store, [value, self.b.inttoptr(address, _BYTES), ir.Constant(I32, 1), lanes])
+
+    def spread(self, value: ir.Value) -> ir.Value:
+        """One number in every lane."""
+        one = self.b.insert_element(
+            ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, ir.Constant(I32, 0)
+        )
+        return self.b.shuffle_vector(one, one, ir.Constant(WIDE, [0] * LANES))
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        return self.b.call(self._declared("llvm.fma.v16f32", VECTOR, [VECTOR] * 3), [a, b, c])
+
+    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.b.call(self._declared("llvm.maxnum.v16f32", VECTOR, [VECTOR] * 2), [a, b])
+
+    def largest(self, a: ir.Value) -> ir.Value:
+        """The largest number of a vector; NaN does not count where there is another."""
+        for swap in (8, 4, 2, 1):
+            a = self.larger(a, self._pick(a, a, [lane ^ swap for lane in range(LANES)]))
+        return self.b.extract_element(a, ir.Constant(I32, 0))
+
+    def looked_up(self, table: ir.Value, indices: ir.Value) -> ir.Value:
+        """Of a table of 16 numbers, those at the indices: of each the low 4 bits count, the others are ignored."""
+        permute = self._declared("llvm.x86.avx512.permvar.sf.512", VECTOR, [VECTOR, WIDE])
+        return self.b.call(permute, [table, indices])
+
+    def ask_for(self, address: ir.Value) -> None:
+        """Begin to bring what lies there into the core's second cache."""
+        prefetch = self._declared("llvm.prefetch.p0", ir.VoidType(), [_BYTES, I32, I32, I32])
+        hints = [ir.Constant(I32, hint) for hint in (_READ, _SECOND_CACHE, _DATA)]
+        self.b.call(prefetch, [self.b.inttoptr(address, _BYTES), *hints])
+
+    def totals(self, sums: Sequence[ir.Value]) -> ir.Value:
+        """The totals of 4 vectors as one vector of 4: halves, then quarters are added, the four side by side."""
+        b = self.b
+        low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
+        first = b.fadd(self._pick(sums[0], sums[1], low), self._pick(sums[0], sums[1], high))  # 8 lanes each of 0, 1
+        second = b.fadd(self._pick(sums[2], sums[3], low), self._pick(sums[2], sums[3], high))  # 8 lanes each of 2, 3
+        even = [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)]
+        odd = [lane + 4 for lane in even]
+        quarters = b.fadd(self._pick(first, second, even), self._pick(first, second, odd))  # 4 lanes each of 0, 1, 2, 3
+        for swap in (2, 1):
+            quarters = b.fadd(quarters, self._pick(quarters, quarters, [lane ^ swap for lane in range(LANES)]))
+        return self._pick(quarters, quarters, [0, 4, 8, 12])
+
+    def repeat(
+        self, times: ir.Value, starts: Sequence[ir.Value], body: Callable[..., list[ir.Value]]
+    ) -> list[ir.Value]:
+        """A loop of at least one turn: body(turn, *values) gives the values of the next turn, or the last."""
+        b = self.b
+        before = b.block
+        loop, after = b.append_basic_block("turns"), b.append_basic_block("turned")
+        b.branch(loop)
+        b.position_at_end(loop)
+        turn = b.phi(I64)
+        values = [b.phi(start.type) for start in starts]
+        results = body(turn, *values)
+        following = b.add(turn, number(1))
+        for phi, start, result in zip((turn, *values), (number(0), *starts), (following, *results), strict=True):
+            phi.add_incoming(start, before)
+            phi.add_incoming(result, b.block)
+        b.cbranch(b.icmp_unsigned("<", following, times), loop, after)
+        b.position_at_end(after)
+        return results
+
+    def _pick(self, left: ir.Value, right: ir.Value, lanes: list[int]) -> ir.Value:
+        return self.b.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+    def _declared(self, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Function:
+        return cgutils.get_or_insert_function(self.b.module, ir.FunctionType(result, arguments), name)
+
+
+def body(arguments: int, emit: Callable[..., None]) -> Any:
+    """What an intrinsic of so many int64 arguments gives back to numba; emit(vectors, *arguments) writes its body."""
+
+    def generate(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        builder.function.attributes.add("noinline")  # copies in every caller would take long to compile
+        emit(Vectors(builder), *values)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * arguments), generate
+
+
+def number(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def zeros() -> ir.Constant:
+    return ir.Constant(VECTOR, [0.0] * LANES)

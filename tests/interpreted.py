@@ -1,0 +1,24 @@
+"""Where kernels run in tests: on a GPU, or by Triton's interpreter (see conftest.py), mended where it fails us."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+FLOATS = (torch.float32, torch.float16) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
+"""What kernels compute right with: the interpreter's products of bf16 are wrong, and it cuts off instead of rounding."""
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_index_too(tensor: Any, *rest: Any) -> None:
+    """Triton 3.6 makes a loop's bound an int in a way that numpy 2.4 refuses: its scalars are arrays of one number."""
+    _patch_tensor(tensor, *rest)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_index_too
