@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 FLOATS = (torch.float32, torch.float16) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
-"""What kernels compute right with: the interpreter's products of bf16 are wrong, and it cuts off instead of rounding."""
+"""What kernels are right with: the interpreter's products of bf16 are wrong, and it cuts off instead of rounding."""
 
 _patch_tensor = interpreter._patch_lang_tensor
 

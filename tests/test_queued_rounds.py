@@ -1,4 +1,4 @@
-"""The rounds of the queued engine, taken one by one: what is in flight, who waits, and what becomes of those who leave."""
+"""The rounds of the queued engine, one by one: what is in flight, who waits, and what becomes of those who leave."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ModelDrafter(DeviceDrafter):
                 progress.depth = 0
 
     def read(self, batch: PassBatch) -> None:
-        """Beside the target. Who outgrows the draft's context is not drafted for, so what it reads of it may be wrong."""
+        """Beside the target. Who outgrows the draft's context is not drafted for: what it reads of it may be wrong."""
         assert self._cache is not None
         parts = zip(batch.prefix_lengths, batch.row_starts, batch.row_starts[1:], strict=False)
         ends = [prefix + end - start for prefix, start, end in parts]

@@ -46,8 +46,11 @@ class Plan:
 
     def only(self, kept: Sequence[int]) -> Plan:
         """For some of the requests."""
-        trees, depths, drafters = ([part[i] for i in kept] for part in (self.trees, self.depths, self.drafters))
-        return Plan(tuple(trees), tuple(depths), tuple(drafters))
+        return Plan(
+            tuple(self.trees[i] for i in kept),
+            tuple(self.depths[i] for i in kept),
+            tuple(self.drafters[i] for i in kept),
+        )
 
     @property
     def devices(self) -> list[str]:

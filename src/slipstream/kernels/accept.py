@@ -114,7 +114,7 @@ def _launch(
     )
 
 
-@jit
+@jit(sizes=["tokens_stride", "parents_stride"], pointers=["tokens", "parents"])
 def _accept_kernel(
     chosen: tl.tensor,
     tokens: tl.tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 
 
-@jit
+@jit(sizes=["M"])
 def _add_norm_kernel(
     delta_ptr: tl.tensor,  # [splits, M, D], or not read
     x_ptr: tl.tensor,  # [M, D]: read, and written where there is a delta

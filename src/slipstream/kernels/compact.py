@@ -47,7 +47,7 @@ def _launch(planes: Tensor, src: Tensor, dst: Tensor) -> None:
     )
 
 
-@jit
+@jit(sizes=["src_stride", "dst_stride"])
 def _compact_kernel(
     planes: tl.tensor,
     src: tl.tensor,

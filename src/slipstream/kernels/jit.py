@@ -6,7 +6,8 @@ a function of its module; so where Triton is missing its decorator leaves the fu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,16 +16,23 @@ try:
     import triton
     import triton.language as tl
 
-    jit: Callable[..., Any] = triton.jit
     has_triton = True
 except ImportError:  # pragma: no cover - seen on machines without it
     triton = None
     tl = None
-
-    def jit(function: Any) -> Any:
-        return function
-
     has_triton = False
+
+
+def jit(function: Any = None, *, sizes: Sequence[str] = (), pointers: Sequence[str] = ()) -> Any:
+    """`triton.jit`. A kernel is compiled anew where an argument is 1, or divisible by 16, and was not before.
+
+    sizes: numbers that change from pass to pass; pointers: tensors that may begin anywhere. Neither is looked at so.
+    """
+    if function is None:
+        return partial(jit, sizes=sizes, pointers=pointers)
+    if triton is None:
+        return function
+    return triton.jit(function, do_not_specialize=[*sizes], do_not_specialize_on_alignment=[*sizes, *pointers])
 
 
 def on_gpu(tensor: Tensor) -> bool:

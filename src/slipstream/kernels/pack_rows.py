@@ -135,7 +135,10 @@ def _launch(state: LaneState, lanes: Tensor, draft: Draft, out: PassRows, page_s
     )
 
 
-@jit
+@jit(
+    sizes=["num_requests", "num_rows", "pages_stride", "tokens_stride", "parents_stride"],
+    pointers=["lanes", "tokens", "parents", "counts"],
+)
 def _pack_kernel(
     last: tl.tensor,
     length: tl.tensor,

@@ -69,7 +69,7 @@ class RowLayout:
         return Span(start, end, torch.cat((committed, self.slots[start:end])), prefix, positions, visible)
 
 
-@jit
+@jit(sizes=["B", "T"], pointers=["lanes_ptr", "positions_ptr"])
 def _tiles_kernel(
     starts_ptr: tl.tensor,
     lanes_ptr: tl.tensor,
@@ -114,7 +114,7 @@ def _tiles(layout: RowLayout, tile_rows: int) -> Tensor:
     return tiles
 
 
-@jit
+@jit(sizes=["N", "P", "depths"], pointers=["positions_ptr", "slots_ptr"])
 def _attend_kernel(
     query_ptr: tl.tensor,  # [N, H, D]
     keys_ptr: tl.tensor,  # [slots, H_kv, D]

@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 
 
-@jit
+@jit(sizes=["M"], pointers=["positions_ptr", "slots_ptr"])
 def _rotary_write_kernel(
     qkv_ptr: tl.tensor,  # [splits, M, (H + 2 H_kv) * D] fp32
     cos_ptr: tl.tensor,  # [positions, R]

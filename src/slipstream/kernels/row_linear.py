@@ -70,7 +70,7 @@ def splits_of(n: int, k: int) -> int:
     return max(s for s in (1, 2, 3, 4) if k % (s * block_k) == 0 and (s == 1 or tiles * s <= 3 * _MULTIPROCESSORS))
 
 
-@jit
+@jit(sizes=["M"])
 def _linear_kernel(
     x_ptr: tl.tensor,  # [M, K]
     w_ptr: tl.tensor,  # [N, K], or [2 N, K] where gated: gate, then up
