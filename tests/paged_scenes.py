@@ -56,6 +56,7 @@ class Scene:
         self.parts, self.page = parts, page
         counts = [-(-(p.prefix + p.rows) // page) for p in parts]
         ids = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        self.pages: list[list[int]]
         *self.pages, spare = ([ids.pop() for _ in range(count)] for count in (*counts, 1))
         self.lanes = [2 * i + 1 for i in range(len(parts))]  # lane 0 and the even ones are somebody else's
         self.trash = spare[0] * page
@@ -104,9 +105,9 @@ class Scene:
         )
 
     def kernel(self, layout: RowLayout | None = None, *, wide: bool = False, **traits: Any) -> Tensor:
-        given = {"window": None, "softcap": None, "sinks": None, **traits}
+        given: dict[str, Any] = {"window": None, "softcap": None, "sinks": None, **traits}
         layout = layout or self.layout()
-        out = _launch(self.query, self.keys, self.values, layout, self.scaling, *given.values(), False, wide)
+        out = _launch(self.query, self.keys, self.values, layout, self.scaling, overlap=False, wide=wide, **given)
         return out[: self.real]
 
     def twin(self, **traits: Any) -> Tensor:

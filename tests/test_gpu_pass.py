@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,10 @@ def opened(folder: Path, family: str) -> OnDevice:
 
 
 @pytest.fixture
-def plain_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights as they lie on a GPU: in no form that only a CPU can use."""
     monkeypatch.setattr("slipstream.kernels.tiled.tiler", lambda *weights: None)
     monkeypatch.setattr("slipstream.kernels.linear.packs", lambda weight: False)
-    return
 
 
 @pytest.mark.parametrize("family", EVERY_KIND)
@@ -89,7 +87,7 @@ def test_in_bf16(tmp_path: Path) -> None:
 
 def test_a_layout_says_where_rows_lie_and_whom_they_see() -> None:
     """A chunk in its middle, a tree, and a prompt that a check puts at the far end of the context."""
-    words = [0, 0, 0b1, 0b11, 0b101, 0b1101 - (1 << 4) * 0]
+    words = [0, 0, 0b1, 0b11, 0b101, 0b1101]
     batch = PassBatch(
         input_ids=torch.zeros(7, dtype=torch.int64),
         positions=torch.tensor([5, 6, 9, 10, 10, 11, 90]),

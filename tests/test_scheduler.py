@@ -14,7 +14,7 @@ from conftest import VOCAB
 from scripted import Answers, Right
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import CompletionOutput
-from slipstream.engine.scheduler import Chunk, Schedule, Scheduler
+from slipstream.engine.scheduler import Chunk, ChunkRule, Schedule, Scheduler
 from slipstream.engine.state import Answer, Job, Phase
 from slipstream.engine.text import TextStream
 from slipstream.kv.pages import PageCopy, PagePool
@@ -57,7 +57,7 @@ class World:
         self.scheduler = Scheduler(
             self.pool,
             max_running=SEATS,
-            max_rows=MAX_ROWS,
+            chunks=ChunkRule(MAX_ROWS),
             copy_pages=self.copy_pages,
             on_admit=self.on_admit,
             on_release=self.admitted.discard,

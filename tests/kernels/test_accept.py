@@ -142,7 +142,7 @@ def test_an_unusable_token_undoes_a_round_with_a_draft(is_tree: bool) -> None:
     round_ = one(Tree.chain((4, 5)), (4, -1, 6), is_tree=is_tree)
     outcome = check(round_)
     assert outcome.told.table.tolist() == [[0, 0, -1, -1, -1, 0, 0]]
-    assert (outcome.state.previous[0], outcome.state.last[0]) == (8, 7)
+    assert [outcome.state.previous[0].item(), outcome.state.last[0].item()] == [8, 7]
     assert outcome.state.length[0] == 5
     compare_acceptance(round_, KERNEL_DEVICE)
 
@@ -152,7 +152,7 @@ def test_an_unusable_token_is_told_where_nothing_was_drafted(is_tree: bool) -> N
     round_ = one(Tree(), (-1,), is_tree=is_tree, width=2)
     outcome = check(round_)
     assert outcome.told.table.tolist() == [[1, 0, -1, -1, -1, 0, 0]]
-    assert (outcome.state.previous[0], outcome.state.last[0]) == (8, 7)
+    assert [outcome.state.previous[0].item(), outcome.state.last[0].item()] == [8, 7]
     assert outcome.state.length[0] == 5
     compare_acceptance(round_, KERNEL_DEVICE)
 
@@ -163,7 +163,7 @@ def test_the_token_before_the_last_is_kept(is_tree: bool) -> None:
     for choices, previous, last in (((9, 0, 0), 7, 9), ((4, 9, 0), 4, 9), ((4, 5, 9), 5, 9)):
         round_ = one(Tree.chain((4, 5)), choices, is_tree=is_tree)
         state = check(round_).state
-        assert (state.previous[0], state.last[0]) == (previous, last)
+        assert [state.previous[0].item(), state.last[0].item()] == [previous, last]
         compare_acceptance(round_, KERNEL_DEVICE)
 
 

@@ -1,4 +1,4 @@
-"""Attention over pages: the kernel against its twin, the twin against a walk over plain data, rows against themselves."""
+"""Attention over pages: the kernel and its twin against a walk over plain data, and rows against themselves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from interpreted import DEVICE
 from paged_scenes import Part, Scene, tree
 from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.paged import SPLIT_KEYS, RowLayout, _launch, attend
-
-
 
 MIXED = (Part(0, 5), Part(21, 1), tree(9, 8, 1, 8), tree(30, 4, 2, 3), Part(6, 2))
 
@@ -147,8 +145,7 @@ def test_tiles_cover_every_row_once() -> None:
 
 def test_on_the_cpu_the_twin_runs() -> None:
     scene = Scene(*MIXED)
-    cpu = [t.cpu() for t in (scene.query, scene.keys, scene.values)]
     if DEVICE.type == "cpu":
-        out = attend(*cpu, scene.layout(), scaling=scene.scaling)
+        out = attend(scene.query, scene.keys, scene.values, scene.layout(), scaling=scene.scaling)
         assert torch.equal(out[: scene.real], scene.twin())
         assert not out[scene.real :].any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,8 +41,9 @@ class Scene:
     def run(self, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values."""
         keys, values = self.keys.clone(), self.values.clone()
-        given = (self.qkv, self.cos, self.sin, self.positions, self.slots, *self.norms, keys, values, self.heads, EPS)
-        return _launch(*given, False) if kernel else rotary_write_twin(*given), keys, values
+        rows = (self.qkv, self.cos, self.sin, self.positions, self.slots)
+        given: Any = (*rows, *self.norms, keys, values, self.heads, EPS)
+        return _launch(*given, overlap=False) if kernel else rotary_write_twin(*given), keys, values
 
     def check(self) -> None:
         (query, keys, values), (want_query, want_keys, want_values) = self.run(True), self.run(False)

@@ -23,7 +23,7 @@ from slipstream.engine.emit import emit
 from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.packing import PackedPass, pack
-from slipstream.engine.scheduler import Schedule, Scheduler
+from slipstream.engine.scheduler import ChunkRule, Schedule, Scheduler
 from slipstream.engine.state import Answer, Job
 from slipstream.engine.text import Decoder
 from slipstream.kv.cache import compaction
@@ -72,7 +72,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool,
             max_running=config.max_num_seqs,
-            max_rows=config.batch_tokens(target.device.type),
+            chunks=self._chunk_rule(config.batch_tokens(target.device.type)),
             copy_pages=self._copy_pages,
             on_admit=self._admitted,
             on_release=self._released,
@@ -102,6 +102,9 @@ class Engine:
         for drafter in drafters.values():
             if isinstance(drafter, DeviceDrafter):
                 drafter.attach(services)
+
+    def _chunk_rule(self, max_rows: int) -> ChunkRule:
+        return ChunkRule(max_rows)
 
     @property
     def busy(self) -> bool:

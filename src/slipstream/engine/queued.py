@@ -25,8 +25,9 @@ from slipstream.engine.engine import Engine, RoundTimes
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import pack
 from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
-from slipstream.engine.scheduler import Chunk, Schedule
+from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Phase
+from slipstream.models.gpu import WIDE_ROWS
 from slipstream.sampling.choose import choose
 
 
@@ -75,6 +76,14 @@ class Ticket:
 
     def seconds(self, part: int) -> float:
         return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """What a pass over prompts chose for those that it completed."""
+
+    chosen: Tensor  # [C] int64
+    logits: Tensor  # [C, V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,32 +227,36 @@ class QueuedEngine(Engine):
             if not plan.devices or self.drafting.draft(plan, decodes, run.draft):
                 return plan, run
 
+    def _chunk_rule(self, max_rows: int) -> ChunkRule:
+        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS)
+        return self._own_chunks
+
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
         """Compute pending tokens, and choose the first token of those that have no more of them."""
-        if not chunks:
+        found = [self._read_chunks(part, members) for part in self._own_chunks.passes(chunks)]
+        done = [part for part in found if part is not None]
+        if not done:
             return None, None
-        nothing = Draft.pack([], self.target.device)
+        chosen, logits = torch.cat([part.chosen for part in done]), torch.cat([part.logits for part in done])
+        return _to_host(chosen), logits
+
+    def _read_chunks(self, chunks: Sequence[Chunk], members: list[Member]) -> FirstTokens | None:
+        """One pass over pending tokens."""
         completing = [chunk.answer for chunk in chunks if chunk.completes]
-        features = self.sampling.features([answer.slot for answer in completing])
-        packed = pack([], chunks, nothing, paths=False)
+        packed = pack([], chunks, Draft.pack([], self.target.device), paths=False)
         logits = self.target.forward(packed.batch, self.cache)
         self.drafting.read(chunks, packed.batch)
         for chunk in chunks:
             assert chunk.answer.table is not None
             chunk.answer.table.commit(chunk.rows)
         if not completing:
-            return None, None
+            return None
+        features = self.sampling.features([answer.slot for answer in completing])
         chosen = choose(logits, packed.rows, self.sampling, features)
         self._lanes.begin(completing, chosen)
-        slots = packed.rows.slots
-        self.sampling.commit(slots, chosen[:, None], torch.ones_like(chosen))
+        self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
         members += [_join(answer, None, 0, decodes=False) for answer in completing]
-        if chosen.is_cuda:
-            first = torch.empty(chosen.shape, dtype=torch.int64, pin_memory=True)
-            first.copy_(chosen, non_blocking=True)
-        else:
-            first = chosen
-        return first, logits
+        return FirstTokens(chosen, logits)
 
     def _hear(self, ticket: Ticket) -> Heard:
         """Read a round's result, and let everybody know who needs it for the next round."""
@@ -306,6 +319,15 @@ class QueuedEngine(Engine):
         answer.on_device = False
         answer.behind = None
         super()._released(answer)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy on the host, under way: wait for the device before reading it."""
+    if not values.is_cuda:
+        return values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    return copy
 
 
 def _join(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -> Member:

@@ -133,11 +133,11 @@ class Round:
         self._turn = (self._turn + 1) % _COPIES
         staged = self._staging[self._turn]
         spare = [0] * (b - len(lanes))
-        names = [name for name, _ in self.shape.drafts]
+        numbers = {name: i for i, (name, _) in enumerate(self.shape.drafts, 1)}
         lists = [
             [*lanes, *(self._machine.state.trash for _ in spare)],
             [*(len(t) or d for t, d in zip(trees, depths, strict=True)), *spare],
-            [*(1 + names.index(n) if d else 0 for n, d in zip(drafters, depths, strict=True)), *spare],
+            [*(numbers[n] if n and d else 0 for n, d in zip(drafters, depths, strict=True)), *spare],
         ]
         staged[: 3 * b] = torch.tensor(lists, dtype=torch.int64).flatten()
         if any(len(tree) for tree in trees):

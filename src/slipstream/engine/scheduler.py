@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import RequestError
@@ -41,6 +41,56 @@ class Schedule:
         return bool(self.decodes or self.chunks)
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkRule:
+    """How pending tokens are cut into passes: as many as a pass has room for, beside the decodes."""
+
+    max_rows: int
+
+    def room(self, decodes: int) -> int:
+        """Rows for chunks in a pass with so many decodes."""
+        return self.max_rows - decodes
+
+    def rows(self, answer: Answer, room: int) -> int:
+        """How many of the answer's pending tokens come into a pass that has room for so many; 0: not in this one."""
+        return min(room, answer.pending)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChunks(ChunkRule):
+    """Cut by what a request has itself, so that its prompt comes out the same in any company.
+
+    A pass of more than `narrow` rows may sum in an order that depends on their number, so such a chunk has a pass to
+    itself, and begins and ends at fixed places; it holds prompt tokens only, and never the last, whose logits
+    choose. Rows of narrow passes come out the same however they are cut.
+    """
+
+    narrow: int
+
+    def room(self, decodes: int) -> int:
+        return self.max_rows  # chunks and decodes have passes of their own
+
+    def rows(self, answer: Answer, room: int) -> int:
+        start, last = answer.cached, answer.prompt_length - 1
+        rows = min((start // self.max_rows + 1) * self.max_rows, last) - start
+        if rows > self.narrow:
+            return rows if rows <= room else 0
+        return min(answer.pending, self.narrow, room)
+
+    def passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """Which chunks share a pass."""
+        passes: list[list[Chunk]] = [[chunk] for chunk in chunks if chunk.rows > self.narrow]
+        rows = self.narrow + 1
+        for chunk in chunks:
+            if chunk.rows <= self.narrow:
+                if rows + chunk.rows > self.narrow:
+                    passes.append([])
+                    rows = 0
+                passes[-1].append(chunk)
+                rows += chunk.rows
+        return passes
+
+
 class Scheduler:
     """Owns the queues, the pages and the slots.
 
@@ -52,7 +102,7 @@ class Scheduler:
         pool: PagePool,
         *,
         max_running: int,
-        max_rows: int,
+        chunks: ChunkRule,
         copy_pages: Callable[[list[PageCopy]], None],
         on_admit: Callable[[Answer], None],
         on_release: Callable[[Answer], None],
@@ -63,7 +113,7 @@ class Scheduler:
         self.preemptions = 0
         self._max_running = max_running
         self._slots = list(range(max_running))  # a heap
-        self._max_rows = max_rows
+        self._chunks = chunks
         self._copy_pages = copy_pages
         self._on_admit = on_admit
         self._on_release = on_release
@@ -79,13 +129,18 @@ class Scheduler:
             if answer.phase is Phase.RUNNING and answer.decoding and not answer.will_end and self._make_room(answer):
                 plan.decodes.append(answer)
         plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]  # less those preempted
-        rows = self._max_rows - len(plan.decodes)
+        room = self._chunks.room(len(plan.decodes))
         for answer in self.running:
-            if answer.pending > 1 and rows > 0:
-                plan.chunks.append(Chunk(answer, min(rows, answer.pending)))
-                rows -= plan.chunks[-1].rows
-        self._admit(plan, rows)
+            if answer.pending > 1:
+                room -= self._take(plan, answer, room)
+        self._admit(plan, room)
         return plan
+
+    def _take(self, plan: Schedule, answer: Answer, room: int) -> int:
+        rows = self._chunks.rows(answer, room)
+        if rows:
+            plan.chunks.append(Chunk(answer, rows))
+        return rows
 
     def reserve_draft(self, answer: Answer, nodes: int) -> int:
         """Room for a draft behind the next token; returns how many nodes fit. Never preempts anyone for a guess."""
@@ -115,9 +170,9 @@ class Scheduler:
         idle = all(answer.table is None and answer.slot == -1 for answer in self.waiting)
         assert idle, "a waiting request holds pages or a slot"
 
-    def _admit(self, plan: Schedule, rows: int) -> None:
+    def _admit(self, plan: Schedule, room: int) -> None:
         passed_over: list[Answer] = []
-        while self.waiting and self._slots and rows > 0:
+        while self.waiting and self._slots and room > 0:
             answer = self.waiting.popleft()
             if answer.ended:
                 continue
@@ -141,8 +196,7 @@ class Scheduler:
                 answer.end("error", error=RequestError(f"it could not start: {type(error).__name__}: {error}"))
                 plan.refused.append(answer)
                 continue
-            plan.chunks.append(Chunk(answer, min(rows, answer.pending)))
-            rows -= plan.chunks[-1].rows
+            room -= self._take(plan, answer, room)
         self.waiting.extendleft(reversed(passed_over))
 
     def _start(self, answer: Answer) -> bool:

@@ -14,8 +14,8 @@ import numpy as np
 from numba import njit
 
 from slipstream.kernels.codes import LANES
-from slipstream.kernels.cpu_attend import KEYS, MIXED, largest_of, mix_values, score_keys
 from slipstream.kernels.cpu_address import float_of_bits, floats, integers
+from slipstream.kernels.cpu_attend import KEYS, MIXED, largest_of, mix_values, score_keys
 from slipstream.kernels.cpu_products import share_start
 
 _ORDER_MAY_CHANGE = {"reassoc", "contract", "nsz"}

@@ -14,8 +14,8 @@ from slipstream.kernels.codes import BLOCK, TILE
 from slipstream.kernels.cpu_address import floats
 from slipstream.kernels.cpu_tile import decoder, tile
 
-_DIRECT = 4
-"""Rows of the input up to which codes are decoded in registers, for each of them. With more, once for all, in a panel."""
+_DIRECT = 8
+"""Rows of the input up to which codes are decoded in registers. With more, they are decoded into a panel first."""
 
 
 @njit(error_model="numpy")
@@ -24,12 +24,12 @@ def share_start(count: int, member: int, team: int) -> int:
     return count * member // team
 
 
-def _block_of(bits: int) -> Any:
-    """A compiled function for 4 rows of a weight in codes times up to 4 rows of the input."""
-    tile1, tile2, tile3, tile4 = (tile(rows, bits) for rows in range(1, _DIRECT + 1))
+def _few_of(bits: int) -> Any:
+    """A compiled function for 4 rows of a weight times up to 4 rows of the input."""
+    tile1, tile2, tile3, tile4 = (tile(TILE, rows, bits) for rows in range(1, 5))
 
     @njit(error_model="numpy")
-    def block(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
+    def few(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
         if rows == 1:
             tile1(weight, x, k, out, ld_out, ahead)
         elif rows == 2:
@@ -39,12 +39,47 @@ def _block_of(bits: int) -> Any:
         else:
             tile4(weight, x, k, out, ld_out, ahead)
 
-    return block
+    return few
 
 
-_few4, _few8, _few32 = _block_of(4), _block_of(8), _block_of(32)
-_five, _six = tile(5, 32), tile(6, 32)
+def _some_of(bits: int) -> Any:
+    """A compiled function for 2 rows of a weight in codes times 5 to 8 rows of the input."""
+    tile5, tile6, tile7, tile8 = (tile(TILE // 2, rows, bits) for rows in range(5, 9))
+
+    @njit(error_model="numpy")
+    def some(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
+        if rows == 5:
+            tile5(weight, x, k, out, ld_out, ahead)
+        elif rows == 6:
+            tile6(weight, x, k, out, ld_out, ahead)
+        elif rows == 7:
+            tile7(weight, x, k, out, ld_out, ahead)
+        else:
+            tile8(weight, x, k, out, ld_out, ahead)
+
+    return some
+
+
+_few4, _few8, _few32 = _few_of(4), _few_of(8), _few_of(32)
+_some4, _some8 = _some_of(4), _some_of(8)
+_five, _six = tile(TILE, 5, 32), tile(TILE, 6, 32)
 _decode4, _decode8 = decoder(4), decoder(8)
+
+
+@njit(error_model="numpy")
+def _coded_block(weight: int, k: int, bits: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
+    """4 rows of a weight in codes times up to 8 rows of the input."""
+    if rows > 4:
+        half = TILE // 2 * k // BLOCK * (8 + BLOCK * bits // 8)
+        for n in range(2):
+            if bits == 4:
+                _some4(weight + n * half, k, x, rows, out + n * TILE // 2 * 4, ld_out, ahead)
+            else:
+                _some8(weight + n * half, k, x, rows, out + n * TILE // 2 * 4, ld_out, ahead)
+    elif bits == 4:
+        _few4(weight, k, x, rows, out, ld_out, ahead)
+    else:
+        _few8(weight, k, x, rows, out, ld_out, ahead)
 
 
 @njit(error_model="numpy")
@@ -96,11 +131,9 @@ def product(
             _plain_block(w, k, x, rows, c, n, ahead)
         elif rows > _DIRECT:
             decode(w, TILE * k // BLOCK, bits, panel, ahead)
-            _plain_block(panel, k, x, rows, c, n, 0)
-        elif bits == 4:
-            _few4(w, k, x, rows, c, n, ahead)
+            _plain_block(panel, k, x, rows, c, n, row_bytes - row_bytes)
         else:
-            _few8(w, k, x, rows, c, n, ahead)
+            _coded_block(w, k, bits, x, rows, c, n, ahead)
     if bias != 0:
         b = floats(bias)
         for row in range(rows):

@@ -11,16 +11,16 @@ from typing import Any
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from slipstream.kernels.codes import BLOCK, LANES, TILE, block_bytes
+from slipstream.kernels.codes import BLOCK, LANES, block_bytes
 from slipstream.kernels.cpu_vectors import F32, NARROW, VECTOR, WIDE, Vectors, body, number, zeros
 
 
-def tile(rows: int, bits: int) -> Any:
+def tile(height: int, rows: int, bits: int) -> Any:
     """A function for compiled code: (weight, input, k, out, ld_out, ahead) with addresses and sizes, all int64.
 
-    out[m, n] = sum over k of weight[n, k] * input[m, k], for 4 rows n and `rows` rows m; `ld_out` numbers lie between
-    two rows of `out`. bits: 32 for a plain weight, k being a multiple of 16; 4 or 8 for one in codes (`codes.py`).
-    Each sum is added up in the same order whatever `rows` and `bits` are.
+    out[m, n] = sum over k of weight[n, k] * input[m, k], for `height` rows n and `rows` rows m; `ld_out` numbers lie
+    between two rows of `out`. bits: 32 for a plain weight, k being a multiple of 16; 4 or 8 for codes (`codes.py`).
+    Each sum is added up in the same order whatever height, rows and bits are.
     ahead: bytes from the weights used now to those to ask for; 0 where they were asked for already.
     """
     vectors = 1 if bits == 32 else BLOCK // LANES  # of weights that one step takes from a row
@@ -29,7 +29,7 @@ def tile(rows: int, bits: int) -> Any:
     def emit(v: Vectors, weight: Any, x: Any, k: Any, out: Any, ld_out: Any, ahead: Any) -> None:
         b = v.b
         steps = b.udiv(k, number(LANES * vectors))
-        weights = [b.add(weight, b.mul(b.mul(steps, number(step_bytes)), number(n))) for n in range(TILE)]
+        weights = [b.add(weight, b.mul(b.mul(steps, number(step_bytes)), number(n))) for n in range(height)]
         inputs = [b.add(x, b.mul(k, number(4 * m))) for m in range(rows)]
 
         def along_k(step: Any, *sums: Any) -> list[Any]:
@@ -41,13 +41,18 @@ def tile(rows: int, bits: int) -> Any:
             for m in range(rows):
                 for part in range(vectors):
                     value = v.load(b.add(b.add(inputs[m], x_at), number(4 * LANES * part)))
-                    for n in range(TILE):
-                        grown[m * TILE + n] = v.fma(taken[n][part], value, grown[m * TILE + n])
+                    for n in range(height):
+                        grown[m * height + n] = v.fma(taken[n][part], value, grown[m * height + n])
             return grown
 
-        sums = v.repeat(steps, [zeros()] * (TILE * rows), along_k)
-        for m in range(rows):
-            v.store(v.totals(sums[m * TILE : (m + 1) * TILE]), b.add(out, b.mul(number(4 * m), ld_out)))
+        sums = v.repeat(steps, [zeros()] * (height * rows), along_k)
+        places = [
+            b.add(b.add(out, b.mul(number(4 * m), ld_out)), number(4 * n)) for m in range(rows) for n in range(height)
+        ]
+        for first in range(0, len(sums), 4):
+            totals = v.totals((sums[first : first + 4] * 2)[:4])
+            for i in range(0, len(sums[first : first + 4]), height):
+                v.store(v.part(totals, i, height), places[first + i])
 
     @intrinsic
     def product(typing: Any, weight: Any, x: Any, k: Any, out: Any, ld_out: Any, ahead: Any) -> Any:

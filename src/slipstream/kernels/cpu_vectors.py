@@ -96,6 +96,10 @@ class Vectors:
             quarters = b.fadd(quarters, self._pick(quarters, quarters, [lane ^ swap for lane in range(LANES)]))
         return self._pick(quarters, quarters, [0, 4, 8, 12])
 
+    def part(self, vector: ir.Value, start: int, size: int) -> ir.Value:
+        """Neighbouring lanes of a vector."""
+        return self._pick(vector, vector, list(range(start, start + size)))
+
     def repeat(
         self, times: ir.Value, starts: Sequence[ir.Value], body: Callable[..., list[ir.Value]]
     ) -> list[ir.Value]:

@@ -378,9 +378,9 @@ def _launch(
         layout.lengths, layout.pages, layout.ancestors, rows, layout.pages.shape[1],
         0 if layout.ancestors is None else layout.ancestors.shape[1],
         scaling if softcap is not None else scaling * _LOG2_E, softcap or 0.0, window or 0,
-        H=heads, H_KV=kv_heads, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=layout.page_size, BLOCK_Q=block_q,
-        TILE_ROWS=block_q // group, BLOCK_KEYS=_block_keys(dim, query.element_size()), SPLIT=SPLIT_KEYS,
-        TREE=layout.ancestors is not None, SOFTCAP=softcap is not None, WINDOW=window is not None,
+        H=heads, H_KV=kv_heads, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=layout.page_size,
+        BLOCK_Q=block_q, TILE_ROWS=block_q // group, BLOCK_KEYS=_block_keys(dim, query.element_size()),
+        SPLIT=SPLIT_KEYS, TREE=layout.ancestors is not None, SOFTCAP=softcap is not None, WINDOW=window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", OVERLAP=overlap,
         num_warps=4 if block_q < 128 else 8, num_stages=2 if dim > 128 else 3, launch_pdl=overlap,
     )  # fmt: skip

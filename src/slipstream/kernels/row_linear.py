@@ -201,6 +201,8 @@ def _launch(
         out = torch.empty((1 if whole else splits, m, n), dtype=torch.float32, device=x.device)
     else:
         out = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if not m:
+        return out
     grid = (triton.cdiv(n, tile.block_n), 1 if whole else splits, triton.cdiv(m, tile.block_m))
     _linear_kernel[grid](
         x, weight, bias, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,

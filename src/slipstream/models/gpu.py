@@ -28,15 +28,17 @@ from slipstream.models.fuse import FusedLayer, FusedTrunk
 from slipstream.models.traits import AttentionTraits
 
 WIDE_ROWS = 128
-"""With more rows than these a pass is a prompt's: it computes more than it reads, and wants larger tiles."""
+"""With more rows than these a pass over prompts computes more than it reads, and is worth other products."""
 
 
 class DevicePass(PassContext):
     """A pass whose layout lies on the device."""
 
-    def __init__(self, layout: RowLayout, cache: KVCache) -> None:
+    def __init__(self, layout: RowLayout, cache: KVCache, *, wide: bool = False) -> None:
+        """wide: many rows of prompts, faster by products and tiles that are not row-independent."""
         self.layout = layout
         self.cache = cache
+        self.wide = wide
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
         self.cache.write(layer, self.layout.slots, key, value)
@@ -54,7 +56,7 @@ class DevicePass(PassContext):
             softcap=traits.softcap,
             sinks=traits.sinks,
             overlap=overlap,
-            wide=query.shape[0] > WIDE_ROWS,
+            wide=self.wide,
         )
 
 
@@ -107,7 +109,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        out = row_linear(flat, self.weight, self.bias, out_dtype=self.out_dtype, overlap=flat.shape[0] <= WIDE_ROWS)
+        out = row_linear(flat, self.weight, self.bias, out_dtype=self.out_dtype, overlap=True)
         return out.view(*x.shape[:-1], -1)
 
 
@@ -191,12 +193,12 @@ class _Product:
 
     def runs(self, x: Tensor, overlap: bool) -> Tensor:  # [splits, N, out]
         """The product, still to be summed over its runs. A prompt's is cuBLAS', which computes faster than we."""
-        if x.shape[0] > WIDE_ROWS and x.dtype != torch.float32:
+        if not overlap and x.dtype != torch.float32:
             return F.linear(x, self.weight, self.bias)[None]
         return row_linear(x, self.weight, self.bias, splits=self.splits, partial=True, overlap=overlap)
 
     def gated(self, x: Tensor, overlap: bool) -> Tensor:  # [N, out / 2]
-        if x.shape[0] > WIDE_ROWS and x.dtype != torch.float32:
+        if not overlap and x.dtype != torch.float32:
             return silu_mul(F.linear(x, self.weight, self.bias))
         return row_linear(x, self.weight, self.bias, gated=True, overlap=overlap)
 
@@ -216,7 +218,7 @@ class GpuTrunk(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = cast(DevicePass, running_pass())
-        overlap = input_ids.shape[1] <= WIDE_ROWS  # a prompt's kernels are long: there is little to hide
+        overlap = not current.wide  # a prompt's kernels are long: there is little to hide
         x = self.embed_tokens(input_ids[0])
         delta: Tensor | None = None
         for layer in self._layers:

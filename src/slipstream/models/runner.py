@@ -21,7 +21,7 @@ from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.models import attention, fuse, gpu
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
-from slipstream.models.gpu import DevicePass, layout_of
+from slipstream.models.gpu import WIDE_ROWS, DevicePass, layout_of
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.support import check_supported
 
@@ -55,7 +55,7 @@ class Runner:
     def forward(self, batch: PassBatch, cache: KVCache) -> Tensor:  # [R, V] fp32
         """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""
         if has_triton and self.device.type == "cuda":
-            context = DevicePass(layout_of(batch, cache.page_size), cache)
+            context = DevicePass(layout_of(batch, cache.page_size), cache, wide=batch.num_rows > WIDE_ROWS)
             return self._call(context, batch.input_ids, batch.positions, batch.logit_rows).float()
         logits = self._call(PassContext(batch, cache), batch.input_ids, batch.positions, batch.logit_rows)
         return logits.float()

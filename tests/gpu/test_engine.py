@@ -1,0 +1,138 @@
+"""The whole engine on a GPU: the same tokens with any drafter, in bf16 and fp32, by graphs or not, alone or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import save_model, tiny_llama
+from exactness import Case, cases, differences, plain, run
+from scripted import Answers, Bushy, Right, RightThenWrong
+from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
+from slipstream.engine.queued import QueuedEngine
+from slipstream.models.gpu import GpuTrunk
+
+pytestmark = pytest.mark.gpu
+OFF = SpeculationParams(enabled=False)
+SOME = (0, 1, 2, 4, 13, 14, 19)
+"""Of all cases: greedy, sampled, top-p, penalties, logit bias, bad words. Each set of features is captured anew."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads as real models have them, and a context of several runs of attention."""
+    config = tiny_llama(
+        hidden_size=128,
+        intermediate_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.15,
+    )
+    return save_model(tmp_path_factory.mktemp("models") / "target", config)
+
+
+def open_on_gpu(target: Path, dtype: str, **options: Any) -> LLM:
+    common: dict[str, Any] = {"device": "cuda", "memory": "1GiB", "max_num_seqs": 8, "planner": "fixed"}
+    return LLM(target, dtype=dtype, **{**common, **options})
+
+
+@dataclass(frozen=True)
+class Bench:
+    llm: LLM
+    cases: list[Case]
+    expected: list[CompletionOutput]
+    answers: Answers
+
+    def check(self, drafter: str | None, *, alone: bool) -> list[CompletionOutput]:
+        got = run(self.llm, self.cases, drafter, alone=alone)
+        assert not differences(self.cases, self.expected, got)
+        return got
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "no graphs"])
+def bench(request: pytest.FixtureRequest, dtype: str, target: Path, tiny_draft: Path) -> Iterator[Bench]:
+    answers = Answers()
+    batch = [cases()[i] for i in SOME]
+    with open_on_gpu(target, dtype, drafter=None, graphs=False) as plainly:
+        expected = plain(plainly, batch, answers)  # each by itself, no graphs, nothing drafted
+    drafters = [Right(answers), RightThenWrong(answers), Bushy(answers), "ngram", f"model:{tiny_draft}"]
+    with open_on_gpu(target, dtype, drafter=drafters, graphs=request.param) as llm:
+        yield Bench(llm, batch, expected, answers)
+        assert not llm.engine.busy
+        llm.engine.scheduler.check_integrity()
+        assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("drafter", [None, "right", "right_then_wrong", "bushy", "ngram", "model"])
+def test_the_same_tokens(bench: Bench, drafter: str | None, alone: bool) -> None:
+    assert isinstance(bench.llm.engine, QueuedEngine)
+    got = bench.check(drafter, alone=alone)
+    if drafter in ("right", "bushy"):
+        assert sum(output.speculation.accepted for output in got) > 20
+
+
+def test_a_batch_of_all_drafters(bench: Bench) -> None:
+    names = [None, "right", "bushy", "model", "ngram", "right_then_wrong", "model"]
+    hows = [SpeculationParams(enabled=n is not None, drafter=n) for n in names]
+    params = [replace(case.params, speculation=how) for case, how in zip(bench.cases, hows, strict=True)]
+    got = [o.outputs[0] for o in bench.llm.generate([list(case.prompt) for case in bench.cases], params)]
+    assert not differences(bench.cases, bench.expected, got)
+
+
+def test_the_fused_trunk_is_in_place(bench: Bench) -> None:
+    assert any(isinstance(module, GpuTrunk) for module in bench.llm.engine.target.model.modules())
+
+
+def test_an_eager_engine_says_the_same(bench: Bench, dtype: str, target: Path) -> None:
+    with open_on_gpu(target, dtype, drafter=None, rounds="eager") as eager:
+        assert not isinstance(eager.engine, QueuedEngine)
+        assert not differences(bench.cases, bench.expected, run(eager, bench.cases, None))
+
+
+@pytest.mark.parametrize("length", [100, 505, 700])
+def test_what_was_said_may_be_read_again(bench: Bench, length: int) -> None:
+    """As after a preemption: read as a prompt, in wide tiles, the answer goes on as it went on token by token."""
+    prompt = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, speculation=OFF)
+    whole = bench.llm.generate([prompt], params)[0].outputs[0].token_ids
+    for cut in (1, 9, 20):
+        again = bench.llm.generate([prompt + whole[:cut]], replace(params, max_tokens=30 - cut))[0].outputs[0]
+        assert again.token_ids == whole[cut:]
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, target: Path, requests: int) -> None:
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=31, ignore_eos=True) for i in range(requests)]
+    prompts = [[10 + i] * (5 + 9 * i) for i in range(requests)]
+    with open_on_gpu(target, dtype, drafter=f"model:{target}") as llm:
+        plainly = llm.generate(prompts, [replace(p, speculation=OFF) for p in params])
+        drafted = llm.generate(prompts, params)
+    for want, have in zip(plainly, drafted, strict=True):
+        assert have.outputs[0].token_ids == want.outputs[0].token_ids
+        assert have.outputs[0].speculation.rounds == 1 + 30 // 6
+
+
+def test_log_probabilities(bench: Bench) -> None:
+    params = [replace(case.params, logprobs=2) for case in bench.cases]
+    prompts = [list(case.prompt) for case in bench.cases]
+    off = bench.llm.generate(prompts, [replace(p, speculation=OFF) for p in params])
+    how = SpeculationParams(drafter="right")
+    on = bench.llm.generate(prompts, [replace(p, speculation=how) for p in params])
+    for want, have in zip(off, on, strict=True):
+        assert have.outputs[0].token_ids == want.outputs[0].token_ids
+        ours, theirs = have.outputs[0].logprobs or [], want.outputs[0].logprobs or []
+        for mine, other in zip(ours, theirs, strict=True):
+            assert {t: entry.logprob for t, entry in mine.items()} == {t: entry.logprob for t, entry in other.items()}
