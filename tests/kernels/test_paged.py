@@ -43,7 +43,7 @@ def test_heads_in_groups(heads: int, kv_heads: int, parts: tuple[Part, ...]) -> 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("window", [None, 40])
 def test_chunks_of_prompts(wide: bool, window: int | None) -> None:
-    Scene(Part(0, 70), Part(50, 33), Part(129, 1)).check(wide=wide, window=window)
+    Scene(Part(0, 64), Part(50, 33), Part(129, 1)).check(wide=wide, window=window)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4])
