@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from interpreted import DEVICE
-from slipstream.kernels.paged import RowLayout, _launch, attend_twin
+from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.paged import _launch, attend_twin
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paged_scenes import Part, Scene, tree
 from slipstream.kernels.add_norm import add_norm, add_norm_twin
-from slipstream.kernels.paged import SPLIT_KEYS, RowLayout, attend
+from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.paged import SPLIT_KEYS, attend
 from slipstream.kernels.rotary_write import rotary_write, rotary_write_twin
 from slipstream.kernels.row_linear import row_linear, splits_of
 

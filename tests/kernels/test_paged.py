@@ -10,7 +10,8 @@ import torch
 from interpreted import DEVICE
 from paged_scenes import Part, Scene, tree
 from slipstream.core.errors import UnsupportedModel
-from slipstream.kernels.paged import SPLIT_KEYS, RowLayout, _launch, attend
+from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.paged import SPLIT_KEYS, _launch, attend
 
 MIXED = (Part(0, 5), Part(21, 1), tree(9, 8, 1, 8), tree(30, 4, 2, 3), Part(6, 2))
 
@@ -28,13 +29,15 @@ def test_the_twin_and_the_kernel_match_the_walk(window: int | None, softcap: flo
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [*((dim, torch.float32) for dim in (8, 64, 80, 96, 128, 256)), (64, torch.float16), (256, torch.float16)],
+)
 def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
     Scene(tree(37, 6, 3, 4), Part(70, 1), Part(3, 9), dim=dim, dtype=dtype).check()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (9, 3), (20, 1), (4, 4)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (20, 1)])
 @pytest.mark.parametrize("parts", [MIXED[2:], (Part(17, 1), Part(0, 8))], ids=["trees", "chains"])
 def test_heads_in_groups(heads: int, kv_heads: int, parts: tuple[Part, ...]) -> None:
     Scene(*parts, heads=heads, kv_heads=kv_heads).check()
@@ -46,7 +49,7 @@ def test_chunks_of_prompts(wide: bool, window: int | None) -> None:
     Scene(Part(0, 64), Part(50, 33), Part(129, 1)).check(wide=wide, window=window)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("seed", [1, 4])
 def test_random_trees(seed: int) -> None:
     """The largest ones too: 64 rows, bushy or deep."""
     dice = Random(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,8 +43,9 @@ class Scene:
         """Queries, keys and values."""
         keys, values = self.keys.clone(), self.values.clone()
         rows = (self.qkv, self.cos, self.sin, self.positions, self.slots)
-        given: Any = (*rows, *self.norms, keys, values, self.heads, EPS)
-        return _launch(*given, overlap=False) if kernel else rotary_write_twin(*given), keys, values
+        given = (*rows, *self.norms, keys, values, self.heads, EPS)
+        turn: Any = partial(_launch, overlap=False) if kernel else rotary_write_twin
+        return turn(*given), keys, values
 
     def check(self) -> None:
         (query, keys, values), (want_query, want_keys, want_values) = self.run(True), self.run(False)

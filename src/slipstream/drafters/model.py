@@ -18,7 +18,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.errors import DrafterError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Needs, Services
-from slipstream.kernels.paged import RowLayout
+from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch

@@ -309,11 +309,8 @@ class QueuedEngine(Engine):
         event.record()
         return event
 
-    def _admitted(self, answer: Answer) -> None:
-        answer.epoch += 1
-        super()._admitted(answer)
-
     def _released(self, answer: Answer) -> None:
+        answer.epoch += 1
         answer.queued = answer.coming = 0
         answer.closing = False
         answer.on_device = False

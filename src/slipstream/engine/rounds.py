@@ -18,8 +18,9 @@ from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRound
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
+from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
-from slipstream.kernels.paged import SPLIT_KEYS, RowLayout
+from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
 from slipstream.models.paths import Progress
 from slipstream.models.runner import Runner

@@ -54,7 +54,7 @@ class Answer:
     arrival: int = field(default_factory=lambda: next(_arrivals))
     queued: int = 0  # rounds in the making whose results the host has not seen
     coming: int = 0  # tokens that these may add at most
-    epoch: int = 0  # how often it was admitted: results of an earlier life are of no use
+    epoch: int = 0  # how often it gave everything back: results of an earlier life are of no use
     on_device: bool = False  # its lane on the device says where it stands
     closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
     behind: int | None = None  # tokens that its device drafter has read, where it stopped following; None: it follows

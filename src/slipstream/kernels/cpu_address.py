@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
+
+
+def inner(**options: Any) -> Any:
+    """Marks a function that only compiled code calls: ways in from Python would take as long to compile as the rest."""
+    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
 
 
 def _pointer_to(kind: Any) -> Any:

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from slipstream.kernels.codes import BLOCK
-from slipstream.kernels.cpu_address import bytes_at, floats, integers
+from slipstream.kernels.cpu_address import bytes_at, floats, inner, integers
 from slipstream.kernels.cpu_products import decode, share_start
 
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _HALF_BLOCK = BLOCK // 2
-_AHEAD = 4096
+_AHEAD = np.int64(4096)
 """Bytes of codes to ask for in advance."""
 
 
@@ -30,19 +30,19 @@ def _as_half(typing: Any, value: Any) -> Any:
     return types.float32(types.float32), generate
 
 
-@njit(error_model="numpy", inline="always")
+@inner(inline="always")
 def _code(weight: float, low: float, inverse: float) -> Any:
     return np.int32(math.floor((weight - low) * inverse + _HALF))
 
 
-@njit(error_model="numpy", inline="always")
+@inner(inline="always")
 def _differs(code: int, scale: float, low: float, weight: float, least: int, most: int) -> Any:
     """1 unless the code gives the weight back. (code * scale is exact in fp32: adding it in one step is the same.)"""
     same = np.float32(code) * scale + low == weight and least <= code <= most
     return np.int32(0) if same else np.int32(1)
 
 
-@njit(error_model="numpy")
+@inner()
 def _encode_block(weight: int, bits: int, codes: int) -> Any:
     """Write the codes of 32 weights; False where they are not made of codes. Loops without a way out run in vectors."""
     w, parameters, out = floats(weight), floats(codes), bytes_at(codes + 8)
@@ -69,7 +69,7 @@ def _encode_block(weight: int, bits: int, codes: int) -> Any:
     return wrong == 0
 
 
-@njit(error_model="numpy")
+@inner()
 def encode(weight: int, n: int, k: int, bits: int, codes: int, failed: int, member: int, team: int) -> None:
     """The codes of weight [n, k]; integers(failed)[member] becomes 1 where the member's part has none."""
     size = 8 + BLOCK * bits // 8
@@ -80,7 +80,7 @@ def encode(weight: int, n: int, k: int, bits: int, codes: int, failed: int, memb
             return
 
 
-@njit(error_model="numpy")
+@inner()
 def decode_all(codes: int, n: int, k: int, bits: int, weight: int, member: int, team: int) -> None:
     """The weight [n, k] that the codes stand for."""
     size = 8 + BLOCK * bits // 8

@@ -11,10 +11,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from slipstream.kernels.codes import LANES
-from slipstream.kernels.cpu_address import float_of_bits, floats, integers
+from slipstream.kernels.cpu_address import float_of_bits, floats, inner, integers
 from slipstream.kernels.cpu_attend import KEYS, MIXED, largest_of, mix_values, score_keys
 from slipstream.kernels.cpu_products import share_start
 
@@ -29,7 +28,7 @@ _E2, _E3, _E4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.16657
 _E5, _E6, _E7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
 
 
-@njit(error_model="numpy", fastmath=_ORDER_MAY_CHANGE, inline="always")
+@inner(fastmath=_ORDER_MAY_CHANGE, inline="always")
 def _exp(x: Any) -> Any:
     """e^x to fp32 rounding, in steps that a loop can do in vectors; the C library's is one number at a time."""
     near: Any = min(max(x, _LOWEST), _HIGHEST)
@@ -40,7 +39,7 @@ def _exp(x: Any) -> Any:
     return x if x != x else grown  # NaN
 
 
-@njit(error_model="numpy", fastmath=_ORDER_MAY_CHANGE)
+@inner(fastmath=_ORDER_MAY_CHANGE)
 def _norm_head(x: int, weight: int, size: int, eps: float, out: int) -> None:
     """RMS norm of `size` numbers; in place where out is x."""
     a, w, c = floats(x), floats(weight), floats(out)
@@ -52,7 +51,7 @@ def _norm_head(x: int, weight: int, size: int, eps: float, out: int) -> None:
         c[i] = a[i] * scale * w[i]
 
 
-@njit(error_model="numpy", fastmath=_ORDER_MAY_CHANGE)
+@inner(fastmath=_ORDER_MAY_CHANGE)
 def add_and_norm(
     x: int, delta: int, weight: int, rows: int, size: int, eps: float, out: int, member: int, team: int
 ) -> None:
@@ -66,7 +65,7 @@ def add_and_norm(
         _norm_head(x + at, weight, size, eps, out + at)
 
 
-@njit(error_model="numpy", fastmath=_ORDER_MAY_CHANGE)
+@inner(fastmath=_ORDER_MAY_CHANGE)
 def _turn(head: int, cos: int, sin: int, rotary: int) -> None:
     """Rotary embedding of one head in place; what lies beyond `rotary` numbers stays as it is."""
     h, c, s = floats(head), floats(cos), floats(sin)
@@ -77,7 +76,7 @@ def _turn(head: int, cos: int, sin: int, rotary: int) -> None:
         h[i + half] = high * c[i + half] + low * s[i + half]
 
 
-@njit(error_model="numpy")
+@inner()
 def turn_and_keep(
     qkv: int,
     rows: int,
@@ -122,7 +121,7 @@ def turn_and_keep(
                 kept[i] = h[i]
 
 
-@njit(error_model="numpy")
+@inner()
 def visible_keys(
     row: int,
     start: int,
@@ -161,7 +160,7 @@ def visible_keys(
     return count
 
 
-@njit(error_model="numpy", fastmath=_ORDER_MAY_CHANGE)
+@inner(fastmath=_ORDER_MAY_CHANGE)
 def attend_head(
     query: int,
     keys: int,
@@ -208,7 +207,7 @@ def attend_head(
         result[i] /= mass
 
 
-@njit(error_model="numpy", fastmath=_ORDER_MAY_CHANGE)
+@inner(fastmath=_ORDER_MAY_CHANGE)
 def silu_times(gate_up: int, rows: int, size: int, out: int, member: int, team: int) -> None:
     """out [rows, size] = silu(gate) * up, where gate_up [rows, 2 * size] holds both halves of each row.
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba import carray, cfunc, njit, types
+import numpy as np
+from numba import carray, cfunc, types
 
 from slipstream.kernels.codes import TILE
-from slipstream.kernels.cpu_address import anything, integers
+from slipstream.kernels.cpu_address import anything, inner, integers
 from slipstream.kernels.cpu_codes import decode_all, encode
 from slipstream.kernels.cpu_glue import add_and_norm, attend_head, silu_times, turn_and_keep, visible_keys
 from slipstream.kernels.cpu_products import product, share_start
@@ -25,7 +26,7 @@ _member = types.ExternalFunction("slipstream_team_member", types.int32())
 _team = types.ExternalFunction("slipstream_team_size", types.int32())
 
 
-@njit(error_model="numpy")
+@inner(inline="always")
 def _attend(job: Any, layer: Any, member: int, team: int) -> None:
     """Attention of one layer. A member takes neighbouring (row, head) pairs, and lists a row's keys once."""
     heads, head_dim, stride = job.heads, job.head_dim, job.kv_heads * job.head_dim
@@ -73,7 +74,7 @@ def _attend(job: Any, layer: Any, member: int, team: int) -> None:
         )
 
 
-@njit(error_model="numpy")
+@inner(inline="always")
 def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
     """One decoder layer; `delta` is what the layer before still has to add to x, and job.delta is what this one has."""
     rows, hidden, inner = job.rows, job.hidden, job.inner
@@ -133,9 +134,9 @@ def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
 
 def _run_pass(address: Any) -> None:
     job = carray(address, 1, dtype=PASS)[0]
-    member, team = _member(), _team()
+    member, team = np.int64(_member()), np.int64(_team())  # one kind of number: one version of what they go to
     layers = carray(anything(job.layers), job.num_layers, dtype=LAYER)
-    delta = 0
+    delta = np.int64(0)  # not a literal: those get a version of their own compiled
     for i in range(job.num_layers):
         _layer(job, layers[i], delta, member, team)
         delta = job.delta
@@ -144,18 +145,19 @@ def _run_pass(address: Any) -> None:
 
 def _run_product(address: Any) -> None:
     job = carray(address, 1, dtype=PRODUCT)[0]
-    panel = job.panels + _member() * TILE * job.k * 4
-    product(job.weight, job.bits, job.bias, job.n, job.k, job.x, job.rows, job.out, panel, _member(), _team())
+    member, team = np.int64(_member()), np.int64(_team())
+    panel = job.panels + member * TILE * job.k * 4
+    product(job.weight, job.bits, job.bias, job.n, job.k, job.x, job.rows, job.out, panel, member, team)
 
 
 def _run_encode(address: Any) -> None:
     job = carray(address, 1, dtype=CODES)[0]
-    encode(job.weight, job.n, job.k, job.bits, job.codes, job.failed, _member(), _team())
+    encode(job.weight, job.n, job.k, job.bits, job.codes, job.failed, np.int64(_member()), np.int64(_team()))
 
 
 def _run_decode(address: Any) -> None:
     job = carray(address, 1, dtype=CODES)[0]
-    decode_all(job.codes, job.n, job.k, job.bits, job.weight, _member(), _team())
+    decode_all(job.codes, job.n, job.k, job.bits, job.weight, np.int64(_member()), np.int64(_team()))
 
 
 @dataclass(frozen=True, slots=True)

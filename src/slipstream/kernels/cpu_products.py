@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
+import numpy as np
 
 from slipstream.kernels.codes import BLOCK, TILE
-from slipstream.kernels.cpu_address import floats
+from slipstream.kernels.cpu_address import floats, inner
 from slipstream.kernels.cpu_tile import decoder, tile
 
 _DIRECT = 8
 """Rows of the input up to which codes are decoded in registers. With more, they are decoded into a panel first."""
 
 
-@njit(error_model="numpy")
+@inner()
 def share_start(count: int, member: int, team: int) -> int:
     """Where the member's part of `count` things begins; it ends where the next one's begins."""
     return count * member // team
@@ -28,7 +28,7 @@ def _few_of(bits: int) -> Any:
     """A compiled function for 4 rows of a weight times up to 4 rows of the input."""
     tile1, tile2, tile3, tile4 = (tile(TILE, rows, bits) for rows in range(1, 5))
 
-    @njit(error_model="numpy")
+    @inner(inline="always")
     def few(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
         if rows == 1:
             tile1(weight, x, k, out, ld_out, ahead)
@@ -46,7 +46,7 @@ def _some_of(bits: int) -> Any:
     """A compiled function for 2 rows of a weight in codes times 5 to 8 rows of the input."""
     tile5, tile6, tile7, tile8 = (tile(TILE // 2, rows, bits) for rows in range(5, 9))
 
-    @njit(error_model="numpy")
+    @inner(inline="always")
     def some(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
         if rows == 5:
             tile5(weight, x, k, out, ld_out, ahead)
@@ -66,7 +66,7 @@ _five, _six = tile(TILE, 5, 32), tile(TILE, 6, 32)
 _decode4, _decode8 = decoder(4), decoder(8)
 
 
-@njit(error_model="numpy")
+@inner(inline="always")
 def _coded_block(weight: int, k: int, bits: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
     """4 rows of a weight in codes times up to 8 rows of the input."""
     if rows > 4:
@@ -82,7 +82,7 @@ def _coded_block(weight: int, k: int, bits: int, x: int, rows: int, out: int, ld
         _few8(weight, k, x, rows, out, ld_out, ahead)
 
 
-@njit(error_model="numpy")
+@inner()
 def decode(codes: int, blocks: int, bits: int, out: int, ahead: int) -> None:
     """Write the numbers of so many blocks of codes; ahead: bytes from each block to the one to ask for meanwhile."""
     if bits == 4:
@@ -91,7 +91,7 @@ def decode(codes: int, blocks: int, bits: int, out: int, ahead: int) -> None:
         _decode8(codes, blocks, out, ahead)
 
 
-@njit(error_model="numpy")
+@inner(inline="always")
 def _plain_block(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, ahead: int) -> None:
     """4 rows of a plain weight times all rows of the input."""
     done = 0
@@ -110,7 +110,7 @@ def _plain_block(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, 
         ahead = 0
 
 
-@njit(error_model="numpy")
+@inner()
 def product(
     weight: int, bits: int, bias: int, n: int, k: int, x: int, rows: int, out: int, panel: int, member: int, team: int
 ) -> None:
@@ -131,7 +131,7 @@ def product(
             _plain_block(w, k, x, rows, c, n, ahead)
         elif rows > _DIRECT:
             decode(w, TILE * k // BLOCK, bits, panel, ahead)
-            _plain_block(panel, k, x, rows, c, n, row_bytes - row_bytes)
+            _plain_block(panel, k, x, rows, c, n, np.int64(0))
         else:
             _coded_block(w, k, bits, x, rows, c, n, ahead)
     if bias != 0:

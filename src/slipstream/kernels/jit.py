@@ -6,9 +6,9 @@ a function of its module; so where Triton is missing its decorator leaves the fu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -21,6 +21,14 @@ except ImportError:  # pragma: no cover - seen on machines without it
     triton = None
     tl = None
     has_triton = False
+
+
+@overload
+def jit(function: Any, *, sizes: Sequence[str] = (), pointers: Sequence[str] = ()) -> Any: ...
+
+
+@overload
+def jit(*, sizes: Sequence[str] = (), pointers: Sequence[str] = ()) -> Callable[[Any], Any]: ...
 
 
 def jit(function: Any = None, *, sizes: Sequence[str] = (), pointers: Sequence[str] = ()) -> Any:

@@ -16,8 +16,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slipstream.kernels.add_norm import add_norm
 from slipstream.kernels.jit import has_triton
+from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.linear import PackedLinear
-from slipstream.kernels.paged import RowLayout, attend
+from slipstream.kernels.paged import attend
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 from slipstream.kernels.silu_mul import silu_mul

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.jit import has_triton
-from slipstream.kernels.paged import RowLayout
+from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.models import attention, fuse, gpu
 from slipstream.models.attention import PassContext, ProbeContext

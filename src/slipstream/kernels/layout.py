@@ -1,0 +1,104 @@
+"""Which row of a pass belongs to whom, on the device: what the attention of all its layers reads.
+
+A tile is what one program of the attention works on: a few neighbouring rows of one request. The table of tiles is made
+once a pass, by one launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention import Span
+from slipstream.kernels.jit import jit, tl, triton
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Which row of a pass belongs to whom, for the attention of all its layers. All on the device."""
+
+    positions: Tensor  # [N] int64: places among the request's keys
+    slots: Tensor  # [N] int64: cache slots of the rows
+    starts: Tensor  # [B + 1] int32: first row of each request
+    lanes: Tensor  # [B] int64: its row in `lengths` and `pages`
+    lengths: Tensor  # [S] int64: tokens in the cache before the pass; read for trees only
+    pages: Tensor  # [S, P] int32
+    ancestors: Tensor | None  # [N, K + 1] int32: row of the ancestor at each depth; None: all chains
+    page_size: int
+    max_keys: int  # no row of this pass sees more keys
+    # made once a pass, read by every layer
+    tilings: dict[int, Tensor] = field(default_factory=dict)  # by rows a tile
+    host_spans: list[Span] = field(default_factory=list)  # for the twin
+
+    def tiles(self, tile_rows: int) -> Tensor:
+        """[T, 4] int32: lane, first row, end row and number of keys of each tile; lane -1 where there is none."""
+        if tile_rows not in self.tilings:
+            self.tilings[tile_rows] = _tiles(self, tile_rows)
+        return self.tilings[tile_rows]
+
+    def spans(self) -> list[Span]:
+        """The same for the twin, read by the host."""
+        if not self.host_spans:
+            starts = self.starts.tolist()
+            for lane, start, end in zip(self.lanes.tolist(), starts, starts[1:], strict=False):
+                if start < end:
+                    self.host_spans.append(self._span(lane, start, end))
+        return self.host_spans
+
+    def _span(self, lane: int, start: int, end: int) -> Span:
+        positions = self.positions[start:end]
+        prefix = int(positions[0])
+        at = torch.arange(prefix, device=positions.device)
+        committed = self.pages[lane, at // self.page_size].long() * self.page_size + at % self.page_size
+        visible = None
+        if self.ancestors is not None:
+            rows = torch.arange(start, end, device=positions.device)
+            visible = (self.ancestors[start:end, None, :] == rows[:, None]).any(dim=-1)  # [M, M]
+        return Span(start, end, torch.cat((committed, self.slots[start:end])), prefix, positions, visible)
+
+
+@jit(sizes=["B", "T"], pointers=["lanes_ptr", "positions_ptr"])
+def _tiles_kernel(
+    starts_ptr: tl.tensor,
+    lanes_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    B: tl.tensor,
+    T: tl.tensor,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    request = tl.arange(0, BLOCK_B)
+    first = tl.load(starts_ptr + request, mask=request < B, other=0)
+    end = tl.load(starts_ptr + request + 1, mask=request < B, other=0)
+    lane = tl.load(lanes_ptr + request, mask=request < B, other=-1).to(tl.int32)
+    count = (end - first + TILE_ROWS - 1) // TILE_ROWS
+    after = tl.cumsum(count, 0)
+    mine = (tile[:, None] >= (after - count)[None, :]) & (tile[:, None] < after[None, :])  # [T, B]
+    there = tl.sum(mine.to(tl.int32), 1) > 0
+    begin = tl.sum(tl.where(mine, first[None, :] + (tile[:, None] - (after - count)[None, :]) * TILE_ROWS, 0), 1)
+    stop = tl.minimum(tl.sum(tl.where(mine, end[None, :], 0), 1), begin + TILE_ROWS)
+    row = begin[:, None] + tl.arange(0, BLOCK_R)[None, :]
+    position = tl.load(positions_ptr + row, mask=row < stop[:, None], other=-1).to(tl.int32)
+    place = tiles_ptr + tile * 4
+    tl.store(place, tl.where(there, tl.sum(tl.where(mine, lane[None, :], 0), 1), -1), mask=tile < T)
+    tl.store(place + 1, begin, mask=tile < T)
+    tl.store(place + 2, stop, mask=tile < T)
+    tl.store(place + 3, tl.max(position, 1) + 1, mask=tile < T)
+
+
+def _tiles(layout: RowLayout, tile_rows: int) -> Tensor:
+    rows, requests = layout.positions.shape[0], layout.lanes.shape[0]
+    count = rows // tile_rows + min(requests, rows)
+    tiles = torch.empty((count, 4), dtype=torch.int32, device=layout.positions.device)
+    block = 64
+    _tiles_kernel[(triton.cdiv(count, block),)](
+        layout.starts, layout.lanes, layout.positions, tiles, requests, count, TILE_ROWS=tile_rows, BLOCK_T=block,
+        BLOCK_B=triton.next_power_of_2(requests), BLOCK_R=triton.next_power_of_2(tile_rows), num_warps=4,
+    )  # fmt: skip
+    return tiles
