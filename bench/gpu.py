@@ -109,6 +109,7 @@ def ours(
             "accepted": sum(s.accepted for s in told),
             "ms_per_round": parts,
         }
+        found[name]["idle"] = idle_share(lambda: generate(prompts[:1]))
         print(name, {k: v for k, v in found[name].items() if k != "answers"}, flush=True)
     plain = found["plain"]["answers"]
     for mode in found:
@@ -164,6 +165,24 @@ def peer(mode: str, options: argparse.Namespace) -> dict[str, Any]:
         return {"failed": (done.stderr or done.stdout)[-500:]}
     found: dict[str, Any] = json.loads(lines[-1])
     return found
+
+
+def idle_share(work: Callable[[], object]) -> float:
+    """The part of the time in which no kernel ran, over the middle of some work."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == cuda)
+    begin, end = spans[len(spans) // 4][0], spans[3 * len(spans) // 4][0]  # less the prompt and the last rounds
+    busy, last = 0.0, begin
+    for start, stop in spans:
+        if stop > last and start < end:
+            busy += min(stop, end) - max(start, last)
+            last = stop
+    return 1 - busy / (end - begin)
 
 
 def copy_bandwidth() -> float:

@@ -56,6 +56,8 @@ class TiledLinear(PackedLinear):
             return self.code.linear(x.contiguous(), self.tiles, self.bias)
         if isinstance(self.tiles, Tensor):
             return F.linear(x, self.tiles, self.bias)
+        if self.out_features <= _SLAB:
+            return F.linear(x, self.code.decode(self.tiles), self.bias)
         out = x.new_empty(x.shape[0], self.out_features)
         for start in range(0, self.out_features, _SLAB):
             slab = slice(start, start + _SLAB)

@@ -41,6 +41,8 @@ _HARMLESS = frozenset(
         "output_router_logits",
     )
 )
+_PART = 128
+"""Rows of a prompt whose attention is computed together."""
 _running: ContextVar[PassContext] = ContextVar("slipstream_pass")
 
 
@@ -179,14 +181,21 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], 
 
 
 def _spans(batch: PassBatch, page_size: int) -> list[Span]:
+    """The requests of a pass; a long prompt in parts, each with those before it as its prefix.
+
+    Rows of a part look at no key behind it, where one span would compute all of them and mask half.
+    """
     spans = []
     for i, prefix in enumerate(batch.prefix_lengths):
         start, end = batch.row_starts[i], batch.row_starts[i + 1]
-        visible = (
-            visible_rows(batch.masks[start:end], end - start) if batch.masks is not None and batch.is_tree[i] else None
-        )
-        keys = _key_slots(batch.pages[i], prefix + end - start, page_size, batch.slots.device)
-        spans.append(Span(start, end, keys, prefix, batch.positions[start:end], visible))
+        masks = batch.masks[start:end] if batch.masks is not None and batch.is_tree[i] else None
+        visible = None if masks is None else visible_rows(masks, end - start)
+        slots = _key_slots(batch.pages[i], prefix + end - start, page_size, batch.slots.device)
+        for first in range(start, end, _PART if visible is None else end - start):
+            last = end if visible is not None else min(first + _PART, end)
+            length = prefix + last - start
+            keys = slice(slots.start, slots.start + length) if isinstance(slots, slice) else slots[:length]
+            spans.append(Span(first, last, keys, prefix + first - start, batch.positions[first:last], visible))
     return spans
 
 
