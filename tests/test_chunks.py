@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream import LLM, SamplingParams
 from slipstream.engine.scheduler import Chunk, OwnChunks
 
 RULE = OwnChunks(max_rows=64, narrow=8)
@@ -54,3 +56,16 @@ def test_a_wide_chunk_has_a_pass_to_itself(rows: list[int]) -> None:
     assert sorted(map(id, chunks)) == sorted(id(chunk) for part in passes for chunk in part)
     for part in passes:
         assert len(part) == 1 or sum(chunk.rows for chunk in part) <= RULE.narrow
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_bad_words_with_a_prompt_in_chunks(open_llm: Callable[..., LLM], rounds: str) -> None:
+    """A pass may emit nothing at all."""
+    llm = open_llm(drafter=None, max_batch_tokens=32, rounds=rounds)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    neighbour, long = llm.generate([[1, 2, 3], list(range(40, 140))], [params, replace(params, bad_words=["ab"])])
+    assert [o.outputs[0].error for o in (neighbour, long)] == [None, None]
+    assert (
+        long.outputs[0].token_ids
+        == open_llm(drafter=None).generate(list(range(40, 140)), params)[0].outputs[0].token_ids
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from families import CPU, Passes, load_reference, path_to, plain_logits, random_tokens, save_random, tiny_config
+from slipstream.kernels import compiled as code
 from slipstream.kernels.compiled import MOST_ROWS, can_compile
 from slipstream.models.fuse import FusedTrunk, in_torch
 from slipstream.models.runner import Runner, open_unchecked
@@ -119,9 +120,43 @@ def test_what_is_not_a_number_stays_so_and_spoils_nobody_else(runner_of: Callabl
     assert torch.equal(ours[1], theirs[1])
 
 
-def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
-    folder = save_random(tmp_path / "llama", tiny_config("llama", intermediate_size=48, vocab_size=100))
-    runner, tokens = open_unchecked(folder, torch.float32, CPU), random_tokens(30, 3)
+@pytest.mark.parametrize("family", ["llama", "qwen2-slides"])
+@pytest.mark.parametrize("length", [30, 600])
+def test_it_is_what_transformers_computes(tmp_path: Path, family: str, length: int) -> None:
+    """Also where a prompt is so long that its attention is computed in parts."""
+    sizes = {"intermediate_size": 48, "vocab_size": 100, "max_position_embeddings": 640}
+    folder = save_random(tmp_path / family, tiny_config(family, **sizes))
+    runner, tokens = open_unchecked(folder, torch.float32, CPU), random_tokens(length, 3)
     runner.swap(fused=True)
-    ours = Passes(runner).run([(0, tokens)])
+    ours = Passes(runner, pages_each=200).run([(0, tokens)])
     torch.testing.assert_close(ours, plain_logits(load_reference(folder), tokens), atol=2e-4, rtol=1e-4)
+
+
+def test_a_compiler_that_cannot_run_apart_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def refuse(command: list[str], **_: object) -> None:
+        calls.append(command)
+        raise OSError("no processes here")
+
+    monkeypatch.setattr(code, "_folder", tmp_path / "empty")
+    monkeypatch.setattr(code, "needs_compiling", lambda: True)
+    monkeypatch.setattr("subprocess.run", refuse)
+    code.make_apart()
+    assert [command[-1] for command in calls] == [str(tmp_path)]
+    monkeypatch.setattr(code, "needs_compiling", lambda: False)
+    code.make_apart()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("shared", ["compiled", "."])
+def test_code_is_not_kept_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
+    """What lies there is run: a folder that others can write to is not used."""
+    monkeypatch.setattr(code, "_folder", None)
+    folder = tmp_path / "cache" / "compiled"
+    folder.mkdir(parents=True)
+    code.keep_in(folder)
+    assert code._folder is not None
+    (tmp_path / "cache" / shared).chmod(0o775)
+    code.keep_in(folder)
+    assert code._folder is None

@@ -47,10 +47,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch, transformers.models.llama.modeling_llama
-from slipstream.models.fuse import prepare
 from slipstream.models.parity import open_model
-
-prepare()  # a compiler's memory is no business of the model's either
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -85,6 +85,17 @@ def test_codes_give_every_number_back(kept: int) -> None:
         assert torch.equal(code.decode(codes.rows(slice(4, 9))), WEIGHTS[kept][4:9])
 
 
+@pytest.mark.parametrize("kept", [32, 4, 8])
+def test_long_rows_and_many(kept: int) -> None:
+    """Panels of decoded codes are as long as the weight's rows, for every thread and whatever came before."""
+    for n, k in ((8, 32), (12, 2048), (4100, 64)):
+        weight = random(n, k) if kept == 32 else quantized(n, k, kept)
+        product = join(linear(weight), arena=Arena())
+        for rows in (1, 5, 8, 9, 64, 65):
+            x = random(rows, k, seed=rows)
+            torch.testing.assert_close(product(x), F.linear(x, weight), atol=1e-3, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kept", [4, 8])
 @pytest.mark.parametrize("spoil", [1e-6, float("nan"), float("inf")])
 def test_one_number_that_no_code_gives_keeps_the_weight_plain(kept: int, spoil: float) -> None:

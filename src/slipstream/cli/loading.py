@@ -53,6 +53,7 @@ def open_llm(common: Common, drafters: Sequence[str], on_fetch: Progress, on_loa
         memory=common.memory,
         max_model_len=common.max_model_len,
         trust_remote_code=common.trust_remote_code,
+        graphs=not common.no_graphs,
         on_progress=on_load,
         **more,
     )

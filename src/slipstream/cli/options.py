@@ -124,6 +124,15 @@ class Common:
             "allow.",
         ),
     ] = None
+    no_graphs: Annotated[
+        bool,
+        option(
+            "--no-graphs",
+            panel=MODEL,
+            help="On a GPU: run every round as it stands instead of capturing it as a CUDA graph. The same tokens, "
+            "slower; try it where capturing fails.",
+        ),
+    ] = False
     trust_remote_code: Annotated[
         bool,
         option(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.core.errors import ConfigError
 from slipstream.drafters import DrafterSpec, drafter_factory, parse_spec
 from slipstream.drafters.base import Drafter
@@ -15,7 +17,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.queued import QueuedEngine
-from slipstream.kernels.jit import has_triton
+from slipstream.kernels.jit import has_kernels
 from slipstream.models.load import load_config, load_tokenizer, pick_device, pick_dtype
 from slipstream.models.parity import open_model
 from slipstream.models.paths import Progress
@@ -47,6 +49,8 @@ def build(
     say = progress or (lambda _: None)
     choices = [parse_spec(c) if isinstance(c, str) else c for c in _listed(drafter)]
     where = pick_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # kernels, events and graphs of this thread belong to it
     path = resolve(model, progress, trust_remote_code=trust_remote_code)
 
     def open_runner(folder: Path) -> Runner:
@@ -83,7 +87,7 @@ def build(
     drafts = [d.runner for d in drafters.values() if isinstance(d, ModelDrafter)]
     plan = plan_memory(target, drafts, config)
     given: dict[str, Any] = {"default_drafter": default, "plan": plan, "config": config, "decoder": tokenizer}
-    if config.rounds == "queued" or (config.rounds is None and where.type == "cuda" and has_triton):
+    if config.rounds == "queued" or (config.rounds is None and has_kernels(where)):
         engine: Engine = QueuedEngine(target, drafters, graphs=config.graphs, progress=progress, **given)
     else:
         engine = Engine(target, drafters, **given)

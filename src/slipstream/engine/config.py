@@ -11,6 +11,7 @@ from slipstream.core.errors import ConfigError
 PlannerName = Literal["adaptive", "fixed"]
 RoundsName = Literal["queued", "eager"]
 
+_DRAFT_ROWS = 256
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
 
@@ -25,7 +26,10 @@ class EngineConfig:
     max_num_seqs: most requests that run at once.
     max_batch_tokens: most prompt tokens computed in one pass: larger is faster, smaller lets others decode sooner;
         None: 512 on a CPU, 2048 on a GPU.
-    max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests.
+    max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests; None: 256, or one for
+        each of max_num_seqs.
+    page_size: tokens of a page of the cache.
+    draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
     graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
@@ -35,7 +39,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_batch_tokens: int | None = None
-    max_draft_rows: int = 256
+    max_draft_rows: int | None = None
     page_size: int = 16
     draft_tokens: int | None = None
     planner: PlannerName = "adaptive"
@@ -43,10 +47,13 @@ class EngineConfig:
     graphs: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("memory", "max_model_len", "max_batch_tokens", "draft_tokens"):
+        for key in ("memory", "max_model_len", "draft_tokens"):
             self._check(key, getattr(self, key) is None or _whole(getattr(self, key)), "a whole number, or None")
-        for key in ("max_num_seqs", "max_draft_rows", "page_size"):
+        for key in ("max_num_seqs", "page_size"):
             self._check(key, _whole(getattr(self, key)) and getattr(self, key) >= 1, "1 or more")
+        rows, tokens = self.max_draft_rows, self.max_batch_tokens
+        self._check("max_draft_rows", rows is None or (_whole(rows) and rows >= 1), "1 or more")
+        self._check("max_batch_tokens", tokens is None or (_whole(tokens) and tokens >= 1), "1 or more")
         self._check("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more")
         self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
         self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
@@ -55,13 +62,18 @@ class EngineConfig:
         self._check("graphs", isinstance(self.graphs, bool), "True or False")
         # every running request must be able to take its next step in one pass
         self._check(
-            "max_draft_rows", self.max_draft_rows >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
+            "max_draft_rows", rows is None or rows >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
         )
         self._check(
             "max_batch_tokens",
-            self.max_batch_tokens is None or self.max_batch_tokens >= self.max_num_seqs,
+            tokens is None or tokens >= self.max_num_seqs,
             f"at least max_num_seqs={self.max_num_seqs}",
         )
+
+    @property
+    def draft_rows(self) -> int:
+        """Most rows of one pass that are last tokens or guesses."""
+        return self.max_draft_rows or max(_DRAFT_ROWS, self.max_num_seqs)
 
     def batch_tokens(self, device: str) -> int:
         """Most prompt tokens of one pass on a device of this type."""

@@ -141,16 +141,11 @@ class Drafting:
                     trees[i], drafters[i] = tree, name
         return Plan(tuple(trees), tuple(depths), tuple(drafters))
 
-    def draft(self, plan: Plan, decodes: Sequence[Answer], action: Callable[[], None]) -> bool:
-        """Run the device drafters of a plan. False: one raised, and they are dropped for these requests."""
-        drafting = [(a, n) for a, n, d in zip(decodes, plan.drafters, plan.depths, strict=True) if n is not None and d]
-        try:
-            action()
-        except Exception as error:
-            for answer, name in drafting:
+    def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
+        """A device drafter failed inside a round: it drafts for none of these any more."""
+        for answer in answers:
+            if answer.drafter == name:
                 self._drop(answer, name, error)
-            return False
-        return True
 
     def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
         """The target computes these prompts: device drafters that will draft for one of them read along."""
@@ -268,6 +263,6 @@ class Drafting:
             return None
 
     @staticmethod
-    def _drop(answer: Answer, name: str, error: Exception) -> None:
+    def _drop(answer: Answer, name: str, error: BaseException | None) -> None:
         answer.refused[name] = f"{type(error).__name__}: {error}"
         answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1

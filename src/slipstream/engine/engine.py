@@ -35,7 +35,7 @@ from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
 
-_ROW_SLOPE = {"cpu": 0.05, "cuda": 0.001}
+_ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
 """What one more row adds to a pass, as a part of the first one, until the engine has seen its own passes."""
 
 
@@ -85,7 +85,7 @@ class Engine:
             vocab_size=target.vocab_size,
             device=target.device,
             draft_tokens=config.draft_tokens,
-            max_rows=config.max_draft_rows,
+            max_rows=config.draft_rows,
             max_len=plan.max_model_len,
             reserve=self.scheduler.reserve_draft,
         )
@@ -177,7 +177,8 @@ class Engine:
             moves = compaction(packed.slot_of_row, verdicts.path, verdicts.accepted)
             self.cache.move(moves.src, moves.dst)
         told = _told(packed.emitting, draft, verdicts)
-        state = torch.tensor([(a.slot, len(v.tokens)) for a, v in zip(packed.emitting, told, strict=True)])
+        emitted = [(a.slot, len(v.tokens)) for a, v in zip(packed.emitting, told, strict=True)]
+        state = torch.tensor(emitted, dtype=torch.int64)  # of none, too
         slots, lengths = state.view(-1, 2).to(verdicts.tokens.device).unbind(1)
         self.sampling.commit(slots, verdicts.tokens, lengths)
         for answer, verdict in zip(schedule.decodes, told, strict=False):

@@ -32,7 +32,13 @@ class LLM:
     model: `default`, a folder or hub id in Hugging Face format, or a GGUF file.
     drafter: `ngram`, `prediction`, `model:PATH`, several of them, a `Drafter` of your own, or None for plain decoding.
         The first is used unless a request names another; a request with a prediction drafts from that.
+    draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
+    dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
+    max_model_len, max_num_seqs, max_batch_tokens, planner, rounds, graphs: see `EngineConfig`.
+    trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
+    speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
+    on_progress: hears what loading is at, in words.
     tensor_parallel_size: taken for vLLM's sake; must be 1.
 
     Any thread may call any method; calls from several threads share batches. Close it, or use it in a `with` block.
@@ -65,13 +71,14 @@ class LLM:
         check_dtype_name(dtype)
         check_device_name(device)
         if speculative_config is not None:
+            if drafter != "ngram" or draft_tokens is not None:
+                raise ConfigError("speculative_config: give either it, or drafter and draft_tokens")
             drafter, draft_tokens = _from_vllm(speculative_config)
         config = EngineConfig(
             memory=parse_bytes(memory),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens and max(max_batch_tokens, max_num_seqs),
-            max_draft_rows=max(256, max_num_seqs),
+            max_batch_tokens=max_batch_tokens,
             draft_tokens=draft_tokens,
             planner=planner,
             rounds=rounds,
@@ -258,6 +265,8 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 def _from_vllm(config: Mapping[str, Any]) -> tuple[DrafterChoice, int | None]:
     """vLLM's `speculative_config`, where it means something that we have."""
     known = {"method", "model", "num_speculative_tokens"}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config={config!r}: must be a mapping with {sorted(known)}")
     if unknown := sorted(set(config) - known):
         raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(known)}")
     method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")

@@ -12,6 +12,8 @@ import torch
 
 from slipstream.core.errors import CapacityError, InvalidRequest
 from slipstream.engine.config import EngineConfig
+from slipstream.kernels.jit import has_kernels
+from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
 from slipstream.models.runner import Runner
 
@@ -56,8 +58,10 @@ class MemoryPlan:
 def plan_memory(target: Runner, drafts: Sequence[Runner], config: EngineConfig) -> MemoryPlan:
     """Divide the budget into workspace and pages. Raises `CapacityError` where what was asked for does not fit."""
     budget = _budget(target.device) if config.memory is None else config.memory
-    workspace = config.max_draft_rows * target.vocab_size * 4 * _LOGIT_COPIES
-    page = sum(KVCache.bytes_per_page(r.layers, config.page_size, r.dtype) for r in (target, *drafts))
+    workspace = config.draft_rows * target.vocab_size * 4 * _LOGIT_COPIES
+    if has_kernels(target.device):
+        workspace += _attention_bytes(target, config) + _page_bytes(target, drafts, config)  # a page for nobody
+    page = _page_bytes(target, drafts, config)
     asked = config.max_model_len
     if asked is not None and asked > target.max_positions:
         raise CapacityError(
@@ -80,6 +84,18 @@ def plan_memory(target: Runner, drafts: Sequence[Runner], config: EngineConfig) 
         limit="model" if length == target.max_positions else "max_model_len" if asked else "memory",
         max_positions=target.max_positions,
     )
+
+
+def _page_bytes(target: Runner, drafts: Sequence[Runner], config: EngineConfig) -> int:
+    return sum(KVCache.bytes_per_page(r.layers, config.page_size, r.dtype) for r in (target, *drafts))
+
+
+def _attention_bytes(target: Runner, config: EngineConfig) -> int:
+    """What attention keeps of the runs of a long context until they are added up, in the largest pass."""
+    longest = config.max_model_len or target.max_positions
+    rows = max(config.draft_rows, config.batch_tokens(target.device.type))
+    runs = -(-longest // SPLIT_KEYS)
+    return rows * runs * target.query_size * 4 if runs > 1 else 0
 
 
 def _too_little(config: EngineConfig, budget: int, workspace: int, page: int, room: int) -> str:

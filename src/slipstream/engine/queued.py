@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from slipstream.engine.drafting import Plan
 from slipstream.engine.engine import Engine, RoundTimes
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import pack
-from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
+from slipstream.engine.rounds import DraftFailed, Machine, Round, Rounds, RoundShape
 from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Phase
 from slipstream.models.gpu import WIDE_ROWS
@@ -132,6 +133,9 @@ class QueuedEngine(Engine):
 
     def fail_all(self, error: BaseException) -> None:
         self._tickets.clear()  # nobody is left to hear
+        if self.target.device.type == "cuda":
+            with suppress(RuntimeError):  # it may be the device that failed
+                torch.cuda.synchronize()
         super().fail_all(error)
 
     @torch.inference_mode()
@@ -174,7 +178,7 @@ class QueuedEngine(Engine):
         return heard
 
     def _queue(self, schedule: Schedule) -> Ticket:
-        """Everything of a round that the device does, in order. Waits for nothing."""
+        """Everything of a round that the device does, in order. Only prompts make it wait for what is queued."""
         begun = self._mark()
         members: list[Member] = []
         told = run = None
@@ -197,7 +201,7 @@ class QueuedEngine(Engine):
         return Ticket(tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, steady, depth)
 
     def _draft(self, decodes: list[Answer]) -> tuple[Plan, Round] | None:
-        """Guess on the host, then on the device. A drafter that raises there is dropped, and the others go on.
+        """Guess on the host, then on the device. A drafter that raises there is dropped, and all is planned again.
 
         Takes those out of `decodes` of which it learns that they ended; None: all of them have.
         """
@@ -220,11 +224,18 @@ class QueuedEngine(Engine):
                 is_tree=any(not tree.is_chain for tree in plan.trees),
                 features=self.sampling.features([answer.slot for answer in decodes]),
                 version=self.sampling.version,
+                keeps_logits=any(answer.params.logprobs is not None for answer in decodes),
                 drafts=tuple((name, max(plan.depths)) for name in plan.devices),
             )
             run = self.rounds.of(shape)
             run.load([answer.slot for answer in decodes], plan.trees, plan.depths, plan.drafters)
-            if not plan.devices or self.drafting.draft(plan, decodes, run.draft):
+            if not plan.devices:
+                return plan, run
+            try:
+                run.draft()
+            except DraftFailed as failed:
+                self.drafting.drop(decodes, str(failed), failed.__cause__)
+            else:
                 return plan, run
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:

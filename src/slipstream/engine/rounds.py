@@ -18,6 +18,7 @@ from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRound
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
+from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
 from slipstream.kernels.paged import SPLIT_KEYS
@@ -31,8 +32,10 @@ from slipstream.sampling.table import Features, SamplingTable
 _REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, MAX_NODES)
-_COPIES = 4
-"""Host copies of a round's input and result: more than there are rounds in the making."""
+_COPIES = 3
+"""Host copies of a round's input, and of its result: more than there are rounds in the making."""
+_MOST = 128
+"""Captured rounds that are kept; those that were not used for longest are let go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class RoundShape:
     is_tree: bool
     features: Features
     version: int  # of the sampling table's tensors
+    keeps_logits: bool  # somebody reads them afterwards
     drafts: tuple[tuple[str, int], ...]  # device drafters, and how far each goes
 
     @staticmethod
@@ -56,21 +60,26 @@ class RoundShape:
         is_tree: bool,
         features: Features,
         version: int,
+        keeps_logits: bool,
         drafts: tuple[tuple[str, int], ...],
     ) -> RoundShape:
         """For requests with so many nodes each; none has more than `longest` tokens before the round."""
         requests = _bucket(len(counts), _REQUESTS)
         width = _bucket(max(counts), _WIDTHS)
-        # where everyone drafts alike the rows are those of the requests; else as few as hold them all
-        rows = requests * (1 + width) if drafts else _bucket(len(counts) + sum(counts), _ROWS)
+        rows = _bucket(len(counts) + sum(counts), _ROWS)
         keys = SPLIT_KEYS
         while keys < longest + 1 + width:
             keys *= 4
-        return RoundShape(requests, width, rows, keys, is_tree, features, version, drafts)
+        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, drafts)
 
 
 def _bucket(size: int, sizes: Sequence[int]) -> int:
-    return next((s for s in sizes if s >= size), size)
+    """The next larger size; beyond the last, a multiple of it."""
+    return next((s for s in sizes if s >= size), -(-size // sizes[-1]) * sizes[-1])
+
+
+class DraftFailed(Exception):
+    """A device drafter raised; the message is its name, and the cause what it raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,7 @@ class Round:
             torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
         ]
         self._loaded: Any = None
-        self._turn = 0
+        self._sent = self._told = 0
         self._pool: Any = None
         self._draft_graph: Callable[[], None] | None = None
         self._verify_graph: Callable[[], None] | None = None
@@ -131,8 +140,8 @@ class Round:
         if wanted == self._loaded:
             return
         b, k = self.shape.requests, self.shape.width
-        self._turn = (self._turn + 1) % _COPIES
-        staged = self._staging[self._turn]
+        self._sent = (self._sent + 1) % _COPIES
+        staged = self._staging[self._sent]
         spare = [0] * (b - len(lanes))
         numbers = {name: i for i, (name, _) in enumerate(self.shape.drafts, 1)}
         lists = [
@@ -150,7 +159,7 @@ class Round:
         self._loaded = wanted
 
     def draft(self) -> None:
-        """Let the device drafters guess. Raises what they raise."""
+        """Let the device drafters guess. Raises `DraftFailed` where one of them cannot."""
         if self._pool is not None and self._draft_graph is None:
             self._draft_graph = _captured(self._draft, self._pool)
         (self._draft_graph or self._draft)()
@@ -161,8 +170,8 @@ class Round:
 
     def result(self) -> Tensor:
         """A host copy of what was told, under way: wait for the device before reading it."""
-        self._turn = (self._turn + 1) % _COPIES
-        result = self._results[self._turn]
+        self._told = (self._told + 1) % _COPIES
+        result = self._results[self._told]
         result.copy_(self.told.table, non_blocking=True)
         return result
 
@@ -175,9 +184,11 @@ class Round:
     def _draft(self) -> None:
         shape = self.shape
         for number, (drafter, depth) in enumerate(self._drafters, 1):
-            guessed = drafter.draft(
-                DraftRound(self._machine.state, self.lanes, depth, shape.keys, shape.features)
-            )  # [B, depth]
+            wanted = DraftRound(self._machine.state, self.lanes, depth, shape.keys, shape.features)
+            try:
+                guessed = drafter.draft(wanted)  # [B, depth]
+            except Exception as error:
+                raise DraftFailed(drafter.name) from error
             tokens = self._tokens[:, :depth]
             tokens.copy_(torch.where(self._guessed[:, None] == number, guessed, tokens))
 
@@ -196,9 +207,11 @@ class Round:
             page_size=m.page_size,
             max_keys=shape.keys,
         )
-        self.logits = m.target.run(rows.ids, layout, m.cache)
+        logits = m.target.run(rows.ids, layout, m.cache)
+        if shape.keeps_logits:
+            self.logits = logits
         wanted = SampleRows(rows.lanes, rows.positions + 1, rows.generated, self._paths())
-        chosen = choose(self.logits, wanted, m.sampling, shape.features)
+        chosen = choose(logits, wanted, m.sampling, shape.features)
         accept(chosen, draft, rows, m.state, self.told, self._moves)
         if self._moves is not None:
             for planes in m.cache.planes:
@@ -227,7 +240,8 @@ def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
         work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # what other threads do with the device is none of the capture's business
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         work()
     return graph.replay
 
@@ -240,7 +254,7 @@ class Rounds:
     ) -> None:
         self._machine = machine
         self._drafters = drafters
-        self._graphs = graphs and machine.device.type == "cuda"
+        self._graphs = graphs and has_kernels(machine.device)
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._rounds: dict[RoundShape, Round] = {}
         self._progress = progress
@@ -251,13 +265,27 @@ class Rounds:
         return self._made
 
     def of(self, shape: RoundShape) -> Round:
-        if shape not in self._rounds:
-            if self._progress is not None and self._graphs:
-                self._progress(f"capturing a round of {shape.requests} requests, {shape.rows} rows")
-            found = Round(shape, self._machine, [(self._drafters[name], depth) for name, depth in shape.drafts])
-            if self._graphs:
+        found = self._rounds.pop(shape, None)
+        if found is None:
+            found = self._make(shape)
+        self._rounds[shape] = found  # the last is the one used last
+        return found
+
+    def _make(self, shape: RoundShape) -> Round:
+        found = Round(shape, self._machine, [(self._drafters[name], depth) for name, depth in shape.drafts])
+        if self._graphs:
+            self._say(f"capturing a round of {shape.requests} requests, {shape.rows} rows")
+            try:
                 found.capture(self._pool)
-            self._rounds = {s: r for s, r in self._rounds.items() if s.version == shape.version}  # the others are stale
-            self._rounds[shape] = found
-            self._made += 1
-        return self._rounds[shape]
+            except Exception as error:  # a model that looks at values on the host, or no memory left for a graph
+                self._say(f"rounds are not captured from now on ({type(error).__name__}: {error})")
+                self._graphs = False
+                found = self._make(shape)
+        kept = [(s, r) for s, r in self._rounds.items() if s.version == shape.version]  # the others are stale
+        self._rounds = dict(kept[-_MOST:])
+        self._made += 1
+        return found
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress(text)

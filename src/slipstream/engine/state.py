@@ -122,6 +122,7 @@ class _Told:
 
     tokens: int = 0
     characters: int = 0
+    ended: bool = False  # it heard of the end: until all of the job is over there is nothing more to tell
 
 
 @dataclass(eq=False, slots=True)
@@ -149,7 +150,8 @@ class Job:
         self.reported = finished
         if kind == "delta":
             self._told = self._told or [_Told() for _ in self.answers]
-            outputs = [_news(answer.output, told) for answer, told in zip(self.answers, self._told, strict=True)]
+            parts = zip(self.answers, self._told, strict=True)
+            outputs = [_news(answer.output, told) for answer, told in parts if finished or not told.ended]
         else:
             outputs = [answer.output if finished else _snapshot(answer.output) for answer in self.answers]
         self._shown_prompt = self._shown_prompt or list(self.prompt_ids)
@@ -160,6 +162,7 @@ def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:
     """A copy that holds only what the caller has not heard yet: it costs as much as is new, however long the answer."""
     copy = _snapshot(output, told.tokens, told.characters)
     told.tokens, told.characters = len(output.token_ids), len(output.text)
+    told.ended = output.finish_reason is not None
     return copy
 
 

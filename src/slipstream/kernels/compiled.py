@@ -12,10 +12,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import os
 import platform
+import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,8 @@ from slipstream.kernels.codes import BLOCK, TILE, Codes, block_bytes
 MOST_ROWS = 64
 """Passes of more rows are prompts: torch's products win there, and what lies between them does not matter."""
 _NOTHING = torch.empty(0)
+_PATIENCE_S = 120
+"""How long compiling may take in a process of its own."""
 _SYMBOLS = {"wait": "GOMP_barrier", "member": "omp_get_thread_num", "size": "omp_get_num_threads"}
 
 
@@ -144,10 +150,36 @@ def can_compile() -> bool:
     )
 
 
+def make_apart() -> None:
+    """Where the first call of `compiled` would compile, let a process of its own do it and leave the code in the cache.
+
+    What a compiler takes, the process that ran it never gives back: a tenth of the default model's weights. Where this fails, `compiled` does it in the end.
+    """
+    if _folder is None or not needs_compiling():
+        return
+    program = "import sys; from pathlib import Path; from slipstream.kernels import compiled as c; "
+    program += "c.keep_in(Path(sys.argv[1])); c.compiled()"
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with suppress(OSError, subprocess.SubprocessError):
+        command = [sys.executable, "-c", program, str(_folder.parent)]
+        subprocess.run(command, env=surroundings, capture_output=True, timeout=_PATIENCE_S)
+
+
 def keep_in(folder: Path) -> None:
-    """Where compiled code is kept between runs. Said before the first call of `compiled`."""
+    """Where compiled code is kept between runs. Said before the first call of `compiled`.
+
+    What lies there is loaded as code, so it is kept only where nobody else can write.
+    """
     global _folder
-    _folder = folder / _digest()
+    wanted = folder / _digest()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _folder = wanted if all(_is_ours(part) for part in (folder.parent, folder, wanted) if part.exists()) else None
+
+
+def _is_ours(folder: Path) -> bool:
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def needs_compiling() -> bool:

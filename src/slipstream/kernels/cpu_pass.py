@@ -175,6 +175,7 @@ def load(folder: Path | None) -> Code:
     """Compile, or load what was compiled before in `folder`; None keeps nothing."""
     before = numba.config.CACHE_DIR
     if folder is not None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies there is loaded as code
         numba.config.CACHE_DIR = str(folder)
     try:
         bodies = (_run_pass, _run_product, _run_encode, _run_decode)

@@ -7,9 +7,10 @@ a function of its module; so where Triton is missing its decorator leaves the fu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 try:
@@ -43,9 +44,17 @@ def jit(function: Any = None, *, sizes: Sequence[str] = (), pointers: Sequence[s
     return triton.jit(function, do_not_specialize=[*sizes], do_not_specialize_on_alignment=[*sizes, *pointers])
 
 
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Do our kernels run on this device? They ask for NVIDIA's Hopper or later (programmatic launches, large tiles)."""
+    if not has_triton or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def on_gpu(tensor: Tensor) -> bool:
     """Do kernels run on this tensor for real?"""
-    return has_triton and tensor.is_cuda
+    return tensor.is_cuda and has_kernels(tensor.device)
 
 
-__all__ = ["has_triton", "jit", "on_gpu", "tl", "triton"]
+__all__ = ["has_kernels", "has_triton", "jit", "on_gpu", "tl", "triton"]

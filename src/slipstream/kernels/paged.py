@@ -274,7 +274,7 @@ def _launch(
         )
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    block_q = max(WIDE_TILE if wide else 16, triton.next_power_of_2(group))
+    block_q = _block_q(group, wide)
     tiles = layout.tiles(block_q // group)
     splits = triton.cdiv(layout.max_keys, SPLIT_KEYS)
     out = torch.empty_like(query)
@@ -295,6 +295,17 @@ def _launch(
         num_warps=4 if block_q < 128 else 8, num_stages=2 if dim > 128 else 3, launch_pdl=overlap,
     )  # fmt: skip
     return out
+
+
+def prepare(layout: RowLayout, heads: int, kv_heads: int, *, wide: bool = False) -> None:
+    """Make what `attend` reads of the layout before its input is there. Called before the first layer."""
+    if on_gpu(layout.positions):
+        group = heads // kv_heads
+        layout.tiles(_block_q(group, wide) // group)
+
+
+def _block_q(group: int, wide: bool) -> int:
+    return int(max(WIDE_TILE if wide else 16, triton.next_power_of_2(group)))
 
 
 def attend_twin(

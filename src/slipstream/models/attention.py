@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
         "output_router_logits",
     )
 )
-_PART = 128
+_PART = 256
 """Rows of a prompt whose attention is computed together."""
 _running: ContextVar[PassContext] = ContextVar("slipstream_pass")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slipstream.kernels.arena import Arena
-from slipstream.kernels.compiled import compiled, keep_in, needs_compiling
+from slipstream.kernels.compiled import compiled, keep_in, make_apart, needs_compiling
 from slipstream.kernels.linear import packs
 from slipstream.kernels.tiled import TiledLinear, join
 from slipstream.models.attention import PassContext, running_pass
@@ -122,11 +122,18 @@ class FusedNorm(nn.Module):
         return (scaled if wide is x else scaled.to(x.dtype)) * self.weight
 
 
+def runs_compiled(model: nn.Module) -> bool:
+    """Is it a model that the compiled passes are made for?"""
+    weight = next(model.parameters())
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
 def prepare(progress: Progress | None = None) -> None:
     """Load the compiled code, or make it: the first start on a machine spends some 10 s on that. Before any swap."""
     keep_in(cache_folder() / "compiled")
     if progress and needs_compiling():
         progress("compiling for this CPU (once)")
+    make_apart()
     compiled()
 
 
@@ -146,7 +153,8 @@ def in_torch(model: nn.Module) -> Iterator[None]:
 
 def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:
     """Swap fused layers in for those whose shape is known; returns how many. The old layers' weights are let go."""
-    prepare()
+    if runs_compiled(model):
+        prepare()
     swapped, arena = 0, Arena()
     for parent in list(model.modules()):
         if not isinstance(parent, nn.ModuleList):
@@ -165,7 +173,8 @@ def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:
 
 def pack(model: nn.Module) -> int:
     """Swap every remaining `nn.Linear` that gains by packing; returns how many."""
-    prepare()
+    if runs_compiled(model):
+        prepare()
     swapped, arena = 0, Arena()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

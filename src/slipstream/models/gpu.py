@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slipstream.kernels.add_norm import add_norm
-from slipstream.kernels.jit import has_triton
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.linear import PackedLinear
-from slipstream.kernels.paged import attend
+from slipstream.kernels.paged import attend, prepare
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 from slipstream.kernels.silu_mul import silu_mul
@@ -213,6 +212,7 @@ class GpuTrunk(nn.Module):
         self.norm = trunk.norm
         self._norm_eps = float(trunk.norm.eps)
         self._layers = [_Layer.of(cast(FusedLayer, layer)) for layer in trunk.layers]
+        self._heads, self._kv_heads = (cast(int, getattr(trunk.layers[0], name)) for name in ("heads", "kv_heads"))
         weight = cast(Tensor, self.embed_tokens.weight)
         cos, sin = trunk.rotary_emb(weight[:1, None], torch.arange(max_positions, device=weight.device)[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [positions, R]
@@ -220,6 +220,7 @@ class GpuTrunk(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = cast(DevicePass, running_pass())
         overlap = not current.wide  # a prompt's kernels are long: there is little to hide
+        prepare(current.layout, self._heads, self._kv_heads, wide=current.wide)
         x = self.embed_tokens(input_ids[0])
         delta: Tensor | None = None
         for layer in self._layers:
@@ -233,8 +234,6 @@ class GpuTrunk(nn.Module):
 
 def install(model: nn.Module, max_positions: int) -> int:
     """Put the GPU's trunk and row-independent products in place; returns how many trunks were swapped."""
-    if not has_triton:
-        return 0
     swapped = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from slipstream.core.errors import UnsupportedModel
-from slipstream.kernels.jit import has_triton
+from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.models import attention, fuse, gpu
@@ -35,11 +35,18 @@ class Runner:
         self.vocab_size = cast(int, model.get_output_embeddings().weight.shape[0])
         self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.swaps = "none"
+        self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = self._probe()
         self.layers = [LayerShape(*probe.shapes[layer]) for layer in probe.layers_seen]
         self._traits = probe.traits
         self.max_positions = _max_positions(config)
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a token's queries in one layer, at most."""
+        heads = cast(int, getattr(self.config, "num_attention_heads", 1))
+        return heads * max(layer.value_dim for layer in self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -54,8 +61,8 @@ class Runner:
 
     def forward(self, batch: PassBatch, cache: KVCache) -> Tensor:  # [R, V] fp32
         """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""
-        if has_triton and self.device.type == "cuda":
-            context = DevicePass(layout_of(batch, cache.page_size), cache, wide=batch.num_rows > WIDE_ROWS)
+        if has_kernels(self.device):
+            context = DevicePass(layout_of(batch, cache.page_size), cache, wide=batch.num_rows > self.wide_rows)
             return self._call(context, batch.input_ids, batch.positions, batch.logit_rows).float()
         logits = self._call(PassContext(batch, cache), batch.input_ids, batch.positions, batch.logit_rows)
         return logits.float()
@@ -67,13 +74,19 @@ class Runner:
     def swap(self, *, fused: bool) -> None:
         """Put faster modules in place: packed products, and fused layers where asked for. Old weights are let go."""
         count = fuse.fuse(self.model, self._traits) if fused else 0
+        trunks = gpu.install(self.model, self.max_positions) if has_kernels(self.device) else 0
         if self.device.type == "cuda":
-            count = gpu.install(self.model, self.max_positions) and count
             torch.cuda.empty_cache()  # the old layers' weights
         packed = fuse.pack(self.model)
         self.swaps = (
             " + ".join(
-                part for part, some in ((f"{count} fused layers", count), (f"{packed} packed products", packed)) if some
+                part
+                for part, some in (
+                    (f"{count} fused layers", count),
+                    ("row-independent kernels", trunks),
+                    (f"{packed} packed products", packed),
+                )
+                if some
             )
             or "none"
         )

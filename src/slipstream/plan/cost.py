@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _EDGES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512], dtype=np.float64)
+_EDGE_OF = [int(np.abs(np.log(_EDGES) - np.log(rows)).argmin()) for rows in range(1, int(_EDGES[-1]))]
+"""The nearest edge of each size. Looked up every round: logarithms would take as long as the whole plan."""
 _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
 _STALE = 512
@@ -58,4 +60,4 @@ class PassCost:
 
     @staticmethod
     def _edge(rows: int) -> int:
-        return int(np.abs(np.log(_EDGES) - np.log(max(rows, 1))).argmin())
+        return _EDGE_OF[max(rows, 1) - 1] if rows < _EDGES[-1] else len(_EDGES) - 1

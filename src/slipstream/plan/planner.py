@@ -93,13 +93,13 @@ class AdaptivePlanner(Planner):
         rows: int,
     ) -> list[Tree]:
         """Keep the nodes that pay, of guesses that cost nothing to have. A node stays only with its parent."""
+        if not any(trees):
+            return list(trees)
         chances = [
             _along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
             for request_id, tree, promise in zip(request_ids, trees, promises, strict=True)
         ]
-        pooled = np.concatenate([*chances, np.empty(0)])
-        if not pooled.size:
-            return list(trees)
+        pooled = np.concatenate(chances)
         order = np.argsort(-pooled, kind="stable")  # stable: a parent as likely as its child comes first
         gained = np.concatenate(([0.0], np.cumsum(pooled[order])))
         rate = (rows + gained) / self._cost.curve(rows, rows + len(pooled))

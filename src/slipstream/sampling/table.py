@@ -120,6 +120,26 @@ class SamplingTable:
             bad_words=bool(bad_words),
         )
         self._features[slot] = features
+        try:
+            self._write(slot, params, features, seed, sample, prompt, output, ends, bad_words)
+        finally:  # also where the memory for a wider tensor was not there
+            addresses = self._addresses()
+            if addresses != self._captured:
+                self._captured, self.version = addresses, self.version + 1
+
+    def _write(
+        self,
+        slot: int,
+        params: SamplingParams,
+        features: Features,
+        seed: int,
+        sample: int,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        ends: Sequence[int],
+        bad_words: Sequence[Sequence[int]],
+    ) -> None:
+        sampled = features.sampled
         self.temperature[slot] = max(params.temperature, SMALLEST_TEMPERATURE) if sampled else 0
         self.top_k[slot] = params.top_k if features.top_k else 0
         self.top_p[slot] = params.top_p if features.top_p else 1
@@ -132,9 +152,6 @@ class SamplingTable:
         self.bias = self._fill(self.bias, slot, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), 0)
         self._add_bad_words(slot, bad_words, output)
         self._add_penalties(slot, params, prompt, output)
-        addresses = self._addresses()
-        if addresses != self._captured:
-            self._captured, self.version = addresses, self.version + 1
 
     def _addresses(self) -> list[int]:
         """Where the tensors lie that may have to grow."""
