@@ -153,7 +153,8 @@ def can_compile() -> bool:
 def make_apart() -> None:
     """Where the first call of `compiled` would compile, let a process of its own do it and leave the code in the cache.
 
-    What a compiler takes, the process that ran it never gives back: a tenth of the default model's weights. Where this fails, `compiled` does it in the end.
+    What a compiler takes, the process that ran it never gives back: a tenth of the default model's weights. Where this
+    fails, `compiled` does it in the end.
     """
     if _folder is None or not needs_compiling():
         return
