@@ -218,7 +218,8 @@ class Drafting:
     def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:
         drafter = self.drafters[name]
         if not isinstance(drafter, DeviceDrafter):
-            return Draft.pack(self._trees(name, answers, caps, rows), self._device)
+            trees = self._trees(name, answers, caps, rows)
+            return Draft.pack(trees, self._device) if any(trees) else None
         budget = self._budgets(name, answers, caps, rows)
         if not any(budget):
             return None
