@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from interpreted import DEVICE as KERNEL_DEVICE
 from slipstream.core.params import SamplingParams
 from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed
 from slipstream.sampling.fused import CHUNK, choose_fused
 from slipstream.sampling.order import top_ids
 
 CPU = torch.device("cpu")
-KERNEL_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU Triton interprets
 
 
 @dataclass(frozen=True)

@@ -22,3 +22,19 @@ def _patch_index_too(tensor: Any, *rest: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_index_too
+
+
+def _with_bool_masks(method: str, at: int) -> None:
+    """Triton 3.9 takes only masks of bools, but where a scalar takes part in one it makes integers of them itself."""
+    original = getattr(interpreter.InterpreterBuilder, method)
+
+    def call(self: Any, *args: Any) -> Any:
+        mask = args[at]
+        as_bool = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+        return original(self, *args[:at], as_bool, *args[at + 1 :])
+
+    setattr(interpreter.InterpreterBuilder, method, call)
+
+
+_with_bool_masks("create_masked_load", 1)
+_with_bool_masks("create_masked_store", 2)

@@ -22,7 +22,6 @@ from slipstream.kernels.accept import PathMoves, Told
 from slipstream.kernels.pack_rows import LaneState, PassRows
 
 CPU = torch.device("cpu")
-KERNEL_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where kernels run here: for real, or by Triton's interpreter (see conftest.py)."""
 
 GARBAGE = -99
