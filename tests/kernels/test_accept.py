@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lane_rounds import CPU, KERNEL_DEVICE, Lane, Outcome, Round, accepted, compare_acceptance, packed, rounds
+from interpreted import DEVICE as KERNEL_DEVICE
+from lane_rounds import CPU, Lane, Outcome, Round, accepted, compare_acceptance, packed, rounds
 from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
 from slipstream.engine.engine import _told
 from slipstream.kernels.accept import PathMoves, Told, accept

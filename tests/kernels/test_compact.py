@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lane_rounds import CPU, KERNEL_DEVICE, Round, accepted, compare_compaction, numbered_planes, rounds
+from interpreted import DEVICE as KERNEL_DEVICE
+from lane_rounds import CPU, Round, accepted, compare_compaction, numbered_planes, rounds
 from slipstream.kernels.compact import _launch, compact
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lane_rounds import CPU, KERNEL_DEVICE, Lane, Round, compare_packing, packed, rounds
+from interpreted import DEVICE as KERNEL_DEVICE
+from lane_rounds import CPU, Lane, Round, compare_packing, packed, rounds
 from slipstream.core.draft import MAX_NODES, ROOT, Tree
 from slipstream.kernels.pack_rows import PassRows, pack_rows
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_cases import KERNEL_DEVICE, Case
+from fused_cases import Case
+from interpreted import DEVICE as KERNEL_DEVICE
 from slipstream.core.params import SamplingParams
 from slipstream.kernels.jit import jit, tl
 from slipstream.sampling import Features, SampleRows, gumbel, row_keys
