@@ -18,6 +18,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from slipstream.kernels.arena import Arena
 from slipstream.kernels.codes import BLOCK, TILE, Codes, block_bytes
+from slipstream.kernels.crew import Crew
 
 MOST_ROWS = 64
 """Passes of more rows are prompts: torch's products win there, and what lies between them does not matter."""
@@ -55,13 +57,16 @@ class Compiled:
         except Exception:  # a folder that cannot be written, or holds rubbish: do without it
             self._code = cpu_pass.load(None)
         self._scratch = threading.local()
+        self._crew = Crew()
         self._parallel: Any = gomp.GOMP_parallel
         self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self._parallel.restype = None
 
-    def run_pass(self, job: np.ndarray[Any, np.dtype[np.void]]) -> None:
-        """A pass through all layers, by a record `PASS`."""
-        self._parallel(self._code.run_pass, job.ctypes.data, torch.get_num_threads(), 0)
+    def run_pass(self, job: np.ndarray[Any, np.dtype[np.void]], rows: int) -> None:
+        """A pass of so many rows through all layers, by a record `PASS`."""
+        threads, begun = self._crew.size(), time.perf_counter()
+        self._parallel(self._code.run_pass, job.ctypes.data, threads, 0)
+        self._crew.observe(threads, rows, time.perf_counter() - begun)
 
     def linear(self, x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:  # [M, K] -> [M, N]
         """What `F.linear` gives; x lies in order, M is at most `MOST_ROWS`; `tiled.py` says which weights [N, K]."""
@@ -113,7 +118,7 @@ class Compiled:
         return not failed.any()
 
     def _run(self, function: int, *record: int) -> None:
-        self._parallel(function, (ctypes.c_int64 * len(record))(*record), torch.get_num_threads(), 0)
+        self._parallel(function, (ctypes.c_int64 * len(record))(*record), self._crew.size(), 0)
 
 
 def address(weight: Tensor | Codes) -> int:

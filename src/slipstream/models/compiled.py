@@ -115,7 +115,7 @@ class CompiledTrunk:
             pages=at + 4 * width,
             page_size=cache.page_size,
         )
-        self._code.run_pass(job)
+        self._code.run_pass(job, batch.num_rows)
         return out
 
     def _use(self, cache: KVCache) -> None:
