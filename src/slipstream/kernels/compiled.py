@@ -74,9 +74,8 @@ class Compiled:
         out = torch.empty((x.shape[0], n), dtype=torch.float32)
         panels = self._room("panels", torch.get_num_threads() * TILE * k)
         addresses = x.data_ptr(), x.shape[0], out.data_ptr(), panels.data_ptr()
-        self._run(
-            self._code.run_product, address(weight), bits, 0 if bias is None else bias.data_ptr(), n, k, *addresses
-        )
+        given = address(weight), bits, 0 if bias is None else bias.data_ptr(), n, k, *addresses
+        self._run(self._code.run_product, *given, threads=self._crew.size())
         return out
 
     def encode(self, weights: Sequence[Tensor], arena: Arena) -> Codes | None:
@@ -117,8 +116,9 @@ class Compiled:
         self._run(self._code.run_encode, *given)
         return not failed.any()
 
-    def _run(self, function: int, *record: int) -> None:
-        self._parallel(function, (ctypes.c_int64 * len(record))(*record), self._crew.size(), 0)
+    def _run(self, function: int, *record: int, threads: int | None = None) -> None:
+        threads = torch.get_num_threads() if threads is None else threads
+        self._parallel(function, (ctypes.c_int64 * len(record))(*record), threads, 0)
 
 
 def address(weight: Tensor | Codes) -> int:
