@@ -58,6 +58,13 @@ class TestNaN:
             assert not keys.isnan().any()
         assert [[a.token_ids for a in o.outputs] for o in llm.generate(good, params)] == want
 
+    def check_drafts_change_nothing(self, llm: LLM) -> None:
+        prompts = [[1, 2, 3], [4]]
+        plainly = llm.generate(prompts, replace(self.SOUND, speculation=OFF))
+        got = llm.generate(prompts, self.SOUND)
+        assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in plainly]
+        assert all(o.outputs[0].error is None and o.outputs[0].speculation.drafted for o in got)
+
     @pytest.mark.parametrize("tree", [Tree.chain([BAD]), Tree((BAD, 5, 6), (-1, -1, 1)), Tree.chain([5, BAD, 6])])
     def test_a_guess_that_is_not_finite_changes_nothing(
         self, open_llm: Callable[..., LLM], poisoned: Path, tree: Tree
@@ -67,11 +74,7 @@ class TestNaN:
                 return [tree if nodes >= len(tree) else Tree() for nodes in budget]
 
         llm = open_llm(poisoned, drafter=Guess(), rounds="queued", planner="fixed")
-        prompts = [[1, 2, 3], [4]]
-        plainly = llm.generate(prompts, replace(self.SOUND, speculation=OFF))
-        got = llm.generate(prompts, self.SOUND)
-        assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in plainly]
-        assert all(o.outputs[0].error is None and o.outputs[0].speculation.drafted for o in got)
+        self.check_drafts_change_nothing(llm)
 
     def test_nor_does_one_of_the_device(self, open_llm: Callable[..., LLM], poisoned: Path) -> None:
         """The next round is in flight already when the host hears that this one came to nothing."""
@@ -81,8 +84,4 @@ class TestNaN:
                 return super().draft(round) * 0 + BAD
 
         llm = open_llm(poisoned, drafter=Poison(), rounds="queued", planner="fixed")
-        prompts = [[1, 2, 3], [4]]
-        plainly = llm.generate(prompts, replace(self.SOUND, speculation=OFF))
-        got = llm.generate(prompts, self.SOUND)
-        assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in plainly]
-        assert all(o.outputs[0].error is None and o.outputs[0].speculation.drafted for o in got)
+        self.check_drafts_change_nothing(llm)

@@ -222,18 +222,15 @@ class ModelDrafter(DeviceDrafter):
         assert self._services is not None
         assert self._cache is not None
 
-        def tensor(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
-
         batch = self._batch(requests, at, rows, ids)
         logits = self.runner.forward(batch, self._cache)
         sampling = self._services.sampling
         features = sampling.features([request.slot for request in requests])
-        index = tensor(columns)
+        index = self._tensor(columns)
         guessed = SampleRows(
-            slots=tensor([request.slot for request in requests]),
+            slots=self._tensor([request.slot for request in requests]),
             positions=batch.positions[batch.logit_rows] + 1,
-            generated=tensor([len(r.tokens) - r.prompt_length + depth for r in requests]),
+            generated=self._tensor([len(r.tokens) - r.prompt_length + depth for r in requests]),
             path=tokens[index, :depth] if depth and (features.penalties or features.bad_words) else None,
         )
         # a draft that computes nonsense guesses token 0, and is found out by the target
@@ -245,22 +242,22 @@ class ModelDrafter(DeviceDrafter):
         """A pass over `rows` tokens of each request from position `at` on, whose last rows reach the LM head."""
         assert self._services is not None
 
-        def tensor(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
-
         tables = [self._services.page_table(request.id) for request in requests]
         starts = [0, *accumulate(rows)]
         return PassBatch(
             input_ids=self._known(ids),
-            positions=tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)]),
-            slots=tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
+            positions=self._tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)]),
+            slots=self._tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
             row_starts=tuple(starts),
             prefix_lengths=tuple(at),
             pages=tuple(table.pages for table in tables),
             is_tree=(False,) * len(requests),
             masks=None,
-            logit_rows=tensor([end - 1 for end in starts[1:]]),
+            logit_rows=self._tensor([end - 1 for end in starts[1:]]),
         )
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Models pad their vocabularies differently: bring the logits to the target's width."""

@@ -31,6 +31,9 @@ from slipstream.engine.state import Answer, Phase
 from slipstream.models.gpu import WIDE_ROWS
 from slipstream.sampling.choose import choose
 
+_NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
+"""Where nobody reads logits, nobody asks where they lie."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -307,7 +310,9 @@ class QueuedEngine(Engine):
         """Give out what rounds emitted: text, stops, log probabilities, reports to the callers."""
         for part in heard:
             answers = tuple(member.answer for member in part.members)
-            kept = self._emit(_emitted_rows(part), part.verdicts, part.ticket.all_logits())
+            logits = part.ticket.all_logits()
+            rows = EmittedRows(answers, _NO_ROWS if logits is None else _row_of(part))
+            kept = self._emit(rows, part.verdicts, logits)
             self._tally(answers, [member.drafter for member in part.members], part.verdicts, kept, part.times)
             for answer in answers:
                 answer.closing = False
@@ -344,7 +349,7 @@ def _join(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -
     return Member(answer, answer.epoch, drafter, drafted, 1 + drafted, decodes)
 
 
-def _emitted_rows(heard: Heard) -> EmittedRows:
+def _row_of(heard: Heard) -> Tensor:  # [E, K + 1]
     """Where in `Ticket.all_logits` each request's rows lie."""
     ticket, starts, before = heard.ticket, [], 0
     for index, member in enumerate(ticket.members):
@@ -354,8 +359,7 @@ def _emitted_rows(heard: Heard) -> EmittedRows:
             starts.append(before)
         before += 1 + member.drafted
     width = max((member.drafted for member in ticket.members), default=0)
-    row_of = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(width + 1)
-    return EmittedRows(tuple(member.answer for member in heard.members), row_of)
+    return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(width + 1)
 
 
 def _told(ticket: Ticket) -> list[Verdict]:

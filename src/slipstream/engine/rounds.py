@@ -124,10 +124,6 @@ class Round:
         self._draft_graph: Callable[[], None] | None = None
         self._verify_graph: Callable[[], None] | None = None
 
-    @property
-    def row_starts(self) -> Tensor:  # [B + 1] int32
-        return self._rows.starts
-
     def load(
         self,
         lanes: Sequence[int],
