@@ -39,7 +39,7 @@ class EngineLoop:
         _running.add(self)
         try:
             self._thread.start()
-            error = made.get()
+            error = _hear(made)
         except BaseException:  # Ctrl-C: nobody will use what is being made
             self._stop_making()
             raise
@@ -190,3 +190,10 @@ def _close_all() -> None:
     """End the threads of engines that nobody closed: a thread that computes while Python goes away ends in an abort."""
     for loop in list(_running):
         loop.close(_PATIENCE_S)
+
+
+def _hear(made: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
+    """Wait for it. A Ctrl-C that comes just before a wait begins does not end it, so no wait is long."""
+    while True:
+        with suppress(queue.Empty):
+            return made.get(timeout=0.2)
