@@ -28,10 +28,11 @@ def _with_bool_masks(method: str, at: int) -> None:
     """Triton 3.9 takes only masks of bools, but where a scalar takes part in one it makes integers of them itself."""
     original = getattr(interpreter.InterpreterBuilder, method)
 
-    def call(self: Any, *args: Any) -> Any:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
         mask = args[at]
-        as_bool = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
-        return original(self, *args[:at], as_bool, *args[at + 1 :])
+        known = mask.data.astype(bool) if isinstance(mask, interpreter.TensorHandle) else mask  # of a descriptor
+        as_bool = interpreter.TensorHandle(known, interpreter.tl.int1)
+        return original(self, *args[:at], as_bool, *args[at + 1 :], **options)
 
     setattr(interpreter.InterpreterBuilder, method, call)
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from interpreted import DEVICE
+from slipstream.kernels import paged, paged_wide
 from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.paged import _launch, attend_twin
+from slipstream.kernels.paged import attend_twin
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -108,7 +109,8 @@ class Scene:
     def kernel(self, layout: RowLayout | None = None, *, wide: bool = False, **traits: Any) -> Tensor:
         given: dict[str, Any] = {"window": None, "softcap": None, "sinks": None, **traits}
         layout = layout or self.layout()
-        out = _launch(self.query, self.keys, self.values, layout, self.scaling, overlap=False, wide=wide, **given)
+        launch: Any = paged_wide._launch if wide else paged._launch
+        out: Tensor = launch(self.query, self.keys, self.values, layout, self.scaling, **given)
         return out[: self.real]
 
     def twin(self, **traits: Any) -> Tensor:

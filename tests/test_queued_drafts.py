@@ -14,7 +14,8 @@ from conftest import save_model, tiny_llama
 from exactness import Case, cases, differences, plain, run
 from queueing import OFF, PARAMS, Echo, First, Letters, Queue
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
-from slipstream.drafters.base import DeviceDrafter
+from slipstream.core.draft import Tree
+from slipstream.drafters.base import DeviceDrafter, DraftRequest
 from slipstream.models.batch import PassBatch
 from slipstream.models.runner import Runner
 from slipstream.plan.planner import Planner
@@ -155,6 +156,51 @@ class TestFailures:
         assert len(drafter.rounds) == 4
         assert [a.speculation.by_drafter["echo"].failures for a in got] == [1, 1, 1]
         assert all(a.speculation.by_drafter["echo"].drafts for a in got)
+
+    def test_when_one_raises_the_others_are_not_asked_again(self, tiny_target: Path) -> None:
+        """What they guessed stands: a second call would let them learn from a guess that nobody saw."""
+        drafter, asked = Echo(), []
+
+        class Counts(Letters):
+            def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+                asked.append(len(requests[0].tokens))
+                return super().propose(requests, budget)
+
+        bench = Queue(tiny_target, [drafter, Counts()])
+        arrivals = [
+            Arrival(3, replace(PARAMS, speculation=SpeculationParams(drafter=name))) for name in ("letters", "echo")
+        ]
+        want = [a.token_ids for a in Stepper(tiny_target, None).run([Arrival(3, PARAMS)] * 2)]
+
+        def break_down() -> None:
+            drafter.raises = len(drafter.rounds) >= 2
+
+        got = bench.run(arrivals, break_down)
+        assert [a.token_ids for a in got] == want
+        assert got[1].speculation.by_drafter["echo"].failures == 1
+        assert got[0].speculation.by_drafter["letters"].drafts == len(asked)
+        assert len(set(asked)) == len(asked)
+
+    @pytest.mark.parametrize("why", ["dropped", "rests"])
+    def test_nobody_waits_for_a_drafter_that_is_not_asked(
+        self, tiny_target: Path, why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench = Queue(tiny_target, Letters())
+        bench.add([1, 2, 3], PARAMS)
+        for _ in range(3):
+            bench.engine.step()
+        drafting, running = bench.engine.drafting, bench.engine.scheduler.running
+        assert drafting.waits(running)
+        if why == "dropped":
+            drafting.guards["letters"].close()
+        else:
+            monkeypatch.setattr(drafting.planner, "rests", lambda drafter, rows: True)
+        assert not drafting.waits(running)
+        bench.engine.step()
+        bench.engine.step()
+        assert len(bench.tickets) == 1  # one ahead, as without a drafter
+        assert all(not member.drafted for member in bench.tickets[0].members)
+        bench.drain()
 
     def test_one_that_cannot_draft_in_a_queued_round_is_dropped(self, tiny_target: Path) -> None:
         class Eager(Echo):

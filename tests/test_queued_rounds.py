@@ -11,16 +11,20 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from exactness import FEW
-from queueing import OFF, PARAMS, Echo, Letters, Queue
+from queueing import CPU, OFF, PARAMS, Echo, Letters, Queue
 from scripted import Answers, Right
 from slipstream import LLM, SamplingParams
-from slipstream.core.draft import Tree
+from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DraftRequest
+from slipstream.engine.packing import pack, pack_chunks
 from slipstream.engine.queued import Ticket
+from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Job
+from slipstream.kv.pages import PageTable
 from stepping import Arrival, Stepper
 
 
@@ -107,6 +111,29 @@ class TestOneAhead:
         bench = Queue(tiny_target, None, max_num_seqs=8)
         bench.run([Arrival(3 + i, replace(PARAMS, seed=i, max_tokens=12), 2 * i) for i in range(8)])
         assert len(bench.queued.rounds) <= 4  # of one, two, four and eight requests
+
+
+def test_prompts_alone_are_packed_as_prompts_beside_decodes_are(tiny_target: Path) -> None:
+    """Fragmented pages, a prompt in its middle, one that completes and one that does not."""
+    bench = Queue(tiny_target, None, page_size=4, max_num_seqs=4)
+    tables = [PageTable(bench.engine.pool) for _ in range(3)]
+    for length in (5, 9, 14, 22):
+        for table in tables:
+            table.reserve(length)  # in turns: no table's pages are neighbours
+    answers = []
+    for slot, (table, cached) in enumerate(zip(tables, (0, 3, 7), strict=True)):
+        job, _ = bench.add(list(range(10 * slot, 10 * slot + 12)), PARAMS)
+        table.commit(cached)
+        job.answers[0].table, job.answers[0].slot = table, slot
+        answers.append(job.answers[0])
+    chunks = [Chunk(answers[0], 12), Chunk(answers[1], 4), Chunk(answers[2], 5)]
+    want = pack([], chunks, Draft.pack([], CPU), paths=False)
+    got = pack_chunks(chunks, CPU)
+    assert got.completing == want.emitting == (answers[0], answers[2])
+    for one, other in ((got.batch, want.batch), (got.rows, want.rows)):
+        for name in one.__slots__:
+            a, b = getattr(one, name), getattr(other, name)
+            assert (a.tolist() == b.tolist()) if isinstance(a, Tensor) else a == b, name
 
 
 class TestLeaving:

@@ -48,6 +48,7 @@ def test_neither_company_nor_repetition_changes_a_token() -> None:
     assert together[:40] == [case.alone(row) for row in range(40)]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_wait_and_the_same_tokens_in_a_graph() -> None:
     case = Case(some_logits("usual", len(WISHES), 151_936), WISHES)
     table, rows = case.table(CUDA), case.rows(CUDA)

@@ -110,7 +110,7 @@ class TestRowIndependence:
             )
             out = _launch(
                 scene.query[row : row + 1].contiguous(), scene.keys, scene.values, step, scene.scaling,
-                None, None, None, False, False,
+                None, None, None,
             )  # fmt: skip
             assert torch.equal(out[0], chain[row])
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from slipstream.core.draft import Tree
+from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.core.errors import DrafterError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
@@ -26,6 +26,8 @@ LATE_IN_A_ROW = 3
 BACKLOG = 1024  # notes that a drafter may leave unread
 
 _BAD_CODE = (Exception, SystemExit)
+_CHAIN = tuple(range(-1, MAX_NODES - 1))  # the parents of a chain
+_PLAIN = {int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class Proposals:
 class _Answer:
     tree: Tree = field(default_factory=Tree)
     promise: Sequence[float] | None = None
+
+
+_NO_ANSWER = _Answer()
 
 
 class _Job:
@@ -82,19 +87,21 @@ class DrafterGuard:
         ]
         late = False
         if asked and self.dropped is None:
-            job = _Job(lambda: self._ask(asked, answers))
-            late = not self._run(job, max(LATE_AT_LEAST_S, LATE_SHARE * round_s))
-            self._note_lateness(late)
+            if self._mailbox is None:  # in place: a hand-over between threads would cost more than the guesses
+                self._ask(asked, answers)
+            else:
+                late = not self._run(lambda: self._ask(asked, answers), max(LATE_AT_LEAST_S, LATE_SHARE * round_s))
+                self._note_lateness(late)
         with self._lock:
             failures, self._unreported = self._unreported, {}
-        given = [_Answer() if late else answers.get(request.id, _Answer()) for request in requests]
+        given = [_NO_ANSWER if late else answers.get(request.id, _NO_ANSWER) for request in requests]
         return Proposals(tuple(a.tree for a in given), tuple(a.promise for a in given), failures, late)
 
     def start(self, request: DraftRequest) -> None:
         self._post(lambda: self._start(request))
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        heard = [verdict for verdict in verdicts if verdict.request_id not in self._failed]
+        heard = [v for v in verdicts if v.request_id not in self._failed] if self._failed else verdicts
         if heard:
             self._post(lambda: self._tell(heard))
 
@@ -165,11 +172,10 @@ class DrafterGuard:
 
     # Below, the mailbox.
 
-    def _run(self, job: _Job, deadline_s: float) -> bool:
-        """Do the job in time; False if it is late. A late job that was not begun never will be."""
-        if self._mailbox is None:
-            job.work()
-            return True
+    def _run(self, work: Callable[[], None], deadline_s: float) -> bool:
+        """Have it done in time; False if it is late. A late job that was not begun never will be."""
+        assert self._mailbox is not None
+        job = _Job(work)
         self._mailbox.put(job)
         if job.done.wait(deadline_s):
             return True
@@ -213,9 +219,23 @@ def _checked(tree: object, vocab_size: int, budget: int) -> Tree:
     """The tree in plain integers, or an error."""
     if not isinstance(tree, Tree):
         raise DrafterError(f"{type(tree).__name__} instead of a Tree")
+    if _is_plain_chain(tree, vocab_size, budget):
+        return tree
     plain = Tree(tuple(map(operator.index, tree.tokens)), tuple(map(operator.index, tree.parents)))
     plain.check(vocab_size, budget)
     return plain
+
+
+def _is_plain_chain(tree: Tree, vocab_size: int, budget: int) -> bool:
+    """Seen at a glance to be right, as nearly all trees are: a chain of plain integers that is none too long."""
+    tokens, parents = tree.tokens, tree.parents
+    return (
+        type(tokens) is tuple
+        and len(tokens) <= min(budget, MAX_NODES)
+        and parents == _CHAIN[: len(tokens)]
+        and set(map(type, tokens + parents)) <= _PLAIN
+        and (not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size))
+    )
 
 
 def _checked_promise(promise: Sequence[float] | None, tree: Tree) -> Sequence[float] | None:
@@ -224,6 +244,8 @@ def _checked_promise(promise: Sequence[float] | None, tree: Tree) -> Sequence[fl
     chances = tuple(map(float, promise))
     if len(chances) != len(tree):
         raise DrafterError(f"{len(chances)} promises for {len(tree)} nodes: must be as many")
+    if not chances or (math.isfinite(sum(chances)) and min(chances) >= 0 and max(chances) <= 1):
+        return chances
     for node, chance in enumerate(chances):
         if not (math.isfinite(chance) and -1e-6 <= chance <= 1 + 1e-6):
             raise DrafterError(f"node {node}: promise {chance} must be a probability")

@@ -119,7 +119,8 @@ class ModelDrafter(DeviceDrafter):
         last = min(self.runner.max_positions, state.pages.shape[1] * size) - 1  # who is there is not drafted for
         at = (state.length[lanes] + ahead).clamp_(0, last)  # [depth + 1, B]
         slots = state.pages[lanes, at // size].long() * size + at % size  # [depth + 1, B]
-        emitted = state.generated[lanes]
+        generated = state.generated[lanes] + ahead[1:]  # [depth, B]
+        next_at = at[1:] + 1  # [depth, B]
         guesses = torch.zeros((round.depth, requests), dtype=torch.int64, device=device)
         ids = torch.stack((state.previous[lanes], state.last[lanes]), dim=1).flatten()  # [2 B]
         one = torch.arange(requests + 1, dtype=torch.int32, device=device)
@@ -132,8 +133,8 @@ class ModelDrafter(DeviceDrafter):
             wants_path = depth and (round.features.penalties or round.features.bad_words)
             rows = SampleRows(
                 slots=lanes,
-                positions=at[depth + 1] + 1,
-                generated=emitted + depth,
+                positions=next_at[depth],
+                generated=generated[depth],
                 path=guesses[:depth].T if wants_path else None,
             )
             chosen = choose(self._fit(logits), rows, self._services.sampling, round.features)
@@ -147,7 +148,7 @@ class ModelDrafter(DeviceDrafter):
 
     def _known(self, ids: Tensor) -> Tensor:
         """These ids, where the draft has such tokens: what stands in for nobody may hold anything."""
-        return torch.where((ids >= 0) & (ids < self._known_ids), ids, 0)
+        return ids.clamp(0, self._known_ids - 1)
 
     def _own(self, batch: PassBatch) -> PassBatch:
         """The target's rows for this model; one row of logits, which nobody wants."""

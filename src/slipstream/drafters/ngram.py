@@ -42,15 +42,15 @@ class GramIndex:
 
     def grow(self, tokens: Sequence[int]) -> None:
         """Take in what stands behind the part already seen."""
-        begin = len(self._earlier)
+        n, latest, earlier = self.n, self._latest, self._earlier
+        begin = len(earlier)
         if begin >= len(tokens):
             return
-        text = tokens[begin - self.n :]
-        grams = zip(*(text[i:] for i in range(self.n)), strict=False)
-        for place, gram in zip(range(begin, len(tokens)), grams, strict=False):
-            key = hash(gram)
-            self._earlier.append(self._latest.get(key, -1))
-            self._latest[key] = place
+        text = tuple(tokens[begin - n :])
+        for first in range(len(text) - n):
+            key = hash(text[first : first + n])
+            earlier.append(latest.get(key, -1))
+            latest[key] = begin + first
 
     def places(self, gram: Sequence[int]) -> Iterator[int]:
         """Where continuations of this gram begin, latest first."""
@@ -67,12 +67,8 @@ class GramIndex:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    match: int  # tokens before it that agreed
     tokens: Sequence[int]
-
-    @property
-    def states(self) -> list[int]:
-        return _STATE[self.match : self.match + len(self.tokens)]
+    states: Sequence[int]  # by how many tokens before each of them agreed
 
 
 class NgramDrafter(HostDrafter):
@@ -126,16 +122,17 @@ class NgramDrafter(HostDrafter):
         place, match = self._longest_match(request.tokens, self._grow(request))
         if not match or budget < 1:
             return Tree()
-        guess = _Guess(match, _copy(request.tokens, place, min(budget, MAX_NODES)))
-        self._guesses[request.id] = guess
-        return Tree.chain(guess.tokens)
+        tokens = _copy(request.tokens, place, min(budget, MAX_NODES))
+        self._guesses[request.id] = _Guess(tokens, _STATE[match : match + len(tokens)])
+        return Tree.chain(tokens)
 
     def _grow(self, request: DraftRequest) -> list[GramIndex]:
+        tokens = request.tokens
         indexes = self._indexes.get(request.id)
-        if indexes is None or any(index.length > max(index.n, len(request.tokens)) for index in indexes):
+        if indexes is None or indexes[-1].length > max(indexes[-1].n, len(tokens)):  # new, or the text shrank
             indexes = self._indexes[request.id] = [GramIndex(n) for n in self._sizes]
         for index in indexes:
-            index.grow(request.tokens)
+            index.grow(tokens)
         return indexes
 
     def _longest_match(self, tokens: Sequence[int], indexes: Sequence[GramIndex]) -> tuple[int, int]:

@@ -8,12 +8,13 @@ is switched off goes on learning, and can come back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-PRIOR_WEIGHT = 4.0  # observations that a prior is worth
+PRIOR_WEIGHT = 4.0  # observations that a prior is worth at first; it fades like everything else
+LEAST_WEIGHT = 0.5  # … but never wholly: one bad run is no proof
 SHARED_DECAY = 0.99  # the last 100 or so observations of a state speak for all requests
 OWN_DECAY = 0.95  # the last 20 or so for the request itself
 
@@ -22,17 +23,21 @@ OWN_DECAY = 0.95  # the last 20 or so for the request itself
 class _Counts:
     trials: list[float]
     hits: list[float]
+    weights: list[float]  # what the prior is still worth
 
     @staticmethod
     def empty(states: int) -> _Counts:
-        return _Counts([0.0] * states, [0.0] * states)
+        return _Counts([0.0] * states, [0.0] * states, [PRIOR_WEIGHT] * states)
 
     def add(self, state: int, hit: bool, decay: float) -> None:
         self.trials[state] = self.trials[state] * decay + 1.0
         self.hits[state] = self.hits[state] * decay + hit
+        # one that fares better or worse than all others must not be taken for one of them for ever
+        self.weights[state] = max(LEAST_WEIGHT, self.weights[state] * decay)
 
     def chance(self, state: int, prior: float) -> float:
-        return (self.hits[state] + PRIOR_WEIGHT * prior) / (self.trials[state] + PRIOR_WEIGHT)
+        weight = self.weights[state]
+        return (self.hits[state] + weight * prior) / (self.trials[state] + weight)
 
 
 class PromiseTable:
@@ -49,9 +54,10 @@ class PromiseTable:
         own = self._own.get(request_id)
         return own.chance(state, shared) if own else shared
 
-    def along(self, request_id: str, states: Iterable[int]) -> list[float]:
+    def along(self, request_id: str, states: Sequence[int]) -> list[float]:
         """For a chain of guesses in these states: each one's chance that the whole path to it is accepted."""
-        return list(accumulate((self.chance(request_id, state) for state in states), mul))
+        chances = {state: self.chance(request_id, state) for state in set(states)}  # few, and this is asked every round
+        return list(accumulate(map(chances.__getitem__, states), mul))
 
     def learn(self, request_id: str, states: Sequence[int], proposed: Sequence[int], emitted: Sequence[int]) -> None:
         """The chain `proposed` met `emitted`: every guess up to the first wrong one is an observation."""

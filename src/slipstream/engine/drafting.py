@@ -23,6 +23,8 @@ from slipstream.plan.planner import Planner
 
 T = TypeVar("T")
 
+_EMPTY = Tree()
+
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
@@ -52,9 +54,19 @@ class Plan:
             tuple(self.drafters[i] for i in kept),
         )
 
+    def without(self, failed: str) -> Plan:
+        """The same, but for what a device drafter was to guess that has failed."""
+        return Plan(
+            self.trees,
+            tuple(0 if name == failed else depth for name, depth in zip(self.drafters, self.depths, strict=True)),
+            tuple(None if name == failed else name for name in self.drafters),
+        )
+
     @property
     def devices(self) -> list[str]:
         """The device drafters that have something to do."""
+        if not any(self.depths):
+            return []
         return sorted({name for name, depth in zip(self.drafters, self.depths, strict=True) if name and depth})
 
 
@@ -78,7 +90,9 @@ class Drafting:
         self.default = default
         self.planner = planner
         self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
+        self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
+        self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
         self._draft_tokens = draft_tokens
         self._max_rows = max_rows
@@ -127,12 +141,12 @@ class Drafting:
 
     def plan(self, decodes: Sequence[Answer]) -> Plan:
         """As `propose`, but what device drafters guess stays on the device: they are told how far to go."""
-        trees = [Tree()] * len(decodes)
+        trees = [_EMPTY] * len(decodes)
         depths = [0] * len(decodes)
         drafters: list[str | None] = [None] * len(decodes)
         for name, mine, caps in self._groups(decodes):
             answers = [decodes[i] for i in mine]
-            if isinstance(self.drafters[name], DeviceDrafter):
+            if name in self._on_device:
                 budgets = self._budgets(name, answers, caps, len(decodes))
                 for i, depth in zip(mine, budgets, strict=True):
                     depths[i], drafters[i] = depth, name
@@ -168,52 +182,56 @@ class Drafting:
 
     def follows(self, answers: Sequence[Answer], plan: Plan) -> None:
         """Note whose device drafter stops following, because this round has no draft for it."""
+        if not self._on_device:
+            return
         for answer, depth in zip(answers, plan.depths, strict=True):
-            if (
-                not depth
-                and answer.behind is None
-                and isinstance(self.drafters.get(answer.drafter or ""), DeviceDrafter)
-            ):
+            if not depth and answer.behind is None and answer.drafter in self._on_device:
                 answer.behind = max(0, answer.cached - 1)
 
     def waits(self, answers: Sequence[Answer]) -> bool:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
-        return any(a.drafter in self.guards and a.drafter not in a.refused for a in answers)
+        self._resting = {name for name in self.guards if self.planner.rests(name, len(answers))}
+        awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
+        return any(a.drafter in awake and a.drafter not in a.refused for a in answers)
 
     def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int], list[int]]]:
         """For each drafter with something to do: which requests are its, and how much is of any use to them."""
         for name in dict.fromkeys(a.drafter for a in decodes):
-            if name is not None:
+            if name is not None and name not in self._resting:
                 mine = [i for i, a in enumerate(decodes) if a.drafter == name and name not in a.refused]
-                caps = [self._cap(decodes[i], name, len(decodes)) for i in mine]
+                caps = self._caps(name, [decodes[i] for i in mine], len(decodes))
                 if any(caps):
                     yield name, mine, caps
 
     def observe(self, answers: Sequence[Answer], drafters: Sequence[str | None], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
+        told: dict[str, tuple[list[Answer], list[Verdict]]] = {}
         for answer, drafter, verdict in zip(answers, drafters, verdicts, strict=True):
             if drafter is not None:
                 self.planner.observe(drafter, answer.id, verdict.drafted, verdict.accepted)
-        for name in dict.fromkeys(a.drafter for a in answers if a.drafter is not None):
-            told = [v for a, v in zip(answers, verdicts, strict=True) if a.drafter == name]
-            theirs = [a for a in answers if a.drafter == name]
-            self._guarded(name, theirs, functools.partial(self._voice(name).observe, told))
+            if answer.drafter is not None:
+                theirs, parts = told.setdefault(answer.drafter, ([], []))
+                theirs.append(answer)
+                parts.append(verdict)
+        for name, (theirs, parts) in told.items():
+            self._guarded(name, theirs, functools.partial(self._voice(name).observe, parts))
 
-    def _cap(self, answer: Answer, name: str, requests: int) -> int:
-        """Most nodes that are of any use: limits of the request, of the context and of the pass."""
-        if answer.doubted:
-            return 0
-        wanted = answer.params.speculation.draft_tokens
-        if wanted is None:
-            wanted = self._draft_tokens
-        if wanted is None:
-            wanted = self.drafters[name].default_draft_tokens
-        left = min(answer.params.max_tokens - answer.generated - answer.queued, self._max_len - answer.reach) - 1
-        ends = self.drafters[name].max_positions  # a draft with a shorter context than the target stops where it ends
-        if ends is not None:
-            left = min(left, ends - answer.reach)
-        share = self._max_rows // requests - 1
-        return max(0, min(wanted, MAX_NODES, left, share))
+    def _caps(self, name: str, answers: Sequence[Answer], requests: int) -> list[int]:
+        """Most nodes that are of any use: limits of the requests, of the context and of the pass."""
+        drafter = self.drafters[name]
+        usual = drafter.default_draft_tokens if self._draft_tokens is None else self._draft_tokens
+        ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
+        share = min(self._max_rows // requests - 1, MAX_NODES)
+        caps: list[int] = []
+        for answer in answers:
+            params, reach = answer.params, answer.reach
+            wanted = params.speculation.draft_tokens
+            left = min(params.max_tokens - answer.generated - answer.queued, self._max_len - reach) - 1
+            if ends is not None:
+                left = min(left, ends - reach)
+            most = min(usual if wanted is None else wanted, left, share)
+            caps.append(0 if answer.doubted else max(0, most))
+        return caps
 
     def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:
         drafter = self.drafters[name]
@@ -240,15 +258,21 @@ class Drafting:
         proposals = self.guards[name].propose(views, caps, self.round_s)
         failures = self._failures.setdefault(name, {})
         failures.update(proposals.failures)  # also of requests whose prompt is still being computed
-        for answer in answers:
-            if answer.id in failures:
-                answer.refused[name] = failures.pop(answer.id)
-                answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
+        if failures:
+            for answer in answers:
+                if answer.id in failures:
+                    answer.refused[name] = failures.pop(answer.id)
+                    answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
         ids = [answer.id for answer in answers]
         trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
-        # where the pages do not do, the first nodes of a tree are a tree too
-        fits = [self._reserve(answer, len(tree)) for answer, tree in zip(answers, trees, strict=True)]
-        return [Tree(t.tokens[:n], t.parents[:n]) for t, n in zip(trees, fits, strict=True)]
+        return [
+            self._fitting(answer, tree) if tree.tokens else tree for answer, tree in zip(answers, trees, strict=True)
+        ]
+
+    def _fitting(self, answer: Answer, tree: Tree) -> Tree:
+        """As much of the tree as there are pages for: the first nodes of a tree are a tree too."""
+        fits = self._reserve(answer, len(tree))
+        return tree if fits == len(tree) else Tree(tree.tokens[:fits], tree.parents[:fits])
 
     def _voice(self, name: str) -> DrafterGuard | Drafter:
         """Whom to call: a host drafter's guard, which takes care of its failures, or the device drafter itself."""

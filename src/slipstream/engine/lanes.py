@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engine.state import Answer
 from slipstream.kernels.pack_rows import LaneState
+from slipstream.models.batch import sent
 
 
 class Lanes:
@@ -25,6 +27,8 @@ class Lanes:
             generated=column(0),
             pages=torch.full((slots + 1, max_pages), trash_page, dtype=torch.int32, device=device),
         )
+        self._flat_pages = self.state.pages.view(-1)
+        self._max_pages = max_pages
         self._device = device
         self._trash_page = trash_page
         self._sent: dict[int, tuple[int, ...]] = {}  # by lane: the pages that the device knows
@@ -55,28 +59,26 @@ class Lanes:
         Behind a request's own pages stands the trash page always: a drafter that guesses further for others writes
         there, and not to pages that were this lane's once.
         """
-        changed = [a for a in answers if a.table is not None and self._sent.get(a.slot) != a.table.pages]
-        if not changed:
-            return
-        tables = [a.table.pages for a in changed if a.table is not None]
-        width = max(len(pages) for a, own in zip(changed, tables, strict=True) for pages in (own, self._sent_to(a)))
-        nobodys = self._trash_page
-        padded = [
-            (a.slot, *pages, *([nobodys] * (width - len(pages)))) for a, pages in zip(changed, tables, strict=True)
-        ]
-        rows = self._send(padded)
-        self.state.pages[rows[:, 0], :width] = rows[:, 1:].to(torch.int32)
-        for answer, pages in zip(changed, tables, strict=True):
+        places: list[int] = []
+        values: list[int] = []
+        for answer in answers:
+            assert answer.table is not None
+            pages, known = answer.table.pages, self._sent.get(answer.slot, ())
+            if pages == known:
+                continue
+            # nearly always a request got more pages, behind those that the device knows
+            same = len(known) if pages[: len(known)] == known else 0
+            new = [*pages[same:], *([self._trash_page] * (len(known) - len(pages)))]
+            begin = answer.slot * self._max_pages + same
+            places += range(begin, begin + len(new))
+            values += new
             self._sent[answer.slot] = pages
-
-    def _sent_to(self, answer: Answer) -> tuple[int, ...]:
-        return self._sent.get(answer.slot, ())
+        if places:
+            where, what = self._send((places, values)).unbind(0)
+            self._flat_pages.index_copy_(0, where, what.to(torch.int32))
 
     def _send(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        table = torch.tensor(rows, dtype=torch.int64)
-        if self._device.type == "cuda":
-            table = table.pin_memory()
-        return table.to(self._device, non_blocking=True)
+        return sent(np.array(rows, dtype=np.int64), self._device)
 
     def _write(self, lane: Tensor, last: Tensor, previous: Tensor, length: Tensor, generated: Tensor) -> None:
         state = self.state

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageTable
-from slipstream.models.batch import PassBatch
+from slipstream.models.batch import PassBatch, sent
 from slipstream.sampling.rows import SampleRows
 
 
@@ -39,12 +42,10 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     device = draft.tokens.device
     counts = draft.counts.tolist()
     width = draft.width
-    starts = [0]
-    slots: list[int] = []
     parts = [(a, 1 + n) for a, n in zip(decodes, counts, strict=True)] + [(c.answer, c.rows) for c in chunks]
-    for answer, rows in parts:
-        starts.append(starts[-1] + rows)
-        slots.extend(_table(answer).slots(answer.cached, rows))
+    starts = [0, *accumulate(rows for _, rows in parts)]
+    decode_slots = [s for a, n in zip(decodes, counts, strict=True) for s in _table(a).slots(a.cached, 1 + n)]
+    chunk_ids, chunk_positions, chunk_slots = sent(_chunk_rows(chunks), device)
 
     tree = _Tree.of(draft)
     completing = [(starts[len(decodes) + i], chunk) for i, chunk in enumerate(chunks) if chunk.completes]
@@ -59,8 +60,6 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     lengths = tensor([answer.cached for answer in decodes])
     decode_ids = torch.cat((last[:, None], draft.tokens), dim=1)[valid]
     decode_positions = (lengths[:, None] + tree.depth)[valid]
-    chunk_ids = [t for c in chunks for t in c.answer.tokens[c.answer.cached : c.answer.cached + c.rows]]
-    chunk_positions = [p for c in chunks for p in range(c.answer.cached, c.answer.cached + c.rows)]
 
     decode_rows = starts[len(decodes)]
     chunk_last = [start + chunk.rows - 1 for start, chunk in completing]
@@ -70,9 +69,9 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
         masks = torch.cat((tree.ancestors[valid], tensor([0] * (starts[-1] - decode_rows))))
     logit_rows = tensor([*range(decode_rows), *chunk_last])
     batch = PassBatch(
-        input_ids=torch.cat((decode_ids, tensor(chunk_ids))),
-        positions=torch.cat((decode_positions, tensor(chunk_positions))),
-        slots=tensor(slots),
+        input_ids=torch.cat((decode_ids, chunk_ids)),
+        positions=torch.cat((decode_positions, chunk_positions)),
+        slots=torch.cat((tensor(decode_slots), chunk_slots)),
         row_starts=tuple(starts),
         prefix_lengths=tuple(answer.cached for answer, _ in parts),
         pages=tuple(_table(answer).pages for answer, _ in parts),
@@ -88,6 +87,64 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     row_of = torch.cat((row_of, extra))
     slot_of_row = batch.slots[logit_rows][row_of]
     return PackedPass(batch, emitting, _sample_rows(batch, emitting, valid, tree, draft, paths), row_of, slot_of_row)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunks:
+    """A pass over prompts alone."""
+
+    batch: PassBatch
+    completing: tuple[Answer, ...]  # [C]
+    rows: SampleRows  # [C]: the last rows of these, which choose a token
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """What a pass over prompts chose for those that it completed."""
+
+    chosen: Tensor  # [C] int64
+    logits: Tensor  # [C, V]
+
+
+def pack_chunks(chunks: Sequence[Chunk], device: torch.device) -> PackedChunks:
+    """Lay chunks end to end. Everything goes to the device together: nothing waits for what is queued there."""
+    starts = [0, *accumulate(chunk.rows for chunk in chunks)]
+    count = starts[-1]
+    last = [end - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.completes]
+    completing = tuple(chunk.answer for chunk in chunks if chunk.completes)
+    rows = _chunk_rows(chunks)  # [3, N]
+    choosing = np.array(
+        [last, [a.slot for a in completing], rows[1, last] + 1, [a.generated for a in completing]], dtype=np.int64
+    )  # [4, C]
+    flat = sent(np.concatenate((rows.ravel(), choosing.ravel())), device)
+    ids, positions, slots = flat[: 3 * count].view(3, count).unbind(0)
+    logit_rows, sample_slots, sample_positions, generated = flat[3 * count :].view(4, len(last)).unbind(0)
+    batch = PassBatch(
+        input_ids=ids,
+        positions=positions,
+        slots=slots,
+        row_starts=tuple(starts),
+        prefix_lengths=tuple(chunk.answer.cached for chunk in chunks),
+        pages=tuple(_table(chunk.answer).pages for chunk in chunks),
+        is_tree=(False,) * len(chunks),
+        masks=None,
+        logit_rows=logit_rows,
+    )
+    return PackedChunks(batch, completing, SampleRows(sample_slots, sample_positions, generated, None))
+
+
+def _chunk_rows(chunks: Sequence[Chunk]) -> NDArray[np.int64]:  # [3, N]
+    """Token, position and cache slot of each pending token that is computed."""
+    rows = np.empty((3, sum(chunk.rows for chunk in chunks)), dtype=np.int64)
+    end = 0
+    for chunk in chunks:
+        begin, end = end, end + chunk.rows
+        first = chunk.answer.cached
+        slots = _table(chunk.answer).slots(first, chunk.rows)
+        rows[0, begin:end] = chunk.answer.tokens[first : first + chunk.rows]
+        rows[1, begin:end] = np.arange(first, first + chunk.rows)
+        rows[2, begin:end] = np.arange(slots.start, slots.stop) if isinstance(slots, range) else slots
+    return rows
 
 
 def _table(answer: Answer) -> PageTable:

@@ -18,18 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.drafting import Plan
 from slipstream.engine.engine import Engine, RoundTimes
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.packing import pack
+from slipstream.engine.packing import FirstTokens, pack_chunks
 from slipstream.engine.rounds import DraftFailed, Machine, Round, Rounds, RoundShape
 from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
-from slipstream.engine.state import Answer, Phase
+from slipstream.engine.state import Answer, Crowd, Phase
+from slipstream.models.batch import fetched
 from slipstream.models.gpu import WIDE_ROWS
 from slipstream.sampling.choose import choose
+from slipstream.sampling.table import Features
 
 _NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
 """Where nobody reads logits, nobody asks where they lie."""
@@ -63,9 +64,11 @@ class Ticket:
     round: Round | None
     rows: int
     logits: Tensor | None  # of the others' last rows
-    marks: tuple[Any, ...]  # events: begun, drafted, verified
+    marks: tuple[Any, ...]  # events: begun, drafted, verified, prompts read
+    reads_logits: bool  # some of them asked for log probabilities
     steady: bool  # a round as they come: no prompts, and nothing captured for it
     depth: int
+    waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
 
     def wait(self) -> None:
         if self.marks:
@@ -73,7 +76,7 @@ class Ticket:
 
     def all_logits(self) -> Tensor | None:
         """[R, V]: of the decodes' rows, then of the others'; None where nobody asked for log probabilities."""
-        if all(member.answer.params.logprobs is None for member in self.members):
+        if not self.reads_logits:
             return None
         decoded = None if self.round is None else self.round.logits
         return torch.cat([part for part in (decoded, self.logits) if part is not None])
@@ -83,21 +86,13 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstTokens:
-    """What a pass over prompts chose for those that it completed."""
-
-    chosen: Tensor  # [C] int64
-    logits: Tensor  # [C, V]
-
-
-@dataclass(frozen=True, slots=True)
 class Heard:
     """A round whose result the host has read: those who still wanted to hear, and what."""
 
     ticket: Ticket
     members: tuple[Member, ...]
     verdicts: tuple[Verdict, ...]
-    times: RoundTimes
+    lasted_s: float  # since the round before it, or since the engine was idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +123,11 @@ class QueuedEngine(Engine):
         drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
         self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress)
         self._tickets: deque[Ticket] = deque()
+        self._crowd = Crowd([], Features(), reads_logits=False)
+        self._has_clock = self.target.device.type == "cuda"
+        self._free_marks: list[Any] = []  # events, to be used again
+        self._heard_at: float | None = None  # since when the device waits for the host
+        self.drafting.planner.pad_passes()
         self._idle_since = time.perf_counter()
 
     @property
@@ -150,7 +150,8 @@ class QueuedEngine(Engine):
         """
         waits = self._must_wait()
         heard = self._hear_all() if waits else []
-        if waits and any(member.answer.params.logprobs is not None for part in heard for member in part.members):
+        self._heard_at = self._idle_since if heard else None
+        if any(part.ticket.reads_logits for part in heard):
             self._tell(heard)  # the next round overwrites the logits
             heard = []
         schedule = self.scheduler.schedule()
@@ -169,10 +170,9 @@ class QueuedEngine(Engine):
         if not running:
             return False
         return (
-            self.drafting.waits(running)
-            or any(a.params.logprobs is not None or a.doubted for a in running)
-            or any(a.reach >= self.plan.max_model_len for a in running)
-            or self.pool.free_pages < len(running)  # near preemption: the exact state frees most
+            self.pool.free_pages < len(running)  # near preemption: the exact state frees most
+            or self.drafting.waits(running)
+            or any(a.doubted or a.reach >= self.plan.max_model_len or a.params.logprobs is not None for a in running)
         )
 
     def _hear_all(self) -> list[Heard]:
@@ -186,60 +186,78 @@ class QueuedEngine(Engine):
         members: list[Member] = []
         told = run = None
         rows = depth = 0
+        waited_s = None
         drafted = begun
         known = len(self.rounds)
         drafting = self._draft(schedule.decodes) if schedule.decodes else None
         if drafting is not None:
             plan, run = drafting
             drafted = self._mark()
+            waited_s = None if self._heard_at is None else time.perf_counter() - self._heard_at
             run.verify()
-            counts, depth = plan.counts, max(plan.depths)
-            told, rows = run.result(), len(counts) + sum(counts)
+            told, counts, depth = run.result(), plan.counts, max(plan.depths)
+            rows = run.shape.rows  # with those that fill it up: they cost as much
             for answer, drafter, count in zip(schedule.decodes, plan.drafters, counts, strict=True):
                 members.append(_join(answer, drafter, count, decodes=True))
-        verified = self._mark()
-        first, logits = self._read_prompts(schedule.chunks, members)
-        marks = (begun, drafted, verified, self._mark()) if begun is not None else ()
+        read = verified = self._mark()
+        first = logits = None
+        if schedule.chunks:
+            first, logits = self._read_prompts(schedule.chunks, members)
+            read = self._mark()
+        marks = (begun, drafted, verified, read) if begun is not None else ()
         steady = not schedule.chunks and len(self.rounds) == known
-        return Ticket(tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, steady, depth)
+        asked = any(member.answer.params.logprobs is not None for member in members)
+        return Ticket(
+            tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, asked, steady, depth, waited_s
+        )
 
     def _draft(self, decodes: list[Answer]) -> tuple[Plan, Round] | None:
-        """Guess on the host, then on the device. A drafter that raises there is dropped, and all is planned again.
+        """Guess on the host, then on the device. A drafter that raises there is dropped, and the round goes without.
 
         Takes those out of `decodes` of which it learns that they ended; None: all of them have.
         """
         self._lanes.place(decodes)
+        plan = self.drafting.plan(decodes)
+        lagging = [a for a, depth in zip(decodes, plan.depths, strict=True) if depth and a.behind is not None]
+        if lagging:
+            self._tell(self._hear_all())  # what their drafter missed, the host must know
+            alive = [i for i, answer in enumerate(decodes) if answer.phase is Phase.RUNNING]
+            decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
+            if not decodes:
+                return None
+            self.drafting.catch_up([answer for answer in lagging if answer in decodes])
+        self._lanes.send_pages(decodes)
+        crowd, slots = self._crowd_of(decodes), [answer.slot for answer in decodes]
         while True:
-            plan = self.drafting.plan(decodes)
-            lagging = [a for a, depth in zip(decodes, plan.depths, strict=True) if depth and a.behind is not None]
-            if lagging:
-                self._tell(self._hear_all())  # what their drafter missed, the host must know
-                alive = [i for i, answer in enumerate(decodes) if answer.phase is Phase.RUNNING]
-                decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
-                if not decodes:
-                    return None
-                self.drafting.catch_up([answer for answer in lagging if answer in decodes])
             self.drafting.follows(decodes, plan)
-            self._lanes.send_pages(decodes)
+            devices = plan.devices
             shape = RoundShape.of(
                 plan.counts,
                 max(answer.reach for answer in decodes),
-                is_tree=any(not tree.is_chain for tree in plan.trees),
-                features=self.sampling.features([answer.slot for answer in decodes]),
+                is_tree=any(tree.tokens and not tree.is_chain for tree in plan.trees),
+                features=crowd.features,
                 version=self.sampling.version,
-                keeps_logits=any(answer.params.logprobs is not None for answer in decodes),
-                drafts=tuple((name, max(plan.depths)) for name in plan.devices),
+                keeps_logits=crowd.reads_logits,
+                drafts=tuple((name, max(plan.depths)) for name in devices),
             )
             run = self.rounds.of(shape)
-            run.load([answer.slot for answer in decodes], plan.trees, plan.depths, plan.drafters)
-            if not plan.devices:
+            run.load(slots, plan.trees, plan.depths, plan.drafters)
+            if not devices:
                 return plan, run
             try:
                 run.draft()
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
+                plan = plan.without(str(failed))  # what the others guess stands
             else:
                 return plan, run
+
+    def _crowd_of(self, answers: list[Answer]) -> Crowd:
+        if answers != self._crowd.answers:
+            features = self.sampling.features([answer.slot for answer in answers])
+            reads = any(answer.params.logprobs is not None for answer in answers)
+            self._crowd = Crowd(list(answers), features, reads)
+        return self._crowd
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:
         self._own_chunks = OwnChunks(max_rows, WIDE_ROWS)
@@ -247,81 +265,96 @@ class QueuedEngine(Engine):
 
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
         """Compute pending tokens, and choose the first token of those that have no more of them."""
-        found = [self._read_chunks(part, members) for part in self._own_chunks.passes(chunks)]
-        done = [part for part in found if part is not None]
+        passes = self._own_chunks.passes(chunks)
+        done = [read for part in passes if (read := self._read_chunks(part, members)) is not None]
         if not done:
             return None, None
-        chosen, logits = torch.cat([part.chosen for part in done]), torch.cat([part.logits for part in done])
-        return _to_host(chosen), logits
+        if len(done) == 1:
+            return fetched(done[0].chosen), done[0].logits
+        return fetched(torch.cat([part.chosen for part in done])), torch.cat([part.logits for part in done])
 
     def _read_chunks(self, chunks: Sequence[Chunk], members: list[Member]) -> FirstTokens | None:
         """One pass over pending tokens."""
-        completing = [chunk.answer for chunk in chunks if chunk.completes]
-        packed = pack([], chunks, Draft.pack([], self.target.device), paths=False)
+        packed = pack_chunks(chunks, self.target.device)
         logits = self.target.forward(packed.batch, self.cache)
         self.drafting.read(chunks, packed.batch)
         for chunk in chunks:
             assert chunk.answer.table is not None
             chunk.answer.table.commit(chunk.rows)
-        if not completing:
+        if not packed.completing:
             return None
-        features = self.sampling.features([answer.slot for answer in completing])
+        features = self.sampling.features([answer.slot for answer in packed.completing])
         chosen = choose(logits, packed.rows, self.sampling, features)
-        self._lanes.begin(completing, chosen)
+        self._lanes.begin(packed.completing, chosen)
         self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
-        members += [_join(answer, None, 0, decodes=False) for answer in completing]
+        members += [_join(answer, None, 0, decodes=False) for answer in packed.completing]
         return FirstTokens(chosen, logits)
 
     def _hear(self, ticket: Ticket) -> Heard:
         """Read a round's result, and let everybody know who needs it for the next round."""
         ticket.wait()
         now = time.perf_counter()
-        heard = [(m, v) for m, v in zip(ticket.members, _told(ticket), strict=True) if m.listens]
-        for member, verdict in heard:
-            answer = member.answer
+        members: list[Member] = []
+        verdicts: list[Verdict] = []
+        for member, verdict in zip(ticket.members, _told(ticket), strict=True):
+            if not member.listens:
+                continue
+            members.append(member)
+            verdicts.append(verdict)
+            answer, usable = member.answer, verdict.usable
             answer.queued -= 1
             answer.coming -= member.bound
-            answer.tokens.extend(verdict.usable)
+            answer.tokens.extend(usable)
             if member.decodes:
                 assert answer.table is not None
                 answer.table.commit(len(verdict.tokens))
                 answer.doubted = not verdict.tokens
             answer.closing = (
-                not answer.end_ids.isdisjoint(verdict.usable)
-                or -1 in verdict.tokens
+                usable != verdict.tokens
+                or not answer.end_ids.isdisjoint(usable)
                 or len(answer.tokens) >= self.plan.max_model_len
             )
+        lasted_s, self._idle_since = now - self._idle_since, now
+        self.drafting.observe([m.answer for m in members], [m.drafter for m in members], verdicts)
+        return Heard(ticket, tuple(members), tuple(verdicts), lasted_s)
+
+    def _times(self, heard: Heard) -> RoundTimes:
+        """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
+        ticket, lasted_s = heard.ticket, heard.lasted_s
         if ticket.marks:
             draft_s, verify_s = ticket.seconds(0), ticket.seconds(1) + ticket.seconds(2)
-            times = RoundTimes(max(0.0, now - self._idle_since - draft_s - verify_s), draft_s, verify_s)
+            times = RoundTimes(max(0.0, lasted_s - draft_s - verify_s), draft_s, verify_s)
+            self._free_marks += {id(mark): mark for mark in ticket.marks}.values()
+            ticket.marks = ()
         else:
-            times = RoundTimes(0.0, 0.0, now - self._idle_since)
-        self._idle_since = now
+            times = RoundTimes(0.0, 0.0, lasted_s)
         if ticket.decodes and ticket.steady:
             self.drafting.planner.observe_pass(ticket.rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
+            if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
+                for name in {m.drafter for m in ticket.members if m.drafter and m.drafter in self.drafting.guards}:
+                    self.drafting.planner.observe_wait(name, ticket.waited_s)
             for name in {m.drafter for m in ticket.members if m.drafter is not None and ticket.depth}:
                 self.drafting.planner.observe_draft(name, ticket.depth, times.draft)
-        members, verdicts = [m for m, _ in heard], [v for _, v in heard]
-        self.drafting.observe([m.answer for m in members], [m.drafter for m in members], verdicts)
-        return Heard(ticket, tuple(members), tuple(verdicts), times)
+        return times
 
     def _tell(self, heard: Sequence[Heard]) -> None:
         """Give out what rounds emitted: text, stops, log probabilities, reports to the callers."""
         for part in heard:
+            times = self._times(part)
             answers = tuple(member.answer for member in part.members)
             logits = part.ticket.all_logits()
             rows = EmittedRows(answers, _NO_ROWS if logits is None else _row_of(part))
             kept = self._emit(rows, part.verdicts, logits)
-            self._tally(answers, [member.drafter for member in part.members], part.verdicts, kept, part.times)
+            self._tally(answers, [member.drafter for member in part.members], part.verdicts, kept, times)
             for answer in answers:
                 answer.closing = False
             self._report(answers)
 
     def _mark(self) -> Any:
-        if self.target.device.type != "cuda":
+        if not self._has_clock:
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._free_marks.pop() if self._free_marks else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -332,15 +365,6 @@ class QueuedEngine(Engine):
         answer.on_device = False
         answer.behind = None
         super()._released(answer)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """A copy on the host, under way: wait for the device before reading it."""
-    if not values.is_cuda:
-        return values
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    copy.copy_(values, non_blocking=True)
-    return copy
 
 
 def _join(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -> Member:

@@ -125,13 +125,21 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next pass. Every decode in it has room for its next token."""
         plan = Schedule()
+        reading: list[Answer] = []  # whose prompts are not computed yet
+        before = self.preemptions
         for answer in list(self.running):
-            if answer.phase is Phase.RUNNING and answer.decoding and not answer.will_end and self._make_room(answer):
-                plan.decodes.append(answer)
-        plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]  # less those preempted
+            if answer.phase is not Phase.RUNNING:
+                continue
+            if answer.decoding:
+                if not answer.will_end and self._make_room(answer):
+                    plan.decodes.append(answer)
+            elif answer.pending > 1:
+                reading.append(answer)
+        if self.preemptions > before:
+            plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]
         room = self._chunks.room(len(plan.decodes))
-        for answer in self.running:
-            if answer.pending > 1:
+        for answer in reading:
+            if answer.phase is Phase.RUNNING:
                 room -= self._take(plan, answer, room)
         self._admit(plan, room)
         return plan

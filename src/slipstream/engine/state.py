@@ -14,6 +14,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRequest
 from slipstream.engine.text import TextStream
 from slipstream.kv.pages import PageTable
+from slipstream.sampling.table import Features
 
 _arrivals = itertools.count()
 
@@ -58,10 +59,10 @@ class Answer:
     on_device: bool = False  # its lane on the device says where it stands
     closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
     behind: int | None = None  # tokens that its device drafter has read, where it stopped following; None: it follows
+    id: str = field(init=False)  # of job and sample always: a job may be named like another's second answer
 
-    @property
-    def id(self) -> str:
-        return f"{self.job.id}/{self.sample}"  # always both: a job may be named like another's second answer
+    def __post_init__(self) -> None:
+        self.id = f"{self.job.id}/{self.sample}"
 
     @property
     def params(self) -> SamplingParams:
@@ -73,7 +74,7 @@ class Answer:
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens) - len(self.job.prompt_ids)
 
     @property
     def cached(self) -> int:
@@ -86,7 +87,8 @@ class Answer:
     @property
     def decoding(self) -> bool:
         """Is the next thing to compute the token behind its last one, seen by the host or not?"""
-        return self.pending == 1 or (self.pending == 0 and self.queued > 0)
+        pending = self.pending
+        return pending == 1 or (pending == 0 and self.queued > 0)
 
     @property
     def will_end(self) -> bool:
@@ -114,6 +116,15 @@ class Answer:
         except Exception as broken:  # a tokenizer that cannot decode its own tokens: the ids are right all the same
             self.output.error = self.output.error or f"the text is incomplete: {type(broken).__name__}: {broken}"
         self.output.text = self.text.visible
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """What those who decode together ask for: it is found out when one comes or goes, and not every round."""
+
+    answers: list[Answer]
+    features: Features
+    reads_logits: bool
 
 
 @dataclass(slots=True)

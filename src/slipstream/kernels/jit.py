@@ -16,11 +16,13 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     has_triton = True
 except ImportError:  # pragma: no cover - seen on machines without it
     triton = None
     tl = None
+    TensorDescriptor = None
     has_triton = False
 
 
@@ -57,4 +59,4 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and has_kernels(tensor.device)
 
 
-__all__ = ["has_kernels", "has_triton", "jit", "on_gpu", "tl", "triton"]
+__all__ = ["TensorDescriptor", "has_kernels", "has_triton", "jit", "on_gpu", "tl", "triton"]

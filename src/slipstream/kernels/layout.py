@@ -30,6 +30,7 @@ class RowLayout:
     max_keys: int  # no row of this pass sees more keys
     # made once a pass, read by every layer
     tilings: dict[int, Tensor] = field(default_factory=dict)  # by rows a tile
+    owns: dict[int, Tensor] = field(default_factory=dict)  # by keys a block
     host_spans: list[Span] = field(default_factory=list)  # for the twin
 
     def tiles(self, tile_rows: int) -> Tensor:
@@ -37,6 +38,18 @@ class RowLayout:
         if tile_rows not in self.tilings:
             self.tilings[tile_rows] = _tiles(self, tile_rows)
         return self.tilings[tile_rows]
+
+    def own(self, block_keys: int) -> Tensor | None:
+        """[N, W] int32: the cache slots of each row's keys from the block on in which its request's draft begins.
+
+        Those before the draft lie on pages, those of it where its ancestors were put; -1 where there is none. None
+        where all rows are chains, whose keys lie on pages alone.
+        """
+        if self.ancestors is None:
+            return None
+        if block_keys not in self.owns:
+            self.owns[block_keys] = _own(self, self.ancestors, block_keys)
+        return self.owns[block_keys]
 
     def spans(self) -> list[Span]:
         """The same for the twin, read by the host."""
@@ -90,6 +103,56 @@ def _tiles_kernel(
     tl.store(place + 1, begin, mask=tile < T)
     tl.store(place + 2, stop, mask=tile < T)
     tl.store(place + 3, tl.max(position, 1) + 1, mask=tile < T)
+
+
+@jit(sizes=["B", "P", "depths"], pointers=["lanes_ptr", "slots_ptr", "lengths_ptr"])
+def _own_kernel(
+    starts_ptr: tl.tensor,
+    lanes_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    pages_ptr: tl.tensor,  # [S, P]
+    slots_ptr: tl.tensor,
+    ancestors_ptr: tl.tensor,  # [N, depths]
+    own_ptr: tl.tensor,  # [N, W]
+    B: tl.tensor,
+    P: tl.tensor,
+    depths: tl.tensor,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    request = tl.arange(0, BLOCK_B)
+    first = tl.load(starts_ptr + request, mask=request < B, other=0)
+    end = tl.load(starts_ptr + request + 1, mask=request < B, other=0)
+    mine = (first <= row) & (row < end)
+    real = tl.sum(mine.to(tl.int32), 0) > 0  # else it is padding
+    lane = tl.sum(tl.where(mine, tl.load(lanes_ptr + request, mask=request < B, other=0), 0), 0)
+    length = tl.load(lengths_ptr + lane).to(tl.int32)
+    j = tl.arange(0, BLOCK_W)
+    at = length // BLOCK_KEYS * BLOCK_KEYS + j
+    depth = at - length
+    page = tl.load(pages_ptr + lane * P + at // PAGE, mask=real & (depth < 0), other=0)
+    inside = real & (depth >= 0) & (depth < depths)
+    above = tl.load(ancestors_ptr + row * depths + depth, mask=inside, other=-1)
+    guest = tl.load(slots_ptr + above, mask=above >= 0, other=-1).to(tl.int32)
+    slot = tl.where(depth < 0, page * PAGE + at % PAGE, guest)
+    tl.store(own_ptr + row * W + j, tl.where(real, slot, -1), mask=j < W)
+
+
+def _own(layout: RowLayout, ancestors: Tensor, block_keys: int) -> Tensor:
+    rows, depths = ancestors.shape
+    width = triton.cdiv(block_keys - 1 + depths, block_keys) * block_keys
+    own = torch.empty((rows, width), dtype=torch.int32, device=ancestors.device)
+    requests = layout.lanes.shape[0]
+    _own_kernel[(rows,)](
+        layout.starts, layout.lanes, layout.lengths, layout.pages, layout.slots, ancestors, own, requests,
+        layout.pages.shape[1], depths, PAGE=layout.page_size, BLOCK_KEYS=block_keys, W=width,
+        BLOCK_B=triton.next_power_of_2(requests), BLOCK_W=triton.next_power_of_2(width), num_warps=2,
+    )  # fmt: skip
+    return own
 
 
 def _tiles(layout: RowLayout, tile_rows: int) -> Tensor:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import jit, on_gpu, tl, triton
+from slipstream.kernels.jit import TensorDescriptor, jit, on_gpu, tl, triton
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 200 * 1024
+_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if tl is not None else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Tile:
     block_k: int
     stages: int
     warps: int
+    tma: bool = False
+    flip: bool = False
 
     @staticmethod
     def of(rows: int, n: int, k: int, *, splits: int, gated: bool, size: int) -> Tile:
@@ -40,20 +43,24 @@ class Tile:
         if rows <= 16:
             tile = Tile(16, 64, 128, 3, 4)
         elif rows <= 32:
-            tile = Tile(32, 64, 64, 4, 4) if gated else Tile(32, 64, 128, 3, 4)
+            tile = Tile(32, 64, 64, 4, 4) if gated else Tile(32, 128, 64, 5, 4, tma=True)
         elif rows <= 64:
-            tile = Tile(64, 64, 64, 4, 4) if gated else Tile(64, 128, 64, 4, 4)
+            tile = Tile(64, 64, 64, 4, 4, tma=True) if gated else Tile(64, 128, 64, 4, 4, tma=True)
         else:
-            tile = Tile(128, 64, 64, 4, 8) if gated else Tile(128, 128, 64, 4, 8)
+            tile = Tile(128, 128 if gated else 256, 64, 4, 8, tma=True, flip=True)
+        block_n, block_k, stages = tile.block_n, tile.block_k, tile.stages
         if size == 4:
-            tile = Tile(tile.block_m, 64, 32, 2, tile.warps)
-        block_k = min(tile.block_k, _step(k) or tile.block_k)
-        stages = tile.stages
-        if rows <= 64 and -(-n // tile.block_n) * splits <= _MULTIPROCESSORS:
+            block_n, block_k, stages = 64, 32, 2
+        block_k = min(block_k, _step(k) or block_k)
+        tma = tile.tma and size == 2 and k % block_k == 0
+        few = -(-n // 64) * splits <= _MULTIPROCESSORS
+        if few or not tma:
+            block_n = 64
+        if few and rows <= 64:
             # one program a multiprocessor, or none: it is waiting that takes the time, so all is asked for at once
-            held = ((2 if gated else 1) * tile.block_n + tile.block_m) * block_k * size
+            held = ((2 if gated else 1) * block_n + tile.block_m) * block_k * size
             stages = max(stages, min(-(-k // (splits * block_k)), _SHARED_BYTES // held, 8))
-        return Tile(tile.block_m, tile.block_n, block_k, stages, tile.warps)
+        return Tile(tile.block_m, block_n, block_k, stages, tile.warps, tma, tma and tile.flip)
 
 
 def _step(k: int) -> int | None:
@@ -72,8 +79,9 @@ def splits_of(n: int, k: int) -> int:
 
 @jit(sizes=["M"])
 def _linear_kernel(
-    x_ptr: tl.tensor,  # [M, K]
-    w_ptr: tl.tensor,  # [N, K], or [2 N, K] where gated: gate, then up
+    x_ptr: tl.tensor,  # [M, K]; where TMA, a descriptor of it
+    w_ptr: tl.tensor,  # [N, K], or [2 N, K] where gated: gate, then up; where TMA, a descriptor of it
+    raw_ptr: tl.tensor,  # the weight itself
     bias_ptr: tl.tensor,  # [N], or [2 N] where gated; not read unless there is one
     out_ptr: tl.tensor,  # [splits, M, N] fp32 where PARTIAL, else [M, N]
     M: tl.tensor,
@@ -88,61 +96,86 @@ def _linear_kernel(
     PARTIAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    KIND: tl.constexpr,
+    TMA: tl.constexpr,
+    FLIP: tl.constexpr,  # the rows stand first after all
     OVERLAP: tl.constexpr,
+    FETCH: tl.constexpr,  # how much of a row's run is asked for before the input is there
+    EARLY: tl.constexpr,  # let the next kernel begin at once
 ) -> None:
     RUN: tl.constexpr = (K + SPLITS - 1) // SPLITS
     split = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(columns < N, columns, 0).to(tl.int64)
-    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = tl.program_id(2) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
     steps = tl.arange(0, BLOCK_K)
     start = 0 if WHOLE else split * RUN
     if OVERLAP:
-        if BLOCK_K >= 64:
-            lines = tl.arange(0, BLOCK_K // 64) * 64
-            _fetch(w_ptr + safe[:, None] * K + start + lines[None, :])
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        for at in tl.static_range(0, FETCH, 64):
+            _fetch(raw_ptr + safe * K + start + at)
             if GATED:
-                _fetch(w_ptr + (safe[:, None] + N) * K + start + lines[None, :])
+                _fetch(raw_ptr + (safe + N) * K + start + at)
         tl.extra.cuda.gdc_wait()
+    if FLIP:
+        rows_at, columns_at = rows[:, None], columns[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    else:
+        rows_at, columns_at = rows[None, :], columns[:, None]
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     real = rows[None, :] < M
-    x_tile = x_ptr + rows[None, :].to(tl.int64) * K + steps[:, None]
-    w_tile = w_ptr + safe[:, None] * K + steps[None, :]
-    v_tile = w_tile + N.to(tl.int64) * K  # the second weight, where gated
+    if not TMA:
+        x_tile = x_ptr + rows[None, :].to(tl.int64) * K + steps[:, None]
+        w_tile = w_ptr + safe[:, None] * K + steps[None, :]
+        v_tile = w_tile + N.to(tl.int64) * K  # the second weight, where gated
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + safe).to(tl.float32)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        safe_at = tl.where(columns_at < N, columns_at, 0)
+        bias = tl.load(bias_ptr + safe_at).to(tl.float32)
     for run in range(SPLITS if WHOLE else 1):
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        acc = tl.zeros(total.shape, tl.float32)
         for k in range(start + run * RUN, start + run * RUN + RUN, BLOCK_K):
-            if K % BLOCK_K == 0:
+            if TMA:
+                x = tl.trans(x_ptr.load([first_row, k]))
+                w = w_ptr.load([tl.program_id(0) * BLOCK_N, k])
+            elif K % BLOCK_K == 0:
                 x = tl.load(x_tile + k, mask=real, other=0.0)
                 w = tl.load(w_tile + k)
             else:
                 x = tl.load(x_tile + k, mask=real & (k + steps[:, None] < K), other=0.0)
                 w = tl.load(w_tile + k, mask=k + steps[None, :] < K, other=0.0)
-            acc = tl.dot(w, x, acc, input_precision=PRECISION)
+            if FLIP:
+                acc = tl.dot(tl.trans(x), tl.trans(w), acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(w, x, acc, input_precision=PRECISION)
             if GATED:
-                if K % BLOCK_K == 0:
+                if TMA:
+                    v = w_ptr.load([N + tl.program_id(0) * BLOCK_N, k])
+                elif K % BLOCK_K == 0:
                     v = tl.load(v_tile + k)
                 else:
                     v = tl.load(v_tile + k, mask=k + steps[None, :] < K, other=0.0)
-                up = tl.dot(v, x, up, input_precision=PRECISION)
+                if FLIP:
+                    up = tl.dot(tl.trans(x), tl.trans(v), up, input_precision=PRECISION)
+                else:
+                    up = tl.dot(v, x, up, input_precision=PRECISION)
         if HAS_BIAS:
             # in the first run, whoever sums it: the others are added behind it, here or by the next kernel
-            acc += tl.where(split + run == 0, bias, 0.0)[:, None]
+            acc += tl.where(split + run == 0, bias, 0.0)
         total = acc if SPLITS == 1 or not WHOLE else total + acc
-    if OVERLAP:
+    if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS and GATED:
-        up += tl.load(bias_ptr + N + safe).to(tl.float32)[:, None]
+        up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
     if GATED:
-        kind = x_ptr.dtype.element_ty
-        gate = total.to(kind).to(tl.float32)  # rounded where separate modules would round
-        gate = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-        total = gate * up.to(kind).to(tl.float32)
-    place = out_ptr + split.to(tl.int64) * M * N + rows[None, :].to(tl.int64) * N + columns[:, None]
-    kept = real & (columns[:, None] < N)
+        gate = total.to(KIND).to(tl.float32)  # rounded where separate modules would round
+        gate = (gate / (1.0 + tl.exp(-gate))).to(KIND).to(tl.float32)
+        total = gate * up.to(KIND).to(tl.float32)
+    place = out_ptr + split.to(tl.int64) * M * N + rows_at.to(tl.int64) * N + columns_at
+    kept = (rows_at < M) & (columns_at < N)
     if PARTIAL:
         tl.store(place, total, mask=kept)
     else:
@@ -204,10 +237,16 @@ def _launch(
     if not m:
         return out
     grid = (triton.cdiv(n, tile.block_n), 1 if whole else splits, triton.cdiv(m, tile.block_m))
+    tma = tile.tma and not (x.data_ptr() | weight.data_ptr()) % 16
+    few = grid[0] * grid[1] * grid[2] <= _MULTIPROCESSORS
     _linear_kernel[grid](
-        x, weight, bias, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if tma else x,
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if tma else weight,
+        weight, bias, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLITS=splits, WHOLE=whole, GATED=gated, PARTIAL=partial, HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", OVERLAP=overlap,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", KIND=_KINDS[x.dtype], TMA=tma, FLIP=tile.flip,
+        OVERLAP=overlap,
+        FETCH=k // splits if few else tile.block_k, EARLY=few,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap,
     )  # fmt: skip
     return out

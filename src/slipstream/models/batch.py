@@ -7,7 +7,11 @@ rows that its request brings to this pass, its ancestors and itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -32,3 +36,21 @@ class PassBatch:
     @property
     def num_requests(self) -> int:
         return len(self.prefix_lengths)
+
+
+def sent(values: NDArray[np.integer[Any]], device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting for what the device is at. On a CPU they stay where they are.
+
+    A plain copy to a GPU waits until all that is queued is done: so numbers go together, and from pinned memory.
+    """
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def fetched(values: Tensor) -> Tensor:
+    """A copy on the host, under way: wait for the device before reading it."""
+    if not values.is_cuda:
+        return values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    return copy

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,12 +19,13 @@ from slipstream.kernels.add_norm import add_norm
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.linear import PackedLinear
 from slipstream.kernels.paged import attend, prepare
+from slipstream.kernels.paged_wide import attend_wide, prepare_wide
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 from slipstream.kernels.silu_mul import silu_mul
 from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext, running_pass
-from slipstream.models.batch import PassBatch
+from slipstream.models.batch import PassBatch, sent
 from slipstream.models.fuse import FusedLayer, FusedTrunk
 from slipstream.models.traits import AttentionTraits
 
@@ -38,7 +40,7 @@ class DevicePass(PassContext):
         """wide: many rows of prompts, faster by products and tiles that are not row-independent."""
         self.layout = layout
         self.cache = cache
-        self.wide = wide
+        self.wide = wide and layout.ancestors is None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
         self.cache.write(layer, self.layout.slots, key, value)
@@ -46,56 +48,63 @@ class DevicePass(PassContext):
 
     def attend_written(self, layer: int, query: Tensor, traits: AttentionTraits, *, overlap: bool = False) -> Tensor:
         """The attention of rows whose K and V are in the cache already."""
-        return attend(
-            query,
-            self.cache.keys(layer),
-            self.cache.values(layer),
-            self.layout,
-            scaling=traits.scaling,
-            window=traits.window,
-            softcap=traits.softcap,
-            sinks=traits.sinks,
-            overlap=overlap,
-            wide=self.wide,
-        )
+        where = (query, self.cache.keys(layer), self.cache.values(layer), self.layout)
+        how: dict[str, Any] = {
+            "scaling": traits.scaling,
+            "window": traits.window,
+            "softcap": traits.softcap,
+            "sinks": traits.sinks,
+        }
+        if self.wide:
+            return attend_wide(*where, **how)
+        return attend(*where, **how, overlap=overlap)
+
+    def prepare(self, heads: int) -> None:
+        """What the attention of every layer reads."""
+        (prepare_wide if self.wide else prepare)(self.layout, heads, self.cache.keys(0))
 
 
 def layout_of(batch: PassBatch, page_size: int) -> RowLayout:
     """The layout of a pass that was packed on the host."""
-    device = batch.slots.device
-    most = max(len(pages) for pages in batch.pages)
-    pages = torch.tensor([list(p) + [0] * (most - len(p)) for p in batch.pages], dtype=torch.int32)
-    ends = batch.row_starts[1:]
-    keys = max(p + e - s for p, s, e in zip(batch.prefix_lengths, batch.row_starts, ends, strict=False))
-    spans = list(zip(batch.prefix_lengths, batch.row_starts, ends, strict=False))
+    device, requests = batch.slots.device, batch.num_requests
+    starts, prefixes = np.array(batch.row_starts), np.array(batch.prefix_lengths)
+    counts = np.diff(starts)
+    table = np.zeros((requests, max(map(len, batch.pages))), dtype=np.int32)  # [B, P]
+    for line, pages in zip(table, batch.pages, strict=True):
+        line[: len(pages)] = pages
+    narrow = sent(np.concatenate((starts, table.ravel()), dtype=np.int32), device)
     # a row's place among its request's keys is its position, unless a check puts a prompt elsewhere in the context
-    first_rows = torch.tensor([s for _, s, e in spans for _ in range(s, e)], device=device)
-    prefixes = torch.tensor([p for p, s, e in spans for _ in range(s, e)], device=device)
+    first_rows, prefix_of, lengths = sent(
+        np.concatenate((np.repeat(starts[:-1], counts), np.repeat(prefixes, counts), prefixes), dtype=np.int64), device
+    ).split((batch.num_rows, batch.num_rows, requests))
     return RowLayout(
-        positions=batch.positions - batch.positions[first_rows] + prefixes,
+        positions=batch.positions - batch.positions[first_rows] + prefix_of,
         slots=batch.slots,
-        starts=torch.tensor(batch.row_starts, dtype=torch.int32, device=device),
-        lanes=torch.arange(batch.num_requests, device=device),
-        lengths=torch.tensor(batch.prefix_lengths, dtype=torch.int64, device=device),
-        pages=pages.to(device),
+        starts=narrow[: requests + 1],
+        lanes=torch.arange(requests, device=device),
+        lengths=lengths,
+        pages=narrow[requests + 1 :].view(table.shape),
         ancestors=_ancestors(batch) if batch.masks is not None else None,
         page_size=page_size,
-        max_keys=keys,
+        max_keys=int((prefixes + counts).max()),
     )
 
 
 def _ancestors(batch: PassBatch) -> Tensor:  # [N, depth] int32
     """The rows above each row, from mask words; rows of a chain have all rows before them."""
     assert batch.masks is not None
-    words, found = batch.masks.tolist(), []
-    for tree, start, end in zip(batch.is_tree, batch.row_starts, batch.row_starts[1:], strict=False):
-        for row in range(start, end):
-            own = row - start
-            above = [j for j in range(own + 1) if words[row] >> j & 1] if tree else range(own + 1)
-            found.append([start + j for j in above])
-    deepest = max(map(len, found))
-    rows = [above + [-1] * (deepest - len(above)) for above in found]
-    return torch.tensor(rows, dtype=torch.int32, device=batch.slots.device)
+    words = batch.masks.cpu().numpy()
+    starts, counts = np.array(batch.row_starts[:-1]), np.diff(batch.row_starts)
+    first = np.repeat(starts, counts)  # [N]
+    own = np.arange(batch.num_rows) - first  # [N]: a row's place among its request's
+    of_tree = np.repeat(batch.is_tree, counts)[:, None]
+    column = np.arange(counts.max())
+    above = column <= own[:, None]  # [N, M]
+    above[:, :64] &= ~of_tree | ((words[:, None] >> column[:64]) & 1 == 1)
+    deepest = above.sum(1).max()
+    order = np.argsort(~above, axis=1, kind="stable")[:, :deepest]  # those above first, as they stand
+    rows = np.where(np.take_along_axis(above, order, 1), first[:, None] + order, -1)
+    return sent(rows.astype(np.int32), batch.slots.device)
 
 
 class RowLinear(nn.Module):
@@ -212,7 +221,7 @@ class GpuTrunk(nn.Module):
         self.norm = trunk.norm
         self._norm_eps = float(trunk.norm.eps)
         self._layers = [_Layer.of(cast(FusedLayer, layer)) for layer in trunk.layers]
-        self._heads, self._kv_heads = (cast(int, getattr(trunk.layers[0], name)) for name in ("heads", "kv_heads"))
+        self._heads = self._layers[0].heads
         weight = cast(Tensor, self.embed_tokens.weight)
         cos, sin = trunk.rotary_emb(weight[:1, None], torch.arange(max_positions, device=weight.device)[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [positions, R]
@@ -220,7 +229,7 @@ class GpuTrunk(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = cast(DevicePass, running_pass())
         overlap = not current.wide  # a prompt's kernels are long: there is little to hide
-        prepare(current.layout, self._heads, self._kv_heads, wide=current.wide)
+        current.prepare(self._heads)
         x = self.embed_tokens(input_ids[0])
         delta: Tensor | None = None
         for layer in self._layers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +10,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _EDGES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512], dtype=np.float64)
-_EDGE_OF = [int(np.abs(np.log(_EDGES) - np.log(rows)).argmin()) for rows in range(1, int(_EDGES[-1]))]
+_LOG_EDGES = np.log(_EDGES)
+_EDGE_OF = [int(np.abs(_LOG_EDGES - np.log(rows)).argmin()) for rows in range(1, int(_EDGES[-1]))]
 """The nearest edge of each size. Looked up every round: logarithms would take as long as the whole plan."""
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_NEXT = np.array([SIZES[np.searchsorted(SIZES, rows)] for rows in range(1, SIZES[-1] + 1)], dtype=np.int64)
+"""The rows of queued rounds, and what 1, 2, … rows are filled up to."""
 _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
 _STALE = 512
@@ -27,7 +30,10 @@ class PassCost:
 
     def __init__(self, slope: float) -> None:
         self._slope = slope
+        self.padded = False  # passes are filled up to one of `SIZES`: rows up to there cost nothing more
         self._seen: dict[int, deque[float]] = {}  # edge -> seconds by those of the prior
+        self._typical: dict[int, float] = {}  # edge -> the median of them
+        self._table: Floats = np.empty(0)  # seconds for 1, 2, … rows, as many as were asked for
         self._last: dict[int, int] = {}  # edge -> the pass that was last seen there
         self._passes = 0
 
@@ -39,25 +45,55 @@ class PassCost:
         edge = self._edge(rows)
         self._passes += 1
         self._last[edge] = self._passes
-        self._seen.setdefault(edge, deque(maxlen=_REMEMBER)).append(seconds / float(self._prior(rows)))
+        seen = self._seen.setdefault(edge, deque(maxlen=_REMEMBER))
+        seen.append(seconds / (1 + self._slope * (rows - 1)))
+        typical = _median(seen)
+        changed = typical != self._typical.get(edge)
+        self._typical[edge] = typical
         for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
-            del self._last[old], self._seen[old]
+            del self._last[old], self._seen[old], self._typical[old]
+            changed = True
+        if changed:  # now, and not when a round waits for its plan
+            self._table = self._interpolated(len(self._table))
+
+    def unseen(self, low: int, high: int) -> int | None:
+        """The largest size for `low` rows or more, but below that of `high`, of which nothing is known lately."""
+        between = [size for size in SIZES if self._next(low) <= size < self._next(high)]
+        return next((size for size in reversed(between) if self._edge(size) not in self._seen), None)
 
     def seconds(self, rows: int) -> float:
         return float(self.curve(rows, rows)[0])
 
     def curve(self, low: int, high: int) -> Floats:
         """Seconds for low, low + 1, … high rows; in an arbitrary unit before the first observation."""
-        rows = np.arange(low, high + 1, dtype=np.float64)
-        if not self._seen:
-            return self._prior(rows)
-        edges = sorted(self._seen)
-        scale = np.interp(np.log(rows), np.log(_EDGES[edges]), [median(self._seen[e]) for e in edges])
-        return np.maximum.accumulate(self._prior(rows) * scale)  # more rows never cost less: what says so is noise
+        if high > len(self._table):
+            self._table = self._interpolated(high)
+        part = self._table[low - 1 : high]
+        # more rows never cost less: what says so is noise
+        return np.maximum.accumulate(part) if self._seen else part.copy()
 
-    def _prior(self, rows: Floats | float) -> Floats:
-        return np.asarray(1 + self._slope * (np.asarray(rows) - 1))
+    def _interpolated(self, high: int) -> Floats:  # [high]
+        rows = np.arange(1, high + 1, dtype=np.float64)
+        prior = 1 + self._slope * (rows - 1)
+        if not self._typical:
+            return prior
+        edges = sorted(self._typical)
+        if self.padded:
+            filled = rows.copy()
+            filled[: len(_NEXT)] = _NEXT[:high]
+            rows, prior = filled, 1 + self._slope * (filled - 1)
+        return prior * np.interp(np.log(rows), _LOG_EDGES[edges], [self._typical[e] for e in edges])
+
+    @staticmethod
+    def _next(rows: int) -> int:
+        return int(_NEXT[rows - 1]) if rows <= len(_NEXT) else rows
 
     @staticmethod
     def _edge(rows: int) -> int:
         return _EDGE_OF[max(rows, 1) - 1] if rows < _EDGES[-1] else len(_EDGES) - 1
+
+
+def _median(values: deque[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

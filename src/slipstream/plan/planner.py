@@ -7,18 +7,30 @@ expected tokens per second of the whole batch, and none where none does. It chan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from slipstream.core.draft import ROOT, Tree
 from slipstream.plan.acceptance import Acceptance
-from slipstream.plan.cost import Floats, PassCost
+from slipstream.plan.cost import PassCost
 
 _FIRST_PROBE = 16
 _LAST_PROBE = 256
 """Rounds between two probes of a drafter that does not pay: first, and at the most."""
 _MARGIN = 1.02
 """What a draft must promise beyond plain decoding: the estimates are no better than this."""
+
+_EXPLORE = 8
+"""Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
+_TRIAL = 6
+"""Rounds over which a drafter on the host must have been worth the wait for it."""
+_FIRST_REST = 64
+_LAST_REST = 512
+"""Rounds that go without a drafter which was not worth the wait: first, and at the most."""
+
+_NOTHING = Tree()
 
 
 class Planner:
@@ -44,8 +56,18 @@ class Planner:
         """What to keep of guesses that cost nothing to have."""
         return list(trees)
 
+    def rests(self, drafter: str, rows: int) -> bool:
+        """Is waiting for this drafter on the host not worth it for now, with so many requests?"""
+        return False
+
+    def pad_passes(self) -> None:
+        """Passes come in a few sizes only, and are filled up to the next one."""
+
     def observe_pass(self, rows: int, seconds: float) -> None:
         """A target pass over this many rows took this long."""
+
+    def observe_wait(self, drafter: str, seconds: float) -> None:
+        """The device had nothing to do for so long, because a drafter on the host had to know a round's result."""
 
     def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
         """A device drafter took this long to go `nodes` deep."""
@@ -57,6 +79,38 @@ class Planner:
         """The request ended."""
 
 
+@dataclass(slots=True)
+class _Waits:
+    """What waiting for one drafter costs and brings. Where it does not pay, rounds go on without, and nobody waits.
+
+    A drafter that is asked learns from its guesses even where none is drafted; so it is asked again for a few rounds
+    now and then, or when there are only half as many requests.
+    """
+
+    seconds: float = 0.0  # a round's wait, lately
+    worth: float = 0.0  # how fast rounds with it are beside plain ones: the sum over `asked` rounds
+    asked: int = 0
+    until: int = 0  # the round before which nobody asks
+    rows: int = 0  # requests when that was decided
+    rest: int = _FIRST_REST
+    _seen: bool = False
+
+    def observe(self, seconds: float) -> None:
+        self.seconds = self.seconds + 0.2 * (min(seconds, 3 * self.seconds) - self.seconds) if self._seen else seconds
+        self._seen = True
+
+    def weigh(self, speed: float, now: int, rows: int) -> None:
+        self.worth += speed
+        self.asked += 1
+        if self.asked < _TRIAL:
+            return
+        if self.worth > self.asked:
+            self.rest = _FIRST_REST
+        else:
+            self.until, self.rows, self.rest = now + self.rest, rows, min(2 * self.rest, _LAST_REST)
+        self.worth, self.asked = 0.0, 0
+
+
 class AdaptivePlanner(Planner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
@@ -66,6 +120,15 @@ class AdaptivePlanner(Planner):
         self._draft_cost: dict[str, PassCost] = {}
         self._idle: dict[str, int] = {}  # rounds since the drafter last drafted
         self._patience: dict[str, int] = {}  # idle rounds before the next probe
+        self._waits: dict[str, _Waits] = {}  # of the drafters that rounds wait for
+        self._rounds = 0
+
+    def rests(self, drafter: str, rows: int) -> bool:
+        waits = self._waits.get(drafter)
+        return waits is not None and self._rounds < waits.until and 2 * rows > waits.rows
+
+    def pad_passes(self) -> None:
+        self._cost.padded = True
 
     def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
         """Sizes for a drafter whose guesses cost time: one depth for all, since its steps run for all together."""
@@ -94,24 +157,42 @@ class AdaptivePlanner(Planner):
     ) -> list[Tree]:
         """Keep the nodes that pay, of guesses that cost nothing to have. A node stays only with its parent."""
         if not any(trees):
+            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + self._wait(drafter)))
             return list(trees)
-        chances = [
-            _along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
-            for request_id, tree, promise in zip(request_ids, trees, promises, strict=True)
-        ]
-        pooled = np.concatenate(chances)
+        chances: list[float] = []
+        ends: list[int] = []
+        for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
+            if tree.tokens:
+                chances += _along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
+            ends.append(len(chances))
+        pooled = np.array(chances)  # [N]
         order = np.argsort(-pooled, kind="stable")  # stable: a parent as likely as its child comes first
-        gained = np.concatenate(([0.0], np.cumsum(pooled[order])))
-        rate = (rows + gained) / self._cost.curve(rows, rows + len(pooled))
-        best = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
-        best = self._probe(drafter, best, min(4, len(pooled)))
-        kept = np.zeros(len(pooled), dtype=bool)
+        expected = np.empty(len(chances) + 1)  # [N + 1]: tokens of the pass with the likeliest 0, 1, … nodes
+        expected[0] = rows
+        expected[1:] = pooled[order]
+        rate = np.cumsum(expected) / (self._cost.curve(rows, rows + len(chances)) + self._wait(drafter))
+        best = int(rate.argmax())
+        self._weigh(drafter, rows, float(rate[best]))
+        best = self._probe(drafter, best if rate[best] > rate[0] * _MARGIN else 0, min(4, len(chances)))
+        best = self._explore(rows, best)
+        if best == 0:
+            return [_NOTHING] * len(trees)
+        if best == len(chances):
+            return list(trees)
+        kept = np.zeros(len(chances), dtype=bool)
         kept[order[:best]] = True
-        ends = np.cumsum([len(tree) for tree in trees])
-        return [_cut(tree, kept[end - len(tree) : end]) for tree, end in zip(trees, ends, strict=True)]
+        keep: list[bool] = kept.tolist()
+        return [
+            _cut(tree, keep[end - len(tree.tokens) : end]) if tree.tokens else tree
+            for tree, end in zip(trees, ends, strict=True)
+        ]
 
     def observe_pass(self, rows: int, seconds: float) -> None:
+        self._rounds += 1
         self._cost.observe(rows, seconds)
+
+    def observe_wait(self, drafter: str, seconds: float) -> None:
+        self._waits.setdefault(drafter, _Waits()).observe(seconds)
 
     def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
         self._drafting(drafter).observe(nodes, seconds)
@@ -139,6 +220,24 @@ class AdaptivePlanner(Planner):
         self._patience[drafter] = min(2 * patience, _LAST_PROBE)
         return small
 
+    def _wait(self, drafter: str) -> float:
+        """Seconds that a round waits for this drafter, whatever is then taken of its guesses."""
+        waits = self._waits.get(drafter)
+        return waits.seconds if waits is not None and self._cost.observed else 0.0
+
+    def _weigh(self, drafter: str, rows: int, rate: float) -> None:
+        """With these guesses a round brings so many tokens by the second: more than one that waits for nobody?"""
+        waits = self._waits.get(drafter)
+        if waits is not None and self._cost.observed:
+            waits.weigh(rate * self._cost.seconds(rows) / rows, self._rounds, rows)
+
+    def _explore(self, rows: int, nodes: int) -> int:
+        """Fewer nodes once in a while, to see what a smaller pass costs: a rule that always takes many never learns."""
+        if not nodes or not self._cost.padded or self._rounds % _EXPLORE != _EXPLORE - 1:
+            return nodes
+        size = self._cost.unseen(rows, rows + nodes)
+        return nodes if size is None else size - rows
+
     def _promise(self, drafter: str, request_id: str, tree: Tree) -> Sequence[float]:
         """For a drafter that does not say: siblings share their parent's chance, the first of them most of it."""
         alpha = self._estimate(drafter).alpha(request_id)
@@ -157,21 +256,25 @@ class AdaptivePlanner(Planner):
         return self._draft_cost.setdefault(drafter, PassCost(slope=1.0))
 
 
-def _along_paths(tree: Tree, promise: Sequence[float]) -> Floats:
+def _along_paths(tree: Tree, promise: Sequence[float]) -> list[float]:
     """A path is at most as likely as any path it goes on from."""
+    if tree.is_chain:
+        return list(accumulate(promise, min))
     chances: list[float] = []
     for parent, chance in zip(tree.parents, promise, strict=True):
         chances.append(chance if parent == ROOT else min(chance, chances[parent]))
-    return np.array(chances, dtype=np.float64)
+    return chances
 
 
-def _cut(tree: Tree, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Tree:
-    if kept.all():
-        return tree
-    new_index = np.cumsum(kept) - 1
-    nodes = np.flatnonzero(kept).tolist()
-    parents = [tree.parents[n] for n in nodes]
+def _cut(tree: Tree, kept: list[bool]) -> Tree:
+    """The tree without the nodes that are not kept; a kept node's parent is kept."""
+    count = sum(kept)
+    if not any(kept[count:]):  # the first nodes, as always of a chain: their parents are among them
+        return Tree(tree.tokens[:count], tree.parents[:count])
+    new_index = [place - 1 for place in accumulate(kept)]
+    nodes = [node for node, keep in enumerate(kept) if keep]
+    parents = [tree.parents[node] for node in nodes]
     return Tree(
-        tuple(tree.tokens[n] for n in nodes),
-        tuple(ROOT if p == ROOT else int(new_index[p]) for p in parents),
+        tuple(tree.tokens[node] for node in nodes),
+        tuple(ROOT if parent == ROOT else new_index[parent] for parent in parents),
     )

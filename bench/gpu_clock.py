@@ -1,0 +1,109 @@
+"""Where a device is timed: graphs, events, the profiler, bandwidth. What only CUDA can do stands here and nowhere else,
+so that everything else of the benchmark runs on a CPU as well, where tests can see it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+Work = Callable[[], object]
+Clock = Callable[[Mapping[str, Work], int], dict[str, float]]
+"""Median seconds of each work over so many repeats, taken in turn, so that a drift of the device hits all alike."""
+
+_COPY_BYTES = {"cuda": 1 << 32, "cpu": 1 << 26}
+
+
+def clock_of(device: torch.device) -> Clock:
+    return graph_clock if device.type == "cuda" else host_clock
+
+
+@torch.inference_mode()
+def graph_clock(works: Mapping[str, Work], repeats: int) -> dict[str, float]:
+    """Each work captured as a CUDA graph, and its replays timed by events. Nothing waits for the host in between."""
+    graphs = {name: _captured(work) for name, work in works.items()}
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in works}
+    for timed in (False, *([True] * repeats)):
+        for name, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            if timed:
+                marks[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: median(begin.elapsed_time(end) for begin, end in pairs) / 1e3 for name, pairs in marks.items()}
+
+
+def _captured(work: Work) -> Any:
+    """As a round is captured: a first run beside the others compiles what must be compiled."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # an engine's thread may be there too
+        work()
+    return graph
+
+
+@torch.inference_mode()
+def host_clock(works: Mapping[str, Work], repeats: int) -> dict[str, float]:
+    """The same by the host's clock, for work that the host does."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(repeats):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: median(taken) for name, taken in seconds.items()}
+
+
+def copy_bandwidth(device: torch.device, clock: Clock | None = None) -> float:
+    """Bytes per second of a copy on the device, read and written counted."""
+    source = torch.empty(_COPY_BYTES[device.type] // 8, dtype=torch.int64, device=device).random_()
+    target = torch.empty_like(source)
+    work = {"copy": lambda: torch.bitwise_not(source, out=target)}
+    return 2 * source.numel() * 8 / (clock or clock_of(device))(work, 8)["copy"]
+
+
+def idle_share(work: Work) -> float | None:
+    """The part of the time in which no kernel ran, over the middle of some work; None where no kernel was seen."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    events: Any = profile.events()
+    on_device = [e.time_range for e in events if str(e.device_type).endswith("CUDA")]
+    return idle_of([(span.start, span.end) for span in on_device])
+
+
+def idle_of(spans: Sequence[tuple[float, float]]) -> float | None:
+    """The same from when kernels began and ended. The first and the last quarter of them do not count."""
+    spans = sorted(spans)
+    if len(spans) < 4:
+        return None
+    begin, end = spans[len(spans) // 4][0], spans[3 * len(spans) // 4][0]  # less the prompt and the last rounds
+    busy, last = 0.0, begin
+    for start, stop in spans:
+        if stop > last and start < end:
+            busy += min(stop, end) - max(start, last)
+            last = stop
+    return 1 - busy / (end - begin) if end > begin else None
+
+
+def free(device: torch.device) -> int:
+    """Give back what nobody holds any more; bytes of tensors that are still held."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()

@@ -1,0 +1,142 @@
+"""The same work by vLLM. Each of its modes has a process of its own, so that one that fails or hangs costs only itself.
+
+The process prints what it has as a line of JSON after every part; the last such line counts, however the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_tokens import CONTEXT, PREFILL_TOKENS, QUICK_TOKENS, prefill_part, prompts_for, rates, stream_of
+
+MODES = ("plain", "ngram", "ngram_gpu", "draft")
+PARTS = ("tokens", "prefill", "small")
+_TAIL = 800
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTask:
+    """What one process is to measure."""
+
+    mode: str
+    model: str
+    draft: str
+    prompts: Path
+    max_tokens: int
+    parts: tuple[str, ...]  # of tokens, prefill
+
+    @property
+    def arguments(self) -> list[str]:
+        return [
+            *("--as-peer", self.mode, "--target", self.model, "--draft", self.draft, "--prompts", str(self.prompts)),
+            *("--max-tokens", str(self.max_tokens), "--peer-parts", ",".join(self.parts)),
+        ]
+
+
+def tasks(
+    modes: Sequence[str], parts: Sequence[str], target: str, small: str | None, draft: str, prompts: Path, most: int
+) -> dict[str, PeerTask]:
+    """By the name that its result gets. Prompts are read by plain decoding alone: the modes read them alike."""
+    found = {}
+    for mode in modes:
+        wanted = [part for part in ("tokens", "prefill") if part in parts and (mode == "plain" or part == "tokens")]
+        if wanted:
+            found[mode] = PeerTask(mode, target, draft, prompts, most, tuple(wanted))
+    if small is not None and "small" in parts and "plain" in modes:
+        found["small"] = PeerTask("plain", small, draft, prompts, most, ("tokens",))
+    return found
+
+
+def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
+    """vLLM in this process. `tell` hears everything so far, after every part."""
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+    from transformers import AutoConfig
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    lookup = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    speculative = {
+        "plain": None,
+        "ngram": {"method": "ngram", **lookup},
+        "ngram_gpu": {"method": "ngram_gpu", **lookup},
+        "draft": {"method": "draft_model", "model": task.draft, "num_speculative_tokens": 5},
+    }[task.mode]
+    positions = AutoConfig.from_pretrained(task.model).max_position_embeddings
+    context = min(CONTEXT if "prefill" in task.parts else CONTEXT // 2, positions)
+    start = time.perf_counter()  # as ours: imports do not count
+    llm = LLM(
+        model=task.model,
+        dtype="bfloat16",
+        max_model_len=context,
+        gpu_memory_utilization=0.4,
+        max_num_seqs=64,
+        speculative_config=speculative,
+        enable_prefix_caching=False,
+    )
+
+    def answering(max_tokens: int) -> Callable[[Sequence[list[int]]], list[list[int]]]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+
+        def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            return [list(o.outputs[0].token_ids) for o in outputs]
+
+        return generate
+
+    opened = time.perf_counter()
+    answering(1)([[5, 6, 7, 8]])
+    found: dict[str, Any] = {"start": {"open_s": opened - start, "first_token_s": time.perf_counter() - opened}}
+    tokenizer = llm.get_tokenizer()
+    if "tokens" in task.parts:
+        prompts = prompts_for(tokenizer, task.prompts, context, task.max_tokens)
+        found |= rates(answering(task.max_tokens), prompts, quick=answering(QUICK_TOKENS))
+        del found["answers"]
+        tell(found)
+    if "prefill" in task.parts:
+        stream = stream_of(tokenizer, task.prompts, PREFILL_TOKENS)
+        found["prefill"] = asdict(prefill_part(answering(1), stream, context))
+        tell(found)
+
+
+def run_apart(task: PeerTask, peer_path: str | None, timeout: float) -> dict[str, Any]:
+    """The task in a process of its own, with `peer_path` first on its path; what it said until it ended."""
+    command = [sys.executable, str(Path(__file__).with_name("gpu.py")), *task.arguments]
+    paths = filter(None, [peer_path, os.environ.get("PYTHONPATH")])
+    return last_words(command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout)
+
+
+def last_words(command: Sequence[str], environment: dict[str, str], timeout: float) -> dict[str, Any]:
+    """Run a command; the last line of JSON that it printed, and in `failed` why there is not more of it.
+
+    Its output goes to files, and its whole group is ended: vLLM's own processes may outlive the one that we started,
+    and would hold pipes open, and memory of the device.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, start_new_session=True)
+        try:
+            code = process.wait(timeout)
+            why = f"ended with {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            why = f"did not end within {timeout:g} s"
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        errors.seek(0)
+        printed, complaints = out.read(), errors.read()
+    lines = [line for line in printed.splitlines() if line.startswith('{"')]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    if why or not lines:
+        found["failed"] = f"{why or 'said nothing'}: {(complaints or printed)[-_TAIL:]}"
+    return found

@@ -1,0 +1,48 @@
+"""What the attention kernels share: scores to base 2, running softmaxes, and their end."""
+
+from __future__ import annotations
+
+from slipstream.kernels.jit import jit, tl
+
+LOG2_E = 1.4426950408889634
+"""Scores are powers of 2: it is in their scale, unless they are capped first."""
+
+
+@jit
+def capped(scores: tl.tensor, softcap: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """softcap * tanh(scores / softcap), to base 2; or the scores as they are."""
+    if SOFTCAP:
+        x = scores / softcap
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)) * 1.4426950408889634
+    return scores
+
+
+@jit
+def finite(top: tl.tensor) -> tl.tensor:
+    """A maximum that can be subtracted also where nothing was seen."""
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@jit
+def finish(
+    out_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    place: tl.tensor,  # [Q] of each row's head in `out`
+    d_range: tl.tensor,
+    mask: tl.tensor,  # [Q, D]
+    head: tl.tensor,
+    real: tl.tensor,  # [Q]
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    SINKS: tl.constexpr,
+) -> None:
+    """Divide by the total, sinks counted, and store."""
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        new = tl.maximum(top, sink)
+        total = total * tl.exp2(top - new) + tl.exp2(sink - new)
+        acc = acc * tl.exp2(top - new)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    out = acc / total[:, None]
+    tl.store(out_ptr + place[:, None] + d_range[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

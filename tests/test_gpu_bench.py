@@ -1,0 +1,593 @@
+"""The GPU benchmark without a GPU: its work, its arithmetic, its layouts and its table. Only the clock is another."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import tiny_llama
+from slipstream.core.draft import ROOT, Tree
+from slipstream.core.errors import ConfigError
+from slipstream.models import attention
+from slipstream.models.runner import Runner, open_unchecked
+
+ROOT_FOLDER = Path(__file__).parent.parent
+sys.path.append(str(ROOT_FOLDER / "bench"))
+gpu, clocks, ours, passes, peers, reports, tables, tokens = (
+    import_module(name)
+    for name in (*("gpu", "gpu_clock", "gpu_ours", "gpu_passes", "gpu_peers", "gpu_report", "gpu_table", "gpu_tokens"),)
+)
+
+CPU = torch.device("cpu")
+
+
+class FakeClock:
+    """Does each work once, keeps what came out, and says that it took as long as it was told to say."""
+
+    def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
+        self.seconds = seconds or {}
+        self.seen: list[dict[str, Any]] = []
+
+    def __call__(self, works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+        assert repeats >= 3
+        with torch.inference_mode():
+            self.seen.append({name: work() for name, work in works.items()})
+        return {name: self.seconds.get(name, 0.5) for name in works}
+
+
+class FakeTime:
+    """Seconds that pass only where work is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def runner(tiny_target: Path) -> Runner:
+    return open_unchecked(tiny_target, torch.float32, CPU)
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    """Categories in Spec-Bench's sizes: 8 of 10 prompts, which are one group, and two of 80."""
+    categories = [*(name for name in sorted(tokens.MULTI_TURN) for _ in range(10)), *["qa"] * 80, *["rag"] * 80]
+    rows = [{"category": name, "turns": [f"{name} {i}?", f"and then {i}"]} for i, name in enumerate(categories)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+# --- the work ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_spread_is_four_of_the_multi_turn_group_and_two_of_each_other(prompts_file: Path) -> None:
+    assert tokens.spread(prompts_file) == [
+        *("coding 0?", "humanities 20?", "reasoning 40?", "stem 60?"),
+        *("qa 83?", "qa 110?", "rag 163?", "rag 190?"),
+    ]
+
+
+def test_prompts_are_encoded_as_a_chat_and_cut(tiny_target: Path, prompts_file: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    ids = tokens.encode(tokenizer, "Hi")
+    assert tokenizer.decode(ids) == "<|user|>Hi\n<|assistant|>"
+    assert tokens.encode(tokenizer, "Hi", 2) == ids[:2]
+    assert {len(ids) for ids in tokens.prompts_for(tokenizer, prompts_file, context=10, max_tokens=4)} == {5}
+
+
+def test_a_stream_is_the_turns_of_the_file(tiny_target: Path, prompts_file: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    assert tokenizer.decode(tokens.stream_of(tokenizer, prompts_file, 25)) == "coding 0?and then 0coding 1?and then 1"
+
+
+def test_windows_follow_each_other_and_begin_again() -> None:
+    assert tokens.windows(range(10), 1, 4, 3) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 1, 2]]
+
+
+def test_rates_count_what_comes_after_the_warm_up() -> None:
+    clock, asked, warm_at = FakeTime(), [], []
+
+    def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
+        asked.append(len(prompts))
+        clock.now += 0.5
+        return [[7] * len(prompt) for prompt in prompts]
+
+    def answer_shortly(prompts: Sequence[list[int]]) -> list[list[int]]:
+        quick.append(len(prompts))
+        return [[0]]
+
+    quick: list[int] = []
+    found = tokens.rates(
+        generate,
+        [[1], [1, 2, 3]],
+        (4,),
+        quick=answer_shortly,
+        warm=lambda: warm_at.append(len(asked)),
+        seconds=clock,
+    )
+    assert quick == [1, 1]
+    assert warm_at == [2], "both batches"
+    assert asked == [4, 4, 1, 1, 4, 4]
+    assert found == {"tokens": 4, "tok_s@1": 4 / 1.0, "answers": [[7], [7, 7, 7]], "tok_s@4": 16 / 1.0}
+    asked.clear()
+    tokens.rates(generate, [[1], [1, 2, 3]], (), seconds=clock)
+    assert asked == [1, 1, 1, 1], "whole answers warm up where nothing quicker is given"
+
+
+def test_reading_prompts_is_a_median_over_different_ones() -> None:
+    clock, asked = FakeTime(), []
+    times = iter([9.0, 1.0, 4.0, 2.0, 9.0, *(0.1 * n for n in range(1, 8))])
+
+    def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
+        asked.append(prompts[0])
+        clock.now += next(times)
+        return [[1]]
+
+    found = tokens.prefill_part(generate, range(100_000), 8192, clock)
+    assert (found.tokens, found.first_tokens) == (8000, 1024)
+    assert found.tok_s == pytest.approx(8000 / 2.0)
+    assert found.first_ms == pytest.approx(400)
+    assert len({tuple(prompt) for prompt in asked}) == 12
+    assert sum(map(len, asked)) == tokens.PREFILL_TOKENS
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_works_are_done_in_turn() -> None:
+    done: list[str] = []
+    found = clocks.host_clock({name: lambda name=name: done.append(name) for name in "ab"}, 3)
+    assert done == list("ab" * 4), "the first of each warms up"
+    assert set(found) == {"a", "b"}
+    assert clocks.clock_of(CPU) is clocks.host_clock
+    assert clocks.clock_of(torch.device("cuda")) is clocks.graph_clock
+
+
+class FakeCuda:
+    """Enough of `torch.cuda` to see what is captured, and what is replayed between which events."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.capturing: str | None = None
+        self.graphs = 0
+        self.milliseconds = 0.0
+        cuda = self
+
+        class Graph:
+            def __init__(self) -> None:
+                cuda.graphs += 1
+                self.name = str(cuda.graphs)
+
+            def replay(self) -> None:
+                cuda.log.append(f"replay {self.name}")
+                cuda.milliseconds += float(self.name)
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = cuda.milliseconds
+
+            def elapsed_time(self, end: Event) -> float:
+                assert cuda.log[-1] == "synchronized"
+                return end.at - self.at
+
+        @contextmanager
+        def capture(graph: Graph, **options: Any) -> Iterator[None]:
+            assert options == {"capture_error_mode": "thread_local"}
+            cuda.capturing = graph.name
+            yield
+            cuda.capturing = None
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, fake in {
+            "CUDAGraph": Graph,
+            "Event": Event,
+            "graph": capture,
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": nullcontext,
+            "synchronize": lambda: self.log.append("synchronized"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def work(self) -> None:
+        assert torch.is_inference_mode_enabled()
+        self.log.append(f"capture {self.capturing}" if self.capturing else "run")
+
+
+def test_on_a_gpu_works_are_captured_once_and_replayed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    assert clocks.graph_clock({"a": cuda.work, "b": cuda.work}, 3) == {"a": 0.001, "b": 0.002}
+    assert cuda.log == ["run", "capture 1", "run", "capture 2", *["replay 1", "replay 2"] * 4, "synchronized"]
+
+
+def test_idle_is_asked_of_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    spans = [(DeviceType.CUDA, t, t + 0.25) for t in range(8)] + [(DeviceType.CPU, t, t + 1.0) for t in range(8)]
+    events = [SimpleNamespace(device_type=k, time_range=SimpleNamespace(start=a, end=b)) for k, a, b in spans]
+    profile = SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(profile))
+    done: list[int] = []
+    assert clocks.idle_share(lambda: done.append(1)) == pytest.approx(0.75)
+    assert done == [1]
+
+
+def test_bandwidth_counts_what_is_read_and_what_is_written() -> None:
+    assert clocks.copy_bandwidth(CPU, FakeClock({"copy": 0.25})) == 2 * 2**26 / 0.25
+
+
+def test_idle_is_what_no_kernel_fills() -> None:
+    spans = [(float(t), t + 0.5) for t in range(8)]
+    assert clocks.idle_of(spans) == pytest.approx(0.5)
+    assert clocks.idle_of([(float(t), t + 1.5) for t in reversed(range(8))]) == 0, "they may overlap, in any order"
+    assert clocks.idle_of([]) is None
+    assert clocks.idle_of([(1.0, 2.0)] * 8) is None
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_is_balanced() -> None:
+    tree = passes.binary_tree(64, 300)
+    tree.check(300, 63)
+    assert len(tree) == 63
+    assert tree.parents[:6] == (ROOT, ROOT, 0, 0, 1, 1)
+    assert max(len(path_to(tree, node)) for node in range(63)) == 6
+    assert {tree.parents.count(parent) for parent in range(ROOT, 30)} == {2}
+
+
+def path_to(tree: Tree, node: int) -> list[int]:
+    path: list[int] = []
+    while node != ROOT:
+        path.insert(0, tree.tokens[node])
+        node = tree.parents[node]
+    return path
+
+
+@torch.inference_mode()
+def logits(runner: Runner, cache: Any, trees: Sequence[Tree], context: int) -> Tensor:
+    out: Tensor = passes.lay_out(runner, cache, trees, context).run()
+    return out
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_row_of_the_tree_sees_its_own_path(runner: Runner, fused: bool) -> None:
+    if fused:
+        runner.swap(fused=True)
+    tree, context = passes.binary_tree(64, runner.vocab_size), 37
+    cache = passes.random_cache(runner, 1, context + 64)
+    whole = logits(runner, cache, [tree], context)
+    assert whole.shape == (64, runner.vocab_size)
+    for node in range(63):
+        alone = logits(runner, cache, [Tree.chain(path_to(tree, node))], context)
+        torch.testing.assert_close(whole[1 + node], alone[len(path_to(tree, node))], rtol=1e-4, atol=1e-4)
+    assert whole.std(dim=0).max() > 0.1, "rows differ"
+
+
+def test_requests_beside_each_other_are_as_alone(runner: Runner) -> None:
+    cache = passes.random_cache(runner, 5, 33)
+    together = passes.lay_out(runner, cache, [Tree()] * 5, 30)
+    assert together.rows.ids.shape == (6,), "as rounds come: in buckets"
+    with torch.inference_mode():
+        rows = together.run()
+        for i in range(5):
+            pages = together.state.pages[i, :3].tolist()
+            assert pages == [3 * i, 3 * i + 1, 3 * i + 2]
+            moved = passes.random_cache(runner, 1, 33)
+            for mine, all_of_them in zip(moved.planes, cache.planes, strict=True):
+                mine[:, :48] = all_of_them[:, pages[0] * 16 : pages[0] * 16 + 48]
+            alone = passes.lay_out(runner, moved, [Tree()], 30)
+            alone.rows.ids[0] = together.rows.ids[i]
+            torch.testing.assert_close(rows[i], alone.run()[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_context_that_the_cache_does_not_hold_is_refused(runner: Runner) -> None:
+    cache = passes.random_cache(runner, 2, 33)
+    passes.lay_out(runner, cache, [Tree()] * 2, 47)
+    with pytest.raises(AssertionError, match="48 tokens and 1 rows in 3 pages"):
+        passes.lay_out(runner, cache, [Tree()] * 2, 48)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_bytes_of_a_step(tied: bool, swapped: bool) -> None:
+    config = tiny_llama(tie_word_embeddings=tied)
+    runner = passes.random_runner(config, torch.float32, CPU, 64) if swapped else plain_runner(config)
+    attention, mlp = 32 * (32 + 16 + 16) + 32 * 32, 3 * 32 * 48
+    weights = 3 * (attention + mlp + 2 * 32) + 32 + 300 * 32  # layers with their norms, last norm, LM head
+    keys_and_values = 3 * 2 * (2 * 8)
+    assert passes.step_bytes(runner, 100) == 4 * (weights + 100 * keys_and_values)
+    assert passes.step_bytes(runner, 100, 8) == 4 * (weights + 800 * keys_and_values)
+
+
+def plain_runner(config: Any) -> Runner:
+    attention.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    return Runner(model, config)
+
+
+def test_times_of_a_tree_and_of_many_requests(runner: Runner) -> None:
+    clock = FakeClock({"1": 0.004, "4": 0.005, "tree": 0.006})
+    size = passes.step_bytes(runner, 20)
+    found = passes.tree_part(runner, size / 0.002, clock, context=20, tree_rows=16, requests=(1, 4))
+    assert found.rows_ms == {"1": 4.0, "4": 5.0}
+    assert (found.tree_rows, found.tree_ms, found.context) == (16, 6.0, 20)
+    assert (found.tree_over_plain, found.step_over_bytes) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert {name: len(out) for name, out in clock.seen[0].items()} == {"1": 1, "4": 4, "tree": 16}
+
+
+def test_long_contexts_read_their_cache() -> None:
+    runner = passes.random_runner(tiny_llama(), torch.float32, CPU, 600)
+    assert runner.max_positions == 600
+    clock = FakeClock({"40": 0.002, "520": 0.003})
+    short, long = passes.long_part(runner, 1e9, clock, (40, 520))
+    assert long.step_bytes - short.step_bytes == 480 * 4 * 3 * 2 * 2 * 8
+    assert long.over_bytes == pytest.approx(0.003 / (long.step_bytes / 1e9))
+    assert (short.context, short.ms, long.ms) == (40, 2.0, 3.0)
+    assert not torch.equal(clock.seen[0]["40"], clock.seen[0]["520"])
+
+
+def test_every_way_to_choose_by_two_vocabularies() -> None:
+    runner = passes.random_runner(tiny_llama(), torch.float32, CPU, 64)
+    clock = FakeClock({"greedy": 0.002, "T=1": 0.0025, "T=1 top-p 0.95": 0.003})
+    own, large = passes.sampling_part(runner, clock, context=20, large=1000)
+    assert (own.vocab_size, large.vocab_size) == (300, 1000)
+    assert large.ms == {"greedy": 2.0, "T=1": 2.5, "T=1 top-p 0.95": 3.0}
+    assert own.over_greedy == pytest.approx({"greedy": 1, "T=1": 1.25, "T=1 top-p 0.95": 1.5})
+    for size, seen in zip((300, 1000), clock.seen, strict=True):
+        assert all(out.shape == (1,) and 0 <= int(out) < size for out in seen.values())
+    assert runner.vocab_size == 1000
+    cache = passes.random_cache(runner, 1, 20)
+    step = passes.lay_out(runner, cache, [Tree()], 10)
+    table = passes.SamplingTable(2, 1000)
+    table.add(1, passes.CHOICES["greedy"], seed=1)
+    with torch.inference_mode():
+        assert torch.equal(passes.ChosenStep(step, table, 1).run(), step.run().argmax(dim=1))
+
+
+# --- parts, reports, peers --------------------------------------------------------------------------------------------
+
+
+def test_parts_are_chosen_by_name() -> None:
+    assert gpu.chosen("--parts", "peers,tree,tokens,", gpu.PARTS) == ("tokens", "tree", "peers")
+    assert gpu.chosen("--parts", gpu.parser().get_default("parts"), gpu.PARTS) == gpu.PARTS
+    assert set(gpu.PARTS) == {*ours.PARTS, "peers"}
+    with pytest.raises(ConfigError, match=r"--parts='tree,leaf': 'leaf' is unknown; choose from tokens, tree"):
+        gpu.chosen("--parts", "tree,leaf", gpu.PARTS)
+
+
+@pytest.mark.parametrize("wrong", [["--parts", "leaf"], ["--peers", "leaf"], ["--peer-parts", "leaf"]])
+def test_a_wrong_name_is_refused_before_anything_runs(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--target", "t", "--draft", "d", "--prompts", "p", *wrong])
+    assert f"{wrong[0]}='leaf'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu.main(["--target", "t"])
+    assert "--prompts" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_costs_only_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
+    report = reports.Report({}, path)
+    with report.part("first"):
+        report.put(1, "a", "b")
+    with report.part("second"):
+        report.put(2, "a", "c")
+        assert json.loads(path.read_text())["a"] == {"b": 1, "c": 2}, "at once"
+        raise ValueError("no room")
+    with pytest.raises(KeyboardInterrupt), report.part("third"):
+        raise KeyboardInterrupt
+    found = json.loads(path.read_text())
+    assert found["failed"] == {"second": "ValueError: no room"}
+    assert list(found["seconds"]) == ["first", "second", "third"]
+    assert "no room" in capsys.readouterr().err
+    with report.part("second"):
+        pass
+    assert json.loads(path.read_text())["failed"] == {}
+
+
+def test_what_peers_are_asked_for() -> None:
+    found = peers.tasks(("plain", "ngram"), ("tokens", "prefill", "small"), "big", "tiny", "d", Path("p"), 9)
+    assert {name: (task.mode, task.model, task.parts) for name, task in found.items()} == {
+        "plain": ("plain", "big", ("tokens", "prefill")),
+        "ngram": ("ngram", "big", ("tokens",)),
+        "small": ("plain", "tiny", ("tokens",)),
+    }
+    assert list(peers.tasks(("plain", "ngram"), ("prefill",), "big", "tiny", "d", Path("p"), 9)) == ["plain"]
+    assert list(peers.tasks(("draft",), ("tokens", "small"), "big", None, "d", Path("p"), 9)) == ["draft"]
+    assert list(peers.tasks(("plain",), ("small",), "big", "tiny", "d", Path("p"), 9)) == ["small"]
+    assert not peers.tasks((), ("tokens", "prefill", "small"), "big", "tiny", "d", Path("p"), 9)
+    options = gpu.parser().parse_args(found["plain"].arguments)
+    assert (options.as_peer, options.target, options.max_tokens) == ("plain", "big", 9)
+    assert options.peer_parts == "tokens,prefill"
+
+
+def test_a_peer_does_the_same_work(
+    tiny_target: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its process does, with a vLLM that answers anything at once."""
+    opened: list[dict[str, Any]] = []
+    asked: list[tuple[int, int, int]] = []  # prompts, tokens of the first, tokens wanted
+
+    class FakeVllm:
+        def __init__(self, **options: Any) -> None:
+            opened.append(options)
+
+        def get_tokenizer(self) -> Any:
+            return AutoTokenizer.from_pretrained(tiny_target)
+
+        def generate(self, prompts: Sequence[Any], params: Any, use_tqdm: bool) -> list[Any]:
+            asked.append((len(prompts), len(prompts[0]["prompt_token_ids"]), params.max_tokens))
+            answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1,) * params.max_tokens)])
+            return [answer for _ in prompts]
+
+    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    for key in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_USE_FLASHINFER_SAMPLER"):
+        monkeypatch.setenv(key, "0")
+    (task,) = peers.tasks(("plain",), ("tokens", "prefill"), str(tiny_target), None, "d", prompts_file, 9).values()
+    gpu.main(task.arguments)
+    first, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "prefill" not in first
+    assert first["tokens"] == 8 * 9
+    assert {"start", "tok_s@1", "tok_s@8", "tok_s@32", "prefill"} <= set(last)
+    assert (last["prefill"]["tokens"], last["prefill"]["first_tokens"]) == (255, 255)
+    assert (opened[0]["max_model_len"], opened[0]["speculative_config"]) == (256, None)
+    assert opened[0]["enable_prefix_caching"] is False
+    assert asked.count((1, 255, 1)) == 12
+    assert [wanted for count, _, wanted in asked if count == 32] == [9] * 4
+    gpu.main(peers.PeerTask("draft", str(tiny_target), "d", prompts_file, 9, ("tokens",)).arguments)
+    assert opened[1]["speculative_config"] == {"method": "draft_model", "model": "d", "num_speculative_tokens": 5}
+
+
+def test_the_last_line_of_a_peer_counts_however_it_ends() -> None:
+    code = "import sys; print('{\"a\": 1}'); print('noise'); print('{\"a\": 2}'); sys.exit({})"
+    assert peers.last_words([sys.executable, "-c", code.replace("{}", "0")], {}, 60) == {"a": 2}
+    failed = peers.last_words([sys.executable, "-c", code.replace("{}", "'out of memory'")], {}, 60)
+    assert failed == {"a": 2, "failed": "ended with 1: out of memory\n"}
+    assert peers.last_words([sys.executable, "-c", "print('hm')"], {}, 60) == {"failed": "said nothing: hm\n"}
+
+
+def test_a_peer_that_hangs_is_ended_with_all_its_children() -> None:
+    hanging = ["sh", "-c", """tail -f /dev/null & echo '{"child":' $!'}'; tail -f /dev/null"""]
+    found = peers.last_words(hanging, {"PATH": "/usr/bin:/bin"}, 1.0)
+    assert found["failed"].startswith("did not end within 1 s")
+    deadline = time.monotonic() + 30
+    while runs(found["child"]):
+        assert time.monotonic() < deadline
+
+
+def runs(process: int) -> bool:
+    """Does it run? Nobody may be there to bury it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_ours_from_end_to_end(
+    tiny_target: Path, tiny_draft: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every part that a CPU can do, on tiny models."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(line + "\n" for line in prompts_file.read_text().splitlines()[:25]))
+    parts = ("tokens", "tree", "small", "long", "sampling", "prefill")
+    plan = ours.Plan(str(tiny_target), str(tiny_draft), str(tiny_draft), few, 3, CPU, parts)
+    report = reports.Report({}, tmp_path / "results.json")
+    ours.measure(plan, report, FakeClock())
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert "failed" not in found
+    assert set(parts) <= set(found["seconds"])
+    assert list(found["ours"]) == ["plain", "ngram", "model"]
+    assert all(mode["same_as_plain"] == 2 for name, mode in found["ours"].items() if name != "plain")
+    assert found["ours"]["plain"]["tokens"] == found["ours"]["plain"]["rounds"] <= 6
+    assert list(found["small"]) == ["plain"]
+    assert found["tree"]["context"] == 192, "as far as the model goes"
+    assert [step["context"] for step in found["long"]] == [8000, 32000]
+    assert [step["vocab_size"] for step in found["sampling"]] == [300, 151936]
+    assert (found["prefill"]["tokens"], found["prefill"]["first_tokens"]) == (255, 255)
+    assert len(found["starts"]) == 2
+    table = tables.markdown(found)
+    assert "failed" not in table
+    assert table.count("\n") == 1 + 9 + 3 + 6 + 2 + 6 + 2 + 2
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+RESULTS: dict[str, Any] = {
+    "ours": {"plain": {"tok_s@1": 240.0, "tok_s@8": 1200.0}, "ngram": {"tok_s@1": 400.0}},
+    "small": {"plain": {"tok_s@1": 1281.0}},
+    "vllm": {
+        "plain": {
+            "tok_s@1": 200.0,
+            "start": {"open_s": 50.0, "first_token_s": 1.0},
+            "prefill": {"tokens": 8000, "tok_s": 40_000.0, "first_tokens": 1024, "first_ms": 30.0},
+        },
+        "ngram": {"tok_s@1": 200.0},
+        "ngram_gpu": {"tok_s@1": 250.0},
+        "draft": {"failed": "ended with 1: Traceback\nImportError: vllm"},
+        "small": {"tok_s@1": 427.0},
+    },
+    "prefill": {"tokens": 8000, "tok_s": 50_000.0, "first_tokens": 1024, "first_ms": 20.0},
+    "starts": [{"open_s": 16.0, "first_token_s": 1.0}, {"open_s": 8.0, "first_token_s": 2.2}],
+    "idle": {"plain": 0.0123, "model": None},
+    "failed": {"long": "OutOfMemoryError: no"},
+}
+
+
+def test_the_table_says_how_many_times_better() -> None:
+    assert tables.markdown(RESULTS).splitlines() == [
+        "|  | ours | vLLM | times better |",
+        "| --- | --- | --- | --- |",
+        "| plain, 1 at once, tok/s | 240 | 200 | 1.20 |",
+        "| plain, 8 at once, tok/s | 1,200 | - | - |",
+        "| n-gram, 1 at once, tok/s | 400 | 250 | 1.60 |",
+        "| small model, plain, 1 at once, tok/s | 1,281 | 427 | 3.00 |",
+        "| prompt of 8,000 tokens, tok/s | 50,000 | 40,000 | 1.25 |",
+        "| first token after 1,024, ms | 20.0 | 30.0 | 1.50 |",
+        "| start to first token, s | 17.0 | 51.0 | 3.00 |",
+        "| the same, opened again, s | 10.2 | 51.0 | 5.00 |",
+        "| device idle, plain, % | 1.2 | - | - |",
+        "",
+        "long failed: OutOfMemoryError: no",
+        "",
+        "vLLM draft failed: ImportError: vllm",
+    ]
+
+
+def test_passes_in_the_table() -> None:
+    results = {
+        "tree": {
+            "context": 300,
+            "rows_ms": {"1": 3.9},
+            "tree_rows": 64,
+            "tree_ms": 4.1,
+            "tree_over_plain": 1.0513,
+            "step_over_bytes": 1.2,
+        },
+        "long": [{"context": 32000, "ms": 5.0, "over_bytes": 1.31}],
+        "sampling": [{"vocab_size": 151936, "ms": {"greedy": 4.0, "T=1": 4.1}, "over_greedy": {"T=1": 1.025}}],
+    }
+    assert [(row.what, row.ours) for row in tables.rows_of(results)] == [
+        ("pass over 1 rows, a request each, at 300 tokens, ms", "3.900"),
+        ("pass over a tree of 64 rows, at 300 tokens, ms", "4.100 (1.051 plain steps)"),
+        ("plain step over its bytes at copy bandwidth", "1.200"),
+        ("step at 32,000 tokens, ms", "5.000 (1.310 times its bytes)"),
+        ("step with its choice, greedy, 151,936 tokens to choose from, ms", "4.000"),
+        ("step with its choice, T=1, 151,936 tokens to choose from, ms", "4.100 (1.025 greedy steps)"),
+    ]
+
+
+def test_an_old_file_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["--show", str(ROOT_FOLDER / "docs" / "results" / "h200-2026-11-15.json")])
+    shown = capsys.readouterr().out
+    assert "| plain, 1 at once, tok/s | 254 | - | - |" in shown
+    assert "| small model, plain, 8 at once, tok/s | 5,478 | - | - |" in shown
+
+
+def test_results_are_added_to_a_file_only_where_asked(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"command": "first", "tree": {"tree_ms": 1}}))
+    common = ["--json", str(path), "--device", "cpu"]
+    assert "tree" not in gpu.first_results(gpu.parser().parse_args(common))
+    kept = gpu.first_results(gpu.parser().parse_args([*common, "--add"]))
+    assert kept["tree"] == {"tree_ms": 1}
+    assert kept["command"].startswith("first && ")
