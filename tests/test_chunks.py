@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream import LLM, SamplingParams
 from slipstream.engine.scheduler import Chunk, OwnChunks
 
-RULE = OwnChunks(max_rows=64, narrow=8)
+RULE = OwnChunks(max_rows=64, narrow=8, together=20)
 
 
 @dataclass(eq=False)
@@ -55,7 +55,9 @@ def test_a_wide_chunk_has_a_pass_to_itself(rows: list[int]) -> None:
     passes = RULE.passes(chunks)
     assert sorted(map(id, chunks)) == sorted(id(chunk) for part in passes for chunk in part)
     for part in passes:
-        assert len(part) == 1 or sum(chunk.rows for chunk in part) <= RULE.narrow
+        assert len(part) == 1 or sum(chunk.rows for chunk in part) <= RULE.together
+        assert RULE.is_wide(part) == any(chunk.rows > RULE.narrow for chunk in part)
+        assert not RULE.is_wide(part) or len(part) == 1
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

@@ -83,6 +83,7 @@ def test_ctrl_c_while_loading_leaves_no_thread_behind() -> None:
     """A thread that still loads when the program ends is torn out of torch, which aborts the process."""
     before = engine_threads()
     main, over = threading.get_ident(), threading.Event()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background has none
 
     def make() -> Any:
         signal.pthread_kill(main, signal.SIGINT)
@@ -95,6 +96,7 @@ def test_ctrl_c_while_loading_leaves_no_thread_behind() -> None:
         assert engine_threads() == before
         assert not loop._running
     finally:
+        signal.signal(signal.SIGINT, handler)
         over.set()
 
 

@@ -58,6 +58,20 @@ class TestProducts:
         logits = row_linear(x[:rows], weight, bias, out_dtype=torch.float32)
         torch.testing.assert_close(logits.double(), exact, rtol=1e-3, atol=1e-3)
 
+    @pytest.mark.parametrize(("n", "k"), [(576, 1536), (4608, 3584), (2048, 2048)])
+    @pytest.mark.parametrize("rows", [1, 17, 40, 64, 128, 200])
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_in_a_graph_the_same_bits(self, n: int, k: int, rows: int, gated: bool) -> None:
+        """There the weights come by other loads, and in other tiles."""
+        x, weight = numbers(rows, k, dtype=torch.bfloat16), numbers(2 * n, k, dtype=torch.bfloat16, seed=1)
+        options: dict[str, Any] = {"gated": True} if gated else {"splits": splits_of(2 * n, k), "partial": True}
+        eager = row_linear(x, weight, **options, overlap=True).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = row_linear(x, weight, **options, overlap=True)
+        graph.replay()
+        assert torch.equal(found, eager)
+
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("n", "k"), [(1536, 576), (3072, 1024), (33, 40)])
     def test_gated(self, n: int, k: int, dtype: torch.dtype) -> None:

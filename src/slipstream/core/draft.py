@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ MAX_NODES = 63
 ROOT = -1
 
 
+@lru_cache(maxsize=64)
+def _chain(nodes: int) -> tuple[int, ...]:
+    """The parents of a chain."""
+    return tuple(range(-1, nodes - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """One request's draft on the host."""
@@ -30,14 +37,14 @@ class Tree:
 
     @staticmethod
     def chain(tokens: Sequence[int]) -> Tree:
-        return Tree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+        return Tree(tuple(tokens), _chain(len(tokens)))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
+        return self.parents == _chain(len(self.parents))
 
     def check(self, vocab_size: int, budget: int) -> None:
         """Raise `DrafterError` unless this is a tree that a round can verify."""

@@ -157,6 +157,7 @@ class ModelDrafter(DeviceDrafter):
             input_ids=self._known(batch.input_ids),
             positions=batch.positions.clamp_max(self.runner.max_positions - 1),
             logit_rows=batch.slots.new_zeros(1),
+            wide=None,  # what it reads decides no token
         )
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:

@@ -15,6 +15,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
+from slipstream.models.gpu import SHARED_ROWS
 from slipstream.models.runner import Runner
 
 _CPU_DEFAULT = 2**31
@@ -93,7 +94,7 @@ def _page_bytes(target: Runner, drafts: Sequence[Runner], config: EngineConfig) 
 def _attention_bytes(target: Runner, config: EngineConfig) -> int:
     """What attention keeps of the runs of a long context until they are added up, in the largest pass."""
     longest = config.max_model_len or target.max_positions
-    rows = max(config.draft_rows, config.batch_tokens(target.device.type))
+    rows = max(config.draft_rows, SHARED_ROWS)
     runs = -(-longest // SPLIT_KEYS)
     return rows * runs * target.query_size * 4 if runs > 1 else 0
 

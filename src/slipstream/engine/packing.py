@@ -106,7 +106,7 @@ class FirstTokens:
     logits: Tensor  # [C, V]
 
 
-def pack_chunks(chunks: Sequence[Chunk], device: torch.device) -> PackedChunks:
+def pack_chunks(chunks: Sequence[Chunk], device: torch.device, *, wide: bool | None = None) -> PackedChunks:
     """Lay chunks end to end. Everything goes to the device together: nothing waits for what is queued there."""
     starts = [0, *accumulate(chunk.rows for chunk in chunks)]
     count = starts[-1]
@@ -129,6 +129,7 @@ def pack_chunks(chunks: Sequence[Chunk], device: torch.device) -> PackedChunks:
         is_tree=(False,) * len(chunks),
         masks=None,
         logit_rows=logit_rows,
+        wide=wide,
     )
     return PackedChunks(batch, completing, SampleRows(sample_slots, sample_positions, generated, None))
 

@@ -28,7 +28,7 @@ from slipstream.engine.rounds import DraftFailed, Machine, Round, Rounds, RoundS
 from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.models.batch import fetched
-from slipstream.models.gpu import WIDE_ROWS
+from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
 
@@ -260,7 +260,7 @@ class QueuedEngine(Engine):
         return self._crowd
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:
-        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS)
+        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS)
         return self._own_chunks
 
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
@@ -275,7 +275,7 @@ class QueuedEngine(Engine):
 
     def _read_chunks(self, chunks: Sequence[Chunk], members: list[Member]) -> FirstTokens | None:
         """One pass over pending tokens."""
-        packed = pack_chunks(chunks, self.target.device)
+        packed = pack_chunks(chunks, self.target.device, wide=self._own_chunks.is_wide(chunks))
         logits = self.target.forward(packed.batch, self.cache)
         self.drafting.read(chunks, packed.batch)
         for chunk in chunks:

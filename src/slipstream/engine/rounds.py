@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES, Draft, Tree
@@ -25,13 +27,16 @@ from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
 from slipstream.models.paths import Progress
 from slipstream.models.runner import Runner
+from slipstream.plan.cost import SIZES
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
 
 _REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, MAX_NODES)
+_WIDTHS = (0, 16, MAX_NODES)
+"""Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured when it first comes."""
+_CROWD = 8
+"""So many requests rarely all have short contexts: they share the next larger size."""
 _COPIES = 3
 """Host copies of a round's input, and of its result: more than there are rounds in the making."""
 _MOST = 128
@@ -66,8 +71,8 @@ class RoundShape:
         """For requests with so many nodes each; none has more than `longest` tokens before the round."""
         requests = _bucket(len(counts), _REQUESTS)
         width = _bucket(max(counts), _WIDTHS)
-        rows = _bucket(len(counts) + sum(counts), _ROWS)
-        keys = SPLIT_KEYS
+        rows = _bucket(len(counts) + sum(counts), SIZES)
+        keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
         while keys < longest + 1 + width:
             keys *= 4
         return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, drafts)
@@ -98,6 +103,23 @@ class Machine:
         return self.target.device
 
 
+@dataclass(frozen=True, slots=True)
+class _Staging:
+    """A host copy of a round's input, and the views by which it is filled: on these arrays torch is slower."""
+
+    tensor: Tensor  # [3 B + 2 B K] int64
+    heads: NDArray[np.int64]  # [3, B]: lanes, nodes, who guesses them on the device
+    nodes: NDArray[np.int64]  # [2, B, K]: tokens, parents
+
+    @staticmethod
+    def of(requests: int, chain: NDArray[np.int64], *, pinned: bool) -> _Staging:
+        tensor = torch.zeros(3 * requests + 2 * requests * len(chain), dtype=torch.int64, pin_memory=pinned)
+        numbers = tensor.numpy()
+        nodes = numbers[3 * requests :].reshape(2, requests, len(chain))
+        nodes[1] = chain
+        return _Staging(tensor, numbers[: 3 * requests].reshape(3, requests), nodes)
+
+
 class Round:
     """One shape's static tensors, and how to run a round on them."""
 
@@ -114,7 +136,8 @@ class Round:
         self.told = Told.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
         pinned = device.type == "cuda"
-        self._staging = [torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)]
+        self._chain = np.arange(-1, k - 1)  # parents; guesses made on the device are chains as well
+        self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
         self._results = [
             torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
         ]
@@ -135,23 +158,23 @@ class Round:
         wanted = (tuple(lanes), tuple(trees), tuple(depths), tuple(drafters))
         if wanted == self._loaded:
             return
-        b, k = self.shape.requests, self.shape.width
         self._sent = (self._sent + 1) % _COPIES
         staged = self._staging[self._sent]
-        spare = [0] * (b - len(lanes))
+        n, heads, nodes = len(lanes), staged.heads, staged.nodes
         numbers = {name: i for i, (name, _) in enumerate(self.shape.drafts, 1)}
-        lists = [
-            [*lanes, *(self._machine.state.trash for _ in spare)],
-            [*(len(t) or d for t, d in zip(trees, depths, strict=True)), *spare],
-            [*(numbers[n] if n and d else 0 for n, d in zip(drafters, depths, strict=True)), *spare],
-        ]
-        staged[: 3 * b] = torch.tensor(lists, dtype=torch.int64).flatten()
-        if any(len(tree) for tree in trees):
-            tokens = [[*tree.tokens, *([0] * (k - len(tree)))] for tree in trees]
-            parents = [[*tree.parents, *range(len(tree) - 1, k - 1)] for tree in trees]  # guessed ones are chains
-            part = staged[3 * b :].view(2, b, k)
-            part[:, : len(lanes)] = torch.tensor([tokens, parents], dtype=torch.int64)
-        self._inputs.copy_(staged, non_blocking=True)
+        heads[0] = self._machine.state.trash
+        heads[1:] = 0
+        heads[0, :n] = lanes
+        heads[1, :n] = [len(t) or d for t, d in zip(trees, depths, strict=True)]
+        if numbers:
+            heads[2, :n] = [numbers[n] if n and d else 0 for n, d in zip(drafters, depths, strict=True)]
+        for i, tree in enumerate(trees):
+            if tree.tokens:
+                nodes[0, i, : len(tree)] = tree.tokens
+                if self.shape.is_tree:
+                    nodes[1, i, : len(tree)] = tree.parents
+                    nodes[1, i, len(tree) :] = self._chain[len(tree) :]
+        self._inputs.copy_(staged.tensor, non_blocking=True)
         self._loaded = wanted
 
     def draft(self) -> None:

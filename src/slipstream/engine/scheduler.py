@@ -62,10 +62,11 @@ class OwnChunks(ChunkRule):
 
     A pass of more than `narrow` rows may sum in an order that depends on their number, so such a chunk has a pass to
     itself, and begins and ends at fixed places; it holds prompt tokens only, and never the last, whose logits
-    choose. Rows of narrow passes come out the same however they are cut.
+    choose. Rows of narrow passes come out the same however they are cut, and in whatever company: so many share one.
     """
 
     narrow: int
+    together: int
 
     def room(self, decodes: int) -> int:
         return self.max_rows  # chunks and decodes have passes of their own
@@ -77,13 +78,17 @@ class OwnChunks(ChunkRule):
             return rows if rows <= room else 0
         return min(answer.pending, self.narrow, room)
 
+    def is_wide(self, chunks: Sequence[Chunk]) -> bool:
+        """Has this chunk a pass to itself?"""
+        return chunks[0].rows > self.narrow
+
     def passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Which chunks share a pass."""
         passes: list[list[Chunk]] = [[chunk] for chunk in chunks if chunk.rows > self.narrow]
-        rows = self.narrow + 1
+        rows = self.together + 1
         for chunk in chunks:
             if chunk.rows <= self.narrow:
-                if rows + chunk.rows > self.narrow:
+                if rows + chunk.rows > self.together:
                     passes.append([])
                     rows = 0
                 passes[-1].append(chunk)

@@ -21,6 +21,9 @@ from slipstream.kernels.softmax import LOG2_E, capped, finish, finite
 SPLIT_KEYS = 512
 """Keys that one program reads at most: fixed, because it is part of the order in which a row is added up."""
 
+_MANY_PROGRAMS = 264
+"""With fewer, two a multiprocessor or less, each reads ahead; more of them wait for the memory side by side."""
+
 
 @jit(sizes=["N", "P", "W"], pointers=["positions_ptr"])
 def _attend_kernel(
@@ -251,7 +254,7 @@ def _launch(
         SPLIT=SPLIT_KEYS, TREE=own is not None, SOFTCAP=softcap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", OVERLAP=overlap,
-        STAGES=5, num_warps=4, launch_pdl=overlap,
+        STAGES=5 if tiles.shape[0] * kv_heads * splits <= _MANY_PROGRAMS else 3, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
@@ -297,7 +300,7 @@ def attend_twin(
 
 def _block_keys(dim: int, size: int) -> int:
     """Keys of one block: like the runs, part of the order in which a row is added up."""
-    return 64 if dim * size <= 256 else 32 if dim * size <= 512 else 16
+    return next(keys for keys in (128, 64, 32, 16) if keys == 16 or keys * dim * size <= 16384)
 
 
 _zeros: dict[torch.device, Tensor] = {}

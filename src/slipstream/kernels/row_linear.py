@@ -237,7 +237,8 @@ def _launch(
     if not m:
         return out
     grid = (triton.cdiv(n, tile.block_n), 1 if whole else splits, triton.cdiv(m, tile.block_m))
-    tma = tile.tma and not (x.data_ptr() | weight.data_ptr()) % 16
+    # a descriptor takes the host as long as the launch: worth it where it is done once
+    tma = tile.tma and torch.cuda.is_current_stream_capturing() and not (x.data_ptr() | weight.data_ptr()) % 16
     few = grid[0] * grid[1] * grid[2] <= _MULTIPROCESSORS
     _linear_kernel[grid](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if tma else x,

@@ -28,6 +28,7 @@ class PassBatch:
     is_tree: tuple[bool, ...]  # [B] does the request bring a tree, whose rows need `masks`? Otherwise causal order
     masks: Tensor | None  # [N] int64, bit j: this row sees the request's j-th row; None where there is no tree
     logit_rows: Tensor | None  # [R] int64: the rows that reach the LM head; None: all of them
+    wide: bool | None = None  # by products for many rows, which are not row-independent; None: where there are many
 
     @property
     def num_rows(self) -> int:

@@ -30,7 +30,10 @@ from slipstream.models.fuse import FusedLayer, FusedTrunk
 from slipstream.models.traits import AttentionTraits
 
 WIDE_ROWS = 128
-"""With more rows than these a pass over prompts computes more than it reads, and is worth other products."""
+"""A prompt with more rows than these computes more than it reads, and is worth other products, in a pass of its own."""
+
+SHARED_ROWS = 512
+"""Rows of shorter prompts that share a pass."""
 
 
 class DevicePass(PassContext):
@@ -119,7 +122,7 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         out = row_linear(flat, self.weight, self.bias, out_dtype=self.out_dtype, overlap=True)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], self.weight.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ class Runner:
     def forward(self, batch: PassBatch, cache: KVCache) -> Tensor:  # [R, V] fp32
         """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""
         if has_kernels(self.device):
-            context = DevicePass(layout_of(batch, cache.page_size), cache, wide=batch.num_rows > self.wide_rows)
+            wide = batch.num_rows > self.wide_rows if batch.wide is None else batch.wide
+            context = DevicePass(layout_of(batch, cache.page_size), cache, wide=wide)
             return self._call(context, batch.input_ids, batch.positions, batch.logit_rows).float()
         logits = self._call(PassContext(batch, cache), batch.input_ids, batch.positions, batch.logit_rows)
         return logits.float()

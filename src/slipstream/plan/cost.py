@@ -13,7 +13,7 @@ _EDGES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 
 _LOG_EDGES = np.log(_EDGES)
 _EDGE_OF = [int(np.abs(_LOG_EDGES - np.log(rows)).argmin()) for rows in range(1, int(_EDGES[-1]))]
 """The nearest edge of each size. Looked up every round: logarithms would take as long as the whole plan."""
-SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _NEXT = np.array([SIZES[np.searchsorted(SIZES, rows)] for rows in range(1, SIZES[-1] + 1)], dtype=np.int64)
 """The rows of queued rounds, and what 1, 2, … rows are filled up to."""
 _REMEMBER = 9

@@ -24,11 +24,13 @@ _MARGIN = 1.02
 
 _EXPLORE = 8
 """Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
-_TRIAL = 6
+_TRIAL = 16
 """Rounds over which a drafter on the host must have been worth the wait for it."""
-_FIRST_REST = 64
-_LAST_REST = 512
-"""Rounds that go without a drafter which was not worth the wait: first, and at the most."""
+_FREE = 0.04
+"""A wait that is a smaller part of the pass is always borne: texts change, and a good guess brings far more."""
+_WASTE = 0.01
+_LONGEST_REST = 512
+"""What trials may cost of the time, and the most rounds that go without a drafter which was not worth the wait."""
 
 _NOTHING = Tree()
 
@@ -83,8 +85,8 @@ class Planner:
 class _Waits:
     """What waiting for one drafter costs and brings. Where it does not pay, rounds go on without, and nobody waits.
 
-    A drafter that is asked learns from its guesses even where none is drafted; so it is asked again for a few rounds
-    now and then, or when there are only half as many requests.
+    A drafter that is asked learns from its guesses even where none is drafted; so it is asked again for some rounds now
+    and then, the more rarely the longer the wait, and when half of the requests have gone.
     """
 
     seconds: float = 0.0  # a round's wait, lately
@@ -92,22 +94,24 @@ class _Waits:
     asked: int = 0
     until: int = 0  # the round before which nobody asks
     rows: int = 0  # requests when that was decided
-    rest: int = _FIRST_REST
+    gone: int = 0  # requests that ended since
     _seen: bool = False
 
     def observe(self, seconds: float) -> None:
         self.seconds = self.seconds + 0.2 * (min(seconds, 3 * self.seconds) - self.seconds) if self._seen else seconds
         self._seen = True
 
-    def weigh(self, speed: float, now: int, rows: int) -> None:
+    def rests(self, now: int, rows: int) -> bool:
+        return now < self.until and 2 * rows > self.rows and 2 * self.gone < self.rows
+
+    def weigh(self, speed: float, pass_s: float, now: int, rows: int) -> None:
         self.worth += speed
         self.asked += 1
         if self.asked < _TRIAL:
             return
-        if self.worth > self.asked:
-            self.rest = _FIRST_REST
-        else:
-            self.until, self.rows, self.rest = now + self.rest, rows, min(2 * self.rest, _LAST_REST)
+        share = self.seconds / pass_s
+        if self.worth <= self.asked and share > _FREE:
+            self.until, self.rows, self.gone = now + min(_LONGEST_REST, int(_TRIAL * share / _WASTE)), rows, 0
         self.worth, self.asked = 0.0, 0
 
 
@@ -125,7 +129,7 @@ class AdaptivePlanner(Planner):
 
     def rests(self, drafter: str, rows: int) -> bool:
         waits = self._waits.get(drafter)
-        return waits is not None and self._rounds < waits.until and 2 * rows > waits.rows
+        return waits is not None and waits.rests(self._rounds, rows)
 
     def pad_passes(self) -> None:
         self._cost.padded = True
@@ -206,6 +210,8 @@ class AdaptivePlanner(Planner):
     def forget(self, request_id: str) -> None:
         for estimate in self._acceptance.values():
             estimate.forget(request_id)
+        for waits in self._waits.values():
+            waits.gone += 1
 
     def _probe(self, drafter: str, chosen: int, small: int) -> int:
         """Nothing pays by the estimates: now and then try a little all the same, ever more rarely while it fails."""
@@ -229,7 +235,8 @@ class AdaptivePlanner(Planner):
         """With these guesses a round brings so many tokens by the second: more than one that waits for nobody?"""
         waits = self._waits.get(drafter)
         if waits is not None and self._cost.observed:
-            waits.weigh(rate * self._cost.seconds(rows) / rows, self._rounds, rows)
+            pass_s = self._cost.seconds(rows)
+            waits.weigh(rate * pass_s / rows, pass_s, self._rounds, rows)
 
     def _explore(self, rows: int, nodes: int) -> int:
         """Fewer nodes once in a while, to see what a smaller pass costs: a rule that always takes many never learns."""
