@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,22 @@ def test_gated(dtype: torch.dtype, m: int, n: int, k: int, bias: bool) -> None:
     ours, twin = product(m, n, k, dtype, bias=bias, gated=True)
     assert (ours.dtype, ours.shape) == (dtype, (m, n))
     torch.testing.assert_close(ours, twin, rtol=CLOSE[dtype], atol=2 * CLOSE[dtype])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("m", "n", "splits"), [(20, 40, 1), (40, 70, 3), (70, 300, 3), (130, 300, 1)])
+def test_by_descriptors_where_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, m: int, n: int, splits: int, gated: bool, bias: bool
+) -> None:
+    """Other loads and other tiles, for 65 rows and more with the rows first: the same numbers."""
+    monkeypatch.setattr("slipstream.kernels.row_linear.capturing", lambda: True)
+    monkeypatch.setattr("slipstream.kernels.row_linear._MULTIPROCESSORS", 0)  # as if the weight were large
+    options: dict[str, Any] = {"gated": True} if gated else {"splits": splits, "partial": True}
+    ours, twin = product(m, n, 192, torch.float16, bias=bias, **options)
+    if m > 128 and not gated:
+        twin = twin.sum(0, keepdim=True)
+    torch.testing.assert_close(ours, twin, rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 4])

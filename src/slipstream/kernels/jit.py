@@ -59,4 +59,9 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and has_kernels(tensor.device)
 
 
-__all__ = ["TensorDescriptor", "has_kernels", "has_triton", "jit", "on_gpu", "tl", "triton"]
+def capturing() -> bool:
+    """Is a graph being captured, so that what the host does now is done once?"""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+__all__ = ["TensorDescriptor", "capturing", "has_kernels", "has_triton", "jit", "on_gpu", "tl", "triton"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import TensorDescriptor, jit, on_gpu, tl, triton
+from slipstream.kernels.jit import TensorDescriptor, capturing, jit, on_gpu, tl, triton
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 200 * 1024
@@ -38,29 +38,33 @@ class Tile:
     flip: bool = False
 
     @staticmethod
-    def of(rows: int, n: int, k: int, *, splits: int, gated: bool, size: int) -> Tile:
-        """For so many rows, a weight [N, K] and elements of `size` bytes. Tuned on an H200."""
+    def of(rows: int, n: int, k: int, *, splits: int, gated: bool, size: int, tma: bool = False) -> Tile:
+        """For so many rows, a weight [N, K] and elements of `size` bytes. tma: may they come by descriptors?
+
+        Tuned on an H200.
+        """
         if rows <= 16:
             tile = Tile(16, 64, 128, 3, 4)
         elif rows <= 32:
-            tile = Tile(32, 64, 64, 4, 4) if gated else Tile(32, 128, 64, 5, 4, tma=True)
+            tile = Tile(32, 64, 64, 4, 4) if gated or not tma else Tile(32, 128, 64, 5, 4, tma=True)
         elif rows <= 64:
-            tile = Tile(64, 64, 64, 4, 4, tma=True) if gated else Tile(64, 128, 64, 4, 4, tma=True)
-        else:
+            tile = Tile(64, 64 if gated else 128, 64, 4, 4, tma)
+        elif tma:
             tile = Tile(128, 128 if gated else 256, 64, 4, 8, tma=True, flip=True)
+        else:
+            tile = Tile(128, 64 if gated else 128, 64, 4, 8)
         block_n, block_k, stages = tile.block_n, tile.block_k, tile.stages
         if size == 4:
             block_n, block_k, stages = 64, 32, 2
         block_k = min(block_k, _step(k) or block_k)
-        tma = tile.tma and size == 2 and k % block_k == 0
         few = -(-n // 64) * splits <= _MULTIPROCESSORS
-        if few or not tma:
+        if few:
             block_n = 64
         if few and rows <= 64:
             # one program a multiprocessor, or none: it is waiting that takes the time, so all is asked for at once
             held = ((2 if gated else 1) * block_n + tile.block_m) * block_k * size
             stages = max(stages, min(-(-k // (splits * block_k)), _SHARED_BYTES // held, 8))
-        return Tile(tile.block_m, block_n, block_k, stages, tile.warps, tma, tma and tile.flip)
+        return Tile(tile.block_m, block_n, block_k, stages, tile.warps, tile.tma, tile.flip)
 
 
 def _step(k: int) -> int | None:
@@ -228,7 +232,10 @@ def _launch(
 ) -> Tensor:
     m, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    tile = Tile.of(m, n, k, splits=splits, gated=gated, size=x.element_size())
+    # a descriptor takes the host as long as a launch: worth it where it is done once
+    aligned = not (x.data_ptr() | weight.data_ptr()) % 16 and k % 64 == 0 and x.element_size() == 2
+    tma = aligned and capturing()
+    tile = Tile.of(m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma)
     whole = m > 128
     if partial:
         out = torch.empty((1 if whole else splits, m, n), dtype=torch.float32, device=x.device)
@@ -237,15 +244,13 @@ def _launch(
     if not m:
         return out
     grid = (triton.cdiv(n, tile.block_n), 1 if whole else splits, triton.cdiv(m, tile.block_m))
-    # a descriptor takes the host as long as the launch: worth it where it is done once
-    tma = tile.tma and torch.cuda.is_current_stream_capturing() and not (x.data_ptr() | weight.data_ptr()) % 16
     few = grid[0] * grid[1] * grid[2] <= _MULTIPROCESSORS
     _linear_kernel[grid](
-        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if tma else x,
-        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if tma else weight,
+        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if tile.tma else x,
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if tile.tma else weight,
         weight, bias, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLITS=splits, WHOLE=whole, GATED=gated, PARTIAL=partial, HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", KIND=_KINDS[x.dtype], TMA=tma, FLIP=tile.flip,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", KIND=_KINDS[x.dtype], TMA=tile.tma, FLIP=tile.flip,
         OVERLAP=overlap,
         FETCH=k // splits if few else tile.block_k, EARLY=few,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap,
