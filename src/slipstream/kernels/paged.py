@@ -62,6 +62,7 @@ def _attend_kernel(
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    INDEX: tl.constexpr,  # what a place in the cache is counted by
     STAGES: tl.constexpr,  # of the loop over keys: where they lie is read two before, they one before they are used
 ) -> None:
     GROUP: tl.constexpr = H // H_KV
@@ -98,9 +99,18 @@ def _attend_kernel(
             shared_end = tl.minimum(end_key, (length // BLOCK_KEYS) * BLOCK_KEYS)
         k_range = tl.arange(0, BLOCK_KEYS)
         pages = pages_ptr + lane.to(tl.int64) * P
+        keys = keys_ptr + kv_head * D + d_range[None, :]
+        values = values_ptr + kv_head * D + d_range[None, :]
         if OVERLAP:
-            # the layout of the pass is older than the kernel before this one: only what that wrote is awaited
-            _touch(pages + (begin + k_range) // PAGE, begin + k_range < end_key)
+            # The layout of the pass is older than the kernel before this one: only what that wrote is awaited. Until
+            # then the keys and values come as far as the L2 cache; those that are not written yet do no harm there.
+            for key in range(begin, shared_end, BLOCK_KEYS):
+                at = key + k_range
+                page = tl.load(pages + at // PAGE, mask=at < shared_end, other=0).to(INDEX)
+                place = ((page * PAGE + at % PAGE) * H_KV + kv_head) * D
+                for d in tl.static_range(0, D, 64):
+                    _touch(keys_ptr + place + d, at < shared_end)
+                    _touch(values_ptr + place + d, at < shared_end)
             tl.extra.cuda.gdc_wait()
         q = tl.load(query_ptr + q_place[:, None] + d_range[None, :], mask=q_real[:, None] & d_real[None, :], other=0.0)
 
@@ -109,13 +119,14 @@ def _attend_kernel(
         acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
         for key in tl.range(begin, shared_end, BLOCK_KEYS, num_stages=STAGES):
             at = key + k_range
-            page = tl.load(pages + at // PAGE, mask=at < end_key, other=0).to(tl.int64)
-            slot = page * PAGE + at % PAGE
-            place = (slot * H_KV + kv_head) * D
-            there = (at < end_key)[:, None] & d_real[None, :]
-            k = tl.load(keys_ptr + place[:, None] + d_range[None, :], mask=there, other=0.0)
-            v = tl.load(values_ptr + place[:, None] + d_range[None, :], mask=there, other=0.0)
-            seen = q_real[:, None] & (at[None, :] <= position[:, None])
+            page = tl.load(pages + at // PAGE, mask=at < end_key, other=0).to(INDEX)
+            place = (page * PAGE + at % PAGE) * (H_KV * D)
+            there = (at < end_key)[:, None]
+            if D < BLOCK_D:
+                there = there & d_real[None, :]
+            k = tl.load(keys + place[:, None], mask=there, other=0.0)
+            v = tl.load(values + place[:, None], mask=there, other=0.0)
+            seen = at[None, :] <= position[:, None]  # padding rows stand before all keys
             if WINDOW:
                 seen = seen & (at[None, :] > position[:, None] - window)
             top, total, acc = _block(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP, PRECISION)
@@ -129,11 +140,13 @@ def _attend_kernel(
                     wanted = (at < end_key) & (r < row_end)
                     slot = tl.load(own_ptr + r * W + at - own, mask=wanted, other=-1)
                     known = slot >= 0
-                    place = (slot.to(tl.int64) * H_KV + kv_head) * D
-                    there = known[:, None] & d_real[None, :]
-                    k = tl.load(keys_ptr + place[:, None] + d_range[None, :], mask=there, other=0.0)
-                    v = tl.load(values_ptr + place[:, None] + d_range[None, :], mask=there, other=0.0)
-                    seen = (q_real & (row == r))[:, None] & known[None, :] & (at[None, :] <= position[:, None])
+                    place = slot.to(INDEX) * (H_KV * D)
+                    there = known[:, None]
+                    if D < BLOCK_D:
+                        there = there & d_real[None, :]
+                    k = tl.load(keys + place[:, None], mask=there, other=0.0)
+                    v = tl.load(values + place[:, None], mask=there, other=0.0)
+                    seen = (row == r)[:, None] & known[None, :] & (at[None, :] <= position[:, None])
                     if WINDOW:
                         seen = seen & (at[None, :] > position[:, None] - window)
                     top, total, acc = _block(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP, PRECISION)
@@ -173,7 +186,7 @@ def _touch(pointers: tl.tensor, real: tl.tensor) -> None:
     """Have these close by when they are read; nobody waits for them."""
     address = tl.where(real, pointers.to(tl.int64), 0)
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u64 p, $1, 0; @p prefetch.global.L1 [$1]; mov.u32 $0, 0; }",
+        "{ .reg .pred p; setp.ne.u64 p, $1, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l",
         [address],
         dtype=tl.int32,
@@ -254,6 +267,7 @@ def _launch(
         SPLIT=SPLIT_KEYS, TREE=own is not None, SOFTCAP=softcap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", OVERLAP=overlap,
+        INDEX=tl.int32 if keys.numel() < 2**31 else tl.int64,
         STAGES=5 if tiles.shape[0] * kv_heads * splits <= _MANY_PROGRAMS else 3, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
