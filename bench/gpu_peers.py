@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_tokens import CONTEXT, PREFILL_TOKENS, QUICK_TOKENS, prefill_part, prompts_for, rates, stream_of
+from gpu_tokens import CONTEXT, PEER_DEPTH, PREFILL_TOKENS, QUICK_TOKENS, prefill_part, prompts_for, rates, stream_of
 
 MODES = ("plain", "ngram", "ngram_gpu", "draft")
 PARTS = ("tokens", "prefill", "small")
@@ -69,7 +69,7 @@ def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
         "plain": None,
         "ngram": {"method": "ngram", **lookup},
         "ngram_gpu": {"method": "ngram_gpu", **lookup},
-        "draft": {"method": "draft_model", "model": task.draft, "num_speculative_tokens": 5},
+        "draft": {"method": "draft_model", "model": task.draft, "num_speculative_tokens": PEER_DEPTH},
     }[task.mode]
     positions = AutoConfig.from_pretrained(task.model).max_position_embeddings
     context = min(CONTEXT if "prefill" in task.parts else CONTEXT // 2, positions)

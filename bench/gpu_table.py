@@ -9,8 +9,8 @@ from typing import Any
 
 SIZES = (1, 8, 32)
 NOTHING = "-"
-_PEER_MODES = {"plain": ("plain",), "ngram": ("ngram", "ngram_gpu"), "model": ("draft",)}
-_LABELS = {"plain": "plain", "ngram": "n-gram", "model": "draft model"}
+_PEER_MODES = {"plain": ("plain",), "ngram": ("ngram", "ngram_gpu"), "model": ("draft",), "deep": ("draft",)}
+_LABELS = {"plain": "plain", "ngram": "n-gram", "model": "draft model", "deep": "draft model as deep as pays"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from slipstream import LLM
 
 MULTI_TURN = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+PEER_DEPTH = 5
+DEEPEST = 10
+"""Tokens of a draft model's draft: as many as the peers', and the most where the planner may choose."""
 BATCHES = (8, 32)
 LONGEST_PROMPT = 3500
 CONTEXT = 8192
@@ -147,7 +150,8 @@ class Setup:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        return ("plain", *(drafter.split(":")[0] for drafter in self.drafters))
+        names = tuple(drafter.split(":")[0] for drafter in self.drafters)
+        return ("plain", *names, *(("deep",) if "model" in names else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +190,11 @@ def answering(llm: LLM, mode: str, max_tokens: int, told: list[Any] | None = Non
     """Our engine in one of its modes, greedy; `told` collects what each answer says about its speculation."""
     from slipstream import SamplingParams, SpeculationParams
 
-    plain = mode == "plain"
-    speculation = SpeculationParams(enabled=not plain, drafter=None if plain else mode)
+    speculation = {
+        "plain": SpeculationParams(enabled=False),
+        "model": SpeculationParams(drafter="model", draft_tokens=PEER_DEPTH),
+        "deep": SpeculationParams(drafter="model", draft_tokens=DEEPEST),  # as deep as pays
+    }.get(mode) or SpeculationParams(drafter=mode)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
 
     def generate(prompts: Sequence[list[int]]) -> list[list[int]]:

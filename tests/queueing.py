@@ -12,8 +12,9 @@ from torch import Tensor
 from slipstream import RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft, Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, HostDrafter, Needs
-from slipstream.engine.queued import QueuedEngine, Ticket
+from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.state import Job
+from slipstream.engine.tickets import Ticket
 from stepping import Stepper
 
 OFF = SpeculationParams(enabled=False)

@@ -496,7 +496,7 @@ def test_ours_from_end_to_end(
     found = json.loads((tmp_path / "results.json").read_text())
     assert "failed" not in found
     assert set(parts) <= set(found["seconds"])
-    assert list(found["ours"]) == ["plain", "ngram", "model"]
+    assert list(found["ours"]) == ["plain", "ngram", "model", "deep"]
     assert all(mode["same_as_plain"] == 2 for name, mode in found["ours"].items() if name != "plain")
     assert found["ours"]["plain"]["tokens"] == found["ours"]["plain"]["rounds"] <= 6
     assert list(found["small"]) == ["plain"]
@@ -507,7 +507,7 @@ def test_ours_from_end_to_end(
     assert len(found["starts"]) == 2
     table = tables.markdown(found)
     assert "failed" not in table
-    assert table.count("\n") == 1 + 9 + 3 + 6 + 2 + 6 + 2 + 2
+    assert table.count("\n") == 1 + 12 + 3 + 6 + 2 + 6 + 2 + 2
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_preempted_requests_draft_again(tiny_target: Path, n: int) -> None:
         max_num_seqs=4,
         max_batch_tokens=12,
         max_model_len=48,
+        draft_tokens=5,
     )
     errors: list[float] = []
     together = [replace(arrival, joins=0) for arrival in arrivals(n=n)]
@@ -167,9 +168,9 @@ def test_a_long_prompt_is_read_in_chunks(tiny_target: Path, monkeypatch: pytest.
         a.token_ids for a in bench.run([replace(short, params=off), replace(long, params=off)])
     ]
     # the short one does not wait for the long one: it always drafts, and is always right
-    assert on[0].speculation.rounds == 1 + -(-39 // 6)
+    assert on[0].speculation.rounds == 1 + -(-39 // (ModelDrafter.default_draft_tokens + 1))
     # the long one goes undrafted for the 6 or 7 rounds that its prompt takes, then is always right
-    assert 6 <= on[1].speculation.rounds - -(-33 // 6) <= 9
+    assert 6 <= on[1].speculation.rounds - -(-33 // (ModelDrafter.default_draft_tokens + 1)) <= 9
     assert on[1].speculation.accepted == on[1].speculation.drafted > 20
 
 

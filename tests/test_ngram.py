@@ -63,6 +63,21 @@ def test_a_long_match_is_found_behind_many_short_ones() -> None:
     assert propose(NgramDrafter(candidates=4), text, budget=1) == (77,)
 
 
+def test_a_long_match_in_what_was_answered_is_found_behind_many_short_ones() -> None:
+    """The index of long grams is asked only then, and must catch up with what was added since it last was."""
+    drafter, long, growing = NgramDrafter(candidates=4), [11, 12, 13, 14, 1, 2], [5, 6, 7]
+    drafter.start(request(growing))
+    for round_ in range(3):
+        last = 70 + round_
+        growing += [*long, last]
+        for i in range(40):
+            growing += (1, 2, 200 + 40 * round_ + i)
+            propose(drafter, growing)
+        growing += long
+        assert propose(drafter, growing, budget=1) == (last,)
+        growing.append(90 + round_)
+
+
 def test_a_loop_goes_on_past_the_end_of_the_text() -> None:
     assert propose(NgramDrafter(), [7, 1, 2, 3, 1, 2, 3], budget=8) == (1, 2, 3, 1, 2, 3, 1, 2)
     assert propose(NgramDrafter(), [4, 4, 4], budget=5) == (4, 4, 4, 4, 4)

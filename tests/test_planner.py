@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -84,6 +85,33 @@ class TestPassCost:
         assert (curve > 0).all()
         assert np.isfinite(curve).all()
         assert (np.diff(curve) >= 0).all()
+
+    @given(
+        padded=st.booleans(),
+        seen=st.lists(st.tuples(st.integers(1, 600), st.floats(1e-6, 10)), min_size=1, max_size=20),
+        low=st.integers(1, 100),
+        more=st.integers(0, 500),
+    )
+    def test_steps_leave_nothing_out(self, padded: bool, seen: list[tuple[int, float]], low: int, more: int) -> None:
+        """Every number of rows costs what the next step does, also after more was seen."""
+        cost = PassCost(0.001)
+        cost.padded = padded
+        for rows, seconds in seen:
+            cost.observe(rows, seconds)
+            steps = cost.steps(low, low + more)
+            assert steps.rows == sorted(set(steps.rows))
+            assert (steps.rows[0], steps.rows[-1] >= low + more) == (low, True)
+            reached = [steps.seconds[bisect_left(steps.rows, n)] for n in range(low, low + more + 1)]
+            assert reached == cost.curve(low, low + more).tolist()
+
+    def test_sizes_between_two_that_cost_the_same_are_not_worth_a_look(self) -> None:
+        cost = PassCost(0.001)
+        cost.observe(16, 4.0)
+        assert cost.unseen(1, 16) == 8  # what one row costs is a guess so far
+        cost.observe(1, 3.9)
+        assert cost.unseen(1, 16) is None
+        cost.observe(32, 5.0)
+        assert cost.unseen(1, 32) == 8
 
 
 class TestAcceptance:

@@ -53,6 +53,7 @@ class Crowd:
         return self.tokens / self.seconds
 
     def _round(self) -> None:
+        self.planner.next_round()
         ids = [str(i) for i in range(REQUESTS)]
         asked = not self.planner.rests("ngram", REQUESTS)
         sizes = [0] * REQUESTS
@@ -132,6 +133,35 @@ def test_the_wait_is_weighed_against_what_the_few_bring(wait_ms: float) -> None:
     assert crowd.play(600) > 0.98 * crowd.best()
     rests = sum(not any(sizes) for sizes in crowd.sizes[SETTLED:])
     assert (rests > 500) == (wait_ms > 2)
+
+
+def play_alone(promises: list[list[float]], wait_s: float) -> list[bool]:
+    """One request, whose n-grams promise this in each round: in which of them was the drafter asked?"""
+    planner = AdaptivePlanner(PassCost(0.001))
+    planner.pad_passes()
+    asked = []
+    for promise in promises:
+        asked.append(not planner.rests("ngram", 1))
+        nodes = 0
+        if asked[-1]:
+            nodes = len(planner.trim("ngram", ["a"], [Tree.chain(range(len(promise)))], [promise], 1)[0])
+            planner.observe_wait("ngram", wait_s)
+        planner.next_round()
+        planner.observe_pass(next(s for s in SIZES if s > nodes), pass_s(1 + nodes))
+    return asked
+
+
+def test_alone_a_stretch_without_guesses_is_no_reason_to_stop_listening() -> None:
+    """A text that quotes does so now and then: what is not asked for meanwhile is lost."""
+    quoting: list[list[float]] = ([[]] * 50 + [[0.8, 0.64, 0.5]] * 10) * 10
+    assert all(play_alone(quoting, 0.25e-3))
+
+
+def test_alone_nobody_waits_for_ever_for_guesses_that_never_come() -> None:
+    asked = play_alone([[]] * 2000, 0.25e-3)
+    assert asked.index(False) < 200
+    assert sum(asked) / len(asked) < 0.25
+    assert all(play_alone([[]] * 2000, 0.1e-3))  # so short a wait is borne
 
 
 def test_it_is_asked_again_when_most_have_left_or_the_text_has_changed() -> None:

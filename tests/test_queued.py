@@ -14,6 +14,7 @@ from exactness import FEW, Case, cases, differences, plain, run
 from scripted import GOOD, Answers, Bushy, Scripted, all_scripted
 from slipstream import LLM, CompletionOutput, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.drafters.base import Drafter
+from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.queued import QueuedEngine
 from stepping import Arrival, Stepper
 
@@ -197,4 +198,7 @@ def test_chunks_of_a_long_prompt_beside_decodes(tiny_target: Path) -> None:
         got = bench.run(arrivals)
         assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
         if drafter and drafter.startswith("model"):
-            assert all(a.speculation.accepted == a.speculation.drafted > 0 for a in got)
+            # always right: only what the last round guessed beyond the answer's end is lost
+            most = ModelDrafter.default_draft_tokens
+            assert all(0 <= a.speculation.drafted - a.speculation.accepted < most for a in got)
+            assert all(a.speculation.accepted > 15 for a in got)

@@ -21,9 +21,9 @@ from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DraftRequest
 from slipstream.engine.packing import pack, pack_chunks
-from slipstream.engine.queued import Ticket
 from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Job
+from slipstream.engine.tickets import Ticket
 from slipstream.kv.pages import PageTable
 from stepping import Arrival, Stepper
 
@@ -128,7 +128,7 @@ def test_prompts_alone_are_packed_as_prompts_beside_decodes_are(tiny_target: Pat
         answers.append(job.answers[0])
     chunks = [Chunk(answers[0], 12), Chunk(answers[1], 4), Chunk(answers[2], 5)]
     want = pack([], chunks, Draft.pack([], CPU), paths=False)
-    got = pack_chunks(chunks, CPU)
+    got = pack_chunks(chunks, CPU, wide=False)
     assert got.completing == want.emitting == (answers[0], answers[2])
     for one, other in ((got.batch, want.batch), (got.rows, want.rows)):
         for name in one.__slots__:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.draft import Tree
 from slipstream.engine import rounds
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.rounds import Round, RoundShape
@@ -67,3 +68,39 @@ def test_what_cannot_be_captured_runs_as_it_stands(
     assert output.error is None
     assert output.token_ids == expected
     assert [text for text in said if "no graph today" in text] == [said[-1]]
+
+
+def test_nobody_inherits_anothers_tree(open_llm: Callable[..., LLM]) -> None:
+    """Who has no tree in a round of trees may be guessed for on the device: a chain, whoever stood there before."""
+    bushy = shape([4, 4])._replace(is_tree=True)
+    found = queued(open_llm(rounds="queued", drafter=None)).rounds.of(bushy)
+    tree = Tree((5, 6, 7, 8), (-1, -1, 0, 0))
+    for trees in ((tree, tree), (tree, tree), (tree, tree), (tree, Tree())):  # through every staging copy
+        found.load([0, 1], trees, [0, 0 if trees[1].tokens else 4], [None, None])
+        found._loaded = None
+    parents = found._parents[:2, :4].tolist()
+    assert parents == [[-1, -1, 0, 0], [-1, 0, 1, 2]]
+
+
+def test_no_round_is_made_for_more_keys_than_there_can_be() -> None:
+    few = RoundShape.of(
+        [0], 600, is_tree=False, features=Features(), version=0, keeps_logits=False, drafts=(), most_keys=700
+    )
+    assert few.keys == 1024
+
+
+def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = queued(open_llm(rounds="queued", drafter=None)).rounds.of(shape([0]))
+    calls: list[str] = []
+
+    def fail(work: Any, pool: Any) -> None:
+        raise RuntimeError("the host looked")
+
+    monkeypatch.setattr(rounds, "captured", fail)
+    monkeypatch.setattr(Round, "_draft", lambda self: calls.append("drafted"))
+    found._pool = object()
+    found.draft()
+    found.draft()
+    assert calls == ["drafted", "drafted"]

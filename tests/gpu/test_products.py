@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paged_scenes import Part, Scene, tree
 from slipstream.kernels.add_norm import add_norm, add_norm_twin
+from slipstream.kernels.jit import recording
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.paged import SPLIT_KEYS, attend
 from slipstream.kernels.rotary_write import rotary_write, rotary_write_twin
@@ -67,8 +68,10 @@ class TestProducts:
         options: dict[str, Any] = {"gated": True} if gated else {"splits": splits_of(2 * n, k), "partial": True}
         eager = row_linear(x, weight, **options, overlap=True).clone()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = row_linear(x, weight, **options, overlap=True)
+        with recording():
+            assert torch.equal(row_linear(x, weight, **options, overlap=True), eager)
+            with torch.cuda.graph(graph):
+                found = row_linear(x, weight, **options, overlap=True)
         graph.replay()
         assert torch.equal(found, eager)
 
@@ -204,9 +207,6 @@ class TestAttention:
             starts=torch.tensor([0, 1], dtype=torch.int32, device=CUDA),
             lanes=whole.lanes[:1],
             lengths=whole.lengths + row,
-            tilings={},
-            owns={},
-            host_spans=[],
         )
         query = scene.query[row : row + 1].contiguous()
         return attend(query, scene.keys, scene.values, alone, scaling=scene.scaling)[0]

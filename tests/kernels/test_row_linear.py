@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interpreted import DEVICE, FLOATS
+from slipstream.kernels.jit import recording
 from slipstream.kernels.row_linear import Tile, _launch, row_linear, row_linear_twin, splits_of
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -58,10 +59,10 @@ def test_by_descriptors_where_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch, m: int, n: int, splits: int, gated: bool, bias: bool
 ) -> None:
     """Other loads and other tiles, for 65 rows and more with the rows first: the same numbers."""
-    monkeypatch.setattr("slipstream.kernels.row_linear.capturing", lambda: True)
     monkeypatch.setattr("slipstream.kernels.row_linear._MULTIPROCESSORS", 0)  # as if the weight were large
     options: dict[str, Any] = {"gated": True} if gated else {"splits": splits, "partial": True}
-    ours, twin = product(m, n, 192, torch.float16, bias=bias, **options)
+    with recording():
+        ours, twin = product(m, n, 192, torch.float16, bias=bias, **options)
     if m > 128 and not gated:
         twin = twin.sum(0, keepdim=True)
     torch.testing.assert_close(ours, twin, rtol=5e-3, atol=5e-3)
@@ -136,3 +137,18 @@ def test_runs_are_whole_steps() -> None:
                     assert splits == 1 or (k // splits) % step == 0
     assert splits_of(64, 4096) == 4  # a narrow weight needs its runs to keep a GPU busy
     assert splits_of(152_000, 4096) == 1  # a wide one does not
+
+
+@pytest.mark.parametrize("shared", [99 * 1024, 227 * 1024])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_tile_fits_into_shared_memory(shared: int, size: int, gated: bool) -> None:
+    """Of data centres' GPUs, and of those that have less than half of it."""
+    for rows in (1, 16, 17, 33, 65, 129, 512):
+        for n, k in ((64, 64), (576, 1536), (12288, 4608), (4608, 12288), (151936, 896)):
+            for tma in (False, size == 2):
+                splits = 1 if gated else splits_of(n, k)
+                tile = Tile.of(rows, n, k, splits=splits, gated=gated, size=size, tma=tma, shared=shared)
+                held = ((2 if gated else 1) * tile.block_n + tile.block_m) * tile.block_k * size
+                assert tile.stages >= 2
+                assert tile.stages * held < shared

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -112,6 +112,9 @@ class DeviceDrafter(Drafter):
 
     def read(self, batch: PassBatch) -> None:
         """The target computes these tokens of prompts now. Called where rounds are queued, before any `draft`."""
+
+    def capture_reads(self, trash_slot: int, pool: Any) -> None:
+        """From now on `read` may be captured in graphs with this memory; the cache's `trash_slot` is nobody's."""
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
         """Rounds went by without a draft: read these requests' tokens from `known` on, but for the last two."""

@@ -26,8 +26,9 @@ LATE_IN_A_ROW = 3
 BACKLOG = 1024  # notes that a drafter may leave unread
 
 _BAD_CODE = (Exception, SystemExit)
-_CHAIN = tuple(range(-1, MAX_NODES - 1))  # the parents of a chain
+_CHAINS = tuple(Tree.chain(range(nodes)).parents for nodes in range(MAX_NODES + 1))  # the parents of chains
 _PLAIN = {int}
+_NOTHING = Tree()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,13 @@ class Proposals:
     late: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Answer:
-    tree: Tree = field(default_factory=Tree)
+    tree: Tree
     promise: Sequence[float] | None = None
 
 
-_NO_ANSWER = _Answer()
+_NO_ANSWER = _Answer(_NOTHING)
 
 
 class _Job:
@@ -92,10 +93,14 @@ class DrafterGuard:
             else:
                 late = not self._run(lambda: self._ask(asked, answers), max(LATE_AT_LEAST_S, LATE_SHARE * round_s))
                 self._note_lateness(late)
-        with self._lock:
-            failures, self._unreported = self._unreported, {}
-        given = [_NO_ANSWER if late else answers.get(request.id, _NO_ANSWER) for request in requests]
-        return Proposals(tuple(a.tree for a in given), tuple(a.promise for a in given), failures, late)
+        failures: dict[str, str] = {}
+        if self._unreported:
+            with self._lock:
+                failures, self._unreported = self._unreported, {}
+        if late:
+            answers = {}
+        given = [answers.get(request.id, _NO_ANSWER) for request in requests]
+        return Proposals(tuple([a.tree for a in given]), tuple([a.promise for a in given]), failures, late)
 
     def start(self, request: DraftRequest) -> None:
         self._post(lambda: self._start(request))
@@ -130,7 +135,9 @@ class DrafterGuard:
         for (request, budget), tree in zip(asked, trees, strict=True):
             try:
                 checked = _checked(tree, self.vocab_size, budget)
-                answers[request.id] = _Answer(checked, _checked_promise(self.drafter.promise(request.id), checked))
+                if checked.tokens:
+                    promise = _checked_promise(self.drafter.promise(request.id), checked)
+                    answers[request.id] = _Answer(checked, promise)
             except _BAD_CODE as error:
                 self._fail(request.id, error)
 
@@ -219,7 +226,7 @@ def _checked(tree: object, vocab_size: int, budget: int) -> Tree:
     """The tree in plain integers, or an error."""
     if not isinstance(tree, Tree):
         raise DrafterError(f"{type(tree).__name__} instead of a Tree")
-    if _is_plain_chain(tree, vocab_size, budget):
+    if (tree.tokens == () and tree.parents == ()) or _is_plain_chain(tree, vocab_size, budget):
         return tree
     plain = Tree(tuple(map(operator.index, tree.tokens)), tuple(map(operator.index, tree.parents)))
     plain.check(vocab_size, budget)
@@ -229,20 +236,16 @@ def _checked(tree: object, vocab_size: int, budget: int) -> Tree:
 def _is_plain_chain(tree: Tree, vocab_size: int, budget: int) -> bool:
     """Seen at a glance to be right, as nearly all trees are: a chain of plain integers that is none too long."""
     tokens, parents = tree.tokens, tree.parents
-    return (
-        type(tokens) is tuple
-        and len(tokens) <= min(budget, MAX_NODES)
-        and parents == _CHAIN[: len(tokens)]
-        and set(map(type, tokens + parents)) <= _PLAIN
-        and (not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size))
-    )
+    if type(tokens) is not tuple or len(tokens) > min(budget, MAX_NODES) or parents is not _CHAINS[len(tokens)]:
+        return False
+    return set(map(type, tokens)) == _PLAIN and min(tokens) >= 0 and max(tokens) < vocab_size
 
 
 def _checked_promise(promise: Sequence[float] | None, tree: Tree) -> Sequence[float] | None:
     if promise is None:
         return None
     chances = tuple(map(float, promise))
-    if len(chances) != len(tree):
+    if len(chances) != len(tree.tokens):
         raise DrafterError(f"{len(chances)} promises for {len(tree)} nodes: must be as many")
     if not chances or (math.isfinite(sum(chances)) and min(chances) >= 0 and max(chances) <= 1):
         return chances

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -95,6 +95,10 @@ class ModelDrafter(DeviceDrafter):
         ends = [prefix + end - start for prefix, start, end in parts]
         if min(ends) <= self.runner.max_positions:
             self.runner.forward(self._own(batch), self._cache)
+
+    def capture_reads(self, trash_slot: int, pool: Any) -> None:
+        assert self._cache is not None
+        self.runner.capture_reads(self._cache, trash_slot, pool)
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
         assert self._services is not None

@@ -7,9 +7,8 @@ Looking that up costs microseconds and no weights. See docs/drafters/ngram.md.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar
 
 from slipstream.core.draft import MAX_NODES, Tree
@@ -28,6 +27,8 @@ _STATE = [
     for length in range(LONGEST_MATCH + MAX_NODES + 1)
 ]
 
+_NOTHING = Tree()
+
 
 class GramIndex:
     """Where each gram of n tokens was followed by something, latest first. Grows with the text, never rescans it.
@@ -35,40 +36,48 @@ class GramIndex:
     Grams are kept by hash: a place that it gives may be wrong, so whoever asks compares the tokens.
     """
 
+    __slots__ = ("_key", "_latest", "earlier", "latest", "n")
+
     def __init__(self, n: int) -> None:
         self.n = n
         self._latest: dict[int, int] = {}  # hash of a gram -> where its latest continuation begins
-        self._earlier = array("q", [-1] * n)  # continuation -> the one before it of the same gram, -1 for none
+        self._key: int | None = None  # hash of the text's last gram: the next token will be its continuation
+        self.latest = -1  # where the last gram was followed by something before, most recently; -1 for nowhere
+        self.earlier = array("q", [-1] * n)  # continuation -> the one before it of the same gram, -1 for none
 
     def grow(self, tokens: Sequence[int]) -> None:
         """Take in what stands behind the part already seen."""
-        n, latest, earlier = self.n, self._latest, self._earlier
-        begin = len(earlier)
-        if begin >= len(tokens):
-            return
-        text = tuple(tokens[begin - n :])
-        for first in range(len(text) - n):
-            key = hash(text[first : first + n])
-            earlier.append(latest.get(key, -1))
-            latest[key] = begin + first
-
-    def places(self, gram: Sequence[int]) -> Iterator[int]:
-        """Where continuations of this gram begin, latest first."""
-        place = self._latest.get(hash(tuple(gram)), -1)
-        while place >= 0:
-            yield place
-            place = self._earlier[place]
-
-    @property
-    def length(self) -> int:
-        """Tokens taken in."""
-        return len(self._earlier)
+        n, known, earlier, key, place = self.n, self._latest, self.earlier, self._key, self.latest
+        begin, end = len(earlier), len(tokens)
+        if key is None:
+            if end < n:
+                return
+            key = hash(tuple(tokens[:n]))
+        if begin < end:
+            text = tuple(tokens[begin - n + 1 :])
+            for i in range(end - begin):
+                earlier.append(place)
+                known[key] = begin + i
+                key = hash(text[i : i + n])
+                place = known.get(key, -1)
+        self._key, self.latest = key, place
 
 
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    tokens: Sequence[int]
-    states: Sequence[int]  # by how many tokens before each of them agreed
+@dataclass(slots=True)
+class _Text:
+    """What the drafter knows of one request: where its grams stand, and what was last guessed from them."""
+
+    short: GramIndex
+    long: GramIndex  # finds long matches where there are too many short ones to look at
+    length: int = 0  # tokens taken in
+    guess: tuple[int, ...] = ()
+    states: Sequence[int] = ()  # by how many tokens before each of the guess agreed
+
+
+@dataclass(slots=True)
+class _Match:
+    place: int = 0  # where the continuation begins
+    length: int = 0  # how many tokens before it agree
 
 
 class NgramDrafter(HostDrafter):
@@ -90,70 +99,80 @@ class NgramDrafter(HostDrafter):
             raise ConfigError(f"long_match={long_match}: must be min_match={min_match} to {LONGEST_MATCH}")
         if candidates < 1:
             raise ConfigError(f"candidates={candidates}: must be 1 or more")
-        self._sizes = tuple(dict.fromkeys((long_match, min_match)))  # longest first
+        self._min_match = min_match
+        self._long_match = long_match
         self._candidates = candidates
-        self._indexes: dict[str, list[GramIndex]] = {}
-        self._guesses: dict[str, _Guess] = {}
+        self._texts: dict[str, _Text] = {}
         self._table = PromiseTable(_PRIORS)
 
     def start(self, request: DraftRequest) -> None:
         self.stop(request.id)
-        self._grow(request)
+        self._grown(request).long.grow(request.tokens)
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
         return [self._propose(request, nodes) for request, nodes in zip(requests, budget, strict=True)]
 
     def promise(self, request_id: str) -> Sequence[float] | None:
-        guess = self._guesses.get(request_id)
-        return self._table.along(request_id, guess.states) if guess else []
+        text = self._texts.get(request_id)
+        return self._table.along(request_id, text.states) if text and text.guess else []
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
-            if guess := self._guesses.pop(verdict.request_id, None):
-                self._table.learn(verdict.request_id, guess.states, guess.tokens, verdict.tokens)
+            text = self._texts.get(verdict.request_id)
+            if text and text.guess:
+                self._table.learn(verdict.request_id, text.states, text.guess, verdict.tokens)
+                text.guess = ()
 
     def stop(self, request_id: str) -> None:
-        self._indexes.pop(request_id, None)
-        self._guesses.pop(request_id, None)
+        self._texts.pop(request_id, None)
         self._table.forget(request_id)
 
     def _propose(self, request: DraftRequest, budget: int) -> Tree:
-        self._guesses.pop(request.id, None)
-        place, match = self._longest_match(request.tokens, self._grow(request))
-        if not match or budget < 1:
-            return Tree()
-        tokens = _copy(request.tokens, place, min(budget, MAX_NODES))
-        self._guesses[request.id] = _Guess(tokens, _STATE[match : match + len(tokens)])
-        return Tree.chain(tokens)
+        text = self._grown(request)
+        text.guess = ()
+        if text.short.latest < 0 or budget < 1:
+            return _NOTHING
+        found = self._longest_match(request.tokens, text)
+        if not found.length:
+            return _NOTHING
+        text.guess = _copy(request.tokens, found.place, min(budget, MAX_NODES))
+        text.states = _STATE[found.length : found.length + len(text.guess)]
+        return Tree.chain(text.guess)
 
-    def _grow(self, request: DraftRequest) -> list[GramIndex]:
+    def _grown(self, request: DraftRequest) -> _Text:
+        """The request's text with all its tokens in the index of short grams; the other follows when it is asked."""
         tokens = request.tokens
-        indexes = self._indexes.get(request.id)
-        if indexes is None or indexes[-1].length > max(indexes[-1].n, len(tokens)):  # new, or the text shrank
-            indexes = self._indexes[request.id] = [GramIndex(n) for n in self._sizes]
-        for index in indexes:
-            index.grow(tokens)
-        return indexes
+        text = self._texts.get(request.id)
+        if text is None or text.length > len(tokens):  # new, or it shrank
+            text = self._texts[request.id] = _Text(GramIndex(self._min_match), GramIndex(self._long_match))
+        text.short.grow(tokens)
+        text.length = len(tokens)
+        return text
 
-    def _longest_match(self, tokens: Sequence[int], indexes: Sequence[GramIndex]) -> tuple[int, int]:
-        """Where the best continuation begins, and how many tokens before it agree: 0 for none."""
-        best_place = best = 0
+    def _longest_match(self, tokens: Sequence[int], text: _Text) -> _Match:
         tail = tokens[: -LONGEST_MATCH - 1 : -1]  # the latest token first
-        for index in indexes:
-            if len(tail) < index.n:
-                continue
-            for place in islice(index.places(tokens[-index.n :]), self._candidates):
-                # A longer match must agree at the first token that the best one does not reach.
-                if best and (best >= place or best >= len(tail) or tokens[place - 1 - best] != tail[best]):
-                    continue
+        best = _Match()
+        if self._search(text.short, tokens, tail, best):  # places are left: the best may be among those
+            text.long.grow(tokens)
+            self._search(text.long, tokens, tail, best)
+        return best
+
+    def _search(self, index: GramIndex, tokens: Sequence[int], tail: Sequence[int], best: _Match) -> bool:
+        """Look for a longer match than the best. True: there are more places than it looked at."""
+        place, earlier, length = index.latest, index.earlier, best.length
+        for _ in range(self._candidates):
+            if place < 0:
+                return False
+            # A longer match must agree at the first token that the best one does not reach.
+            if not length or (length < place and length < len(tail) and tokens[place - 1 - length] == tail[length]):
                 match = _agreement(tokens, place, tail)
-                if match >= index.n and match > best:
-                    best_place, best = place, match
+                if match > length and match >= index.n:
+                    best.place, best.length = place, match
+                    length = match
                     if match == LONGEST_MATCH:
-                        break
-            if best:  # the shorter grams have nothing longer
-                break
-        return best_place, best
+                        return False
+            place = earlier[place]
+        return place >= 0
 
 
 def _agreement(tokens: Sequence[int], place: int, tail: Sequence[int]) -> int:
@@ -166,10 +185,9 @@ def _agreement(tokens: Sequence[int], place: int, tail: Sequence[int]) -> int:
     return length
 
 
-def _copy(tokens: Sequence[int], place: int, count: int) -> list[int]:
+def _copy(tokens: Sequence[int], place: int, count: int) -> tuple[int, ...]:
     """`count` tokens from `place` on. Past the end of the text it reads its own guesses, so a loop goes on looping."""
-    guess = list(tokens[place : place + count])
-    period = len(tokens) - place
+    guess = tuple(tokens[place : place + count])
     while len(guess) < count:
-        guess.append(guess[-period])
+        guess += guess[: count - len(guess)]  # all of it so far stands a whole number of periods before what comes
     return guess

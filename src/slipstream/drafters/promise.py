@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 
 PRIOR_WEIGHT = 4.0  # observations that a prior is worth at first; it fades like everything else
 LEAST_WEIGHT = 0.5  # … but never wholly: one bad run is no proof
@@ -46,26 +44,37 @@ class PromiseTable:
     def __init__(self, priors: Sequence[float]) -> None:
         self._priors = tuple(priors)
         self._shared = _Counts.empty(len(priors))
+        self._chances = list(priors)  # of all requests together: kept, because every request asks for it every round
         self._own: dict[str, _Counts] = {}
 
     def chance(self, request_id: str, state: int) -> float:
         """The chance that a guess in this state is right, given that all before it were."""
-        shared = self._shared.chance(state, self._priors[state])
         own = self._own.get(request_id)
-        return own.chance(state, shared) if own else shared
+        return own.chance(state, self._chances[state]) if own else self._chances[state]
 
     def along(self, request_id: str, states: Sequence[int]) -> list[float]:
         """For a chain of guesses in these states: each one's chance that the whole path to it is accepted."""
-        chances = {state: self.chance(request_id, state) for state in set(states)}  # few, and this is asked every round
-        return list(accumulate(map(chances.__getitem__, states), mul))
+        along: list[float] = []
+        path, chance, last = 1.0, 1.0, None
+        for state in states:
+            if state != last:  # neighbours are mostly in the same state
+                chance, last = self.chance(request_id, state), state
+            path *= chance
+            along.append(path)
+        return along
 
     def learn(self, request_id: str, states: Sequence[int], proposed: Sequence[int], emitted: Sequence[int]) -> None:
         """The chain `proposed` met `emitted`: every guess up to the first wrong one is an observation."""
-        own = self._own.setdefault(request_id, _Counts.empty(len(self._priors)))
+        own = self._own.get(request_id)
+        if own is None:
+            own = self._own[request_id] = _Counts.empty(len(self._priors))
+        shared = self._shared
         for state, guess, token in zip(states, proposed, emitted, strict=False):
-            self._shared.add(state, guess == token, SHARED_DECAY)
-            own.add(state, guess == token, OWN_DECAY)
-            if guess != token:
+            hit = guess == token
+            shared.add(state, hit, SHARED_DECAY)
+            own.add(state, hit, OWN_DECAY)
+            self._chances[state] = shared.chance(state, self._priors[state])
+            if not hit:
                 break
 
     def forget(self, request_id: str) -> None:

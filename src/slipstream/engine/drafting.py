@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def counts(self) -> list[int]:
-        return [len(tree) or depth for tree, depth in zip(self.trees, self.depths, strict=True)]
+        return [len(tree.tokens) or depth for tree, depth in zip(self.trees, self.depths, strict=True)]
 
     def only(self, kept: Sequence[int]) -> Plan:
         """For some of the requests."""
@@ -129,6 +129,7 @@ class Drafting:
 
     def propose(self, decodes: Sequence[Answer]) -> Drafted:
         """Drafts for the decoding requests. Reserves the pages that they need."""
+        self.planner.next_round()
         parts: list[tuple[Sequence[int], Draft]] = []
         drafters: list[str | None] = [None] * len(decodes)
         for name, mine, caps in self._groups(decodes):
@@ -141,6 +142,7 @@ class Drafting:
 
     def plan(self, decodes: Sequence[Answer]) -> Plan:
         """As `propose`, but what device drafters guess stays on the device: they are told how far to go."""
+        self.planner.next_round()
         trees = [_EMPTY] * len(decodes)
         depths = [0] * len(decodes)
         drafters: list[str | None] = [None] * len(decodes)
@@ -149,10 +151,12 @@ class Drafting:
             if name in self._on_device:
                 budgets = self._budgets(name, answers, caps, len(decodes))
                 for i, depth in zip(mine, budgets, strict=True):
-                    depths[i], drafters[i] = depth, name
+                    depths[i] = depth
             else:
                 for i, tree in zip(mine, self._trees(name, answers, caps, len(decodes)), strict=True):
-                    trees[i], drafters[i] = tree, name
+                    trees[i] = tree
+            for i in mine:
+                drafters[i] = name
         return Plan(tuple(trees), tuple(depths), tuple(drafters))
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
@@ -196,21 +200,26 @@ class Drafting:
 
     def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int], list[int]]]:
         """For each drafter with something to do: which requests are its, and how much is of any use to them."""
-        for name in dict.fromkeys(a.drafter for a in decodes):
-            if name is not None and name not in self._resting:
-                mine = [i for i, a in enumerate(decodes) if a.drafter == name and name not in a.refused]
-                caps = self._caps(name, [decodes[i] for i in mine], len(decodes))
-                if any(caps):
-                    yield name, mine, caps
+        groups: dict[str, list[int]] = {}
+        for i, answer in enumerate(decodes):
+            name = answer.drafter
+            if name is not None and name not in self._resting and name not in answer.refused:
+                groups.setdefault(name, []).append(i)
+        for name, mine in groups.items():
+            caps = self._caps(name, [decodes[i] for i in mine], len(decodes))
+            if any(caps):
+                yield name, mine, caps
 
     def observe(self, answers: Sequence[Answer], drafters: Sequence[str | None], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
         told: dict[str, tuple[list[Answer], list[Verdict]]] = {}
         for answer, drafter, verdict in zip(answers, drafters, verdicts, strict=True):
-            if drafter is not None:
+            if drafter is not None and verdict.drafted:
                 self.planner.observe(drafter, answer.id, verdict.drafted, verdict.accepted)
             if answer.drafter is not None:
-                theirs, parts = told.setdefault(answer.drafter, ([], []))
+                if answer.drafter not in told:
+                    told[answer.drafter] = ([], [])
+                theirs, parts = told[answer.drafter]
                 theirs.append(answer)
                 parts.append(verdict)
         for name, (theirs, parts) in told.items():
@@ -222,15 +231,18 @@ class Drafting:
         usual = drafter.default_draft_tokens if self._draft_tokens is None else self._draft_tokens
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
         share = min(self._max_rows // requests - 1, MAX_NODES)
+        context = self._max_len - 1 if ends is None else min(self._max_len - 1, ends)
         caps: list[int] = []
         for answer in answers:
-            params, reach = answer.params, answer.reach
+            params, length = answer.params, len(answer.tokens)
             wanted = params.speculation.draft_tokens
-            left = min(params.max_tokens - answer.generated - answer.queued, self._max_len - reach) - 1
-            if ends is not None:
-                left = min(left, ends - reach)
-            most = min(usual if wanted is None else wanted, left, share)
-            caps.append(0 if answer.doubted else max(0, most))
+            most = min(
+                usual if wanted is None else wanted,
+                share,
+                params.max_tokens - (length - answer.prompt_length) - answer.queued - 1,
+                context - length - answer.coming,
+            )
+            caps.append(0 if most < 0 or answer.doubted else most)
         return caps
 
     def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:

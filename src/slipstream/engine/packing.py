@@ -78,6 +78,7 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
         is_tree=is_tree + (False,) * (len(parts) - len(is_tree)),
         masks=masks,
         logit_rows=logit_rows,
+        wide=False,  # decodes are in it, or chunks that were cut by the room that others left
     )
     # rows that choose: all decode rows, then the last row of each completing chunk
     first_row = tensor(starts[: len(decodes)])

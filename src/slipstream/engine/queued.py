@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.core.draft import MAX_NODES
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.drafting import Plan
@@ -27,6 +27,7 @@ from slipstream.engine.packing import FirstTokens, pack_chunks
 from slipstream.engine.rounds import DraftFailed, Machine, Round, Rounds, RoundShape
 from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
+from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS
 from slipstream.sampling.choose import choose
@@ -36,71 +37,12 @@ _NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
 """Where nobody reads logits, nobody asks where they lie."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One request's part in a queued round."""
+class Guessed(NamedTuple):
+    """A round whose drafts are there, or on their way on the device."""
 
-    answer: Answer
-    epoch: int
-    drafter: str | None
-    drafted: int
-    bound: int  # tokens that it may get at most
-    decodes: bool  # else the round computed its prompt
-
-    @property
-    def listens(self) -> bool:
-        """Does it still want to hear? Not if it ended, or was preempted and perhaps is back."""
-        return not self.answer.ended and self.answer.epoch == self.epoch
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A queued round: who is in it, and where its result will lie."""
-
-    members: tuple[Member, ...]  # decodes, then those whose prompt it completes
-    decodes: int
-    told: Tensor | None  # [B, …] on the host, of the decodes
-    first: Tensor | None  # [C] on the host: first tokens of the others
-    round: Round | None
-    rows: int
-    logits: Tensor | None  # of the others' last rows
-    marks: tuple[Any, ...]  # events: begun, drafted, verified, prompts read
-    reads_logits: bool  # some of them asked for log probabilities
-    steady: bool  # a round as they come: no prompts, and nothing captured for it
-    depth: int
-    waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
-
-    def wait(self) -> None:
-        if self.marks:
-            self.marks[-1].synchronize()
-
-    def all_logits(self) -> Tensor | None:
-        """[R, V]: of the decodes' rows, then of the others'; None where nobody asked for log probabilities."""
-        if not self.reads_logits:
-            return None
-        decoded = None if self.round is None else self.round.logits
-        return torch.cat([part for part in (decoded, self.logits) if part is not None])
-
-    def seconds(self, part: int) -> float:
-        return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A round whose result the host has read: those who still wanted to hear, and what."""
-
-    ticket: Ticket
-    members: tuple[Member, ...]
-    verdicts: tuple[Verdict, ...]
-    lasted_s: float  # since the round before it, or since the engine was idle
-
-
-@dataclass(frozen=True, slots=True)
-class EmittedRows:
-    """Where the rows of a finished round lie, for those who read its logits."""
-
-    emitting: tuple[Answer, ...]
-    row_of: Tensor  # [E, K + 1]
+    plan: Plan
+    run: Round
+    caught_up: bool  # a drafter had to read what it had missed first
 
 
 class QueuedEngine(Engine):
@@ -122,11 +64,16 @@ class QueuedEngine(Engine):
         )
         drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
         self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress)
+        if self.rounds.pool is not None:
+            self.target.capture_reads(self.cache, machine.trash_slot, self.rounds.pool)
+            for drafter in drafters.values():
+                drafter.capture_reads(machine.trash_slot, self.rounds.pool)
         self._tickets: deque[Ticket] = deque()
         self._crowd = Crowd([], Features(), reads_logits=False)
         self._has_clock = self.target.device.type == "cuda"
         self._free_marks: list[Any] = []  # events, to be used again
         self._heard_at: float | None = None  # since when the device waits for the host
+        self._waits_for_drafts = False  # … and for nothing but drafts
         self.drafting.planner.pad_passes()
         self._idle_since = time.perf_counter()
 
@@ -155,7 +102,8 @@ class QueuedEngine(Engine):
             self._tell(heard)  # the next round overwrites the logits
             heard = []
         schedule = self.scheduler.schedule()
-        self._report(schedule.refused)
+        if schedule.refused:
+            self._report(schedule.refused)
         if schedule:
             if not self._tickets:
                 self._idle_since = time.perf_counter()
@@ -167,13 +115,13 @@ class QueuedEngine(Engine):
     def _must_wait(self) -> bool:
         """Does the next round depend on something that the host has not read yet?"""
         running = [a for a in self.scheduler.running if a.queued]
-        if not running:
-            return False
-        return (
+        drafts = self.drafting.waits(running)
+        others = (
             self.pool.free_pages < len(running)  # near preemption: the exact state frees most
-            or self.drafting.waits(running)
             or any(a.doubted or a.reach >= self.plan.max_model_len or a.params.logprobs is not None for a in running)
         )
+        self._waits_for_drafts = drafts and not others
+        return bool(running) and (drafts or others)
 
     def _hear_all(self) -> list[Heard]:
         heard = [self._hear(ticket) for ticket in self._tickets]
@@ -187,31 +135,34 @@ class QueuedEngine(Engine):
         told = run = None
         rows = depth = 0
         waited_s = None
+        caught_up = False
         drafted = begun
         known = len(self.rounds)
         drafting = self._draft(schedule.decodes) if schedule.decodes else None
         if drafting is not None:
-            plan, run = drafting
+            plan, run, caught_up = drafting
             drafted = self._mark()
-            waited_s = None if self._heard_at is None else time.perf_counter() - self._heard_at
+            if self._heard_at is not None and self._waits_for_drafts:
+                waited_s = time.perf_counter() - self._heard_at
             run.verify()
-            told, counts, depth = run.result(), plan.counts, max(plan.depths)
+            counts, depth = plan.counts, max(plan.depths)
+            told = run.result(len(counts), max(counts))
             rows = run.shape.rows  # with those that fill it up: they cost as much
             for answer, drafter, count in zip(schedule.decodes, plan.drafters, counts, strict=True):
-                members.append(_join(answer, drafter, count, decodes=True))
+                members.append(Member.of(answer, drafter, count, decodes=True))
         read = verified = self._mark()
         first = logits = None
         if schedule.chunks:
             first, logits = self._read_prompts(schedule.chunks, members)
             read = self._mark()
         marks = (begun, drafted, verified, read) if begun is not None else ()
-        steady = not schedule.chunks and len(self.rounds) == known
+        steady = not schedule.chunks and not caught_up and len(self.rounds) == known
         asked = any(member.answer.params.logprobs is not None for member in members)
         return Ticket(
             tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, asked, steady, depth, waited_s
         )
 
-    def _draft(self, decodes: list[Answer]) -> tuple[Plan, Round] | None:
+    def _draft(self, decodes: list[Answer]) -> Guessed | None:
         """Guess on the host, then on the device. A drafter that raises there is dropped, and the round goes without.
 
         Takes those out of `decodes` of which it learns that they ended; None: all of them have.
@@ -226,31 +177,36 @@ class QueuedEngine(Engine):
             if not decodes:
                 return None
             self.drafting.catch_up([answer for answer in lagging if answer in decodes])
+            for name in {a.drafter for a in decodes if a.drafter is not None and a.drafter in a.refused}:
+                plan = plan.without(name)  # it could not
         self._lanes.send_pages(decodes)
         crowd, slots = self._crowd_of(decodes), [answer.slot for answer in decodes]
+        longest = max([len(answer.tokens) + answer.coming for answer in decodes])
+        is_tree = any(tree.tokens and not tree.is_chain for tree in plan.trees)
         while True:
             self.drafting.follows(decodes, plan)
             devices = plan.devices
             shape = RoundShape.of(
                 plan.counts,
-                max(answer.reach for answer in decodes),
-                is_tree=any(tree.tokens and not tree.is_chain for tree in plan.trees),
+                longest,
+                is_tree=is_tree,
                 features=crowd.features,
                 version=self.sampling.version,
                 keeps_logits=crowd.reads_logits,
                 drafts=tuple((name, max(plan.depths)) for name in devices),
+                most_keys=self.plan.max_model_len + 1 + MAX_NODES,
             )
             run = self.rounds.of(shape)
             run.load(slots, plan.trees, plan.depths, plan.drafters)
             if not devices:
-                return plan, run
+                return Guessed(plan, run, bool(lagging))
             try:
                 run.draft()
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
             else:
-                return plan, run
+                return Guessed(plan, run, bool(lagging))
 
     def _crowd_of(self, answers: list[Answer]) -> Crowd:
         if answers != self._crowd.answers:
@@ -287,7 +243,7 @@ class QueuedEngine(Engine):
         chosen = choose(logits, packed.rows, self.sampling, features)
         self._lanes.begin(packed.completing, chosen)
         self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
-        members += [_join(answer, None, 0, decodes=False) for answer in packed.completing]
+        members += [Member.of(answer, None, 0, decodes=False) for answer in packed.completing]
         return FirstTokens(chosen, logits)
 
     def _hear(self, ticket: Ticket) -> Heard:
@@ -296,24 +252,21 @@ class QueuedEngine(Engine):
         now = time.perf_counter()
         members: list[Member] = []
         verdicts: list[Verdict] = []
-        for member, verdict in zip(ticket.members, _told(ticket), strict=True):
+        longest = self.plan.max_model_len
+        for member, verdict in zip(ticket.members, ticket.verdicts(), strict=True):
             if not member.listens:
                 continue
             members.append(member)
             verdicts.append(verdict)
-            answer, usable = member.answer, verdict.usable
+            answer, tokens, usable = member.answer, verdict.tokens, verdict.usable
             answer.queued -= 1
             answer.coming -= member.bound
             answer.tokens.extend(usable)
             if member.decodes:
                 assert answer.table is not None
-                answer.table.commit(len(verdict.tokens))
-                answer.doubted = not verdict.tokens
-            answer.closing = (
-                usable != verdict.tokens
-                or not answer.end_ids.isdisjoint(usable)
-                or len(answer.tokens) >= self.plan.max_model_len
-            )
+                answer.table.commit(len(tokens))
+                answer.doubted = not tokens
+            answer.closing = usable != tokens or not answer.end_ids.isdisjoint(usable) or len(answer.tokens) >= longest
         lasted_s, self._idle_since = now - self._idle_since, now
         self.drafting.observe([m.answer for m in members], [m.drafter for m in members], verdicts)
         return Heard(ticket, tuple(members), tuple(verdicts), lasted_s)
@@ -334,8 +287,9 @@ class QueuedEngine(Engine):
             if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
                 for name in {m.drafter for m in ticket.members if m.drafter and m.drafter in self.drafting.guards}:
                     self.drafting.planner.observe_wait(name, ticket.waited_s)
-            for name in {m.drafter for m in ticket.members if m.drafter is not None and ticket.depth}:
-                self.drafting.planner.observe_draft(name, ticket.depth, times.draft)
+            if ticket.depth:
+                for name in {m.drafter for m in ticket.members if m.drafter and m.drafter not in self.drafting.guards}:
+                    self.drafting.planner.observe_draft(name, ticket.depth, times.draft)
         return times
 
     def _tell(self, heard: Sequence[Heard]) -> None:
@@ -344,7 +298,7 @@ class QueuedEngine(Engine):
             times = self._times(part)
             answers = tuple(member.answer for member in part.members)
             logits = part.ticket.all_logits()
-            rows = EmittedRows(answers, _NO_ROWS if logits is None else _row_of(part))
+            rows = EmittedRows(answers, _NO_ROWS if logits is None else part.row_of())
             kept = self._emit(rows, part.verdicts, logits)
             self._tally(answers, [member.drafter for member in part.members], part.verdicts, kept, times)
             for answer in answers:
@@ -365,36 +319,3 @@ class QueuedEngine(Engine):
         answer.on_device = False
         answer.behind = None
         super()._released(answer)
-
-
-def _join(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -> Member:
-    answer.queued += 1
-    answer.coming += 1 + drafted
-    return Member(answer, answer.epoch, drafter, drafted, 1 + drafted, decodes)
-
-
-def _row_of(heard: Heard) -> Tensor:  # [E, K + 1]
-    """Where in `Ticket.all_logits` each request's rows lie."""
-    ticket, starts, before = heard.ticket, [], 0
-    for index, member in enumerate(ticket.members):
-        if ticket.round is not None and index == ticket.decodes:
-            before = ticket.round.shape.rows  # what is behind the last of the decodes is padding
-        if member in heard.members:
-            starts.append(before)
-        before += 1 + member.drafted
-    width = max((member.drafted for member in ticket.members), default=0)
-    return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(width + 1)
-
-
-def _told(ticket: Ticket) -> list[Verdict]:
-    verdicts = []
-    if ticket.told is not None:
-        width = (ticket.told.shape[1] - 3) // 2
-        for member, line in zip(ticket.members[: ticket.decodes], ticket.told.tolist(), strict=False):
-            emitted, accepted = line[0], line[1]
-            tokens, path = line[2 : 2 + emitted], line[3 + width : 3 + width + accepted]
-            verdicts.append(Verdict(member.answer.id, tuple(tokens), member.drafted, accepted, tuple(path)))
-    if ticket.first is not None:
-        for member, token in zip(ticket.members[ticket.decodes :], ticket.first.tolist(), strict=True):
-            verdicts.append(Verdict(member.answer.id, (token,), 0, 0, ()))
-    return verdicts

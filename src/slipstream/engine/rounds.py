@@ -7,9 +7,11 @@ stands, and gives the same tokens.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
 from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
+from slipstream.models.graphs import captured
 from slipstream.models.paths import Progress
 from slipstream.models.runner import Runner
 from slipstream.plan.cost import SIZES
@@ -43,9 +46,11 @@ _MOST = 128
 """Captured rounds that are kept; those that were not used for longest are let go."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundShape:
-    """What a captured round depends on. Sizes come in buckets, so that there are few of them."""
+class RoundShape(NamedTuple):
+    """What a captured round depends on. Sizes come in buckets, so that there are few of them.
+
+    A tuple, because one is made and looked up every round while the device waits.
+    """
 
     requests: int
     width: int  # nodes of a request at most
@@ -67,20 +72,26 @@ class RoundShape:
         version: int,
         keeps_logits: bool,
         drafts: tuple[tuple[str, int], ...],
+        most_keys: int = 1 << 40,
     ) -> RoundShape:
-        """For requests with so many nodes each; none has more than `longest` tokens before the round."""
+        """For requests with so many nodes each; none has more than `longest` tokens before the round.
+
+        most_keys: no row of any round sees more.
+        """
         requests = _bucket(len(counts), _REQUESTS)
         width = _bucket(max(counts), _WIDTHS)
         rows = _bucket(len(counts) + sum(counts), SIZES)
         keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
         while keys < longest + 1 + width:
             keys *= 4
+        keys = min(keys, -(-most_keys // SPLIT_KEYS) * SPLIT_KEYS)
         return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, drafts)
 
 
 def _bucket(size: int, sizes: Sequence[int]) -> int:
     """The next larger size; beyond the last, a multiple of it."""
-    return next((s for s in sizes if s >= size), -(-size // sizes[-1]) * sizes[-1])
+    last = sizes[-1]
+    return sizes[bisect_left(sizes, size)] if size <= last else -(-size // last) * last
 
 
 class DraftFailed(Exception):
@@ -105,19 +116,21 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """A host copy of a round's input, and the views by which it is filled: on these arrays torch is slower."""
+    """A host copy of a round's input, and the memory in which it is filled in: a few numbers at a time, while the
+    device waits, for which tensors and arrays are slow."""
 
     tensor: Tensor  # [3 B + 2 B K] int64
-    heads: NDArray[np.int64]  # [3, B]: lanes, nodes, who guesses them on the device
-    nodes: NDArray[np.int64]  # [2, B, K]: tokens, parents
+    numbers: memoryview  # the same: lanes, nodes, who guesses them on the device [3, B]; tokens, parents [2, B, K]
 
     @staticmethod
-    def of(requests: int, chain: NDArray[np.int64], *, pinned: bool) -> _Staging:
+    def of(requests: int, chain: Sequence[int], *, pinned: bool) -> _Staging:
         tensor = torch.zeros(3 * requests + 2 * requests * len(chain), dtype=torch.int64, pin_memory=pinned)
-        numbers = tensor.numpy()
-        nodes = numbers[3 * requests :].reshape(2, requests, len(chain))
-        nodes[1] = chain
-        return _Staging(tensor, numbers[: 3 * requests].reshape(3, requests), nodes)
+        staged = _Staging(tensor, tensor.numpy().data)
+        staged.write((3 + len(chain)) * requests, list(chain) * requests)
+        return staged
+
+    def write(self, at: int, values: Sequence[int]) -> None:
+        self.numbers[at : at + len(values)] = array(self.numbers.format, values)
 
 
 class Round:
@@ -136,7 +149,7 @@ class Round:
         self.told = Told.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
         pinned = device.type == "cuda"
-        self._chain = np.arange(-1, k - 1)  # parents; guesses made on the device are chains as well
+        self._chain = tuple(range(-1, k - 1))  # parents; guesses made on the device are chains as well
         self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
         self._results = [
             torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
@@ -155,50 +168,60 @@ class Round:
         drafters: Sequence[str | None],
     ) -> None:
         """Say who is in the round, and what was guessed on the host. Nothing is sent where nothing changed."""
-        wanted = (tuple(lanes), tuple(trees), tuple(depths), tuple(drafters))
+        wanted = (list(lanes), list(trees), list(depths), list(drafters))
         if wanted == self._loaded:
             return
-        self._sent = (self._sent + 1) % _COPIES
-        staged = self._staging[self._sent]
-        n, heads, nodes = len(lanes), staged.heads, staged.nodes
-        numbers = {name: i for i, (name, _) in enumerate(self.shape.drafts, 1)}
-        heads[0] = self._machine.state.trash
-        heads[1:] = 0
-        heads[0, :n] = lanes
-        heads[1, :n] = [len(t) or d for t, d in zip(trees, depths, strict=True)]
-        if numbers:
-            heads[2, :n] = [numbers[n] if n and d else 0 for n, d in zip(drafters, depths, strict=True)]
-        for i, tree in enumerate(trees):
-            if tree.tokens:
-                nodes[0, i, : len(tree)] = tree.tokens
-                if self.shape.is_tree:
-                    nodes[1, i, : len(tree)] = tree.parents
-                    nodes[1, i, len(tree) :] = self._chain[len(tree) :]
-        self._inputs.copy_(staged.tensor, non_blocking=True)
         self._loaded = wanted
+        self._sent = (self._sent + 1) % _COPIES
+        staged, width, is_tree = self._staging[self._sent], self.shape.width, self.shape.is_tree
+        nobody = self.shape.requests - len(lanes)
+        counts = [len(tree.tokens) or depth for tree, depth in zip(trees, depths, strict=True)]
+        heads = [*lanes, *([self._machine.state.trash] * nobody), *counts, *([0] * nobody)]
+        if self.shape.drafts:
+            numbers = {name: i for i, (name, _) in enumerate(self.shape.drafts, 1)}
+            heads += [numbers[name] if name and depth else 0 for name, depth in zip(drafters, depths, strict=True)]
+            heads += [0] * nobody
+        staged.write(0, heads)
+        begin, parents = 3 * self.shape.requests, width * self.shape.requests
+        for tree in trees:
+            if tree.tokens:
+                staged.write(begin, tree.tokens)
+            if is_tree:  # one without a tree may be guessed for on the device: a chain
+                staged.write(begin + parents, tree.parents + self._chain[len(tree.tokens) :])
+            begin += width
+        self._inputs.copy_(staged.tensor, non_blocking=True)
 
     def draft(self) -> None:
         """Let the device drafters guess. Raises `DraftFailed` where one of them cannot."""
         if self._pool is not None and self._draft_graph is None:
-            self._draft_graph = _captured(self._draft, self._pool)
+            try:
+                self._draft_graph = captured(self._draft, self._pool)
+            except DraftFailed:
+                raise
+            except Exception:  # it guesses, but looks at values on the host: then without a graph
+                self._draft_graph = self._draft
         (self._draft_graph or self._draft)()
 
     def verify(self) -> None:
         """The target pass, the verdict, and everything that follows from it on the device."""
         (self._verify_graph or self._verify)()
 
-    def result(self) -> Tensor:
-        """A host copy of what was told, under way: wait for the device before reading it."""
+    def result(self, requests: int, nodes: int) -> NDArray[np.int64]:
+        """A host copy of what these are told, under way: wait for the device before reading it.
+
+        Of a round of chains, with so many nodes at most, it has what was emitted, and nothing behind that.
+        """
         self._told = (self._told + 1) % _COPIES
         result = self._results[self._told]
         result.copy_(self.told.table, non_blocking=True)
-        return result
+        told = result.numpy()[:requests]
+        return told if self.shape.is_tree else told[:, : 3 + nodes]
 
     def capture(self, pool: Any) -> None:
         """Record the round as graphs: what follows the draft now, the draft itself when it is first wanted."""
         self.load([], [], [], [])  # it is run over nobody first
         self._pool = pool
-        self._verify_graph = _captured(self._verify, pool)
+        self._verify_graph = captured(self._verify, pool)
 
     def _draft(self) -> None:
         shape = self.shape
@@ -251,20 +274,6 @@ class Round:
         return torch.where(inside & (rows.requests >= 0)[:, None], self._tokens[request], -1)
 
 
-def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """The same work as one launch. A first run compiles what must be compiled."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # what other threads do with the device is none of the capture's business
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        work()
-    return graph.replay
-
-
 class Rounds:
     """The rounds of an engine by shape, captured when a shape comes for the first time."""
 
@@ -276,18 +285,26 @@ class Rounds:
         self._graphs = graphs and has_kernels(machine.device)
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._rounds: dict[RoundShape, Round] = {}
+        self._latest: Round | None = None
         self._progress = progress
         self._made = 0
+
+    @property
+    def pool(self) -> Any:
+        """The memory that all graphs share; None where nothing is captured."""
+        return self._pool if self._graphs else None
 
     def __len__(self) -> int:
         """How many were made so far, those included that were let go."""
         return self._made
 
     def of(self, shape: RoundShape) -> Round:
+        if self._latest is not None and self._latest.shape == shape:
+            return self._latest
         found = self._rounds.pop(shape, None)
         if found is None:
             found = self._make(shape)
-        self._rounds[shape] = found  # the last is the one used last
+        self._rounds[shape] = self._latest = found  # the last is the one used last
         return found
 
     def _make(self, shape: RoundShape) -> Round:

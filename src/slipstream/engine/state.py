@@ -60,21 +60,17 @@ class Answer:
     closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
     behind: int | None = None  # tokens that its device drafter has read, where it stopped following; None: it follows
     id: str = field(init=False)  # of job and sample always: a job may be named like another's second answer
+    params: SamplingParams = field(init=False)  # the job's
+    prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = f"{self.job.id}/{self.sample}"
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.job.params
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.job.prompt_ids)
+        self.params = self.job.params
+        self.prompt_length = len(self.job.prompt_ids)
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.job.prompt_ids)
+        return len(self.tokens) - self.prompt_length
 
     @property
     def cached(self) -> int:
@@ -87,13 +83,14 @@ class Answer:
     @property
     def decoding(self) -> bool:
         """Is the next thing to compute the token behind its last one, seen by the host or not?"""
-        pending = self.pending
+        pending = len(self.tokens) if self.table is None else len(self.tokens) - self.table.length
         return pending == 1 or (pending == 0 and self.queued > 0)
 
     @property
     def will_end(self) -> bool:
         """Is a further round most likely for nothing? Each one in the making gives a token at least."""
-        return self.closing or self.generated + self.queued >= self.params.max_tokens
+        generated = len(self.tokens) - self.prompt_length
+        return self.closing or generated + self.queued >= self.params.max_tokens
 
     @property
     def reach(self) -> int:

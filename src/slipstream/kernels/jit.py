@@ -6,7 +6,9 @@ a function of its module; so where Triton is missing its decorator leaves the fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, overload
 
@@ -16,14 +18,17 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     has_triton = True
 except ImportError:  # pragma: no cover - seen on machines without it
     triton = None
     tl = None
-    TensorDescriptor = None
     has_triton = False
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # pragma: no cover - without them the tiles are loaded as on older GPUs
+    TensorDescriptor = None
 
 
 @overload
@@ -59,9 +64,44 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and has_kernels(tensor.device)
 
 
-def capturing() -> bool:
-    """Is a graph being captured, so that what the host does now is done once?"""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that one program may have."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024))
 
 
-__all__ = ["TensorDescriptor", "capturing", "has_kernels", "has_triton", "jit", "on_gpu", "tl", "triton"]
+class _Recording(threading.local):
+    on = False
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """What the host does in here is recorded, or tried out before: it happens once, and may take its time."""
+    before, _recording.on = _recording.on, True
+    try:
+        yield
+    finally:
+        _recording.on = before
+
+
+def is_recording() -> bool:
+    return _recording.on
+
+
+__all__ = [
+    "TensorDescriptor",
+    "has_kernels",
+    "has_triton",
+    "is_recording",
+    "jit",
+    "on_gpu",
+    "recording",
+    "shared_bytes",
+    "tl",
+    "triton",
+]

@@ -29,9 +29,9 @@ class RowLayout:
     page_size: int
     max_keys: int  # no row of this pass sees more keys
     # made once a pass, read by every layer
-    tilings: dict[int, Tensor] = field(default_factory=dict)  # by rows a tile
-    owns: dict[int, Tensor] = field(default_factory=dict)  # by keys a block
-    host_spans: list[Span] = field(default_factory=list)  # for the twin
+    tilings: dict[int, Tensor] = field(init=False, default_factory=dict)  # by rows a tile
+    owns: dict[int, Tensor] = field(init=False, default_factory=dict)  # by keys a block
+    host_spans: list[Span] = field(init=False, default_factory=list)  # for the twin
 
     def tiles(self, tile_rows: int) -> Tensor:
         """[T, 4] int32: lane, first row, end row and number of keys of each tile; lane -1 where there is none."""
@@ -105,7 +105,7 @@ def _tiles_kernel(
     tl.store(place + 3, tl.max(position, 1) + 1, mask=tile < T)
 
 
-@jit(sizes=["B", "P", "depths"], pointers=["lanes_ptr", "slots_ptr", "lengths_ptr"])
+@jit(sizes=["B", "P", "depths"], pointers=["lanes_ptr", "slots_ptr", "lengths_ptr", "pages_ptr"])
 def _own_kernel(
     starts_ptr: tl.tensor,
     lanes_ptr: tl.tensor,

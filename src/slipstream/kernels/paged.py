@@ -25,7 +25,7 @@ _MANY_PROGRAMS = 264
 """With fewer, two a multiprocessor or less, each reads ahead; more of them wait for the memory side by side."""
 
 
-@jit(sizes=["N", "P", "W"], pointers=["positions_ptr"])
+@jit(sizes=["N", "P", "W"], pointers=["positions_ptr", "pages_ptr"])
 def _attend_kernel(
     query_ptr: tl.tensor,  # [N, H, D]
     keys_ptr: tl.tensor,  # [slots, H_kv, D]
@@ -108,7 +108,7 @@ def _attend_kernel(
                 at = key + k_range
                 page = tl.load(pages + at // PAGE, mask=at < shared_end, other=0).to(INDEX)
                 place = ((page * PAGE + at % PAGE) * H_KV + kv_head) * D
-                for d in tl.static_range(0, D, 64):
+                for d in tl.static_range(0, D, 128 // keys_ptr.dtype.element_ty.primitive_bitwidth * 8):
                     _touch(keys_ptr + place + d, at < shared_end)
                     _touch(values_ptr + place + d, at < shared_end)
             tl.extra.cuda.gdc_wait()

@@ -17,7 +17,7 @@ from slipstream.kernels.softmax import LOG2_E, capped, finish, finite
 _TILE = 64  # rows times the heads of a group
 
 
-@jit(sizes=["P"], pointers=["positions_ptr"])
+@jit(sizes=["P"], pointers=["positions_ptr", "pages_ptr"])
 def _attend_kernel(
     query_ptr: tl.tensor,  # [N, H, D]
     keys_ptr: tl.tensor,  # [slots, H_kv, D]

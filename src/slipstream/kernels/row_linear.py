@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import TensorDescriptor, capturing, jit, on_gpu, tl, triton
+from slipstream.kernels.jit import TensorDescriptor, is_recording, jit, on_gpu, shared_bytes, tl, triton
 
 _MULTIPROCESSORS = 132
-_SHARED_BYTES = 200 * 1024
+_SPARE_BYTES = 2048  # shared memory for everything but tiles
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if tl is not None else {}
 
 
@@ -38,10 +38,12 @@ class Tile:
     flip: bool = False
 
     @staticmethod
-    def of(rows: int, n: int, k: int, *, splits: int, gated: bool, size: int, tma: bool = False) -> Tile:
-        """For so many rows, a weight [N, K] and elements of `size` bytes. tma: may they come by descriptors?
+    def of(
+        rows: int, n: int, k: int, *, splits: int, gated: bool, size: int, tma: bool = False, shared: int = 227 * 1024
+    ) -> Tile:
+        """For so many rows, a weight [N, K] and elements of `size` bytes. Tuned on an H200.
 
-        Tuned on an H200.
+        tma: may they come by descriptors? shared: bytes that a program may keep close by.
         """
         if rows <= 16:
             tile = Tile(16, 64, 128, 3, 4)
@@ -62,8 +64,9 @@ class Tile:
             block_n = 64
         if few and rows <= 64:
             # one program a multiprocessor, or none: it is waiting that takes the time, so all is asked for at once
-            held = ((2 if gated else 1) * block_n + tile.block_m) * block_k * size
-            stages = max(stages, min(-(-k // (splits * block_k)), _SHARED_BYTES // held, 8))
+            stages = max(stages, min(-(-k // (splits * block_k)), 8))
+        held = ((2 if gated else 1) * block_n + tile.block_m) * block_k * size
+        stages = max(2, min(stages, (shared - _SPARE_BYTES) // held))
         return Tile(tile.block_m, block_n, block_k, stages, tile.warps, tile.tma, tile.flip)
 
 
@@ -118,7 +121,7 @@ def _linear_kernel(
     if OVERLAP:
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-        for at in tl.static_range(0, FETCH, 64):
+        for at in tl.static_range(0, FETCH, 128 // raw_ptr.dtype.element_ty.primitive_bitwidth * 8):
             _fetch(raw_ptr + safe * K + start + at)
             if GATED:
                 _fetch(raw_ptr + (safe + N) * K + start + at)
@@ -234,8 +237,8 @@ def _launch(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     # a descriptor takes the host as long as a launch: worth it where it is done once
     aligned = not (x.data_ptr() | weight.data_ptr()) % 16 and k % 64 == 0 and x.element_size() == 2
-    tma = aligned and capturing()
-    tile = Tile.of(m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma)
+    tma = aligned and TensorDescriptor is not None and is_recording()
+    tile = Tile.of(m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma, shared=shared_bytes(x.device))
     whole = m > 128
     if partial:
         out = torch.empty((1 if whole else splits, m, n), dtype=torch.float32, device=x.device)

@@ -23,6 +23,7 @@ from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.gpu import WIDE_ROWS, DevicePass, layout_of
 from slipstream.models.load import load_config, load_weights, quiet_transformers
+from slipstream.models.reads import Reads
 from slipstream.models.support import check_supported
 
 
@@ -36,6 +37,7 @@ class Runner:
         self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.swaps = "none"
         self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
+        self.reads: Reads | None = None
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = self._probe()
         self.layers = [LayerShape(*probe.shapes[layer]) for layer in probe.layers_seen]
@@ -63,10 +65,22 @@ class Runner:
         """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""
         if has_kernels(self.device):
             wide = batch.num_rows > self.wide_rows if batch.wide is None else batch.wide
-            context = DevicePass(layout_of(batch, cache.page_size), cache, wide=wide)
+            layout = layout_of(batch, cache.page_size)
+            if self.reads is not None and self.reads.cache is cache and not wide and layout.ancestors is None:
+                logits = self.reads.run(batch, layout)
+                if logits is not None:
+                    return logits
+            context = DevicePass(layout, cache, wide=wide)
             return self._call(context, batch.input_ids, batch.positions, batch.logit_rows).float()
         logits = self._call(PassContext(batch, cache), batch.input_ids, batch.positions, batch.logit_rows)
         return logits.float()
+
+    def capture_reads(self, cache: KVCache, trash_slot: int, pool: Any) -> None:
+        """From now on passes over short prompts into this cache are captured. Its `trash_slot` is nobody's."""
+        self.reads = Reads(self._read, cache, trash_slot, pool)
+
+    def _read(self, ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor) -> Tensor:
+        return self._call(DevicePass(layout, cache), ids, positions, rows).float()
 
     def run(self, ids: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor | None = None) -> Tensor:  # [R, V] fp32
         """As `forward`, for a pass that was laid out on the device: nothing here looks at a value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,16 @@ _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
 _STALE = 512
 """Passes after which a size that did not come again is forgotten: what made it dear may be long over."""
+_FLAT = 1.05
+"""Where the largest pass costs no more than so many of the smallest, what those between cost is of no interest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What passes cost, without the sizes that nobody would choose: between two steps, rows cost as at the larger."""
+
+    rows: list[int]  # the first is what was asked for, whatever it is filled up to
+    seconds: list[float]
 
 
 class PassCost:
@@ -36,6 +47,7 @@ class PassCost:
         self._table: Floats = np.empty(0)  # seconds for 1, 2, … rows, as many as were asked for
         self._last: dict[int, int] = {}  # edge -> the pass that was last seen there
         self._passes = 0
+        self._steps: dict[int, Steps] = {}  # by their first rows, as far as the table goes
 
     @property
     def observed(self) -> bool:
@@ -55,22 +67,42 @@ class PassCost:
             changed = True
         if changed:  # now, and not when a round waits for its plan
             self._table = self._interpolated(len(self._table))
+            known, self._steps = list(self._steps)[-1:], {}
+            for low in known:
+                self.steps(low, len(self._table))
 
     def unseen(self, low: int, high: int) -> int | None:
-        """The largest size for `low` rows or more, but below that of `high`, of which nothing is known lately."""
+        """The largest size for `low` rows or more, but below that of `high`, of which it would be good to know more."""
+        if self._edge(self._next(low)) in self._seen and self.seconds(high) <= _FLAT * self.seconds(low):
+            return None  # nothing to be won
         between = [size for size in SIZES if self._next(low) <= size < self._next(high)]
         return next((size for size in reversed(between) if self._edge(size) not in self._seen), None)
 
     def seconds(self, rows: int) -> float:
-        return float(self.curve(rows, rows)[0])
+        return float(self._grown(rows)[rows - 1])
+
+    def steps(self, low: int, high: int) -> Steps:
+        """Sizes from `low` on, up to `high` rows and perhaps further: `curve` without what is not worth comparing."""
+        found = self._steps.get(low)
+        if found is None or found.rows[-1] < high:
+            top = max(self._next(high), len(self._table))
+            costs = self.curve(low, top)
+            rows = list(range(low, top + 1))
+            if self.padded:
+                rows = [low, *(n for n in SIZES if low < n <= top), *range(max(low, SIZES[-1]) + 1, top + 1)]
+            found = self._steps[low] = Steps(rows, [float(costs[n - low]) for n in rows])
+        return found
 
     def curve(self, low: int, high: int) -> Floats:
         """Seconds for low, low + 1, … high rows; in an arbitrary unit before the first observation."""
-        if high > len(self._table):
-            self._table = self._interpolated(high)
-        part = self._table[low - 1 : high]
+        part = self._grown(high)[low - 1 : high]
         # more rows never cost less: what says so is noise
         return np.maximum.accumulate(part) if self._seen else part.copy()
+
+    def _grown(self, high: int) -> Floats:
+        if high > len(self._table):
+            self._table = self._interpolated(high)
+        return self._table
 
     def _interpolated(self, high: int) -> Floats:  # [high]
         rows = np.arange(1, high + 1, dtype=np.float64)

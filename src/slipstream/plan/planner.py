@@ -25,7 +25,11 @@ _MARGIN = 1.02
 _EXPLORE = 8
 """Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
 _TRIAL = 16
-"""Rounds over which a drafter on the host must have been worth the wait for it."""
+_EVIDENCE = 128
+_PAID = 8.0
+"""Rounds over which a drafter on the host must have been worth the wait for it: these at least. Texts repeat themselves
+in stretches, so few requests are listened to for longer, a round of each being a piece of evidence, but not when the
+waits come to so many passes."""
 _FREE = 0.04
 """A wait that is a smaller part of the pass is always borne: texts change, and a good guess brings far more."""
 _WASTE = 0.01
@@ -61,6 +65,9 @@ class Planner:
     def rests(self, drafter: str, rows: int) -> bool:
         """Is waiting for this drafter on the host not worth it for now, with so many requests?"""
         return False
+
+    def next_round(self) -> None:
+        """A round is about to be planned."""
 
     def pad_passes(self) -> None:
         """Passes come in a few sizes only, and are filled up to the next one."""
@@ -107,11 +114,11 @@ class _Waits:
     def weigh(self, speed: float, pass_s: float, now: int, rows: int) -> None:
         self.worth += speed
         self.asked += 1
-        if self.asked < _TRIAL:
-            return
         share = self.seconds / pass_s
+        if self.asked < _TRIAL or (self.asked * rows < _EVIDENCE and self.asked * share < _PAID):
+            return
         if self.worth <= self.asked and share > _FREE:
-            self.until, self.rows, self.gone = now + min(_LONGEST_REST, int(_TRIAL * share / _WASTE)), rows, 0
+            self.until, self.rows, self.gone = now + min(_LONGEST_REST, int(self.asked * share / _WASTE)), rows, 0
         self.worth, self.asked = 0.0, 0
 
 
@@ -160,39 +167,49 @@ class AdaptivePlanner(Planner):
         rows: int,
     ) -> list[Tree]:
         """Keep the nodes that pay, of guesses that cost nothing to have. A node stays only with its parent."""
-        if not any(trees):
-            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + self._wait(drafter)))
-            return list(trees)
-        chances: list[float] = []
-        ends: list[int] = []
+        chances: list[float] = []  # [N]
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
             if tree.tokens:
                 chances += _along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
-            ends.append(len(chances))
-        pooled = np.array(chances)  # [N]
-        order = np.argsort(-pooled, kind="stable")  # stable: a parent as likely as its child comes first
-        expected = np.empty(len(chances) + 1)  # [N + 1]: tokens of the pass with the likeliest 0, 1, … nodes
-        expected[0] = rows
-        expected[1:] = pooled[order]
-        rate = np.cumsum(expected) / (self._cost.curve(rows, rows + len(chances)) + self._wait(drafter))
-        best = int(rate.argmax())
-        self._weigh(drafter, rows, float(rate[best]))
-        best = self._probe(drafter, best if rate[best] > rate[0] * _MARGIN else 0, min(4, len(chances)))
+        if not chances:
+            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + self._wait(drafter)))
+            return list(trees)
+        ranked = sorted(chances, reverse=True)
+        best = self._best(drafter, rows, list(accumulate(ranked, initial=float(rows))))
+        best = self._probe(drafter, best, min(4, len(chances)))
         best = self._explore(rows, best)
         if best == 0:
             return [_NOTHING] * len(trees)
         if best == len(chances):
             return list(trees)
-        kept = np.zeros(len(chances), dtype=bool)
-        kept[order[:best]] = True
-        keep: list[bool] = kept.tolist()
-        return [
-            _cut(tree, keep[end - len(tree.tokens) : end]) if tree.tokens else tree
-            for tree, end in zip(trees, ends, strict=True)
-        ]
+        kept = _likeliest(chances, best, ranked[best - 1])
+        trimmed: list[Tree] = []
+        end = 0
+        for tree in trees:
+            begin, end = end, end + len(tree.tokens)
+            trimmed.append(_cut(tree, kept[begin:end]))
+        return trimmed
+
+    def _best(self, drafter: str, rows: int, expected: Sequence[float]) -> int:
+        """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes."""
+        most, wait_s = len(expected) - 1, self._wait(drafter)
+        steps = self._cost.steps(rows, rows + most)
+        best, plain = 0, rows / (steps.seconds[0] + wait_s)
+        top = plain
+        for size, seconds in zip(steps.rows, steps.seconds, strict=True):
+            nodes = min(size - rows, most)
+            rate = expected[nodes] / (seconds + wait_s)
+            if rate > top:
+                best, top = nodes, rate
+            if nodes == most:
+                break
+        self._weigh(drafter, rows, top)
+        return best if top > plain * _MARGIN else 0
+
+    def next_round(self) -> None:
+        self._rounds += 1
 
     def observe_pass(self, rows: int, seconds: float) -> None:
-        self._rounds += 1
         self._cost.observe(rows, seconds)
 
     def observe_wait(self, drafter: str, seconds: float) -> None:
@@ -273,9 +290,23 @@ def _along_paths(tree: Tree, promise: Sequence[float]) -> list[float]:
     return chances
 
 
+def _likeliest(chances: list[float], count: int, bar: float) -> list[bool]:
+    """Which nodes are the `count` likeliest, the last of them with chance `bar`; of equals the first: parents are."""
+    kept = [chance > bar for chance in chances]
+    node = -1
+    for _ in range(count - sum(kept)):
+        node = chances.index(bar, node + 1)
+        kept[node] = True
+    return kept
+
+
 def _cut(tree: Tree, kept: list[bool]) -> Tree:
     """The tree without the nodes that are not kept; a kept node's parent is kept."""
     count = sum(kept)
+    if count == len(kept):
+        return tree
+    if not count:
+        return _NOTHING
     if not any(kept[count:]):  # the first nodes, as always of a chain: their parents are among them
         return Tree(tree.tokens[:count], tree.parents[:count])
     new_index = [place - 1 for place in accumulate(kept)]

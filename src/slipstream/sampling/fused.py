@@ -112,7 +112,7 @@ def _peaks(
         tl.store(tally + row * TALLY + at, tl.zeros([128], tl.int64), mask=at < TALLY)
 
 
-@jit
+@jit(pointers=["slots", "positions"])
 def _visit(
     logits: tl.tensor, stride: tl.tensor, vocab_size: tl.tensor,
     peaks: tl.tensor, peak_ids: tl.tensor, best: tl.tensor, best_ids: tl.tensor,
@@ -165,7 +165,7 @@ def _visit(
                 tl.store(listed + row.to(tl.int64) * vocab_size + line, ids, mask=unsure)
 
 
-@jit
+@jit(pointers=["slots", "positions"])
 def _settle(
     logits: tl.tensor, stride: tl.tensor, vocab_size: tl.tensor,
     peaks: tl.tensor, peak_ids: tl.tensor, best: tl.tensor, best_ids: tl.tensor,

@@ -1,0 +1,119 @@
+"""A queued round on the host: who is in it, where its result will lie, and what was heard of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.core.draft import MAX_NODES
+from slipstream.core.verdict import Verdict
+from slipstream.engine.rounds import Round
+from slipstream.engine.state import Answer, Phase
+
+_PATHS = tuple(tuple(range(nodes)) for nodes in range(MAX_NODES + 1))
+"""The accepted nodes of chains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One request's part in a queued round."""
+
+    answer: Answer
+    epoch: int
+    drafter: str | None
+    drafted: int
+    bound: int  # tokens that it may get at most
+    decodes: bool  # else the round computed its prompt
+
+    @staticmethod
+    def of(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -> Member:
+        """The answer joins a round."""
+        answer.queued += 1
+        answer.coming += 1 + drafted
+        return Member(answer, answer.epoch, drafter, drafted, 1 + drafted, decodes)
+
+    @property
+    def listens(self) -> bool:
+        """Does it still want to hear? Not if it ended, or was preempted and perhaps is back."""
+        return self.answer.epoch == self.epoch and self.answer.phase is not Phase.ENDED
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A queued round: who is in it, and where its result will lie."""
+
+    members: tuple[Member, ...]  # decodes, then those whose prompt it completes
+    decodes: int
+    told: NDArray[np.int64] | None  # [D, …] of the decodes, as in `Told`; of chains without the path
+    first: Tensor | None  # [C] on the host: first tokens of the others
+    round: Round | None
+    rows: int
+    logits: Tensor | None  # of the others' last rows
+    marks: tuple[Any, ...]  # events: begun, drafted, verified, prompts read
+    reads_logits: bool  # some of them asked for log probabilities
+    steady: bool  # a round as they come: no prompts, and nothing captured for it
+    depth: int
+    waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
+
+    def wait(self) -> None:
+        if self.marks:
+            self.marks[-1].synchronize()
+
+    def all_logits(self) -> Tensor | None:
+        """[R, V]: of the decodes' rows, then of the others'; None where nobody asked for log probabilities."""
+        if not self.reads_logits:
+            return None
+        decoded = None if self.round is None else self.round.logits
+        return torch.cat([part for part in (decoded, self.logits) if part is not None])
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of each member, once the device is done."""
+        verdicts: list[Verdict] = []
+        if self.told is not None and self.round is not None:
+            is_tree, paths = self.round.shape.is_tree, 3 + self.round.shape.width
+            for member, line in zip(self.members, self.told.tolist(), strict=False):
+                emitted, accepted = line[0], line[1]
+                path = tuple(line[paths : paths + accepted]) if is_tree else _PATHS[accepted]
+                verdicts.append(Verdict(member.answer.id, tuple(line[2 : 2 + emitted]), member.drafted, accepted, path))
+        if self.first is not None:
+            for member, token in zip(self.members[self.decodes :], self.first.tolist(), strict=True):
+                verdicts.append(Verdict(member.answer.id, (token,), 0, 0, ()))
+        return verdicts
+
+    def seconds(self, part: int) -> float:
+        return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A round whose result the host has read: those who still wanted to hear, and what."""
+
+    ticket: Ticket
+    members: tuple[Member, ...]
+    verdicts: tuple[Verdict, ...]
+    lasted_s: float  # since the round before it, or since the engine was idle
+
+    def row_of(self) -> Tensor:  # [E, K + 1]
+        """Where in `Ticket.all_logits` each request's rows lie."""
+        ticket, starts, before = self.ticket, [], 0
+        for index, member in enumerate(ticket.members):
+            if ticket.round is not None and index == ticket.decodes:
+                before = ticket.round.shape.rows  # what is behind the last of the decodes is padding
+            if member in self.members:
+                starts.append(before)
+            before += 1 + member.drafted
+        width = max((member.drafted for member in ticket.members), default=0)
+        return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(width + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedRows:
+    """Where the rows of a finished round lie, for those who read its logits."""
+
+    emitting: tuple[Answer, ...]
+    row_of: Tensor  # [E, K + 1]

@@ -1,0 +1,130 @@
+"""Passes over short prompts in static tensors: the same logits and the same cache, whatever they are filled up with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from families import CPU, save_random, tiny_config
+from slipstream.kv.cache import KVCache
+from slipstream.models import fuse, gpu, reads
+from slipstream.models.batch import PassBatch
+from slipstream.models.gpu import layout_of
+from slipstream.models.reads import Reads, ReadShape
+from slipstream.models.runner import Runner, open_unchecked
+
+PAGE, PAGES = 4, 40
+TRASH = (PAGES - 1) * PAGE
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """With the trunk of a GPU, whose kernels' twins run here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slipstream.kernels.tiled.tiler", lambda *weights: None)
+        patch.setattr("slipstream.kernels.linear.packs", lambda weight: False)
+        folder = save_random(tmp_path_factory.mktemp("models") / "llama", tiny_config("llama"))
+        found = open_unchecked(folder, torch.float32, CPU)
+        fuse.fuse(found.model, found._traits)
+        gpu.install(found.model, found.max_positions)
+    return found
+
+
+def prompts(*lengths: int, prefix: int = 0, seed: int = 0) -> PassBatch:
+    """These prompts, each behind so many tokens, on pages of their own; the last row of each is wanted."""
+    generator = torch.Generator().manual_seed(seed)
+    each = -(-(prefix + max(lengths)) // PAGE)
+    pages = [tuple(range(i * each, (i + 1) * each)) for i in range(len(lengths))]
+    positions = [prefix + j for n in lengths for j in range(n)]
+    owners = [i for i, n in enumerate(lengths) for _ in range(n)]
+    ends = torch.tensor(lengths).cumsum(0)
+    return PassBatch(
+        input_ids=torch.randint(0, 90, (sum(lengths),), generator=generator),
+        positions=torch.tensor(positions),
+        slots=torch.tensor([pages[i][p // PAGE] * PAGE + p % PAGE for i, p in zip(owners, positions, strict=True)]),
+        row_starts=(0, *ends.tolist()),
+        prefix_lengths=(prefix,) * len(lengths),
+        pages=tuple(pages),
+        is_tree=(False,) * len(lengths),
+        masks=None,
+        logit_rows=ends - 1,
+    )
+
+
+def filled(cache: KVCache) -> KVCache:
+    for plane in cache.planes:
+        plane.normal_(generator=torch.Generator().manual_seed(1))
+    return cache
+
+
+@pytest.fixture
+def found(runner: Runner) -> Reads:
+    return Reads(runner._read, runner.new_cache(PAGES, PAGE), TRASH)
+
+
+def check(runner: Runner, found: Reads, batch: PassBatch) -> None:
+    plain, static = filled(runner.new_cache(PAGES, PAGE)), filled(found.cache)
+    assert batch.logit_rows is not None
+    expected = runner._read(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.logit_rows)
+    ours = found.run(batch, layout_of(batch, PAGE))
+    assert ours is not None
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(static.planes, plain.planes, strict=True):
+        torch.testing.assert_close(mine[:, :TRASH], theirs[:, :TRASH], rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_the_same_logits_and_the_same_cache(runner: Runner, found: Reads) -> None:
+    """Sizes that fit, that are filled up, and that come again after larger ones."""
+    for lengths in ((16,), (3,), (1, 9, 5), (30, 2), (2,), (7, 7, 7, 7, 7)):
+        check(runner, found, prompts(*lengths, seed=sum(lengths)))
+    check(runner, found, prompts(4, 11, prefix=13))
+    check(runner, found, replace(prompts(5, 6), logit_rows=torch.tensor([10])))  # the first one goes on later
+    check(runner, found, replace(prompts(5, 6), logit_rows=torch.zeros(0, dtype=torch.int64)))
+    assert [(shape.rows, shape.requests) for shape in found._reads] == [(32, 4), (16, 1), (64, 16), (16, 4)]
+
+
+@torch.inference_mode()
+def test_what_is_given_out_is_the_callers_own(found: Reads) -> None:
+    batch, other = prompts(4), prompts(6, seed=3)
+    first = found.run(batch, layout_of(batch, PAGE))
+    assert first is not None
+    kept = first.clone()
+    found.run(other, layout_of(other, PAGE))
+    assert torch.equal(first, kept)
+
+
+def test_sizes() -> None:
+    assert ReadShape.of(prompts(3, 4), 7) == ReadShape(16, 4, 512)
+    assert ReadShape.of(prompts(17), 513) == ReadShape(32, 1, 2048)
+    assert ReadShape.of(prompts(17), 10**6) is None
+    assert ReadShape.of(prompts(*[8] * 65), 8) is None
+
+
+@torch.inference_mode()
+def test_those_not_used_for_longest_are_let_go(found: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "_MOST", 2)
+    for lengths in ((3,), (20,), (3,), (2, 2)):
+        batch = prompts(*lengths)
+        found.run(batch, layout_of(batch, PAGE))
+    assert [(shape.rows, shape.requests) for shape in found._reads] == [(16, 1), (16, 4)]
+
+
+@torch.inference_mode()
+def test_a_runner_takes_them_for_their_own_cache_and_short_prompts_only(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.models.runner.has_kernels", lambda device: True)
+    cache, other = runner.new_cache(PAGES, PAGE), runner.new_cache(PAGES, PAGE)
+    runner.capture_reads(cache, TRASH, None)
+    assert runner.reads is not None
+    batch = prompts(5, 6)
+    expected = runner.forward(batch, other)
+    assert not runner.reads._reads
+    runner.forward(replace(batch, wide=True), cache)
+    assert not runner.reads._reads
+    torch.testing.assert_close(runner.forward(batch, cache), expected, rtol=1e-5, atol=1e-5)
+    assert len(runner.reads._reads) == 1
+    runner.reads = None
