@@ -100,7 +100,6 @@ def lay_out(runner: Runner, cache: KVCache, trees: Sequence[Tree], context: int)
         features=Features(),
         version=0,
         keeps_logits=False,
-        drafts=(),
     )
     ids = torch.arange(requests + 1, device=device)
     state = LaneState(

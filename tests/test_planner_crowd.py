@@ -93,9 +93,7 @@ def plain() -> float:
 
 def test_rounds_come_in_the_sizes_that_the_planner_reckons_with() -> None:
     def filled(rows: int) -> int:
-        return RoundShape.of(
-            [rows - 1], 1, is_tree=False, features=Features(), version=0, keeps_logits=False, drafts=()
-        ).rows
+        return RoundShape.of([rows - 1], 1, is_tree=False, features=Features(), version=0, keeps_logits=False).rows
 
     assert [next(s for s in SIZES if s >= rows) for rows in range(1, 513)] == [filled(n) for n in range(1, 513)]
 

@@ -11,14 +11,12 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.engine import rounds
 from slipstream.engine.queued import QueuedEngine
-from slipstream.engine.rounds import Round, RoundShape
+from slipstream.engine.rounds import Drafts, Round, RoundShape
 from slipstream.sampling.table import Features
 
 
 def shape(counts: list[int], longest: int = 10) -> RoundShape:
-    return RoundShape.of(
-        counts, longest, is_tree=False, features=Features(greedy=True), version=0, keeps_logits=False, drafts=()
-    )
+    return RoundShape.of(counts, longest, is_tree=False, features=Features(greedy=True), version=0, keeps_logits=False)
 
 
 def queued(llm: LLM) -> QueuedEngine:
@@ -83,24 +81,25 @@ def test_nobody_inherits_anothers_tree(open_llm: Callable[..., LLM]) -> None:
 
 
 def test_no_round_is_made_for_more_keys_than_there_can_be() -> None:
-    few = RoundShape.of(
-        [0], 600, is_tree=False, features=Features(), version=0, keeps_logits=False, drafts=(), most_keys=700
-    )
+    few = RoundShape.of([0], 600, is_tree=False, features=Features(), version=0, keeps_logits=False, most_keys=700)
     assert few.keys == 1024
 
 
 def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
     open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = queued(open_llm(rounds="queued", drafter=None)).rounds.of(shape([0]))
-    calls: list[str] = []
+    kept = queued(open_llm(rounds="queued", drafter=None)).rounds
+    found = kept.of(shape([0]))
+    calls: list[Drafts] = []
 
     def fail(work: Any, pool: Any) -> None:
         raise RuntimeError("the host looked")
 
     monkeypatch.setattr(rounds, "captured", fail)
-    monkeypatch.setattr(Round, "_draft", lambda self: calls.append("drafted"))
+    monkeypatch.setattr(Round, "_draft", lambda self, drafts: calls.append(drafts))
     found._pool = object()
-    found.draft()
-    found.draft()
-    assert calls == ["drafted", "drafted"]
+    found.draft((("model", 3),))
+    found.draft((("model", 3),))
+    found.draft((("model", 2),))
+    assert calls == [(("model", 3),), (("model", 3),), (("model", 2),)]
+    assert len(kept) == 1 + 2  # tried once for each depth

@@ -193,7 +193,6 @@ class QueuedEngine(Engine):
                 features=crowd.features,
                 version=self.sampling.version,
                 keeps_logits=crowd.reads_logits,
-                drafts=tuple((name, max(plan.depths)) for name in devices),
                 most_keys=self.plan.max_model_len + 1 + MAX_NODES,
             )
             run = self.rounds.of(shape)
@@ -201,7 +200,7 @@ class QueuedEngine(Engine):
             if not devices:
                 return Guessed(plan, run, bool(lagging))
             try:
-                run.draft()
+                run.draft(tuple((name, max(plan.depths)) for name in devices))
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands

@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,6 @@ class RoundShape(NamedTuple):
     features: Features
     version: int  # of the sampling table's tensors
     keeps_logits: bool  # somebody reads them afterwards
-    drafts: tuple[tuple[str, int], ...]  # device drafters, and how far each goes
 
     @staticmethod
     def of(
@@ -71,7 +71,6 @@ class RoundShape(NamedTuple):
         features: Features,
         version: int,
         keeps_logits: bool,
-        drafts: tuple[tuple[str, int], ...],
         most_keys: int = 1 << 40,
     ) -> RoundShape:
         """For requests with so many nodes each; none has more than `longest` tokens before the round.
@@ -85,7 +84,11 @@ class RoundShape(NamedTuple):
         while keys < longest + 1 + width:
             keys *= 4
         keys = min(keys, -(-most_keys // SPLIT_KEYS) * SPLIT_KEYS)
-        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, drafts)
+        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits)
+
+
+Drafts = tuple[tuple[str, int], ...]
+"""Device drafters that guess in a round, and how far each goes."""
 
 
 def _bucket(size: int, sizes: Sequence[int]) -> int:
@@ -136,10 +139,15 @@ class _Staging:
 class Round:
     """One shape's static tensors, and how to run a round on them."""
 
-    def __init__(self, shape: RoundShape, machine: Machine, drafters: Sequence[tuple[DeviceDrafter, int]]) -> None:
+    def __init__(
+        self, shape: RoundShape, machine: Machine, drafters: dict[str, DeviceDrafter], note: Callable[[], None]
+    ) -> None:
+        """note: hears when something is captured."""
         self.shape = shape
+        self._note = note
         self._machine = machine
         self._drafters = drafters
+        self._numbers = {name: number for number, name in enumerate(drafters, 1)}
         b, k, device = shape.requests, shape.width, machine.device
         self._inputs = torch.zeros(3 * b + 2 * b * k, dtype=torch.int64, device=device)
         self.lanes, self._counts, self._guessed = self._inputs[: 3 * b].view(3, b).unbind(0)
@@ -157,7 +165,7 @@ class Round:
         self._loaded: Any = None
         self._sent = self._told = 0
         self._pool: Any = None
-        self._draft_graph: Callable[[], None] | None = None
+        self._draft_graphs: dict[Drafts, Callable[[], None]] = {}
         self._verify_graph: Callable[[], None] | None = None
 
     def load(
@@ -177,9 +185,8 @@ class Round:
         nobody = self.shape.requests - len(lanes)
         counts = [len(tree.tokens) or depth for tree, depth in zip(trees, depths, strict=True)]
         heads = [*lanes, *([self._machine.state.trash] * nobody), *counts, *([0] * nobody)]
-        if self.shape.drafts:
-            numbers = {name: i for i, (name, _) in enumerate(self.shape.drafts, 1)}
-            heads += [numbers[name] if name and depth else 0 for name, depth in zip(drafters, depths, strict=True)]
+        if self._numbers:
+            heads += [self._numbers[n] if n and depth else 0 for n, depth in zip(drafters, depths, strict=True)]
             heads += [0] * nobody
         staged.write(0, heads)
         begin, parents = 3 * self.shape.requests, width * self.shape.requests
@@ -191,16 +198,23 @@ class Round:
             begin += width
         self._inputs.copy_(staged.tensor, non_blocking=True)
 
-    def draft(self) -> None:
-        """Let the device drafters guess. Raises `DraftFailed` where one of them cannot."""
-        if self._pool is not None and self._draft_graph is None:
-            try:
-                self._draft_graph = captured(self._draft, self._pool)
-            except DraftFailed:
-                raise
-            except Exception:  # it guesses, but looks at values on the host: then without a graph
-                self._draft_graph = self._draft
-        (self._draft_graph or self._draft)()
+    def draft(self, drafts: Drafts) -> None:
+        """Let these device drafters guess, each so far. Raises `DraftFailed` where one of them cannot."""
+        if drafts not in self._draft_graphs:
+            self._draft_graphs[drafts] = self._recorded(partial(self._draft, drafts))
+        self._draft_graphs[drafts]()
+
+    def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Drafting as one launch; as it stands where a drafter looks at values on the host."""
+        if self._pool is None:
+            return work
+        self._note()
+        try:
+            return captured(work, self._pool)
+        except DraftFailed:
+            raise
+        except Exception:
+            return work
 
     def verify(self) -> None:
         """The target pass, the verdict, and everything that follows from it on the device."""
@@ -223,9 +237,10 @@ class Round:
         self._pool = pool
         self._verify_graph = captured(self._verify, pool)
 
-    def _draft(self) -> None:
+    def _draft(self, drafts: Drafts) -> None:
         shape = self.shape
-        for number, (drafter, depth) in enumerate(self._drafters, 1):
+        for name, depth in drafts:
+            drafter, number = self._drafters[name], self._numbers[name]
             wanted = DraftRound(self._machine.state, self.lanes, depth, shape.keys, shape.features)
             try:
                 guessed = drafter.draft(wanted)  # [B, depth]
@@ -295,7 +310,7 @@ class Rounds:
         return self._pool if self._graphs else None
 
     def __len__(self) -> int:
-        """How many were made so far, those included that were let go."""
+        """How many were made so far, those included that were let go, and their drafts."""
         return self._made
 
     def of(self, shape: RoundShape) -> Round:
@@ -308,7 +323,7 @@ class Rounds:
         return found
 
     def _make(self, shape: RoundShape) -> Round:
-        found = Round(shape, self._machine, [(self._drafters[name], depth) for name, depth in shape.drafts])
+        found = Round(shape, self._machine, self._drafters, self._note)
         if self._graphs:
             self._say(f"capturing a round of {shape.requests} requests, {shape.rows} rows")
             try:
@@ -319,8 +334,11 @@ class Rounds:
                 found = self._make(shape)
         kept = [(s, r) for s, r in self._rounds.items() if s.version == shape.version]  # the others are stale
         self._rounds = dict(kept[-_MOST:])
-        self._made += 1
+        self._note()
         return found
+
+    def _note(self) -> None:
+        self._made += 1
 
     def _say(self, text: str) -> None:
         if self._progress is not None:
