@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import CapacityError, InvalidRequest
 from slipstream.engine.config import EngineConfig
 from slipstream.kernels.jit import has_kernels
@@ -93,8 +94,10 @@ def _page_bytes(target: Runner, drafts: Sequence[Runner], config: EngineConfig) 
 
 def _attention_bytes(target: Runner, config: EngineConfig) -> int:
     """What attention keeps of the runs of a long context until they are added up, in the largest pass."""
-    longest = config.max_model_len or target.max_positions
-    rows = max(config.draft_rows, SHARED_ROWS)
+    longest = (config.max_model_len or target.max_positions) + 1 + MAX_NODES
+    # without queued rounds prompts come beside decodes, in passes like theirs
+    shared = config.batch_tokens(target.device.type) if config.rounds == "eager" else SHARED_ROWS
+    rows = max(config.draft_rows, shared)
     runs = -(-longest // SPLIT_KEYS)
     return rows * runs * target.query_size * 4 if runs > 1 else 0
 
