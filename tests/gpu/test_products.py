@@ -15,7 +15,7 @@ from paged_scenes import Part, Scene, tree
 from slipstream.kernels.add_norm import add_norm, add_norm_twin
 from slipstream.kernels.jit import recording
 from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.paged import SPLIT_KEYS, attend
+from slipstream.kernels.paged import SPLIT_KEYS, attend, prepare
 from slipstream.kernels.rotary_write import rotary_write, rotary_write_twin
 from slipstream.kernels.row_linear import row_linear, splits_of
 
@@ -210,6 +210,29 @@ class TestAttention:
         )
         query = scene.query[row : row + 1].contiguous()
         return attend(query, scene.keys, scene.values, alone, scaling=scene.scaling)[0]
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+    @pytest.mark.parametrize("as_tree", [False, True])
+    def test_begun_before_its_input_is_there(
+        self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, as_tree: bool
+    ) -> None:
+        """Behind a kernel that writes its queries and the newest keys late, with the next one crowding in."""
+        rows, prefix = 3, SPLIT_KEYS + 70
+        scene = Scene(Part(prefix, rows), heads=heads, kv_heads=kv_heads, dim=dim, page=16, dtype=dtype, padding=0)
+        layout = scene.layout(as_tree=as_tree)
+        qkv = numbers(1, rows, (heads + 2 * kv_heads) * dim, seed=4)
+        cos, sin = (numbers(prefix + rows, dim, dtype=dtype, seed=seed) for seed in (5, 6))
+        given = (qkv, cos, sin, layout.positions, layout.slots, None, None)
+        prepare(layout, heads, scene.keys)
+        found = []
+        for overlap in (False, True, True):
+            keys, values = scene.keys.clone(), scene.values.clone()
+            torch.cuda.synchronize()
+            query = rotary_write(*given, keys, values, heads, overlap=overlap)
+            found.append(attend(query, keys, values, layout, scaling=scene.scaling, overlap=overlap))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("prefix", [5, SPLIT_KEYS - 2])

@@ -16,7 +16,7 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.softmax import LOG2_E, capped, finish, finite
+from slipstream.kernels.softmax import LOG2_E, add_block, finish, finite
 
 SPLIT_KEYS = 512
 """Keys that one program reads at most: fixed, because it is part of the order in which a row is added up."""
@@ -129,7 +129,7 @@ def _attend_kernel(
             seen = at[None, :] <= position[:, None]  # padding rows stand before all keys
             if WINDOW:
                 seen = seen & (at[None, :] > position[:, None] - window)
-            top, total, acc = _block(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP, PRECISION)
+            top, total, acc = add_block(q, k, v, seen, top, total, acc, scale, softcap, True, SOFTCAP, PRECISION)
         if TREE:
             # from the block on in which the draft begins, each row has keys of its own
             own = length // BLOCK_KEYS * BLOCK_KEYS
@@ -149,7 +149,9 @@ def _attend_kernel(
                     seen = (row == r)[:, None] & known[None, :] & (at[None, :] <= position[:, None])
                     if WINDOW:
                         seen = seen & (at[None, :] > position[:, None] - window)
-                    top, total, acc = _block(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP, PRECISION)
+                    top, total, acc = add_block(
+                        q, k, v, seen, top, total, acc, scale, softcap, True, SOFTCAP, PRECISION
+                    )
 
         o_mask = q_real[:, None] & d_real[None, :]
         if used > 1:
@@ -193,32 +195,6 @@ def _touch(pointers: tl.tensor, real: tl.tensor) -> None:
         is_pure=False,
         pack=1,
     )
-
-
-@jit
-def _block(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    seen: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
-    acc: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One block of keys into the running softmax (to base 2: `scale` has log2 e in it)."""
-    scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
-    scores = tl.where(seen, scores, -float("inf"))
-    new = tl.maximum(top, tl.max(scores, 1))
-    p = tl.exp2(scores - finite(new)[:, None])
-    keep = tl.exp2(top - finite(new))
-    total = total * keep + tl.sum(p, 1)
-    acc = acc * keep[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return new, total, acc
 
 
 def attend(

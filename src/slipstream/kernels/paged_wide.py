@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.paged import attend_twin, check_heads
-from slipstream.kernels.softmax import LOG2_E, capped, finish, finite
+from slipstream.kernels.softmax import LOG2_E, add_block, finish
 
 _TILE = 64  # rows times the heads of a group
 
@@ -80,13 +80,7 @@ def _attend_kernel(
             place = (slot * H_KV + kv_head) * D
             k = tl.load(keys_ptr + place[:, None] + d_range[None, :], mask=d_real[None, :], other=0.0)
             v = tl.load(values_ptr + place[:, None] + d_range[None, :], mask=d_real[None, :], other=0.0)
-            scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
-            new = tl.maximum(top, tl.max(scores, 1))
-            p = tl.exp2(scores - new[:, None])
-            keep = tl.exp2(top - new)
-            total = total * keep + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
-            top = new
+            top, total, acc = add_block(q, k, v, None, top, total, acc, scale, softcap, False, SOFTCAP, PRECISION)
         for key in range(whole, end_key, BLOCK_KEYS):
             at = key + k_range
             page = tl.load(pages + at // PAGE, mask=at < end_key, other=0).to(tl.int64)
@@ -97,14 +91,7 @@ def _attend_kernel(
             seen = q_real[:, None] & (at[None, :] <= position[:, None])
             if WINDOW:
                 seen = seen & (at[None, :] > position[:, None] - window)
-            scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
-            scores = tl.where(seen, scores, -float("inf"))
-            new = tl.maximum(top, tl.max(scores, 1))
-            p = tl.exp2(scores - finite(new)[:, None])
-            keep = tl.exp2(top - finite(new))
-            total = total * keep + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
-            top = new
+            top, total, acc = add_block(q, k, v, seen, top, total, acc, scale, softcap, True, SOFTCAP, PRECISION)
         finish(out_ptr, sinks_ptr, q_place, d_range, q_mask, head, q_real, top, total, acc, SINKS)
 
 

@@ -24,6 +24,34 @@ def finite(top: tl.tensor) -> tl.tensor:
 
 
 @jit
+def add_block(
+    q: tl.tensor,  # [Q, D]
+    k: tl.tensor,  # [K, D]
+    v: tl.tensor,
+    seen: tl.tensor,  # [Q, K], or not read
+    top: tl.tensor,  # [Q]
+    total: tl.tensor,
+    acc: tl.tensor,  # [Q, D]
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    MASKED: tl.constexpr,  # else every row sees every key
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One block of keys into the running softmax (to base 2: `scale` has log2 e in it)."""
+    scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
+    if MASKED:
+        scores = tl.where(seen, scores, -float("inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    safe = finite(new) if MASKED else new
+    p = tl.exp2(scores - safe[:, None])
+    keep = tl.exp2(top - safe)
+    total = total * keep + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    return new, total, acc
+
+
+@jit
 def finish(
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
