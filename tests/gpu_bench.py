@@ -1,0 +1,54 @@
+"""The modules of the GPU benchmark, and clocks for it that only say what they are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT_FOLDER = Path(__file__).parent.parent
+sys.path.append(str(ROOT_FOLDER / "bench"))
+gpu, clocks, ours, passes, peers, reports, tables, tokens = (
+    import_module(name)
+    for name in (*("gpu", "gpu_clock", "gpu_ours", "gpu_passes", "gpu_peers", "gpu_report", "gpu_table", "gpu_tokens"),)
+)
+
+CPU = torch.device("cpu")
+
+
+class FakeClock:
+    """Does each work once, keeps what came out, and says that it took as long as it was told to say."""
+
+    def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
+        self.seconds = seconds or {}
+        self.seen: list[dict[str, Any]] = []
+
+    def __call__(self, works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+        assert repeats >= 3
+        with torch.inference_mode():
+            self.seen.append({name: work() for name, work in works.items()})
+        return {name: self.seconds.get(name, 0.5) for name in works}
+
+
+class FakeTime:
+    """Seconds that pass only where work is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write_prompts(folder: Path) -> Path:
+    """Categories in Spec-Bench's sizes: 8 of 10 prompts, which are one group, and two of 80."""
+    categories = [*(name for name in sorted(tokens.MULTI_TURN) for _ in range(10)), *["qa"] * 80, *["rag"] * 80]
+    rows = [{"category": name, "turns": [f"{name} {i}?", f"and then {i}"]} for i, name in enumerate(categories)]
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
