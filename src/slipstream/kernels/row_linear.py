@@ -237,8 +237,12 @@ def _launch(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     # a descriptor takes the host as long as a launch: worth it where it is done once
     aligned = not (x.data_ptr() | weight.data_ptr()) % 16 and k % 64 == 0 and x.element_size() == 2
-    tma = aligned and TensorDescriptor is not None and is_recording()
-    tile = Tile.of(m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma, shared=shared_bytes(x.device))
+    one_tile = (x.device.type, x.dtype) in _one_tile
+    tma = aligned and TensorDescriptor is not None and is_recording() and not one_tile
+    shared = shared_bytes(x.device)
+    tile = Tile.of(
+        1 if one_tile else m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma, shared=shared
+    )
     whole = m > 128
     if partial:
         out = torch.empty((1 if whole else splits, m, n), dtype=torch.float32, device=x.device)
@@ -259,6 +263,14 @@ def _launch(
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap,
     )  # fmt: skip
     return out
+
+
+_one_tile: set[tuple[str, torch.dtype]] = set()
+
+
+def use_one_tile(device: torch.device, dtype: torch.dtype) -> None:
+    """From now on rows of this kind all go through the smallest tile: slower for many, and the same to the bit."""
+    _one_tile.add((device.type, dtype))
 
 
 def row_linear_twin(

@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.row_linear import use_one_tile
+from slipstream.kernels.trust import rows_agree
 from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.models import attention, fuse, gpu
 from slipstream.models.attention import PassContext, ProbeContext
@@ -90,6 +92,10 @@ class Runner:
         """Put faster modules in place: packed products, and fused layers where asked for. Old weights are let go."""
         count = fuse.fuse(self.model, self._traits) if fused else 0
         trunks = gpu.install(self.model, self.max_positions) if has_kernels(self.device) else 0
+        kernels = "row-independent kernels"
+        if trunks and not rows_agree(self.device, self.dtype):
+            use_one_tile(self.device, self.dtype)
+            kernels += " (of one tile: this chip's others differ)"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the old layers' weights
         packed = fuse.pack(self.model)
@@ -98,7 +104,7 @@ class Runner:
                 part
                 for part, some in (
                     (f"{count} fused layers", count),
-                    ("row-independent kernels", trunks),
+                    (kernels, trunks),
                     (f"{packed} packed products", packed),
                 )
                 if some
