@@ -202,3 +202,14 @@ def test_chunks_of_a_long_prompt_beside_decodes(tiny_target: Path) -> None:
             most = ModelDrafter.default_draft_tokens
             assert all(0 <= a.speculation.drafted - a.speculation.accepted < most for a in got)
             assert all(a.speculation.accepted > 15 for a in got)
+
+
+def test_log_probabilities_of_one_that_joins_those_who_want_none(tiny_target: Path) -> None:
+    """Its first token is chosen in a round whose other logits nobody keeps."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    arrivals = [Arrival(3, params), Arrival(5, params), Arrival(4, replace(params, logprobs=2, max_tokens=4), 3)]
+    for drafter in (None, "ngram"):
+        want, got = (Stepper(tiny_target, drafter, rounds=rounds).run(arrivals) for rounds in ("eager", "queued"))
+        assert [a.token_ids for a in got] == [a.token_ids for a in want]
+        assert [list(position) for position in got[2].logprobs or ()] == [list(p) for p in want[2].logprobs or ()]
+        assert len(got[2].logprobs or ()) == 4

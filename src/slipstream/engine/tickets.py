@@ -103,7 +103,8 @@ class Heard:
         ticket, starts, before = self.ticket, [], 0
         for index, member in enumerate(ticket.members):
             if ticket.round is not None and index == ticket.decodes:
-                before = ticket.round.shape.rows  # what is behind the last of the decodes is padding
+                # what is behind the last of the decodes is padding; where none of them asked, theirs are not kept
+                before = ticket.round.shape.rows if ticket.round.logits is not None else 0
             if member in self.members:
                 starts.append(before)
             before += 1 + member.drafted
