@@ -20,7 +20,6 @@ from slipstream.core.draft import Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.engine.rounds import RoundShape
 from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache
 from slipstream.models import attention, gpu
@@ -56,19 +55,8 @@ class FixedPass:
     max_keys: int
 
     def run(self) -> Tensor:  # [N, V] fp32
-        rows = self.rows
-        layout = RowLayout(  # anew each time: the tiles that it makes belong to the pass
-            positions=rows.positions,
-            slots=rows.slots,
-            starts=rows.starts,
-            lanes=self.lanes,
-            lengths=self.state.length,
-            pages=self.state.pages,
-            ancestors=rows.ancestors,
-            page_size=self.cache.page_size,
-            max_keys=self.max_keys,
-        )
-        return self.runner.run(rows.ids, layout, self.cache)
+        layout = self.rows.layout(self.state, self.lanes, self.cache.page_size, self.max_keys)
+        return self.runner.run(self.rows.ids, layout, self.cache)
 
 
 def binary_tree(rows: int, vocab_size: int) -> Tree:

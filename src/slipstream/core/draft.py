@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,10 +21,12 @@ MAX_NODES = 63
 ROOT = -1
 
 
-@lru_cache(maxsize=64)
-def _chain(nodes: int) -> tuple[int, ...]:
-    """The parents of a chain."""
-    return tuple(range(-1, nodes - 1))
+_CHAINS = tuple(tuple(range(-1, nodes - 1)) for nodes in range(MAX_NODES + 1))
+
+
+def chain_parents(nodes: int) -> tuple[int, ...]:
+    """The parents of a chain: up to `MAX_NODES` the same tuple always, so that a chain is known at a glance."""
+    return _CHAINS[nodes] if nodes <= MAX_NODES else tuple(range(-1, nodes - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,14 @@ class Tree:
 
     @staticmethod
     def chain(tokens: Sequence[int]) -> Tree:
-        return Tree(tuple(tokens), _chain(len(tokens)))
+        return Tree(tuple(tokens), chain_parents(len(tokens)))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == _chain(len(self.parents))
+        return self.parents == chain_parents(len(self.parents))
 
     def check(self, vocab_size: int, budget: int) -> None:
         """Raise `DrafterError` unless this is a tree that a round can verify."""

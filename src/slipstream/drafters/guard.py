@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from slipstream.core.draft import MAX_NODES, Tree
+from slipstream.core.draft import MAX_NODES, Tree, chain_parents
 from slipstream.core.errors import DrafterError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
@@ -26,7 +26,6 @@ LATE_IN_A_ROW = 3
 BACKLOG = 1024  # notes that a drafter may leave unread
 
 _BAD_CODE = (Exception, SystemExit)
-_CHAINS = tuple(Tree.chain(range(nodes)).parents for nodes in range(MAX_NODES + 1))  # the parents of chains
 _PLAIN = {int}
 _NOTHING = Tree()
 
@@ -236,7 +235,7 @@ def _checked(tree: object, vocab_size: int, budget: int) -> Tree:
 def _is_plain_chain(tree: Tree, vocab_size: int, budget: int) -> bool:
     """Seen at a glance to be right, as nearly all trees are: a chain of plain integers that is none too long."""
     tokens, parents = tree.tokens, tree.parents
-    if type(tokens) is not tuple or len(tokens) > min(budget, MAX_NODES) or parents is not _CHAINS[len(tokens)]:
+    if type(tokens) is not tuple or len(tokens) > min(budget, MAX_NODES) or parents is not chain_parents(len(tokens)):
         return False
     return set(map(type, tokens)) == _PLAIN and min(tokens) >= 0 and max(tokens) < vocab_size
 

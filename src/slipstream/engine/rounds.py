@@ -19,12 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.core.draft import MAX_NODES, Draft, Tree
+from slipstream.core.draft import MAX_NODES, Draft, Tree, chain_parents
 from slipstream.drafters.base import DeviceDrafter, DraftRound
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
 from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
 from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
@@ -157,7 +156,7 @@ class Round:
         self.told = Told.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
         pinned = device.type == "cuda"
-        self._chain = tuple(range(-1, k - 1))  # parents; guesses made on the device are chains as well
+        self._chain = chain_parents(k)  # guesses made on the device are chains as well
         self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
         self._results = [
             torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
@@ -253,17 +252,7 @@ class Round:
         m, shape, rows = self._machine, self.shape, self._rows
         draft = Draft(self._tokens, self._parents, self._counts, not shape.is_tree)
         pack_rows(m.state, self.lanes, draft, rows, page_size=m.page_size, trash_slot=m.trash_slot)
-        layout = RowLayout(
-            positions=rows.positions,
-            slots=rows.slots,
-            starts=rows.starts,
-            lanes=self.lanes,
-            lengths=m.state.length,
-            pages=m.state.pages,
-            ancestors=rows.ancestors,
-            page_size=m.page_size,
-            max_keys=shape.keys,
-        )
+        layout = rows.layout(m.state, self.lanes, m.page_size, shape.keys)
         logits = m.target.run(rows.ids, layout, m.cache)
         if shape.keeps_logits:
             self.logits = logits

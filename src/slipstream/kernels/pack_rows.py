@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
+from slipstream.kernels.layout import RowLayout
 
 _PADDING_ROWS = 64
 """How many rows one program looks at that fills rows of no request."""
@@ -75,6 +76,20 @@ class PassRows:
     @property
     def is_tree(self) -> bool:
         return self.ancestors is not None
+
+    def layout(self, state: LaneState, lanes: Tensor, page_size: int, max_keys: int) -> RowLayout:
+        """What attention reads of these rows. Anew for each pass: the tiles that it makes belong to it."""
+        return RowLayout(
+            positions=self.positions,
+            slots=self.slots,
+            starts=self.starts,
+            lanes=lanes,
+            lengths=state.length,
+            pages=state.pages,
+            ancestors=self.ancestors,
+            page_size=page_size,
+            max_keys=max_keys,
+        )
 
 
 def pack_rows(
