@@ -32,11 +32,11 @@ def some_logits(kind: str, rows: int, vocab_size: int) -> Tensor:
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     if kind == "bf16":
         return (logits * 3).to(torch.bfloat16).float()  # thousands of ties
-    return torch.zeros_like(logits) if kind == "equal" else logits * {"usual": 3.0, "flat": 1.0}[kind]
+    return torch.zeros_like(logits) if kind == "equal" else logits * {"usual": 3.0, "flat": 1.0, "peaked": 12.0}[kind]
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 151_936, 152_000])
-@pytest.mark.parametrize("kind", ["usual", "bf16", "flat", "equal"])
+@pytest.mark.parametrize("kind", ["usual", "bf16", "flat", "peaked", "equal"])
 def test_tokens_are_the_twins(vocab_size: int, kind: str) -> None:
     Case(some_logits(kind, 2 * len(WISHES), vocab_size), WISHES).check()
 

@@ -8,6 +8,18 @@ from torch import Tensor
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 
 
+@jit
+def squares(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """Their sum in fp64, where it is the same in whatever order it is added up: see `relay.py`."""
+    return tl.sum((x * x).to(tl.float64), AXIS)
+
+
+@jit
+def norm_scale(squares: tl.tensor, D: tl.constexpr, eps: tl.tensor) -> tl.tensor:
+    """What a row is multiplied by."""
+    return tl.rsqrt(squares.to(tl.float32) / D + eps)
+
+
 @jit(sizes=["M"])
 def _add_norm_kernel(
     delta_ptr: tl.tensor,  # [splits, M, D], or not read
@@ -37,7 +49,7 @@ def _add_norm_kernel(
         x = (x + delta.to(kind).to(tl.float32)).to(kind)  # rounded where separate modules would round
         tl.store(x_ptr + row * D + at, x, mask=real)
         x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+    scale = norm_scale(squares(x, 0), D, eps)
     out = (x * scale).to(kind).to(tl.float32) * weight
     tl.store(out_ptr + row * D + at, out.to(kind), mask=real)
 

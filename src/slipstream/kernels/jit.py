@@ -72,6 +72,13 @@ def shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024))
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class _Recording(threading.local):
     on = False
 
@@ -99,6 +106,7 @@ __all__ = [
     "has_triton",
     "is_recording",
     "jit",
+    "multiprocessors",
     "on_gpu",
     "recording",
     "shared_bytes",

@@ -16,13 +16,81 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.softmax import LOG2_E, add_block, finish, finite
+from slipstream.kernels.softmax import LOG2_E, add_block, finish, join
 
 SPLIT_KEYS = 512
 """Keys that one program reads at most: fixed, because it is part of the order in which a row is added up."""
 
 _MANY_PROGRAMS = 264
 """With fewer, two a multiprocessor or less, each reads ahead; more of them wait for the memory side by side."""
+
+
+@jit
+def touch_pages(
+    keys: tl.tensor,  # of a head
+    values: tl.tensor,
+    pages: tl.tensor,  # of a request
+    begin: tl.tensor,
+    end: tl.tensor,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    INDEX: tl.constexpr,
+) -> None:
+    """Have these keys and values close by when they are read; nobody waits for them."""
+    for key in range(begin, end, BLOCK_KEYS):
+        at = key + tl.arange(0, BLOCK_KEYS)
+        page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(INDEX)
+        place = (page * PAGE + at % PAGE) * (H_KV * D)
+        for d in tl.static_range(0, D, 128 // keys.dtype.element_ty.primitive_bitwidth * 8):
+            _touch(keys + place + d, at < end)
+            _touch(values + place + d, at < end)
+
+
+@jit
+def read_pages(
+    q: tl.tensor,  # [Q, D]
+    keys: tl.tensor,  # [1, D]: of a head
+    values: tl.tensor,
+    pages: tl.tensor,  # of a request
+    position: tl.tensor,  # [Q]: padding rows stand before all keys
+    begin: tl.tensor,
+    end: tl.tensor,
+    end_key: tl.tensor,  # keys from here on do not exist
+    d_real: tl.tensor,  # [D]
+    top: tl.tensor,  # [Q]
+    total: tl.tensor,
+    acc: tl.tensor,  # [Q, D]
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The keys that lie on pages, block by block, into the running softmax."""
+    for key in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
+        at = key + tl.arange(0, BLOCK_KEYS)
+        page = tl.load(pages + at // PAGE, mask=at < end_key, other=0).to(INDEX)
+        place = (page * PAGE + at % PAGE) * (H_KV * D)
+        there = (at < end_key)[:, None]
+        if D < BLOCK_D:
+            there = there & d_real[None, :]
+        k = tl.load(keys + place[:, None], mask=there, other=0.0)
+        v = tl.load(values + place[:, None], mask=there, other=0.0)
+        seen = at[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (at[None, :] > position[:, None] - window)
+        top, total, acc = add_block(q, k, v, seen, top, total, acc, scale, softcap, True, SOFTCAP, PRECISION)
+    return top, total, acc
 
 
 @jit(sizes=["N", "P", "W"], pointers=["positions_ptr", "pages_ptr"])
@@ -104,32 +172,20 @@ def _attend_kernel(
         if OVERLAP:
             # The layout of the pass is older than the kernel before this one: only what that wrote is awaited. Until
             # then the keys and values come as far as the L2 cache; those that are not written yet do no harm there.
-            for key in range(begin, shared_end, BLOCK_KEYS):
-                at = key + k_range
-                page = tl.load(pages + at // PAGE, mask=at < shared_end, other=0).to(INDEX)
-                place = ((page * PAGE + at % PAGE) * H_KV + kv_head) * D
-                for d in tl.static_range(0, D, 128 // keys_ptr.dtype.element_ty.primitive_bitwidth * 8):
-                    _touch(keys_ptr + place + d, at < shared_end)
-                    _touch(values_ptr + place + d, at < shared_end)
+            touch_pages(
+                keys_ptr + kv_head * D, values_ptr + kv_head * D, pages, begin, shared_end, H_KV, D, PAGE, BLOCK_KEYS,
+                INDEX,
+            )  # fmt: skip
             tl.extra.cuda.gdc_wait()
         q = tl.load(query_ptr + q_place[:, None] + d_range[None, :], mask=q_real[:, None] & d_real[None, :], other=0.0)
 
         top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_Q,), tl.float32)
         acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-        for key in tl.range(begin, shared_end, BLOCK_KEYS, num_stages=STAGES):
-            at = key + k_range
-            page = tl.load(pages + at // PAGE, mask=at < end_key, other=0).to(INDEX)
-            place = (page * PAGE + at % PAGE) * (H_KV * D)
-            there = (at < end_key)[:, None]
-            if D < BLOCK_D:
-                there = there & d_real[None, :]
-            k = tl.load(keys + place[:, None], mask=there, other=0.0)
-            v = tl.load(values + place[:, None], mask=there, other=0.0)
-            seen = at[None, :] <= position[:, None]  # padding rows stand before all keys
-            if WINDOW:
-                seen = seen & (at[None, :] > position[:, None] - window)
-            top, total, acc = add_block(q, k, v, seen, top, total, acc, scale, softcap, True, SOFTCAP, PRECISION)
+        top, total, acc = read_pages(
+            q, keys, values, pages, position, begin, shared_end, end_key, d_real, top, total, acc, scale, softcap,
+            window, H_KV, D, BLOCK_D, PAGE, BLOCK_KEYS, WINDOW, SOFTCAP, PRECISION, INDEX, STAGES,
+        )  # fmt: skip
         if TREE:
             # from the block on in which the draft begins, each row has keys of its own
             own = length // BLOCK_KEYS * BLOCK_KEYS
@@ -171,12 +227,7 @@ def _attend_kernel(
                     s_total = tl.load(part_sum_ptr + part, mask=q_real, other=0.0, cache_modifier=".cg")
                     s_place = part_ptr + part[:, None] * D + d_range[None, :]
                     s_acc = tl.load(s_place, mask=o_mask, other=0.0, cache_modifier=".cg")
-                    new = tl.maximum(top, s_top)
-                    ours = tl.exp2(top - finite(new))
-                    theirs = tl.exp2(s_top - finite(new))
-                    total = total * ours + s_total * theirs
-                    acc = acc * ours[:, None] + s_acc * theirs[:, None]
-                    top = new
+                    top, total, acc = join(top, total, acc, s_top, s_total, s_acc)
                 tl.store(count_ptr + tile * H_KV + kv_head, 0)
                 finish(out_ptr, sinks_ptr, q_place, d_range, o_mask, head, q_real, top, total, acc, SINKS)
         else:
@@ -223,9 +274,9 @@ def _launch(
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    block_q = _block_q(group)
+    block_q = block_q_of(group)
     tiles = layout.tiles(block_q // group)
-    block_keys = _block_keys(dim, query.element_size())
+    block_keys = block_keys_of(dim, query.element_size())
     own = layout.own(block_keys)
     splits = triton.cdiv(layout.max_keys, SPLIT_KEYS)
     out = torch.empty_like(query)
@@ -261,11 +312,11 @@ def prepare(layout: RowLayout, heads: int, keys: Tensor) -> None:
     """Make what `attend` reads of the layout before its input is there. Called before the first layer."""
     if on_gpu(layout.positions):
         group = heads // keys.shape[1]
-        layout.tiles(_block_q(group) // group)
-        layout.own(_block_keys(keys.shape[2], keys.element_size()))
+        layout.tiles(block_q_of(group) // group)
+        layout.own(block_keys_of(keys.shape[2], keys.element_size()))
 
 
-def _block_q(group: int) -> int:
+def block_q_of(group: int) -> int:
     return int(max(16, triton.next_power_of_2(group)))
 
 
@@ -288,7 +339,7 @@ def attend_twin(
     return torch.cat((out, query.new_zeros(query.shape[0] - real, query.shape[1], values.shape[2])))
 
 
-def _block_keys(dim: int, size: int) -> int:
+def block_keys_of(dim: int, size: int) -> int:
     """Keys of one block: like the runs, part of the order in which a row is added up."""
     return next(keys for keys in (128, 64, 32, 16) if keys == 16 or keys * dim * size <= 16384)
 

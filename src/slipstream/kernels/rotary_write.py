@@ -8,6 +8,23 @@ from torch import Tensor
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 
 
+@jit
+def turn(
+    x: tl.tensor,  # [N, D] fp32
+    y: tl.tensor,  # [N, D]: the number that each is turned with
+    cos: tl.tensor,  # [N or 1, D]
+    sin: tl.tensor,
+    at: tl.tensor,  # [D]
+    R: tl.constexpr,
+    kind: tl.constexpr,
+) -> tl.tensor:
+    """Rotary embedding, rounded where separate modules would round."""
+    sin = tl.where((at < R // 2)[None, :], -sin, sin)
+    straight = (x * cos).to(kind).to(tl.float32)
+    crossed = (y * sin).to(kind).to(tl.float32)
+    return tl.where((at < R)[None, :], straight + crossed, x)
+
+
 @jit(sizes=["M"], pointers=["positions_ptr", "slots_ptr"])
 def _rotary_write_kernel(
     qkv_ptr: tl.tensor,  # [splits, M, (H + 2 H_kv) * D] fp32
@@ -76,10 +93,7 @@ def _rotary_write_kernel(
     turned = at < R
     cos = tl.load(cos_ptr + position * R + at, mask=turned, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * R + at, mask=turned, other=0.0).to(tl.float32)
-    sin = tl.where(at < R // 2, -sin, sin)
-    straight = (x * cos[None, :]).to(kind).to(tl.float32)
-    crossed = (y * sin[None, :]).to(kind).to(tl.float32)
-    x = tl.where(turned[None, :], straight + crossed, x)
+    x = turn(x, y, cos[None, :], sin[None, :], at, R, kind)
     tl.store(query_ptr + row * H * D + place, x.to(kind), mask=real & is_query)
     k_place = slot * H_KV * D + (heads[:, None] - H) * D + at[None, :]
     tl.store(keys_ptr + k_place, x.to(kind), mask=real & (is_query == 0) & (is_value == 0))

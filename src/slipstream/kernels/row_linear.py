@@ -22,7 +22,7 @@ from slipstream.kernels.jit import TensorDescriptor, is_recording, jit, on_gpu, 
 
 _MULTIPROCESSORS = 132
 _SPARE_BYTES = 2048  # shared memory for everything but tiles
-_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if tl is not None else {}
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if tl is not None else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def _launch(
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if tile.tma else weight,
         weight, bias, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLITS=splits, WHOLE=whole, GATED=gated, PARTIAL=partial, HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", KIND=_KINDS[x.dtype], TMA=tile.tma, FLIP=tile.flip,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", KIND=KINDS[x.dtype], TMA=tile.tma, FLIP=tile.flip,
         OVERLAP=overlap,
         FETCH=k // splits if few else tile.block_k, EARLY=few,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap,

@@ -52,6 +52,22 @@ def add_block(
 
 
 @jit
+def join(
+    top: tl.tensor,  # [Q]
+    total: tl.tensor,
+    acc: tl.tensor,  # [Q, D]
+    next_top: tl.tensor,
+    next_total: tl.tensor,
+    next_acc: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The softmax over the keys of both."""
+    new = tl.maximum(top, next_top)
+    ours = tl.exp2(top - finite(new))
+    theirs = tl.exp2(next_top - finite(new))
+    return new, total * ours + next_total * theirs, acc * ours[:, None] + next_acc * theirs[:, None]
+
+
+@jit
 def finish(
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,

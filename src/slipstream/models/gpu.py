@@ -1,4 +1,4 @@
-"""The fused trunk on a GPU: eight kernels a layer, row-independent, ready to be captured in a graph.
+"""The fused trunk on a GPU: eight kernels a layer, row-independent, ready to be captured in a graph; or one for all.
 
 Between two products stands one kernel: the runs of a split product are summed, the residual added and normed in it. The
 residual itself is only ever touched there, so a layer hands its last product on unsummed, and the next layer adds it.
@@ -20,6 +20,7 @@ from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.linear import PackedLinear
 from slipstream.kernels.paged import attend, prepare
 from slipstream.kernels.paged_wide import attend_wide, prepare_wide
+from slipstream.kernels.relay import RelayShape
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 from slipstream.kernels.silu_mul import silu_mul
@@ -27,6 +28,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext, running_pass
 from slipstream.models.batch import PassBatch, sent
 from slipstream.models.fuse import FusedLayer, FusedTrunk
+from slipstream.models.relayed import Relayed
 from slipstream.models.traits import AttentionTraits
 
 WIDE_ROWS = 128
@@ -126,7 +128,7 @@ class RowLinear(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class GpuLayer:
     """A fused layer as its kernels want it."""
 
     index: int
@@ -144,8 +146,8 @@ class _Layer:
     down: _Product
 
     @staticmethod
-    def of(layer: FusedLayer) -> _Layer:
-        return _Layer(
+    def of(layer: FusedLayer) -> GpuLayer:
+        return GpuLayer(
             index=layer.layer_idx,
             traits=layer.traits,
             heads=layer.heads,
@@ -159,6 +161,25 @@ class _Layer:
             o=_Product.of(layer.o),
             gate_up=_Product.of(layer.gate_up),
             down=_Product.of(layer.down),
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but products, RMS norms and attention over the whole context."""
+        products = (self.qkv, self.o, self.gate_up, self.down)
+        special = (self.q_norm, self.traits.window, self.traits.softcap, self.traits.sinks)
+        return all(thing is None for thing in (*special, *(product.bias for product in products)))
+
+    @property
+    def relay_shape(self) -> RelayShape:
+        width, query = self.o.weight.shape
+        head_dim = query // self.heads
+        return RelayShape(
+            width=width,
+            heads=self.heads,
+            kv_heads=(self.qkv.weight.shape[0] // head_dim - self.heads) // 2,
+            head_dim=head_dim,
+            inner=self.down.weight.shape[1],
         )
 
     def run(
@@ -223,11 +244,12 @@ class GpuTrunk(nn.Module):
         self.embed_tokens = trunk.embed_tokens
         self.norm = trunk.norm
         self._norm_eps = float(trunk.norm.eps)
-        self._layers = [_Layer.of(cast(FusedLayer, layer)) for layer in trunk.layers]
+        self._layers = [GpuLayer.of(cast(FusedLayer, layer)) for layer in trunk.layers]
         self._heads = self._layers[0].heads
         weight = cast(Tensor, self.embed_tokens.weight)
         cos, sin = trunk.rotary_emb(weight[:1, None], torch.arange(max_positions, device=weight.device)[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [positions, R]
+        self._relayed = Relayed.of(self._layers, self.cos)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = cast(DevicePass, running_pass())
@@ -235,8 +257,11 @@ class GpuTrunk(nn.Module):
         current.prepare(self._heads)
         x = self.embed_tokens(input_ids[0])
         delta: Tensor | None = None
-        for layer in self._layers:
-            delta = layer.run(x, delta, current, position_ids[0], self.cos, self.sin, overlap)
+        if overlap and self._relayed is not None and self._relayed.takes(x.shape[0], current.layout):
+            x, delta = self._relayed.run(x, position_ids[0], current.layout, current.cache, self.cos, self.sin)
+        else:
+            for layer in self._layers:
+                delta = layer.run(x, delta, current, position_ids[0], self.cos, self.sin, overlap)
         hidden = add_norm(x, delta, self.norm.weight, self._norm_eps, overlap=overlap)
         return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, hidden[None]))
 

@@ -1,0 +1,134 @@
+"""All layers in one launch, here a launch for each stage: as layer by layer, whatever the pass is like."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interpreted import DEVICE
+from relay_scenes import Scene
+from slipstream.kernels.relay import RelayShape, runs_of, takes
+
+TINY = RelayShape(width=192, heads=6, kv_heads=2, head_dim=32, inner=256)
+SMALL = RelayShape(width=576, heads=9, kv_heads=3, head_dim=64, inner=1536)  # the default model
+ONE = {"layers": 1, "contexts": (3,), "rows": (1,)}
+
+PASSES = {
+    "one row": {"contexts": (37,), "rows": (1,)},
+    "the first token": {"contexts": (0,), "rows": (1,)},
+    "two rows of one request": {"contexts": (16,), "rows": (2,)},
+    "two requests": {"contexts": (5, 130), "rows": (1, 1)},
+    "a row that is nobody's": {"contexts": (21,), "rows": (1,), "padding": 1},
+    "a context in three runs": {"contexts": (1030,), "rows": (2,)},
+    "room for runs that are not there": {"contexts": (9,), "rows": (1,), "most_keys": 2048},
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_as_layer_by_layer(name: str) -> None:
+    scene = Scene(TINY, layers=2, **PASSES[name])
+    x, delta = scene.by_layers()
+    kept = scene.caches()
+    scene.forget()
+    ours, our_delta = scene.relayed(staged=True)
+    torch.testing.assert_close(ours, x, rtol=0, atol=1e-2)
+    torch.testing.assert_close(our_delta.sum(0), delta.sum(0), rtol=0, atol=1e-2)
+    for ours, theirs in zip(scene.caches(), kept, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2)
+
+
+def test_nothing_is_left_undone_where_a_row_is_nobodys() -> None:
+    """Its numbers are of no use, but they must be numbers: the next kernels read them."""
+    scene = Scene(TINY, layers=2, contexts=(21,), rows=(1,), padding=1)
+    scene.used += 1
+    x, delta = scene.relayed(staged=True)
+    assert x.isfinite().all()
+    assert delta.isfinite().all()
+
+
+def test_not_a_number_is_handed_on() -> None:
+    """It must not look like a place that was never written: the next one would wait for ever."""
+    scene = Scene(TINY, layers=2, contexts=(21,), rows=(1,))
+    scene.x[0, 5] = torch.tensor(-1, dtype=torch.int16).view(torch.float16).item()  # all bits set
+    x, delta = scene.relayed(staged=True)
+    assert x.isnan().all()
+    assert delta.isnan().all()
+
+
+def test_which_models_fit() -> None:
+    assert SMALL.fits(DEVICE)
+    assert not replace(SMALL, width=4096, heads=32, kv_heads=8, head_dim=128, inner=11008).fits(DEVICE)  # too large
+    assert not replace(SMALL, head_dim=32, heads=18).fits(DEVICE)  # two threads would look at one number
+    assert not replace(SMALL, width=960, heads=15, kv_heads=5, inner=2560).fits(DEVICE)  # two tiles find no room
+
+
+def test_which_passes_it_takes() -> None:
+    assert takes(SMALL, 2, Scene(SMALL, layers=1, contexts=(3, 9), rows=(1, 1)).layout)
+    one = Scene(SMALL, **ONE).layout
+    assert not takes(SMALL, 3, one)
+    assert not takes(SMALL, 1, replace(one, ancestors=torch.zeros(1, 1, dtype=torch.int32)))
+    assert takes(SMALL, 1, replace(one, max_keys=8192))
+    assert not takes(SMALL, 1, replace(one, max_keys=8193))
+
+
+@pytest.mark.parametrize(("keys", "runs"), [(1, 1), (512, 1), (513, 4), (2048, 4), (2049, 8)])
+def test_runs(keys: int, runs: int) -> None:
+    assert runs_of(keys) == runs
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from slipstream.kernels import relay
+
+shape = relay.RelayShape(width=576, heads=9, kv_heads=3, head_dim=64, inner=1536)
+constants = relay.constants_of(shape, ROWS, 4, rotary=64, page=16, slots=4096, dtype=torch.bfloat16, staged=False)
+kinds = {"table": "*i64", "x": "*bf16", "x_out": "*bf16", "attended": "*i16", "act": "*i16", "positions": "*i64",
+         "places": "*i64", "slots": "*i64", "cos": "*bf16", "sin": "*bf16"}
+names = relay._relay_kernel.arg_names
+numbers = {"scale": "fp32", "input_eps": "fp32", "post_eps": "fp32"}
+signature = {
+    name: "constexpr" if name in constants
+    else kinds.get(name.removesuffix("_ptr"), "*i32") if name.endswith("_ptr") else numbers.get(name, "i32")
+    for name in names
+}
+aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
+compiled = triton.compile(
+    ASTSource(relay._relay_kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
+    options={"num_warps": 4, "launch_cooperative_grid": True},
+)
+print(compiled.metadata.shared)
+print(compiled.asm["ttgir"])
+"""
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_thread_looks_for_itself(rows: int) -> None:
+    """As it is compiled, no number that is waited for is looked at by two threads, who might not see the same.
+
+    And two programs find room on a multiprocessor.
+    """
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE.replace("ROWS", str(rows))], env=plain, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    shared, code = done.stdout.split("\n", 1)
+    assert 2 * (int(shared) + 1024) <= 228 * 1024
+    blocked = r"^(#\w+) = #ttg.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]"
+    layouts = {
+        name: [list(map(int, part.split(","))) for part in parts] for name, *parts in re.findall(blocked, code, re.M)
+    }
+    looks = re.findall(r"tt\.load [^\n]*isVolatile = true[^\n]*", code)
+    shapes = [re.search(r"tensor<([\dx]+)x!tt.ptr<\w+>, (#\w+)>", look) for look in looks]
+    tensors = [(list(map(int, found[1].split("x"))), layouts[found[2]]) for found in shapes if found]
+    assert len(tensors) > 40
+    for size, (each, threads, warps) in tensors:
+        assert all(e * t * w <= s for s, e, t, w in zip(size, each, threads, warps, strict=True)), (size, each, threads)
