@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from slipstream.kernels.relay import RelayShape, runs_of, takes
 
 TINY = RelayShape(width=192, heads=6, kv_heads=2, head_dim=32, inner=256)
 SMALL = RelayShape(width=576, heads=9, kv_heads=3, head_dim=64, inner=1536)  # the default model
-ONE = {"layers": 1, "contexts": (3,), "rows": (1,)}
+ONE: dict[str, Any] = {"layers": 1, "contexts": (3,), "rows": (1,)}
 
-PASSES = {
+PASSES: dict[str, dict[str, Any]] = {
     "one row": {"contexts": (37,), "rows": (1,)},
     "the first token": {"contexts": (0,), "rows": (1,)},
     "two rows of one request": {"contexts": (16,), "rows": (2,)},
