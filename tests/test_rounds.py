@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
-from slipstream.engine import rounds
+from slipstream.drafters.base import DeviceDrafter, DraftRound
+from slipstream.drafters.model import ModelDrafter
+from slipstream.engine import draft_loops, rounds
+from slipstream.engine.draft_loops import DraftFailed, DraftLoops, LoopShape
 from slipstream.engine.queued import QueuedEngine
-from slipstream.engine.rounds import Drafts, Round, RoundShape
+from slipstream.engine.rounds import Round, RoundShape
 from slipstream.sampling.table import Features
 
 
@@ -85,21 +89,75 @@ def test_no_round_is_made_for_more_keys_than_there_can_be() -> None:
     assert few.keys == 1024
 
 
+class Counting(ModelDrafter):
+    """Guesses how often it was asked, as deep as it is asked to."""
+
+    def __init__(self) -> None:
+        self.depths: list[int] = []
+
+    def draft(self, round: DraftRound) -> torch.Tensor:
+        self.depths.append(round.depth)
+        return torch.full((round.lanes.shape[0], round.depth), len(self.depths))
+
+
+def loops(drafter: DeviceDrafter, llm: LLM, *, pool: Any = None) -> tuple[DraftLoops, list[None]]:
+    noted: list[None] = []
+    state = queued(llm)._lanes.state
+    return DraftLoops(state, {"model": drafter}, pool, lambda: noted.append(None)), noted
+
+
+def test_a_loop_serves_all_rounds_of_as_many_requests(open_llm: Callable[..., LLM]) -> None:
+    """However many rows their passes have: only those who are guessed for get the guesses."""
+    llm = open_llm(rounds="queued", drafter=None)
+    drafter = Counting()
+    found, noted = loops(drafter, llm)
+    machine = queued(llm).rounds._machine
+    for counts, width in (([3, 3], 16), ([3, 9], 16), ([3, 20], 63)):
+        run = Round(shape(counts), machine, ["model"], found)
+        assert run.shape.width == width
+        run.load([0, 1], [Tree(), Tree((7, 8, 9), (-1, 0, 1))], [3, 0], ["model", None])
+        run.draft((("model", 3),))
+        assert run._tokens[:2, :4].tolist() == [[len(drafter.depths)] * 3 + [0], [7, 8, 9, 0]]
+    assert drafter.depths == [3, 3, 3]
+    assert len(noted) == 1
+    run.draft((("model", 2),))
+    assert len(noted) == 2
+
+
 def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
     open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = queued(open_llm(rounds="queued", drafter=None)).rounds
-    found = kept.of(shape([0]))
-    calls: list[Drafts] = []
+    tries: list[None] = []
 
     def fail(work: Any, pool: Any) -> None:
+        tries.append(None)
         raise RuntimeError("the host looked")
 
-    monkeypatch.setattr(rounds, "captured", fail)
-    monkeypatch.setattr(Round, "_draft", lambda self, drafts: calls.append(drafts))
-    found._pool = object()
-    found.draft((("model", 3),))
-    found.draft((("model", 3),))
-    found.draft((("model", 2),))
-    assert calls == [(("model", 3),), (("model", 3),), (("model", 2),)]
-    assert len(kept) == 1 + 2  # tried once for each depth
+    monkeypatch.setattr(draft_loops, "captured", fail)
+    drafter = Counting()
+    found, _ = loops(drafter, open_llm(rounds="queued", drafter=None), pool=object())
+    lanes = torch.zeros(1, dtype=torch.int64)
+    for depth in (3, 3, 2):
+        loop = found.of(LoopShape(1, 512, Features(), 0, (("model", depth),)))
+        loop.run(lanes)
+        assert loop.guesses[0].shape == (1, depth)
+    assert drafter.depths == [3, 3, 2]
+    assert len(tries) == 2  # once for each depth
+
+
+def test_loops_over_tensors_that_are_gone_are_let_go(open_llm: Callable[..., LLM]) -> None:
+    found, noted = loops(Counting(), open_llm(rounds="queued", drafter=None))
+    for version in (0, 1, 1, 0):
+        found.of(LoopShape(1, 512, Features(), version, (("model", 1),)))
+    assert len(noted) == 3
+    assert len(found._loops) == 1
+
+
+def test_a_drafter_that_raises_is_named(open_llm: Callable[..., LLM]) -> None:
+    class Broken(Counting):
+        def draft(self, round: DraftRound) -> torch.Tensor:
+            raise ValueError("no")
+
+    found, _ = loops(Broken(), open_llm(rounds="queued", drafter=None))
+    with pytest.raises(DraftFailed, match="model"):
+        found.of(LoopShape(1, 512, Features(), 0, (("model", 1),))).run(torch.zeros(1, dtype=torch.int64))

@@ -20,11 +20,12 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter
+from slipstream.engine.draft_loops import DraftFailed
 from slipstream.engine.drafting import Plan
 from slipstream.engine.engine import Engine, RoundTimes
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import FirstTokens, pack_chunks
-from slipstream.engine.rounds import DraftFailed, Machine, Round, Rounds, RoundShape
+from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
 from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket

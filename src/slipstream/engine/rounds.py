@@ -11,7 +11,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES, Draft, Tree, chain_parents
-from slipstream.drafters.base import DeviceDrafter, DraftRound
+from slipstream.drafters.base import DeviceDrafter
+from slipstream.engine.draft_loops import DraftLoops, Drafts, LoopShape
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
 from slipstream.kernels.jit import has_kernels
@@ -86,18 +86,10 @@ class RoundShape(NamedTuple):
         return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits)
 
 
-Drafts = tuple[tuple[str, int], ...]
-"""Device drafters that guess in a round, and how far each goes."""
-
-
 def _bucket(size: int, sizes: Sequence[int]) -> int:
     """The next larger size; beyond the last, a multiple of it."""
     last = sizes[-1]
     return sizes[bisect_left(sizes, size)] if size <= last else -(-size // last) * last
-
-
-class DraftFailed(Exception):
-    """A device drafter raised; the message is its name, and the cause what it raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +130,10 @@ class _Staging:
 class Round:
     """One shape's static tensors, and how to run a round on them."""
 
-    def __init__(
-        self, shape: RoundShape, machine: Machine, drafters: dict[str, DeviceDrafter], note: Callable[[], None]
-    ) -> None:
-        """note: hears when something is captured."""
+    def __init__(self, shape: RoundShape, machine: Machine, drafters: Sequence[str], loops: DraftLoops) -> None:
         self.shape = shape
-        self._note = note
         self._machine = machine
-        self._drafters = drafters
+        self._loops = loops
         self._numbers = {name: number for number, name in enumerate(drafters, 1)}
         b, k, device = shape.requests, shape.width, machine.device
         self._inputs = torch.zeros(3 * b + 2 * b * k, dtype=torch.int64, device=device)
@@ -163,8 +151,6 @@ class Round:
         ]
         self._loaded: Any = None
         self._sent = self._told = 0
-        self._pool: Any = None
-        self._draft_graphs: dict[Drafts, Callable[[], None]] = {}
         self._verify_graph: Callable[[], None] | None = None
 
     def load(
@@ -199,21 +185,12 @@ class Round:
 
     def draft(self, drafts: Drafts) -> None:
         """Let these device drafters guess, each so far. Raises `DraftFailed` where one of them cannot."""
-        if drafts not in self._draft_graphs:
-            self._draft_graphs[drafts] = self._recorded(partial(self._draft, drafts))
-        self._draft_graphs[drafts]()
-
-    def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Drafting as one launch; as it stands where a drafter looks at values on the host."""
-        if self._pool is None:
-            return work
-        self._note()
-        try:
-            return captured(work, self._pool)
-        except DraftFailed:
-            raise
-        except Exception:
-            return work
+        shape = self.shape
+        loop = self._loops.of(LoopShape(shape.requests, shape.keys, shape.features, shape.version, drafts))
+        loop.run(self.lanes)
+        for (name, depth), guesses in zip(drafts, loop.guesses, strict=True):
+            tokens = self._tokens[:, :depth]
+            torch.where(self._guessed[:, None] == self._numbers[name], guesses, tokens, out=tokens)
 
     def verify(self) -> None:
         """The target pass, the verdict, and everything that follows from it on the device."""
@@ -231,22 +208,9 @@ class Round:
         return told if self.shape.is_tree else told[:, : 3 + nodes]
 
     def capture(self, pool: Any) -> None:
-        """Record the round as graphs: what follows the draft now, the draft itself when it is first wanted."""
+        """Record what follows the draft as a graph."""
         self.load([], [], [], [])  # it is run over nobody first
-        self._pool = pool
         self._verify_graph = captured(self._verify, pool)
-
-    def _draft(self, drafts: Drafts) -> None:
-        shape = self.shape
-        for name, depth in drafts:
-            drafter, number = self._drafters[name], self._numbers[name]
-            wanted = DraftRound(self._machine.state, self.lanes, depth, shape.keys, shape.features)
-            try:
-                guessed = drafter.draft(wanted)  # [B, depth]
-            except Exception as error:
-                raise DraftFailed(drafter.name) from error
-            tokens = self._tokens[:, :depth]
-            tokens.copy_(torch.where(self._guessed[:, None] == number, guessed, tokens))
 
     def _verify(self) -> None:
         m, shape, rows = self._machine, self.shape, self._rows
@@ -285,13 +249,14 @@ class Rounds:
         self, machine: Machine, drafters: dict[str, DeviceDrafter], *, graphs: bool, progress: Progress | None = None
     ) -> None:
         self._machine = machine
-        self._drafters = drafters
+        self._drafters = tuple(drafters)
         self._graphs = graphs and has_kernels(machine.device)
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._rounds: dict[RoundShape, Round] = {}
         self._latest: Round | None = None
         self._progress = progress
         self._made = 0
+        self._loops = DraftLoops(machine.state, drafters, self._pool, self._note)
 
     @property
     def pool(self) -> Any:
@@ -299,7 +264,7 @@ class Rounds:
         return self._pool if self._graphs else None
 
     def __len__(self) -> int:
-        """How many were made so far, those included that were let go, and their drafts."""
+        """How many were made so far, those included that were let go, and the loops that draft for them."""
         return self._made
 
     def of(self, shape: RoundShape) -> Round:
@@ -312,7 +277,7 @@ class Rounds:
         return found
 
     def _make(self, shape: RoundShape) -> Round:
-        found = Round(shape, self._machine, self._drafters, self._note)
+        found = Round(shape, self._machine, self._drafters, self._loops)
         if self._graphs:
             self._say(f"capturing a round of {shape.requests} requests, {shape.rows} rows")
             try:

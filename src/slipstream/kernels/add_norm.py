@@ -75,7 +75,7 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, overlap
 
 def add_norm_twin(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     if delta is not None:
-        total = delta[0].float()
+        total = delta[0].to(torch.float32, copy=True)
         for part in delta[1:]:
             total += part
         x += total.to(x.dtype)

@@ -144,7 +144,7 @@ def rotary_write_twin(
     q_norm: Tensor | None, k_norm: Tensor | None, keys: Tensor, values: Tensor, heads: int, eps: float,
 ) -> Tensor:  # fmt: skip
     kind, (kv_heads, dim) = keys.dtype, keys.shape[1:]
-    total = qkv[0].float()
+    total = qkv[0].to(torch.float32, copy=True)
     for part in qkv[1:]:
         total += part
     x = total.to(kind).view(qkv.shape[1], -1, dim)

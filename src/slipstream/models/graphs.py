@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,18 +11,30 @@ import torch
 from slipstream.kernels.jit import recording
 
 
+@cache
+def _side(device: int) -> torch.cuda.Stream:
+    """Where graphs are recorded: always the same, since memory that was freed on one stream is not used on another."""
+    return torch.cuda.Stream(device)
+
+
 def captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
     """The same work as one launch. A first run compiles what must be compiled.
 
     pool: memory that graphs share. What one of them leaves there lasts until another one runs.
     """
-    side = torch.cuda.Stream()
+    side = _side(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), recording():
         work()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().synchronize()  # what was freed on another stream may be used in the graph
     graph = torch.cuda.CUDAGraph()
-    # what other threads do with the device is none of the capture's business
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), recording():
-        work()
+    # `torch.cuda.graph` would also give all unused memory back to the driver, and it would be asked for again
+    with torch.cuda.stream(side), recording():
+        # what other threads do with the device is none of the capture's business
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
     return graph.replay

@@ -1,0 +1,101 @@
+"""What device drafters do in a round, recorded by itself: the same for all rounds of as many requests.
+
+A draft loop is many launches, so recording one takes longer than a round. It knows nothing of the pass that follows it:
+how many rows that has changes from round to round, and must not make the loop be recorded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.drafters.base import DeviceDrafter, DraftRound
+from slipstream.kernels.pack_rows import LaneState
+from slipstream.models.graphs import captured
+from slipstream.sampling.table import Features
+
+Drafts = tuple[tuple[str, int], ...]
+"""Device drafters that guess in a round, and how far each goes."""
+
+_MOST = 64
+"""Loops that are kept; those that were not used for longest are let go."""
+
+
+class DraftFailed(Exception):
+    """A device drafter raised; the message is its name, and the cause what it raised."""
+
+
+class LoopShape(NamedTuple):
+    """What a recorded loop depends on."""
+
+    requests: int
+    keys: int  # keys that a row sees at most
+    features: Features
+    version: int  # of the sampling table's tensors
+    drafts: Drafts
+
+
+class DraftLoop:
+    """One shape's static tensors, and the guesses that are made in them."""
+
+    def __init__(self, shape: LoopShape, state: LaneState, drafters: dict[str, DeviceDrafter]) -> None:
+        device = state.length.device
+        self._lanes = torch.full((shape.requests,), state.trash, dtype=torch.int64, device=device)
+        self.guesses = [
+            torch.zeros((shape.requests, depth), dtype=torch.int64, device=device) for _, depth in shape.drafts
+        ]
+        self._shape, self._state, self._drafters = shape, state, drafters
+        self._replay: Callable[[], None] = self._work
+
+    def run(self, lanes: Tensor) -> None:
+        """Guess for these requests [B]; `guesses` has one tensor a drafter."""
+        self._lanes.copy_(lanes)
+        self._replay()
+
+    def record(self, pool: Any) -> None:
+        """As one launch from now on; as it stands where a drafter looks at values on the host."""
+        try:
+            self._replay = captured(self._work, pool)
+        except DraftFailed:
+            raise
+        except Exception:
+            self._replay = self._work
+
+    def _work(self) -> None:
+        shape = self._shape
+        for (name, depth), guesses in zip(shape.drafts, self.guesses, strict=True):
+            drafter = self._drafters[name]
+            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features)
+            try:
+                guesses.copy_(drafter.draft(wanted))
+            except Exception as error:
+                raise DraftFailed(drafter.name) from error
+
+
+class DraftLoops:
+    """An engine's draft loops by shape, recorded when a shape comes for the first time.
+
+    note: hears when one is made. pool: memory that graphs share; None: nothing is recorded.
+    """
+
+    def __init__(
+        self, state: LaneState, drafters: dict[str, DeviceDrafter], pool: Any, note: Callable[[], None]
+    ) -> None:
+        self._state, self._drafters, self._pool, self._note = state, drafters, pool, note
+        self._loops: dict[LoopShape, DraftLoop] = {}
+
+    def of(self, shape: LoopShape) -> DraftLoop:
+        """Raises `DraftFailed` where a drafter cannot."""
+        found = self._loops.pop(shape, None)
+        if found is None:
+            found = DraftLoop(shape, self._state, self._drafters)
+            if self._pool is not None:
+                found.record(self._pool)
+            self._note()
+            kept = [(s, loop) for s, loop in self._loops.items() if s.version == shape.version]  # the others are stale
+            self._loops = dict(kept[1 - _MOST :])
+        self._loops[shape] = found  # the last is the one used last
+        return found
