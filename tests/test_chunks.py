@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -58,6 +59,20 @@ def test_a_wide_chunk_has_a_pass_to_itself(rows: list[int]) -> None:
         assert len(part) == 1 or sum(chunk.rows for chunk in part) <= RULE.together
         assert RULE.is_wide(part) == any(chunk.rows > RULE.narrow for chunk in part)
         assert not RULE.is_wide(part) or len(part) == 1
+
+
+@given(st.lists(st.integers(1, 64), max_size=20))
+def test_wide_chunks_share_passes_where_they_may(rows: list[int]) -> None:
+    rule = replace(RULE, wide_together=50)
+    chunks = [Chunk(FakeAnswer(n), n) for n in rows]  # type: ignore[arg-type]
+    passes = rule.passes(chunks)
+    assert sorted(map(id, chunks)) == sorted(id(chunk) for part in passes for chunk in part)
+    for part in passes:
+        wide = rule.is_wide(part)
+        assert all((chunk.rows > rule.narrow) == wide for chunk in part)
+        assert len(part) == 1 or sum(chunk.rows for chunk in part) <= (50 if wide else 20)
+    for before, after in pairwise(part for part in passes if rule.is_wide(part)):
+        assert sum(chunk.rows for chunk in before) + after[0].rows > 50  # none is left half empty
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

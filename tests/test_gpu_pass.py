@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,32 @@ def test_a_product_keeps_the_shape_of_its_input_and_gives_fp32_where_asked() -> 
     exact = x.double() @ linear.weight.double().T + linear.bias.double()
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
     assert RowLinear(linear)(x).dtype == torch.bfloat16
+
+
+def test_rows_that_fill_up_a_pass_change_nothing(tmp_path: Path) -> None:
+    """Two prompts, alone and with rows behind them that are nobody's."""
+    runner = opened(tmp_path, "llama")
+    cache = runner.new_cache(5, 4)
+    trash = 4 * 4
+    ids = torch.tensor([5, 6, 7, 8, 9, 10])
+    batch = PassBatch(
+        input_ids=ids,
+        positions=torch.tensor([0, 1, 2, 0, 1, 2]),
+        slots=torch.tensor([0, 1, 2, 4, 5, 6]),
+        row_starts=(0, 3, 6),
+        prefix_lengths=(0, 0),
+        pages=((0,), (1,)),
+        is_tree=(False, False),
+        masks=None,
+        logit_rows=torch.tensor([2, 5]),
+        wide=True,
+    )
+    expected, kept = runner.forward(batch, cache), cache.keys(0)[:trash].clone()
+    filled = replace(
+        batch,
+        input_ids=torch.cat((ids, torch.zeros(2, dtype=torch.int64))),
+        positions=torch.cat((batch.positions, torch.zeros(2, dtype=torch.int64))),
+        slots=torch.cat((batch.slots, torch.full((2,), trash))),
+    )
+    assert torch.equal(runner.forward(filled, cache), expected)
+    assert torch.equal(cache.keys(0)[:trash], kept)

@@ -83,7 +83,7 @@ def test_the_same_logits_and_the_same_cache(runner: Runner, found: Reads) -> Non
     check(runner, found, prompts(4, 11, prefix=13))
     check(runner, found, replace(prompts(5, 6), logit_rows=torch.tensor([10])))  # the first one goes on later
     check(runner, found, replace(prompts(5, 6), logit_rows=torch.zeros(0, dtype=torch.int64)))
-    assert [(shape.rows, shape.requests) for shape in found._reads] == [(32, 4), (16, 1), (64, 16), (16, 4)]
+    assert [(shape.rows, shape.requests) for shape in found._reads] == [(32, 16), (64, 16), (16, 16)]
 
 
 @torch.inference_mode()
@@ -97,8 +97,8 @@ def test_what_is_given_out_is_the_callers_own(found: Reads) -> None:
 
 
 def test_sizes() -> None:
-    assert ReadShape.of(prompts(3, 4), 7) == ReadShape(16, 4, 512)
-    assert ReadShape.of(prompts(17), 513) == ReadShape(32, 1, 2048)
+    assert ReadShape.of(prompts(3, 4), 7) == ReadShape(16, 16, 2048)
+    assert ReadShape.of(prompts(*[1] * 17), 2049) == ReadShape(32, 64, 8192)
     assert ReadShape.of(prompts(17), 10**6) is None
     assert ReadShape.of(prompts(*[8] * 65), 8) is None
 
@@ -106,10 +106,10 @@ def test_sizes() -> None:
 @torch.inference_mode()
 def test_those_not_used_for_longest_are_let_go(found: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "_MOST", 2)
-    for lengths in ((3,), (20,), (3,), (2, 2)):
+    for lengths in ((3,), (20,), (3,), (40, 2)):
         batch = prompts(*lengths)
         found.run(batch, layout_of(batch, PAGE))
-    assert [(shape.rows, shape.requests) for shape in found._reads] == [(16, 1), (16, 4)]
+    assert [(shape.rows, shape.requests) for shape in found._reads] == [(16, 16), (64, 16)]
 
 
 @torch.inference_mode()

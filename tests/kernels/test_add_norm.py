@@ -44,6 +44,13 @@ def test_a_row_is_normed_alone(dtype: torch.dtype) -> None:
         assert torch.equal(alone[0], together[row])
 
 
+def test_the_twin_leaves_the_runs_alone() -> None:
+    delta = numbers(3, 2, 5)
+    kept = delta.clone()
+    add_norm_twin(numbers(2, 5), delta, numbers(5), EPS)
+    assert torch.equal(delta, kept)
+
+
 def test_runs_are_added_in_order() -> None:
     """Large runs that cancel: another order would leave another rest."""
     delta = torch.tensor([1.0, 1e8, -1e8, 3.0], device=DEVICE)[:, None, None].expand(4, 2, 3).contiguous()

@@ -14,7 +14,7 @@ from slipstream.kernels import row_linear as products
 from slipstream.kernels import trust
 from slipstream.kernels.jit import is_recording
 from slipstream.kernels.row_linear import Tile, _launch, row_linear_twin, use_one_tile
-from slipstream.kernels.trust import rows_agree
+from slipstream.kernels.trust import rows_agree, sizes_agree
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +62,26 @@ def test_then_one_tile_serves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(ours, row_linear_twin(x, weight), rtol=2e-3, atol=2e-2)
     _launch(x.float(), weight.float(), None, 1, False, False, torch.float32, False)
     assert taken == [16, 128]  # the other kind goes on as it was
+
+
+@pytest.mark.parametrize(
+    ("wrong", "agrees"),
+    [
+        (lambda rows, columns: 0.0, True),
+        (lambda rows, columns: 1e-3 * (rows == 32), False),
+        (lambda rows, columns: 1e-3 * (rows == 32 and columns == 5), False),
+        (lambda rows, columns: 1e-3 * torch.arange(rows)[:, None], False),
+    ],
+    ids=["all alike", "one size", "of one weight", "by where a row stands"],
+)
+def test_a_product_of_another_size_that_adds_up_otherwise_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, agrees: bool
+) -> None:
+    def fake(x: Tensor, weight: Tensor) -> Tensor:
+        added: Any = wrong(x.shape[0], weight.shape[0])
+        product: Tensor = (x.double() @ weight.double().T).float() + added
+        return product
+
+    monkeypatch.setattr("slipstream.kernels.trust.F.linear", fake)
+    weights = [torch.randn(n, 8) for n in (7, 5, 7)]
+    assert sizes_agree(weights, (16, 32, 48)) == agrees

@@ -45,7 +45,7 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     parts = [(a, 1 + n) for a, n in zip(decodes, counts, strict=True)] + [(c.answer, c.rows) for c in chunks]
     starts = [0, *accumulate(rows for _, rows in parts)]
     decode_slots = [s for a, n in zip(decodes, counts, strict=True) for s in _table(a).slots(a.cached, 1 + n)]
-    chunk_ids, chunk_positions, chunk_slots = sent(_chunk_rows(chunks), device)
+    chunk_ids, chunk_positions, chunk_slots = sent(_chunk_rows(chunks, sum(chunk.rows for chunk in chunks), 0), device)
 
     tree = _Tree.of(draft)
     completing = [(starts[len(decodes) + i], chunk) for i, chunk in enumerate(chunks) if chunk.completes]
@@ -107,13 +107,18 @@ class FirstTokens:
     logits: Tensor  # [C, V]
 
 
-def pack_chunks(chunks: Sequence[Chunk], device: torch.device, *, wide: bool | None = None) -> PackedChunks:
-    """Lay chunks end to end. Everything goes to the device together: nothing waits for what is queued there."""
+def pack_chunks(
+    chunks: Sequence[Chunk], device: torch.device, *, wide: bool | None = None, step: int = 1, trash_slot: int = 0
+) -> PackedChunks:
+    """Lay chunks end to end. Everything goes to the device together: nothing waits for what is queued there.
+
+    step: the pass is filled up to a multiple of so many rows, which write to a slot that is nobody's.
+    """
     starts = [0, *accumulate(chunk.rows for chunk in chunks)]
-    count = starts[-1]
+    count = -(-starts[-1] // step) * step
     last = [end - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.completes]
     completing = tuple(chunk.answer for chunk in chunks if chunk.completes)
-    rows = _chunk_rows(chunks)  # [3, N]
+    rows = _chunk_rows(chunks, count, trash_slot)  # [3, N]
     choosing = np.array(
         [last, [a.slot for a in completing], rows[1, last] + 1, [a.generated for a in completing]], dtype=np.int64
     )  # [4, C]
@@ -135,9 +140,10 @@ def pack_chunks(chunks: Sequence[Chunk], device: torch.device, *, wide: bool | N
     return PackedChunks(batch, completing, SampleRows(sample_slots, sample_positions, generated, None))
 
 
-def _chunk_rows(chunks: Sequence[Chunk]) -> NDArray[np.int64]:  # [3, N]
-    """Token, position and cache slot of each pending token that is computed."""
-    rows = np.empty((3, sum(chunk.rows for chunk in chunks)), dtype=np.int64)
+def _chunk_rows(chunks: Sequence[Chunk], count: int, trash_slot: int) -> NDArray[np.int64]:  # [3, N]
+    """Token, position and cache slot of each pending token that is computed, and of rows that fill up the pass."""
+    rows = np.zeros((3, count), dtype=np.int64)
+    rows[2] = trash_slot
     end = 0
     for chunk in chunks:
         begin, end = end, end + chunk.rows

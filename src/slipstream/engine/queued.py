@@ -30,7 +30,7 @@ from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
 from slipstream.models.batch import fetched
-from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS
+from slipstream.models.gpu import MOST_WIDE, SHARED_ROWS, WIDE_ROWS, WIDE_STEP
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
 
@@ -55,13 +55,9 @@ class QueuedEngine(Engine):
         super().__init__(*args, **kwargs)
         max_pages = self.pool.pages_for(self.plan.max_model_len + 1)
         self._lanes = Lanes(self.config.max_num_seqs, max_pages, self.pool.num_pages, self.target.device)
+        self._trash_slot = self.pool.num_pages * self.config.page_size
         machine = Machine(
-            self.target,
-            self.cache,
-            self.sampling,
-            self._lanes.state,
-            self.config.page_size,
-            self.pool.num_pages * self.config.page_size,
+            self.target, self.cache, self.sampling, self._lanes.state, self.config.page_size, self._trash_slot
         )
         drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
         self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress)
@@ -216,7 +212,8 @@ class QueuedEngine(Engine):
         return self._crowd
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:
-        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS)
+        shared = min(max_rows, MOST_WIDE) if self.target.shares_wide else 0
+        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, shared)
         return self._own_chunks
 
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
@@ -231,7 +228,9 @@ class QueuedEngine(Engine):
 
     def _read_chunks(self, chunks: Sequence[Chunk], members: list[Member]) -> FirstTokens | None:
         """One pass over pending tokens."""
-        packed = pack_chunks(chunks, self.target.device, wide=self._own_chunks.is_wide(chunks))
+        wide = self._own_chunks.is_wide(chunks)
+        step = WIDE_STEP if wide and self.target.shares_wide else 1
+        packed = pack_chunks(chunks, self.target.device, wide=wide, step=step, trash_slot=self._trash_slot)
         logits = self.target.forward(packed.batch, self.cache)
         self.drafting.read(chunks, packed.batch)
         for chunk in chunks:

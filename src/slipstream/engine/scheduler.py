@@ -61,12 +61,14 @@ class OwnChunks(ChunkRule):
     """Cut by what a request has itself, so that its prompt comes out the same in any company.
 
     A pass of more than `narrow` rows may sum in an order that depends on their number, so such a chunk has a pass to
-    itself, and begins and ends at fixed places; it holds prompt tokens only, and never the last, whose logits
-    choose. Rows of narrow passes come out the same however they are cut, and in whatever company: so many share one.
+    itself, unless that is known not to matter; and it begins and ends at fixed places. It holds prompt tokens only, and
+    never the last, whose logits choose. Rows of narrow passes come out the same however they are cut, and in whatever
+    company: so many share one.
     """
 
     narrow: int
     together: int
+    wide_together: int = 0  # rows of wide chunks that share a pass; 0: none do
 
     def room(self, decodes: int) -> int:
         return self.max_rows  # chunks and decodes have passes of their own
@@ -79,21 +81,27 @@ class OwnChunks(ChunkRule):
         return min(answer.pending, self.narrow, room)
 
     def is_wide(self, chunks: Sequence[Chunk]) -> bool:
-        """Has this chunk a pass to itself?"""
+        """Is this a pass over more than narrow chunks?"""
         return chunks[0].rows > self.narrow
 
     def passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Which chunks share a pass."""
-        passes: list[list[Chunk]] = [[chunk] for chunk in chunks if chunk.rows > self.narrow]
-        rows = self.together + 1
-        for chunk in chunks:
-            if chunk.rows <= self.narrow:
-                if rows + chunk.rows > self.together:
-                    passes.append([])
-                    rows = 0
-                passes[-1].append(chunk)
-                rows += chunk.rows
-        return passes
+        """Which chunks share a pass: wide ones with wide ones, narrow ones with narrow ones."""
+        wide = [chunk for chunk in chunks if chunk.rows > self.narrow]
+        narrow = [chunk for chunk in chunks if chunk.rows <= self.narrow]
+        return [*_shared(wide, self.wide_together), *_shared(narrow, self.together)]
+
+
+def _shared(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
+    """In order, as many in a pass as have no more than `most` rows together; one at least."""
+    passes: list[list[Chunk]] = []
+    rows = most
+    for chunk in chunks:
+        if rows + chunk.rows > most:
+            passes.append([])
+            rows = 0
+        passes[-1].append(chunk)
+        rows += chunk.rows
+    return passes
 
 
 class Scheduler:

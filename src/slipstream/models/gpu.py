@@ -24,6 +24,7 @@ from slipstream.kernels.relay import RelayShape
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 from slipstream.kernels.silu_mul import silu_mul
+from slipstream.kernels.trust import sizes_agree
 from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext, running_pass
 from slipstream.models.batch import PassBatch, sent
@@ -36,6 +37,9 @@ WIDE_ROWS = 128
 
 SHARED_ROWS = 512
 """Rows of shorter prompts that share a pass."""
+
+WIDE_STEP, MOST_WIDE = 128, 2048
+"""Wide passes are filled up to a multiple of these rows; and the largest of them that prompts may share."""
 
 
 class DevicePass(PassContext):
@@ -79,9 +83,15 @@ def layout_of(batch: PassBatch, page_size: int) -> RowLayout:
         line[: len(pages)] = pages
     narrow = sent(np.concatenate((starts, table.ravel()), dtype=np.int32), device)
     # a row's place among its request's keys is its position, unless a check puts a prompt elsewhere in the context
+    rows = batch.slots.shape[0]
+    nobodys = np.arange(starts[-1], rows)  # those that fill up the pass
     first_rows, prefix_of, lengths = sent(
-        np.concatenate((np.repeat(starts[:-1], counts), np.repeat(prefixes, counts), prefixes), dtype=np.int64), device
-    ).split((batch.num_rows, batch.num_rows, requests))
+        np.concatenate(
+            (np.repeat(starts[:-1], counts), nobodys, np.repeat(prefixes, counts), 0 * nobodys, prefixes),
+            dtype=np.int64,
+        ),
+        device,
+    ).split((rows, rows, requests))
     return RowLayout(
         positions=batch.positions - batch.positions[first_rows] + prefix_of,
         slots=batch.slots,
@@ -166,9 +176,12 @@ class GpuLayer:
     @property
     def is_plain(self) -> bool:
         """Nothing but products, RMS norms and attention over the whole context."""
-        products = (self.qkv, self.o, self.gate_up, self.down)
         special = (self.q_norm, self.traits.window, self.traits.softcap, self.traits.sinks)
-        return all(thing is None for thing in (*special, *(product.bias for product in products)))
+        return all(thing is None for thing in (*special, *(product.bias for product in self.products)))
+
+    @property
+    def products(self) -> tuple[_Product, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
 
     @property
     def relay_shape(self) -> RelayShape:
@@ -267,6 +280,12 @@ class GpuTrunk(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
+
+    @property
+    def shares_wide(self) -> bool:
+        """May prompts share wide passes? Tried out on this chip, for all sizes that such passes have."""
+        weights = [product.weight for layer in self._layers for product in layer.products]
+        return weights[0].dtype == torch.float32 or sizes_agree(weights, range(WIDE_STEP, MOST_WIDE + 1, WIDE_STEP))
 
 
 def install(model: nn.Module, max_positions: int) -> int:

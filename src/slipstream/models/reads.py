@@ -20,8 +20,9 @@ from slipstream.models.batch import PassBatch
 from slipstream.models.graphs import captured
 
 _ROWS = (16, 32, 64, 128, 256, 512)
-_REQUESTS = (1, 4, 16, 64)
-_KEYS = (512, 2048, 8192, 32768, 131072)
+_REQUESTS = (16, 64)
+_KEYS = (2048, 8192, 32768, 131072)
+"""Few sizes: a place that nobody takes costs little, and a size that comes for the first time a tenth of a second."""
 _MOST = 32
 """Captured passes that are kept; those that were not used for longest are let go."""
 

@@ -39,6 +39,7 @@ class Runner:
         self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.swaps = "none"
         self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
+        self.shares_wide = False  # prompts of more rows may share a pass
         self.reads: Reads | None = None
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = self._probe()
@@ -96,6 +97,9 @@ class Runner:
         if trunks and not rows_agree(self.device, self.dtype):
             use_one_tile(self.device, self.dtype)
             kernels += " (of one tile: this chip's others differ)"
+        self.shares_wide = bool(trunks) and all(
+            module.shares_wide for module in self.model.modules() if isinstance(module, gpu.GpuTrunk)
+        )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the old layers' weights
         packed = fuse.pack(self.model)
