@@ -66,7 +66,7 @@ def measure(plan: Plan, report: Report, clock: Clock | None = None) -> None:
         "second opening": (plan.has("prefill", "idle"), _second_opening),
     }
     if plan.has("tokens", "tree", "prefill", "idle"):
-        report.results["starts"] = []
+        report.results.setdefault("starts", [])  # with those of calls before, whose results are kept
     for name, (wanted, stage) in stages.items():
         if wanted:
             with report.part(name):
