@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -220,12 +220,20 @@ def modes_part(
     batches: Sequence[int] = BATCHES,
 ) -> None:
     """Whole answers in each mode. `tell` hears of a mode as soon as it was measured; plain must come first."""
+    from slipstream.models.graphs import Recorded, recorded
+
     reference: list[list[int]] = []
     for mode in modes:
         told: list[Any] = []
         plain = mode == "plain"
         quick = answering(llm, mode, QUICK_TOKENS) if plain else None
-        found = rates(answering(llm, mode, max_tokens, told), prompts, batches, quick=quick, warm=told.clear)
+        before = replace(recorded)
+
+        def warm(told: list[Any] = told, before: Recorded = before) -> None:
+            told.clear()
+            before.graphs, before.seconds = recorded.graphs, recorded.seconds
+
+        found = rates(answering(llm, mode, max_tokens, told), prompts, batches, quick=quick, warm=warm)
         alone = told[: len(prompts)]
         rounds = sum(s.rounds for s in alone)
         answers = found.pop("answers")
@@ -238,6 +246,10 @@ def modes_part(
                 part: sum(getattr(s, f"{part}_s") for s in alone) / rounds * 1e3 for part in ("draft", "verify", "host")
             },
             "answers_of": len(answers),
+            "recorded_while_timed": {
+                "graphs": recorded.graphs - before.graphs,
+                "seconds": recorded.seconds - before.seconds,
+            },
         }
         if not plain:
             found["same_as_plain"] = sum(a == b for a, b in zip(answers, reference, strict=True))

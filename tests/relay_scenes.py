@@ -37,7 +37,7 @@ class Scene:
 
     def __init__(
         self, shape: RelayShape, *, layers: int, contexts: tuple[int, ...], rows: tuple[int, ...], padding: int = 0,
-        most_keys: int | None = None, dtype: torch.dtype = torch.float16,
+        most_keys: int | None = None, dtype: torch.dtype = torch.float16, turned: float = 1.0,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(len(contexts))
 
@@ -84,14 +84,14 @@ class Scene:
             max_keys=most_keys or longest,
         )
         self.x = numbers(len(positions), width)
-        turns = 1e4 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        turns = 1e4 ** (-torch.arange(0, int(turned * shape.head_dim), 2) / shape.head_dim)
         angles = (torch.arange(longest)[:, None] * turns).repeat(1, 2)
         self.cos, self.sin = angles.cos().to(dtype).to(DEVICE), angles.sin().to(dtype).to(DEVICE)
         self.table = torch.tensor([[tensor.data_ptr() for tensor in layer] for layer in self.layers], device=DEVICE)
         self._before = [(layer.keys.clone(), layer.values.clone()) for layer in self.layers]
 
     def forget(self) -> None:
-        """The cache as it was."""
+        """The cache as it was before the pass."""
         for layer, (keys, values) in zip(self.layers, self._before, strict=True):
             layer.keys.copy_(keys)
             layer.values.copy_(values)

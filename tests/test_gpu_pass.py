@@ -13,7 +13,8 @@ from families import CPU, save_random, tiny_config
 from slipstream.kv.cache import KVCache
 from slipstream.models import fuse, gpu, parity
 from slipstream.models.batch import PassBatch
-from slipstream.models.gpu import DevicePass, GpuTrunk, RowLinear, layout_of
+from slipstream.models.device_pass import DevicePass, layout_of
+from slipstream.models.gpu import GpuTrunk, RowLinear
 from slipstream.models.runner import Runner, open_unchecked
 
 CLOSE = 1e-4

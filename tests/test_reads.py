@@ -11,7 +11,7 @@ from families import CPU, save_random, tiny_config
 from slipstream.kv.cache import KVCache
 from slipstream.models import fuse, gpu, reads
 from slipstream.models.batch import PassBatch
-from slipstream.models.gpu import layout_of
+from slipstream.models.device_pass import layout_of
 from slipstream.models.reads import Reads, ReadShape
 from slipstream.models.runner import Runner, open_unchecked
 

@@ -9,8 +9,14 @@ from slipstream.kernels.jit import jit, on_gpu, tl, triton
 
 
 @jit
+def plus(x: tl.tensor, delta: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """The residual, in fp32; rounded where separate modules would round."""
+    return (x + delta.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+
+
+@jit
 def squares(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """Their sum in fp64, where it is the same in whatever order it is added up: see `relay.py`."""
+    """Their sum in fp64: in whatever order it is added up, nothing that fp32 can hold is lost (see `relay.py`)."""
     return tl.sum((x * x).to(tl.float64), AXIS)
 
 
@@ -18,6 +24,11 @@ def squares(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
 def norm_scale(squares: tl.tensor, D: tl.constexpr, eps: tl.tensor) -> tl.tensor:
     """What a row is multiplied by."""
     return tl.rsqrt(squares.to(tl.float32) / D + eps)
+
+
+@jit
+def normed(x: tl.tensor, scale: tl.tensor, weight: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    return ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
 
 
 @jit(sizes=["M"])
@@ -46,12 +57,9 @@ def _add_norm_kernel(
         delta = tl.load(delta_ptr + row * D + at, mask=real, other=0.0).to(tl.float32)
         for s in tl.static_range(1, SPLITS):
             delta += tl.load(delta_ptr + (s * M + row) * D + at, mask=real, other=0.0)
-        x = (x + delta.to(kind).to(tl.float32)).to(kind)  # rounded where separate modules would round
-        tl.store(x_ptr + row * D + at, x, mask=real)
-        x = x.to(tl.float32)
-    scale = norm_scale(squares(x, 0), D, eps)
-    out = (x * scale).to(kind).to(tl.float32) * weight
-    tl.store(out_ptr + row * D + at, out.to(kind), mask=real)
+        x = plus(x, delta, kind)
+        tl.store(x_ptr + row * D + at, x.to(kind), mask=real)
+    tl.store(out_ptr + row * D + at, normed(x, norm_scale(squares(x, 0), D, eps), weight, kind), mask=real)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:

@@ -1,7 +1,11 @@
 """How the programs of a relay hand on numbers: see `relay.py`.
 
-A place that is not written yet holds a mark, all bits set, a number that no computation gives. Whoever needs it looks
-until the mark is gone. The numbers are handed on as bits, in integers of their size.
+A place that is not written yet holds a mark, all bits set: of all that are not a number, one that chips do not compute,
+and that is replaced by another where it comes all the same. Whoever needs the place looks until the mark is gone. The
+numbers are handed on as bits, in integers of their size.
+
+Strictly, PTX wants both sides of such a handover to be strong, and Triton stores weakly. What that leaves open is that
+a compiler might put a store off until after a loop that waits; so a barrier follows each (`give`).
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ def give(pointers: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
     bits = value.to(BITS, bitcast=True)
     canonical = tl.full(bits.shape, 0x7FFF if tl.int16 == BITS else 0x7FFFFFFF, BITS)
     tl.store(pointers, tl.where(bits == -1, canonical, bits), mask=mask)
+    tl.debug_barrier()
 
 
 @jit
@@ -46,7 +51,8 @@ def look(pointers: tl.tensor, mask: tl.tensor, THERE: tl.constexpr) -> tl.tensor
 def _runs(
     pointers: tl.tensor, mask: tl.tensor, stride: tl.tensor, SPLITS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The runs of a product, four at most, as they are now; zeros where there are fewer."""
+    """The runs of a product, four at most (`row_linear.splits_of`), as they are now; zeros where there are fewer."""
+    tl.static_assert(SPLITS <= 4)
     return (
         look(pointers, mask, True),
         look(pointers + stride, mask, SPLITS > 1),
@@ -57,7 +63,7 @@ def _runs(
 
 @jit
 def _lacking(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
-    """Is a mark left among these?"""
+    """Is a mark left in one of these runs?"""
     return tl.max(((a == -1) | (b == -1) | (c == -1) | (d == -1)).to(tl.int32), None)
 
 
@@ -72,15 +78,6 @@ def _summed(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, SPLITS: tl.c
     if SPLITS > 3:
         total += d.to(tl.float32, bitcast=True)
     return total
-
-
-@jit
-def take(pointers: tl.tensor, mask: tl.tensor, stride: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
-    """A product, when it is there."""
-    a, b, c, d = _runs(pointers, mask, stride, SPLITS)
-    while _lacking(a, b, c, d) > 0:
-        a, b, c, d = _runs(pointers, mask, stride, SPLITS)
-    return _summed(a, b, c, d, SPLITS)
 
 
 @jit

@@ -27,7 +27,7 @@ class RowLayout:
     pages: Tensor  # [S, P] int32
     ancestors: Tensor | None  # [N, K + 1] int32: row of the ancestor at each depth; None: all chains
     page_size: int
-    max_keys: int  # no row of this pass sees more keys
+    max_keys: int  # no row of this pass sees more keys: those beyond may not be read
     # made once a pass, read by every layer
     tilings: dict[int, Tensor] = field(init=False, default_factory=dict)  # by rows a tile
     owns: dict[int, Tensor] = field(init=False, default_factory=dict)  # by keys a block
@@ -38,6 +38,11 @@ class RowLayout:
         if tile_rows not in self.tilings:
             self.tilings[tile_rows] = _tiles(self, tile_rows)
         return self.tilings[tile_rows]
+
+    def tile_count(self, tile_rows: int) -> int:
+        """Tiles in the table: as many as there can be, whichever rows belong to whom."""
+        rows = self.positions.shape[0]
+        return rows // tile_rows + min(self.lanes.shape[0], rows)
 
     def own(self, block_keys: int) -> Tensor | None:
         """[N, W] int32: the cache slots of each row's keys from the block on in which its request's draft begins.
@@ -156,8 +161,8 @@ def _own(layout: RowLayout, ancestors: Tensor, block_keys: int) -> Tensor:
 
 
 def _tiles(layout: RowLayout, tile_rows: int) -> Tensor:
-    rows, requests = layout.positions.shape[0], layout.lanes.shape[0]
-    count = rows // tile_rows + min(requests, rows)
+    requests = layout.lanes.shape[0]
+    count = layout.tile_count(tile_rows)
     tiles = torch.empty((count, 4), dtype=torch.int32, device=layout.positions.device)
     block = 64
     _tiles_kernel[(triton.cdiv(count, block),)](

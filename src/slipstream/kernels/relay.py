@@ -3,9 +3,8 @@
 A layer of a small model is little work: what takes the time is that each of its kernels waits for the one before. Here
 every program owns one tile of one product through all layers. It has the next layer's weight close by long before its
 rows come, takes them, and hands its result to the programs behind it, as runners hand on a baton. Attention has
-programs of its own. There is no barrier: a place that is not written yet holds a mark (all bits set, a number that no
-computation gives), and whoever needs it looks until the mark is gone. So one word is both the news and the number, and
-every place is written once a pass.
+programs of its own. There is no barrier: a place that is not written yet holds a mark (`baton.py`), and whoever needs
+it looks until the mark is gone. So one word is both the news and the number, and every place is written once a pass.
 
 The sums are those of the kernels that serve larger passes (`row_linear.py`, `paged.py`, `add_norm.py`), in the same
 order: a row has the same bits here and there.
@@ -31,13 +30,14 @@ from slipstream.kernels.softmax import LOG2_E
 MOST_ROWS = 2
 """Of a pass. A program works on all of them, so with more it is no longer waiting that takes the time."""
 
-MOST_RUNS = 16
+MOST_KEY_RUNS = 16
 """Of a context's keys."""
 
 _TILE, _COLUMNS = 64, 16
 _WARPS = 4
 _LEAST = 32 * _WARPS  # numbers that are looked at together: with fewer, two threads would look at the same one
 _STAGES = 5
+_RESERVED = 1024  # bytes of shared memory that the system takes for each program
 
 
 @jit(sizes=["M", "T", "B", "P", "first", "last"], pointers=["positions_ptr", "places_ptr", "slots_ptr", "pages_ptr"])
@@ -92,7 +92,7 @@ def _relay_kernel(
     GATE_K2: tl.constexpr,
     DOWN_K1: tl.constexpr,
     DOWN_K2: tl.constexpr,
-    KEY_SPLITS: tl.constexpr,
+    KEY_RUNS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -139,7 +139,7 @@ def _relay_kernel(
                 program - GATE - DOWN - QKV - O, table_ptr, qkv_ptr, attended_ptr, down_ptr, part_ptr, part_max_ptr,
                 part_sum_ptr, tiles_ptr, starts_ptr, positions_ptr, places_ptr, slots_ptr, pages_ptr, cos_ptr, sin_ptr,
                 M, T, B, P, scale, first, last,
-                D, H, H_KV, DIM, BLOCK_DIM, R, ROWS, QKV_SPLITS, DOWN_SPLITS, KEY_SPLITS, PAGE, BLOCK_Q, TILE_ROWS,
+                D, H, H_KV, DIM, BLOCK_DIM, R, ROWS, QKV_SPLITS, DOWN_SPLITS, KEY_RUNS, PAGE, BLOCK_Q, TILE_ROWS,
                 BLOCK_KEYS, SPLIT, KIND, INDEX, STAGES, STAGED,
             )  # fmt: skip
 
@@ -170,21 +170,35 @@ class RelayShape:
             (self.width, self.inner, splits_of(self.width, self.inner)),
         )
 
-    def programs(self, tiles: int, runs: int) -> int:
+    def programs(self, tiles: int, key_runs: int) -> int:
         products = sum(triton.cdiv(n, _TILE) * splits for n, _, splits in self.products)
-        return int(products) + tiles * self.kv_heads * runs
+        return int(products) + tiles * self.kv_heads * key_runs
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile of attention."""
+        group = self.heads // self.kv_heads
+        return block_q_of(group) // group
+
+    @property
+    def qkv_run(self) -> int:
+        """A run of the first product, filled up to a power of 2."""
+        return max(_LEAST, int(triton.next_power_of_2(self.width // self.products[0][2])))
 
     @property
     def shared_bytes(self) -> int:
-        """What the largest tile and its rows need, in 16-bit numbers."""
-        return max(2 * (_TILE + _COLUMNS) * sum(_pieces(k // splits)) for _, k, splits in self.products)
+        """What the largest tile and its rows need, or attention's keys and values, in 16-bit numbers; at the most."""
+        runs = [self.qkv_run, *(sum(_pieces(k // splits)) for _, k, splits in self.products[1:])]
+        blocks = 4 * block_keys_of(self.head_dim, 2) * triton.next_power_of_2(self.head_dim) * 2
+        return max(2 * (_TILE + _COLUMNS) * max(runs), int(blocks) + 8192)
 
     def fits(self, device: torch.device) -> bool:
         """Can its programs all run at once, two on a multiprocessor, with one tile of attention?"""
         return (
             all(k // splits > _LEAST for _, k, splits in self.products)
+            and self.inner % 2 == 0  # two of its numbers share a word
             and 2 * self.head_dim >= _LEAST
-            and 2 * self.shared_bytes <= shared_bytes(device)
+            and 2 * (self.shared_bytes + _RESERVED) <= shared_bytes(device) + _RESERVED
             and self.programs(1, 1) <= 2 * multiprocessors(device)
         )
 
@@ -197,7 +211,7 @@ def _pieces(k: int) -> tuple[int, int]:
     return first, max(_LEAST, int(triton.next_power_of_2(k - first)))
 
 
-def runs_of(max_keys: int) -> int:
+def key_runs_of(max_keys: int) -> int:
     """Programs among which a context is divided: few different numbers, since each is compiled for."""
     needed = triton.cdiv(max_keys, SPLIT_KEYS)
     return int(needed) if needed == 1 else max(4, int(triton.next_power_of_2(needed)))
@@ -207,13 +221,8 @@ def takes(shape: RelayShape, rows: int, layout: RowLayout) -> bool:
     """Is a pass small enough, for a model that fits? Trees go elsewhere."""
     if rows > MOST_ROWS or layout.ancestors is not None:
         return False
-    runs, tiles = runs_of(layout.max_keys), _tiles(shape, layout).shape[0]
-    return runs <= MOST_RUNS and shape.programs(tiles, runs) <= 2 * multiprocessors(layout.positions.device)
-
-
-def _tiles(shape: RelayShape, layout: RowLayout) -> Tensor:
-    group = shape.heads // shape.kv_heads
-    return layout.tiles(block_q_of(group) // group)
+    key_runs, tiles = key_runs_of(layout.max_keys), layout.tile_count(shape.tile_rows)
+    return key_runs <= MOST_KEY_RUNS and shape.programs(tiles, key_runs) <= 2 * multiprocessors(layout.positions.device)
 
 
 def relay(
@@ -235,9 +244,9 @@ def relay(
     staged: a launch for each stage of each layer, where programs do not run side by side.
     """
     rows, layers = x.shape[0], table.shape[0]
-    tiles, runs = _tiles(shape, layout), runs_of(layout.max_keys)
+    tiles, key_runs = layout.tiles(shape.tile_rows), key_runs_of(layout.max_keys)
     splits = [product[2] for product in shape.products]
-    per_head = shape.heads * (runs if runs > 1 else 0)
+    per_head = shape.heads * (key_runs if key_runs > 1 else 0)
     sizes = (
         splits[0] * shape.joined,
         shape.heads * shape.head_dim // 2,  # two of these, and of the activation, in a word
@@ -252,11 +261,11 @@ def relay(
     qkv, attended, o, act, down, part, part_max, part_sum = marked.split([layers * rows * size for size in sizes])
     x_out = torch.empty_like(x)
     constants = constants_of(
-        shape, rows, runs, rotary=cos.shape[1], page=layout.page_size, slots=slots, dtype=x.dtype, staged=staged
+        shape, rows, key_runs, rotary=cos.shape[1], page=layout.page_size, slots=slots, dtype=x.dtype, staged=staged
     )
 
     def launch(first: int, last: int, only: int) -> None:
-        _relay_kernel[(shape.programs(tiles.shape[0], runs),)](
+        _relay_kernel[(shape.programs(tiles.shape[0], key_runs),)](
             table, x, x_out, qkv, attended.view(torch.int16), o, act.view(torch.int16), down, part, part_max, part_sum,
             tiles, layout.starts, positions, layout.positions, layout.slots, layout.pages, cos, sin,
             rows, tiles.shape[0], layout.lanes.shape[0], layout.pages.shape[1], scaling * LOG2_E, *norm_eps,
@@ -274,11 +283,10 @@ def relay(
 
 
 def constants_of(
-    shape: RelayShape, rows: int, runs: int, *, rotary: int, page: int, slots: int, dtype: torch.dtype, staged: bool
+    shape: RelayShape, rows: int, key_runs: int, *, rotary: int, page: int, slots: int, dtype: torch.dtype, staged: bool
 ) -> dict[str, Any]:
     """What the kernel is compiled for."""
-    dim, group = shape.head_dim, shape.heads // shape.kv_heads
-    block_q = block_q_of(group)
+    dim = shape.head_dim
     qkv, o, gate, down = [(splits, _pieces(k // splits)) for _, k, splits in shape.products]
     return {
         "D": shape.width,
@@ -295,17 +303,17 @@ def constants_of(
         "QKV_SPLITS": qkv[0],
         "O_SPLITS": o[0],
         "DOWN_SPLITS": down[0],
-        "QKV_RUN": max(_LEAST, triton.next_power_of_2(shape.width // qkv[0])),
+        "QKV_RUN": shape.qkv_run,
         "O_K1": o[1][0],
         "O_K2": o[1][1],
         "GATE_K1": gate[1][0],
         "GATE_K2": gate[1][1],
         "DOWN_K1": down[1][0],
         "DOWN_K2": down[1][1],
-        "KEY_SPLITS": runs,
+        "KEY_RUNS": key_runs,
         "PAGE": page,
-        "BLOCK_Q": block_q,
-        "TILE_ROWS": block_q // group,
+        "BLOCK_Q": block_q_of(shape.heads // shape.kv_heads),
+        "TILE_ROWS": shape.tile_rows,
         "BLOCK_KEYS": block_keys_of(dim, dtype.itemsize),
         "SPLIT": SPLIT_KEYS,
         "KIND": KINDS[dtype],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.add_norm import norm_scale, squares
+from slipstream.kernels.add_norm import norm_scale, normed, plus, squares
 from slipstream.kernels.baton import await_word, give, look, missing, take_pairs, take_part, take_two
 from slipstream.kernels.jit import jit, tl
 from slipstream.kernels.paged import read_pages, touch_pages
 from slipstream.kernels.rotary_write import turn
-from slipstream.kernels.softmax import join
+from slipstream.kernels.silu_mul import gated
+from slipstream.kernels.softmax import divided, join
 
 
 @jit
@@ -41,18 +42,6 @@ def _product_of(
 ) -> tl.tensor:  # [N, COLUMNS]
     acc = tl.dot(w1, _columns(x1, ROWS, K1, COLUMNS, KIND))
     return tl.dot(w2, _columns(x2, ROWS, K2, COLUMNS, KIND), acc)
-
-
-@jit
-def _plus(x: tl.tensor, delta: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The residual; rounded where separate modules would round."""
-    return (x + delta.to(KIND).to(tl.float32)).to(KIND).to(tl.float32)
-
-
-@jit
-def _normed(x: tl.tensor, scale: tl.tensor, weight: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    scaled = (x * scale[:, None]).to(KIND).to(tl.float32)
-    return (scaled * weight[None, :]).to(KIND).to(tl.float32)
 
 
 @jit
@@ -107,13 +96,14 @@ def qkv_runner(
             await_word(act_ptr + before * M * INNER)
             delta = o_ptr + before * O_SPLITS * M * D
             a, b = take_two(delta + place, delta + own_place, real, own_real, M * D, O_SPLITS)
-            x, own = _plus(x, a, KIND), _plus(own, b, KIND)
+            x, own = plus(x, a, KIND), plus(own, b, KIND)
             delta = down_ptr + before * DOWN_SPLITS * M * D
             a, b = take_two(delta + place, delta + own_place, real, own_real, M * D, DOWN_SPLITS)
-            x, own = _plus(x, a, KIND), _plus(own, b, KIND)
+            x, own = plus(x, a, KIND), plus(own, b, KIND)
         if layer >= first:
-            normed = _normed(own, norm_scale(squares(x, 1), D, eps), scales, KIND)
-            acc = tl.dot(w, _columns(normed, ROWS, BLOCK_RUN, COLUMNS, KIND))
+            scale = norm_scale(squares(x, 1), D, eps)[:, None]
+            row_in = normed(own, scale, scales[None, :], KIND).to(tl.float32)
+            acc = tl.dot(w, _columns(row_in, ROWS, BLOCK_RUN, COLUMNS, KIND))
             _give_runs(qkv_ptr + layer * SPLITS * M * WIDTH, acc, split, n, M, WIDTH, ROWS, COLUMNS)
 
 
@@ -125,7 +115,7 @@ def attention_runner(
     cos_ptr: tl.tensor, sin_ptr: tl.tensor, M: tl.tensor, T: tl.tensor, B: tl.tensor, P: tl.tensor, scale: tl.tensor,
     first: tl.tensor, last: tl.tensor,
     D: tl.constexpr, H: tl.constexpr, H_KV: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, QKV_SPLITS: tl.constexpr, DOWN_SPLITS: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, QKV_SPLITS: tl.constexpr, DOWN_SPLITS: tl.constexpr, KEY_RUNS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT: tl.constexpr,
     KIND: tl.constexpr, INDEX: tl.constexpr, STAGES: tl.constexpr, STAGED: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -139,10 +129,11 @@ def attention_runner(
     row_start = tl.load(tiles_ptr + tile * 4 + 1)
     row_end = tl.load(tiles_ptr + tile * 4 + 2)
     all_keys = tl.load(tiles_ptr + tile * 4 + 3)
-    used = (all_keys + SPLIT - 1) // SPLIT
+    # no more than there are programs for: the last of them is waited for, and must exist
+    used = tl.maximum(1, tl.minimum((all_keys + SPLIT - 1) // SPLIT, KEY_RUNS))
     begin = split * SPLIT
     end_key = tl.minimum(all_keys, begin + SPLIT)
-    active = (lane >= 0) & (begin < all_keys)
+    active = (lane >= 0) & (split < used)
     lane = tl.maximum(lane, 0)
     at = tl.arange(0, BLOCK_DIM)
     d_real = at < DIM
@@ -205,9 +196,9 @@ def attention_runner(
                 q, keys + at[None, :], values + at[None, :], pages, position, begin, end_key, end_key, d_real, top,
                 total, acc, scale, 0.0, 0, H_KV, DIM, BLOCK_DIM, PAGE, BLOCK_KEYS, False, False, "tf32", INDEX, STAGES,
             )  # fmt: skip
-            if MOST_SPLITS > 1:
+            if KEY_RUNS > 1:
                 if split < used - 1:
-                    part = ((layer * MOST_SPLITS + split) * M + q_row) * H + q_head
+                    part = ((layer * KEY_RUNS + split) * M + q_row) * H + q_head
                     give(part_ptr + part[:, None] * DIM + at[None, :], acc, q_mask)
                     give(part_sum_ptr + part, total, q_real)
                     give(part_max_ptr + part, top, q_real)
@@ -217,7 +208,7 @@ def attention_runner(
                     total = tl.zeros((BLOCK_Q,), tl.float32)
                     acc = tl.zeros((BLOCK_Q, BLOCK_DIM), tl.float32)
                     for s in range(used - 1):
-                        part = ((layer * MOST_SPLITS + s) * M + q_row) * H + q_head
+                        part = ((layer * KEY_RUNS + s) * M + q_row) * H + q_head
                         next_top, next_total, next_acc = take_part(
                             part_max_ptr + part, part_sum_ptr + part, part_ptr + part[:, None] * DIM + at[None, :],
                             q_real, q_mask, BLOCK_DIM,
@@ -225,9 +216,8 @@ def attention_runner(
                         top, total, acc = join(top, total, acc, next_top, next_total, next_acc)
                     top, total, acc = join(top, total, acc, own_top, own_total, own_acc)
             if split == used - 1:
-                total = tl.where(total == 0.0, 1.0, total)
                 place = (q_row * H + q_head)[:, None] * DIM + at[None, :]
-                give(out + place, (acc / total[:, None]).to(KIND), q_mask)
+                give(out + place, divided(acc, total).to(KIND), q_mask)
 
 
 @jit
@@ -294,18 +284,18 @@ def gate_runner(
         if layer > 0:
             delta = down_ptr + (layer - 1) * DOWN_SPLITS * M * D
             a, b = take_two(delta + place1, delta + place2, real1, real2, M * D, DOWN_SPLITS)
-            x1, x2 = _plus(x1, a, KIND), _plus(x2, b, KIND)
+            x1, x2 = plus(x1, a, KIND), plus(x2, b, KIND)
         await_word(attended_ptr + layer * M * QUERIES)
         delta = o_ptr + layer * O_SPLITS * M * D
         a, b = take_two(delta + place1, delta + place2, real1, real2, M * D, O_SPLITS)
-        x1, x2 = _plus(x1, a, KIND), _plus(x2, b, KIND)
+        x1, x2 = plus(x1, a, KIND), plus(x2, b, KIND)
         if layer >= first:
-            scale = norm_scale(squares(x1, 1) + squares(x2, 1), D, eps)
-            normed1, normed2 = _normed(x1, scale, scales1, KIND), _normed(x2, scale, scales2, KIND)
-            acc = _product_of(w1, w2, normed1, normed2, ROWS, K1, K2, COLUMNS, KIND).to(KIND).to(tl.float32)
+            scale = norm_scale(squares(x1, 1) + squares(x2, 1), D, eps)[:, None]
+            in1 = normed(x1, scale, scales1[None, :], KIND).to(tl.float32)
+            in2 = normed(x2, scale, scales2[None, :], KIND).to(tl.float32)
+            acc = _product_of(w1, w2, in1, in2, ROWS, K1, K2, COLUMNS, KIND).to(KIND).to(tl.float32)
             gate, up = tl.split(tl.permute(tl.reshape(acc, (HALF, 2, COLUMNS)), (0, 2, 1)))
-            gate = (gate / (1.0 + tl.exp(-gate))).to(KIND).to(tl.float32)
-            give(act_ptr + layer * M * INNER + out_place, (gate * up).to(KIND), kept)
+            give(act_ptr + layer * M * INNER + out_place, gated(gate, up, KIND).to(KIND), kept)
     if tile == 0:
         tl.store(x_out_ptr + place1, x1.to(KIND), mask=real1)
         tl.store(x_out_ptr + place2, x2.to(KIND), mask=real2)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.jit import TensorDescriptor, is_recording, jit, on_gpu, shared_bytes, tl, triton
+from slipstream.kernels.silu_mul import gated as silu_gated
 
 _MULTIPROCESSORS = 132
 _SPARE_BYTES = 2048  # shared memory for everything but tiles
@@ -178,9 +179,7 @@ def _linear_kernel(
     if HAS_BIAS and GATED:
         up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
     if GATED:
-        gate = total.to(KIND).to(tl.float32)  # rounded where separate modules would round
-        gate = (gate / (1.0 + tl.exp(-gate))).to(KIND).to(tl.float32)
-        total = gate * up.to(KIND).to(tl.float32)
+        total = silu_gated(total.to(KIND).to(tl.float32), up.to(KIND).to(tl.float32), KIND)
     place = out_ptr + split.to(tl.int64) * M * N + rows_at.to(tl.int64) * N + columns_at
     kept = (rows_at < M) & (columns_at < N)
     if PARTIAL:

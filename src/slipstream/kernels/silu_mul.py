@@ -12,6 +12,12 @@ _BLOCK = 1024
 
 
 @jit
+def gated(gate: tl.tensor, up: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up of rounded numbers, in fp32; rounded where separate modules would round."""
+    return (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+
+
+@jit
 def _silu_mul_kernel(
     both_ptr: tl.tensor,  # [M, 2 N]: gate, then up
     out_ptr: tl.tensor,  # [M, N]
@@ -23,8 +29,7 @@ def _silu_mul_kernel(
     kind = out_ptr.dtype.element_ty
     gate = tl.load(both_ptr + row * 2 * N + at, mask=at < N, other=0.0).to(tl.float32)
     up = tl.load(both_ptr + row * 2 * N + N + at, mask=at < N, other=0.0).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)  # rounded where separate modules would round
-    tl.store(out_ptr + row * N + at, (gate * up).to(kind), mask=at < N)
+    tl.store(out_ptr + row * N + at, gated(gate, up, kind).to(kind), mask=at < N)
 
 
 def silu_mul(both: Tensor) -> Tensor:

@@ -68,6 +68,12 @@ def join(
 
 
 @jit
+def divided(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """The mean that a softmax stands for; nothing where nothing was seen."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@jit
 def finish(
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
@@ -87,6 +93,5 @@ def finish(
         new = tl.maximum(top, sink)
         total = total * tl.exp2(top - new) + tl.exp2(sink - new)
         acc = acc * tl.exp2(top - new)[:, None]
-    total = tl.where(total == 0.0, 1.0, total)
-    out = acc / total[:, None]
-    tl.store(out_ptr + place[:, None] + d_range[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    out = divided(acc, total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place[:, None] + d_range[None, :], out, mask=mask)

@@ -9,25 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slipstream.kernels.add_norm import add_norm
-from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.linear import PackedLinear
-from slipstream.kernels.paged import attend, prepare
-from slipstream.kernels.paged_wide import attend_wide, prepare_wide
 from slipstream.kernels.relay import RelayShape
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 from slipstream.kernels.silu_mul import silu_mul
 from slipstream.kernels.trust import sizes_agree
-from slipstream.kv.cache import KVCache
-from slipstream.models.attention import PassContext, running_pass
-from slipstream.models.batch import PassBatch, sent
+from slipstream.models.attention import running_pass
+from slipstream.models.device_pass import DevicePass
 from slipstream.models.fuse import FusedLayer, FusedTrunk
 from slipstream.models.relayed import Relayed
 from slipstream.models.traits import AttentionTraits
@@ -40,86 +35,6 @@ SHARED_ROWS = 512
 
 WIDE_STEP, MOST_WIDE = 128, 2048
 """Wide passes are filled up to a multiple of these rows; and the largest of them that prompts may share."""
-
-
-class DevicePass(PassContext):
-    """A pass whose layout lies on the device."""
-
-    def __init__(self, layout: RowLayout, cache: KVCache, *, wide: bool = False) -> None:
-        """wide: many rows of prompts, faster by products and tiles that are not row-independent."""
-        self.layout = layout
-        self.cache = cache
-        self.wide = wide and layout.ancestors is None
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
-        self.cache.write(layer, self.layout.slots, key, value)
-        return self.attend_written(layer, query.contiguous(), traits)
-
-    def attend_written(self, layer: int, query: Tensor, traits: AttentionTraits, *, overlap: bool = False) -> Tensor:
-        """The attention of rows whose K and V are in the cache already."""
-        where = (query, self.cache.keys(layer), self.cache.values(layer), self.layout)
-        how: dict[str, Any] = {
-            "scaling": traits.scaling,
-            "window": traits.window,
-            "softcap": traits.softcap,
-            "sinks": traits.sinks,
-        }
-        if self.wide:
-            return attend_wide(*where, **how)
-        return attend(*where, **how, overlap=overlap)
-
-    def prepare(self, heads: int) -> None:
-        """What the attention of every layer reads."""
-        (prepare_wide if self.wide else prepare)(self.layout, heads, self.cache.keys(0))
-
-
-def layout_of(batch: PassBatch, page_size: int) -> RowLayout:
-    """The layout of a pass that was packed on the host."""
-    device, requests = batch.slots.device, batch.num_requests
-    starts, prefixes = np.array(batch.row_starts), np.array(batch.prefix_lengths)
-    counts = np.diff(starts)
-    table = np.zeros((requests, max(map(len, batch.pages))), dtype=np.int32)  # [B, P]
-    for line, pages in zip(table, batch.pages, strict=True):
-        line[: len(pages)] = pages
-    narrow = sent(np.concatenate((starts, table.ravel()), dtype=np.int32), device)
-    # a row's place among its request's keys is its position, unless a check puts a prompt elsewhere in the context
-    rows = batch.slots.shape[0]
-    nobodys = np.arange(starts[-1], rows)  # those that fill up the pass
-    first_rows, prefix_of, lengths = sent(
-        np.concatenate(
-            (np.repeat(starts[:-1], counts), nobodys, np.repeat(prefixes, counts), 0 * nobodys, prefixes),
-            dtype=np.int64,
-        ),
-        device,
-    ).split((rows, rows, requests))
-    return RowLayout(
-        positions=batch.positions - batch.positions[first_rows] + prefix_of,
-        slots=batch.slots,
-        starts=narrow[: requests + 1],
-        lanes=torch.arange(requests, device=device),
-        lengths=lengths,
-        pages=narrow[requests + 1 :].view(table.shape),
-        ancestors=_ancestors(batch) if batch.masks is not None else None,
-        page_size=page_size,
-        max_keys=int((prefixes + counts).max()),
-    )
-
-
-def _ancestors(batch: PassBatch) -> Tensor:  # [N, depth] int32
-    """The rows above each row, from mask words; rows of a chain have all rows before them."""
-    assert batch.masks is not None
-    words = batch.masks.cpu().numpy()
-    starts, counts = np.array(batch.row_starts[:-1]), np.diff(batch.row_starts)
-    first = np.repeat(starts, counts)  # [N]
-    own = np.arange(batch.num_rows) - first  # [N]: a row's place among its request's
-    of_tree = np.repeat(batch.is_tree, counts)[:, None]
-    column = np.arange(counts.max())
-    above = column <= own[:, None]  # [N, M]
-    above[:, :64] &= ~of_tree | ((words[:, None] >> column[:64]) & 1 == 1)
-    deepest = above.sum(1).max()
-    order = np.argsort(~above, axis=1, kind="stable")[:, :deepest]  # those above first, as they stand
-    rows = np.where(np.take_along_axis(above, order, 1), first[:, None] + order, -1)
-    return sent(rows.astype(np.int32), batch.slots.device)
 
 
 class RowLinear(nn.Module):
@@ -262,21 +177,27 @@ class GpuTrunk(nn.Module):
         weight = cast(Tensor, self.embed_tokens.weight)
         cos, sin = trunk.rotary_emb(weight[:1, None], torch.arange(max_positions, device=weight.device)[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [positions, R]
-        self._relayed = Relayed.of(self._layers, self.cos)
+        self._relayed = Relayed.of(self._layers, self.cos, self.sin)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = cast(DevicePass, running_pass())
         overlap = not current.wide  # a prompt's kernels are long: there is little to hide
         current.prepare(self._heads)
         x = self.embed_tokens(input_ids[0])
-        delta: Tensor | None = None
-        if overlap and self._relayed is not None and self._relayed.takes(x.shape[0], current.layout):
-            x, delta = self._relayed.run(x, position_ids[0], current.layout, current.cache, self.cos, self.sin)
-        else:
-            for layer in self._layers:
-                delta = layer.run(x, delta, current, position_ids[0], self.cos, self.sin, overlap)
+        way = self._by_layers
+        if overlap and self._relayed is not None and self._relayed.takes(x.shape[0], current.layout, way):
+            way = self._relayed.run
+        x, delta = way(x, current, position_ids[0])
         hidden = add_norm(x, delta, self.norm.weight, self._norm_eps, overlap=overlap)
         return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, hidden[None]))
+
+    def _by_layers(self, x: Tensor, current: DevicePass, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows after all layers, and the last product's runs, still to be added to them."""
+        delta: Tensor | None = None
+        for layer in self._layers:
+            delta = layer.run(x, delta, current, positions, self.cos, self.sin, not current.wide)
+        assert delta is not None
+        return x, delta
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens

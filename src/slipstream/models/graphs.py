@@ -1,14 +1,27 @@
-"""Work on a GPU as one launch."""
+"""Work on a GPU as one launch. Recording it takes far longer than running it, so it is counted."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
 from slipstream.kernels.jit import recording
+
+
+@dataclass(slots=True)
+class Recorded:
+    """How many graphs this process recorded, and how long that took."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+
+
+recorded = Recorded()
 
 
 @cache
@@ -22,6 +35,7 @@ def captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
 
     pool: memory that graphs share. What one of them leaves there lasts until another one runs.
     """
+    start = time.perf_counter()
     side = _side(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), recording():
@@ -37,4 +51,6 @@ def captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
             work()
         finally:
             graph.capture_end()
+    recorded.graphs += 1
+    recorded.seconds += time.perf_counter() - start
     return graph.replay

@@ -23,7 +23,8 @@ from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.models import attention, fuse, gpu
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
-from slipstream.models.gpu import WIDE_ROWS, DevicePass, layout_of
+from slipstream.models.device_pass import DevicePass, layout_of
+from slipstream.models.gpu import WIDE_ROWS
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.reads import Reads
 from slipstream.models.support import check_supported

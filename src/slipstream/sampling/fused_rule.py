@@ -103,16 +103,6 @@ def first_best(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
     return best, tl.min(tl.where(values == best, ids, NO_ID))
 
 
-@jit
-def store_best(
-    best: tl.tensor, best_id: tl.tensor, kept: tl.tensor, scores: tl.tensor, ids: tl.tensor, key: tl.tensor
-) -> None:
-    """The best score with noise among the kept tokens of a chunk."""
-    value, token = first_best(tl.where(kept, scores + gumbel_noise(key, ids), float("-inf")), ids)
-    tl.store(best, value)
-    tl.store(best_id, token)
-
-
 # --- the cut --------------------------------------------------------------------------------------------------------
 
 
