@@ -183,6 +183,17 @@ class TestAttention:
         scene.check(wide=wide, window=300, softcap=20.0, sinks=numbers(heads, dtype=dtype, seed=5))
 
     @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dim", [64, 128])
+    def test_one_program_adds_up_runs_as_many_do(
+        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dim: int
+    ) -> None:
+        parts = (Part(0, 3), tree(700, 40, 1, 5), Part(1300, 1), Part(SPLIT_KEYS - 2, 5), Part(5000, 2))
+        scene = Scene(*parts, heads=8, kv_heads=2, dim=dim, page=16, dtype=dtype)
+        many = scene.kernel()
+        monkeypatch.setattr("slipstream.kernels.paged._MANY_PROGRAMS", 1)
+        assert torch.equal(scene.kernel(), many)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("dim", [64, 128, 256])
     @pytest.mark.parametrize("prefix", [0, 61, SPLIT_KEYS - 3, 2 * SPLIT_KEYS + 100])
     def test_a_row_is_the_same_in_every_role(self, dtype: torch.dtype, dim: int, prefix: int) -> None:

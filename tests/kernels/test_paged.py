@@ -10,6 +10,7 @@ import torch
 from interpreted import DEVICE
 from paged_scenes import Part, Scene, tree
 from slipstream.core.errors import UnsupportedModel
+from slipstream.kernels import paged
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.paged import SPLIT_KEYS, _launch, attend
 
@@ -63,14 +64,16 @@ def test_random_trees(seed: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_long_context_is_read_in_runs(window: int | None) -> None:
-    """By several programs, of which the last adds up: trees and chains, some of whose rows cross into the next run."""
+def test_a_long_context_is_read_in_runs(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """By several programs, of which the last adds up, or by one: trees and chains, some of whose rows cross a border."""
     near = SPLIT_KEYS - 4
     parts = (Part(near, 9), tree(near, 12, 5, 2), Part(2 * SPLIT_KEYS + 10, 2), Part(3, 1))
     scene = Scene(*parts, page=16, heads=2, kv_heads=1)
     once = scene.check(window=window)
     again = scene.check(window=window, max_keys=4 * SPLIT_KEYS)  # the counters are zero again, and more does nothing
     assert torch.equal(once, again)
+    monkeypatch.setattr(paged, "_MANY_PROGRAMS", 1)  # one program reads them all, and adds up alike
+    assert torch.equal(once, scene.check(window=window))
 
 
 def test_heads_of_two_sizes_are_refused() -> None:

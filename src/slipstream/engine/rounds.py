@@ -38,7 +38,7 @@ from slipstream.sampling.table import Features, SamplingTable
 _REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDTHS = (0, 16, MAX_NODES)
 """Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured when it first comes."""
-_CROWD = 8
+_CROWD = 16
 """So many requests rarely all have short contexts: they share the next larger size."""
 _COPIES = 3
 """Host copies of a round's input, and of its result: more than there are rounds in the making."""

@@ -4,7 +4,8 @@ Row-independent, as everything that decides a token in bf16 must be: a row's key
 positions, in blocks that begin at fixed positions, in runs of `SPLIT_KEYS` that are added up in order. So a row comes
 out the same as the root of a plain step, in the middle of a chain, or on a branch of a tree: in a tree each row reads
 its own ancestors at the positions where they would stand. The runs of a long context are computed by different
-programs; the last to finish adds them up. The many rows of a prompt have a kernel of their own (`paged_wide.py`).
+programs, of which the last to finish adds them up, or one after another where there are programs enough. The many rows
+of a prompt have a kernel of their own (`paged_wide.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ SPLIT_KEYS = 512
 """Keys that one program reads at most: fixed, because it is part of the order in which a row is added up."""
 
 _MANY_PROGRAMS = 264
-"""With fewer, two a multiprocessor or less, each reads ahead; more of them wait for the memory side by side."""
+"""With fewer, two a multiprocessor or less, each reads ahead, and each run has its own. More of them wait for the
+memory side by side, and read all runs themselves: programs for runs that nobody has would only be in the way."""
 
 
 @jit
@@ -93,6 +95,81 @@ def read_pages(
     return top, total, acc
 
 
+@jit
+def _read_run(
+    q: tl.tensor,  # [Q, D]
+    keys: tl.tensor,  # [1, D]: of a head
+    values: tl.tensor,
+    pages: tl.tensor,  # of a request
+    own_ptr: tl.tensor,
+    position: tl.tensor,  # [Q]
+    row: tl.tensor,  # [Q]
+    q_real: tl.tensor,  # [Q]
+    row_start: tl.tensor,
+    row_end: tl.tensor,
+    run: tl.tensor,
+    end_key: tl.tensor,  # of all runs
+    length: tl.tensor,  # where a tree's own keys begin
+    d_real: tl.tensor,  # [D]
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    W: tl.tensor,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TREE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The softmax over one run of the keys."""
+    begin = run * SPLIT
+    end_key = tl.minimum(end_key, begin + SPLIT)
+    if WINDOW:
+        # whole blocks that no row of the tile sees are left out; masked ones change nothing
+        lowest = tl.min(tl.where(q_real, position, 2147483647), 0) - window + 1
+        begin = tl.maximum(begin, (lowest // BLOCK_KEYS) * BLOCK_KEYS)
+    shared_end = end_key
+    if TREE:
+        shared_end = tl.minimum(end_key, (length // BLOCK_KEYS) * BLOCK_KEYS)
+    top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    top, total, acc = read_pages(
+        q, keys, values, pages, position, begin, shared_end, end_key, d_real, top, total, acc, scale, softcap,
+        window, H_KV, D, BLOCK_D, PAGE, BLOCK_KEYS, WINDOW, SOFTCAP, PRECISION, INDEX, STAGES,
+    )  # fmt: skip
+    if TREE:
+        # from the block on in which the draft begins, each row has keys of its own
+        own = length // BLOCK_KEYS * BLOCK_KEYS
+        for key in range(tl.maximum(begin, own), end_key, BLOCK_KEYS):
+            at = key + tl.arange(0, BLOCK_KEYS)
+            for t in tl.range(TILE_ROWS, num_stages=3):
+                r = row_start + t
+                wanted = (at < end_key) & (r < row_end)
+                slot = tl.load(own_ptr + r * W + at - own, mask=wanted, other=-1)
+                known = slot >= 0
+                place = slot.to(INDEX) * (H_KV * D)
+                there = known[:, None]
+                if D < BLOCK_D:
+                    there = there & d_real[None, :]
+                k = tl.load(keys + place[:, None], mask=there, other=0.0)
+                v = tl.load(values + place[:, None], mask=there, other=0.0)
+                seen = (row == r)[:, None] & known[None, :] & (at[None, :] <= position[:, None])
+                if WINDOW:
+                    seen = seen & (at[None, :] > position[:, None] - window)
+                top, total, acc = add_block(q, k, v, seen, top, total, acc, scale, softcap, True, SOFTCAP, PRECISION)
+    return top, total, acc
+
+
 @jit(sizes=["N", "P", "W"], pointers=["positions_ptr", "pages_ptr"])
 def _attend_kernel(
     query_ptr: tl.tensor,  # [N, H, D]
@@ -130,6 +207,7 @@ def _attend_kernel(
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    SERIAL: tl.constexpr,  # one program reads all runs of its tile, else each has one
     INDEX: tl.constexpr,  # what a place in the cache is counted by
     STAGES: tl.constexpr,  # of the loop over keys: where they lie is read two before, they one before they are used
 ) -> None:
@@ -144,7 +222,7 @@ def _attend_kernel(
     row_end = tl.load(tiles_ptr + tile * 4 + 2)
     end_key = tl.load(tiles_ptr + tile * 4 + 3)
     if (lane >= 0) & (split * SPLIT < end_key):
-        used = (end_key + SPLIT - 1) // SPLIT  # programs that this tile has work for
+        used = (end_key + SPLIT - 1) // SPLIT
         q_range = tl.arange(0, BLOCK_Q)
         row = row_start + q_range // GROUP
         head = kv_head * GROUP + q_range % GROUP
@@ -154,63 +232,40 @@ def _attend_kernel(
         position = tl.load(positions_ptr + row, mask=q_real, other=-1).to(tl.int32)
         q_place = (row.to(tl.int64) * H + head) * D
 
-        begin = split * SPLIT
-        end_key = tl.minimum(end_key, begin + SPLIT)
-        if WINDOW:
-            # whole blocks that no row of the tile sees are left out; masked ones change nothing
-            lowest = tl.min(tl.where(q_real, position, 2147483647), 0) - window + 1
-            begin = tl.maximum(begin, (lowest // BLOCK_KEYS) * BLOCK_KEYS)
-        shared_end = end_key
         length = end_key
         if TREE:
             length = tl.load(lengths_ptr + lane).to(tl.int32)
-            shared_end = tl.minimum(end_key, (length // BLOCK_KEYS) * BLOCK_KEYS)
-        k_range = tl.arange(0, BLOCK_KEYS)
         pages = pages_ptr + lane.to(tl.int64) * P
         keys = keys_ptr + kv_head * D + d_range[None, :]
         values = values_ptr + kv_head * D + d_range[None, :]
         if OVERLAP:
             # The layout of the pass is older than the kernel before this one: only what that wrote is awaited. Until
-            # then the keys and values come as far as the L2 cache; those that are not written yet do no harm there.
+            # then keys and values of a run come as far as the L2 cache; those not written yet do no harm there.
             touch_pages(
-                keys_ptr + kv_head * D, values_ptr + kv_head * D, pages, begin, shared_end, H_KV, D, PAGE, BLOCK_KEYS,
-                INDEX,
+                keys_ptr + kv_head * D, values_ptr + kv_head * D, pages, split * SPLIT,
+                tl.minimum(length, (split + 1) * SPLIT), H_KV, D, PAGE, BLOCK_KEYS, INDEX,
             )  # fmt: skip
             tl.extra.cuda.gdc_wait()
         q = tl.load(query_ptr + q_place[:, None] + d_range[None, :], mask=q_real[:, None] & d_real[None, :], other=0.0)
-
-        top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK_Q,), tl.float32)
-        acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-        top, total, acc = read_pages(
-            q, keys, values, pages, position, begin, shared_end, end_key, d_real, top, total, acc, scale, softcap,
-            window, H_KV, D, BLOCK_D, PAGE, BLOCK_KEYS, WINDOW, SOFTCAP, PRECISION, INDEX, STAGES,
-        )  # fmt: skip
-        if TREE:
-            # from the block on in which the draft begins, each row has keys of its own
-            own = length // BLOCK_KEYS * BLOCK_KEYS
-            for key in range(tl.maximum(begin, own), end_key, BLOCK_KEYS):
-                at = key + k_range
-                for t in tl.range(TILE_ROWS, num_stages=3):
-                    r = row_start + t
-                    wanted = (at < end_key) & (r < row_end)
-                    slot = tl.load(own_ptr + r * W + at - own, mask=wanted, other=-1)
-                    known = slot >= 0
-                    place = slot.to(INDEX) * (H_KV * D)
-                    there = known[:, None]
-                    if D < BLOCK_D:
-                        there = there & d_real[None, :]
-                    k = tl.load(keys + place[:, None], mask=there, other=0.0)
-                    v = tl.load(values + place[:, None], mask=there, other=0.0)
-                    seen = (row == r)[:, None] & known[None, :] & (at[None, :] <= position[:, None])
-                    if WINDOW:
-                        seen = seen & (at[None, :] > position[:, None] - window)
-                    top, total, acc = add_block(
-                        q, k, v, seen, top, total, acc, scale, softcap, True, SOFTCAP, PRECISION
-                    )
-
+        if SERIAL:
+            top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
+            total = tl.zeros((BLOCK_Q,), tl.float32)
+            acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+            for run in range(used):
+                run_top, run_total, run_acc = _read_run(
+                    q, keys, values, pages, own_ptr, position, row, q_real, row_start, row_end, run, end_key, length,
+                    d_real, scale, softcap, window, W, H_KV, D, BLOCK_D, PAGE, BLOCK_Q, TILE_ROWS, BLOCK_KEYS, SPLIT,
+                    TREE, SOFTCAP, WINDOW, PRECISION, INDEX, STAGES,
+                )  # fmt: skip
+                top, total, acc = join(top, total, acc, run_top, run_total, run_acc)
+        else:
+            top, total, acc = _read_run(
+                q, keys, values, pages, own_ptr, position, row, q_real, row_start, row_end, split, end_key, length,
+                d_real, scale, softcap, window, W, H_KV, D, BLOCK_D, PAGE, BLOCK_Q, TILE_ROWS, BLOCK_KEYS, SPLIT, TREE,
+                SOFTCAP, WINDOW, PRECISION, INDEX, STAGES,
+            )  # fmt: skip
         o_mask = q_real[:, None] & d_real[None, :]
-        if used > 1:
+        if (used > 1) & (not SERIAL):
             part = (split * N + row.to(tl.int64)) * H + head
             tl.store(part_ptr + part[:, None] * D + d_range[None, :], acc, mask=o_mask)
             tl.store(part_max_ptr + part, top, mask=q_real)
@@ -278,7 +333,8 @@ def _launch(
     tiles = layout.tiles(block_q // group)
     block_keys = block_keys_of(dim, query.element_size())
     own = layout.own(block_keys)
-    splits = triton.cdiv(layout.max_keys, SPLIT_KEYS)
+    serial = tiles.shape[0] * kv_heads >= _MANY_PROGRAMS
+    splits = 1 if serial else triton.cdiv(layout.max_keys, SPLIT_KEYS)
     out = torch.empty_like(query)
     part = part_max = part_sum = count = out  # not read where one program sees all keys
     if splits > 1:
@@ -294,7 +350,7 @@ def _launch(
         SPLIT=SPLIT_KEYS, TREE=own is not None, SOFTCAP=softcap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", OVERLAP=overlap,
-        INDEX=tl.int32 if keys.numel() < 2**31 else tl.int64,
+        SERIAL=serial, INDEX=tl.int32 if keys.numel() < 2**31 else tl.int64,
         STAGES=5 if tiles.shape[0] * kv_heads * splits <= _MANY_PROGRAMS else 3, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out

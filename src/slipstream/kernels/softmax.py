@@ -64,7 +64,9 @@ def join(
     new = tl.maximum(top, next_top)
     ours = tl.exp2(top - finite(new))
     theirs = tl.exp2(next_top - finite(new))
-    return new, total * ours + next_total * theirs, acc * ours[:, None] + next_acc * theirs[:, None]
+    # by name, so that it is rounded alike wherever it is compiled
+    total = tl.fma(total, ours, next_total * theirs)
+    return new, total, tl.fma(acc, tl.broadcast_to(ours[:, None], acc.shape), next_acc * theirs[:, None])
 
 
 @jit
