@@ -65,7 +65,7 @@ def test_random_trees(seed: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_long_context_is_read_in_runs(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """By several programs, of which the last adds up, or by one: trees and chains, some of whose rows cross a border."""
+    """By several programs, of which the last adds up, or by one: trees and chains, some with rows across a border."""
     near = SPLIT_KEYS - 4
     parts = (Part(near, 9), tree(near, 12, 5, 2), Part(2 * SPLIT_KEYS + 10, 2), Part(3, 1))
     scene = Scene(*parts, page=16, heads=2, kv_heads=1)
