@@ -24,6 +24,8 @@ from slipstream.models.load import load_config
 from slipstream.models.resolve import resolve
 
 PARTS = ("tokens", "tree", "small", "long", "sampling", "prefill", "idle")
+IDLE_WARMUPS = 3
+"""Answers before the one that is watched: sizes of rounds are captured when they first come, and guesses learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,11 @@ def _second_opening(plan: Plan, report: Report, clock: Clock) -> None:
                 prompts = gpu_tokens.prompts_for(llm.tokenizer, plan.prompts, setup.context, gpu_tokens.IDLE_TOKENS)
                 for mode in setup.modes:
                     answer = gpu_tokens.answering(llm, mode, gpu_tokens.IDLE_TOKENS)
-                    answer(prompts[:1])
-                    report.put(idle_share(partial(answer, prompts[:1])), "idle", mode)
+                    crowd = gpu_tokens.batch_of(prompts, 0, gpu_tokens.BATCHES[-1])
+                    for name, asked in (("idle", prompts[:1]), ("idle_in_a_crowd", crowd)):
+                        for _ in range(IDLE_WARMUPS):
+                            answer(asked)
+                        report.put(idle_share(partial(answer, asked)), name, mode)
 
 
 def _noting(report: Report) -> Callable[[Start], None]:

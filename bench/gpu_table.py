@@ -124,8 +124,12 @@ def _start_rows(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _idle_rows(results: Mapping[str, Any]) -> list[Row]:
-    shares = {mode: share for mode, share in results.get("idle", {}).items() if share is not None}
-    return [Row(f"device idle, {_LABELS.get(mode, mode)}, %", f"{share:.1%}"[:-1]) for mode, share in shares.items()]
+    return [
+        Row(f"device idle, {_LABELS.get(mode, mode)}{beside}, %", f"{share:.1%}"[:-1])
+        for name, beside in (("idle", ""), ("idle_in_a_crowd", ", 32 at once"))
+        for mode, share in results.get(name, {}).items()
+        if share is not None
+    ]
 
 
 def _seconds(start: Mapping[str, float] | None) -> float | None:

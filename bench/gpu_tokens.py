@@ -81,7 +81,7 @@ def rates(
     quick: the same engine with short answers, to warm up for single prompts. Without it the answers are whole: which
     shapes an engine meets may depend on what it guesses.
     """
-    parts = {size: [_batch(prompts, i * size, size) for i in range(2)] for size in batches}
+    parts = {size: [batch_of(prompts, i * size, size) for i in range(2)] for size in batches}
     for part in parts.values():
         for batch in part:
             generate(batch)
@@ -100,7 +100,7 @@ def rates(
     return out
 
 
-def _batch(prompts: Sequence[list[int]], start: int, size: int) -> list[list[int]]:
+def batch_of(prompts: Sequence[list[int]], start: int, size: int) -> list[list[int]]:
     return [prompts[i % len(prompts)] for i in range(start, start + size)]
 
 

@@ -198,6 +198,7 @@ RESULTS: dict[str, Any] = {
     "prefill": {"tokens": 8000, "tok_s": 50_000.0, "first_tokens": 1024, "first_ms": 20.0},
     "starts": [{"open_s": 16.0, "first_token_s": 1.0}, {"open_s": 8.0, "first_token_s": 2.2}],
     "idle": {"plain": 0.0123, "model": None},
+    "idle_in_a_crowd": {"plain": 0.02},
     "failed": {"long": "OutOfMemoryError: no"},
 }
 
@@ -215,6 +216,7 @@ def test_the_table_says_how_many_times_better() -> None:
         "| start to first token, s | 17.0 | 51.0 | 3.00 |",
         "| the same, opened again, s | 10.2 | 51.0 | 5.00 |",
         "| device idle, plain, % | 1.2 | - | - |",
+        "| device idle, plain, 32 at once, % | 2.0 | - | - |",
         "",
         "long failed: OutOfMemoryError: no",
         "",
