@@ -16,6 +16,7 @@ from queueing import OFF, PARAMS, Echo, First, Letters, Queue
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRequest
+from slipstream.drafters.model import ModelDrafter
 from slipstream.models.batch import PassBatch
 from slipstream.models.runner import Runner
 from slipstream.plan.planner import Planner
@@ -71,7 +72,19 @@ class TestModelDrafter:
         for company in ([plainly], [plainly, drafts, plainly], [plainly] * 3):
             assert self.always_right(bench.run([drafts, *company])[:1])
 
-    def test_it_catches_up_on_rounds_without_drafts(self, tiny_target: Path) -> None:
+    @pytest.mark.parametrize("room", [8, 512])
+    def test_it_catches_up_on_rounds_without_drafts(
+        self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, room: int
+    ) -> None:
+        passes: list[list[int]] = []
+        read = ModelDrafter._read_missed
+
+        def note(self: ModelDrafter, missed: Sequence[tuple[DraftRequest, int, int]]) -> None:
+            passes.append([end - at for _, at, end in missed])
+            read(self, missed)
+
+        monkeypatch.setattr(ModelDrafter, "_read_missed", note)
+
         class Moody(Planner):
             """Drafts in every fourth round."""
 
@@ -81,7 +94,7 @@ class TestModelDrafter:
                 self.rounds += 1
                 return [0 if self.rounds % 4 else cap for cap in caps]
 
-        bench = Queue(tiny_target, f"model:{tiny_target}")
+        bench = Queue(tiny_target, f"model:{tiny_target}", max_batch_tokens=room, max_num_seqs=4)
         arrivals = [Arrival(4 + i, replace(PARAMS, max_tokens=40, seed=i), 2 * i) for i in range(3)]
         bench.engine.drafting.planner = Moody()
         got = bench.run(arrivals)
@@ -89,6 +102,8 @@ class TestModelDrafter:
         for answer in got:
             assert answer.speculation.drafted >= 15
             assert answer.speculation.drafted - answer.speculation.accepted <= 5  # behind the limit
+        assert max(map(len, passes)) == (3 if room > 8 else 2)  # together, as far as there is room
+        assert max(map(sum, passes)) <= room
 
     def test_n_samples_share_a_prompt_and_a_draft(self, twins: LLM) -> None:
         params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=14, ignore_eos=True)

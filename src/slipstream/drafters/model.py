@@ -101,13 +101,29 @@ class ModelDrafter(DeviceDrafter):
         self.runner.capture_reads(self._cache, trash_slot, pool)
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
+        """All of them together, as many rows in a pass as it may have: what one missed is mostly a few tokens."""
         assert self._services is not None
-        assert self._cache is not None
+        room = most = self._services.max_rows
+        missed: list[tuple[DraftRequest, int, int]] = []  # request, first and end of what is read of it
         for request, start in zip(requests, known, strict=True):
-            for at in range(start, len(request.tokens) - 2, self._services.max_rows):
-                ids = request.tokens[at : min(at + self._services.max_rows, len(request.tokens) - 2)]
-                given = torch.tensor(ids, dtype=torch.int64, device=self.runner.device)
-                self.runner.forward(self._own(self._batch([request], [at], [len(ids)], given)), self._cache)
+            at, end = start, len(request.tokens) - 2
+            while at < end:
+                rows = min(end - at, room)
+                missed.append((request, at, at + rows))
+                at, room = at + rows, room - rows
+                if not room:
+                    self._read_missed(missed)
+                    missed, room = [], most
+        if missed:
+            self._read_missed(missed)
+
+    def _read_missed(self, missed: Sequence[tuple[DraftRequest, int, int]]) -> None:
+        assert self._cache is not None
+        ids = [token for request, at, end in missed for token in request.tokens[at:end]]
+        given = torch.tensor(ids, dtype=torch.int64, device=self.runner.device)
+        whose, starts, ends = zip(*missed, strict=True)
+        rows = [end - at for at, end in zip(starts, ends, strict=True)]
+        self.runner.forward(self._own(self._batch(whose, starts, rows, given)), self._cache)
 
     def draft(self, round: DraftRound) -> Tensor:
         """Step by step, each a pass of one row a request; the first reads the token before as well.
