@@ -211,6 +211,21 @@ def prompts_for(tokenizer: Any, path: Path, context: int, max_tokens: int) -> li
     return [encode(tokenizer, text, min(LONGEST_PROMPT, context - max_tokens - 1)) for text in spread(path)]
 
 
+def _crowds(told: Sequence[Any], batches: Sequence[int]) -> dict[str, dict[str, float]]:
+    """What answers in batches say of their rounds: how deep the drafts were, and where the time went."""
+    found, end = {}, 0
+    for size in batches:
+        begin, end = end, end + 2 * size
+        part = told[begin:end]
+        rounds = sum(s.rounds for s in part)
+        found[str(size)] = {
+            "drafted_per_round": sum(s.drafted for s in part) / rounds,
+            "accepted_per_round": sum(s.accepted for s in part) / rounds,
+            **{f"{name}_s": sum(getattr(s, f"{name}_s") for s in part) for name in ("draft", "verify", "host")},
+        }
+    return found
+
+
 def modes_part(
     llm: LLM,
     modes: Sequence[str],
@@ -246,6 +261,7 @@ def modes_part(
                 part: sum(getattr(s, f"{part}_s") for s in alone) / rounds * 1e3 for part in ("draft", "verify", "host")
             },
             "answers_of": len(answers),
+            "crowds": _crowds(told[len(prompts) :], batches),
             "recorded_while_timed": {
                 "graphs": recorded.graphs - before.graphs,
                 "seconds": recorded.seconds - before.seconds,

@@ -96,6 +96,16 @@ def test_rates_count_what_comes_after_the_warm_up() -> None:
     assert asked == [1, 1, 1, 1], "whole answers warm up where nothing quicker is given"
 
 
+def test_what_crowds_say_of_their_rounds() -> None:
+    def answer(drafted: int) -> SimpleNamespace:
+        return SimpleNamespace(rounds=2, drafted=drafted, accepted=1, draft_s=0.5, verify_s=1.0, host_s=0.25)
+
+    found = tokens._crowds([answer(4)] * 4 + [answer(8)] * 6, (2, 3))
+    times = {"draft_s": 2.0, "verify_s": 4.0, "host_s": 1.0}
+    assert found["2"] == {"drafted_per_round": 2.0, "accepted_per_round": 0.5, **times}
+    assert found["3"] == {"drafted_per_round": 4.0, "accepted_per_round": 0.5, **{k: 1.5 * v for k, v in times.items()}}
+
+
 def test_reading_prompts_is_a_median_over_different_ones() -> None:
     clock, asked = FakeTime(), []
     times = iter([9.0, 1.0, 4.0, 2.0, 9.0, *(0.1 * n for n in range(1, 8))])
