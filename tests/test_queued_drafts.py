@@ -105,6 +105,28 @@ class TestModelDrafter:
         assert max(map(len, passes)) == (3 if room > 8 else 2)  # together, as far as there is room
         assert max(map(sum, passes)) <= room
 
+    def test_it_follows_those_whom_it_does_not_draft_for_beside_others(
+        self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Turns(Planner):
+            """Drafts for one of them in a round."""
+
+            rounds = 0
+
+            def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+                self.rounds += 1
+                return [cap if i == self.rounds % len(caps) else 0 for i, cap in enumerate(caps)]
+
+        monkeypatch.setattr(ModelDrafter, "_read_missed", lambda *_: pytest.fail("nothing was missed"))
+        bench = Queue(tiny_target, f"model:{tiny_target}")
+        arrivals = [Arrival(4 + i, replace(PARAMS, max_tokens=40, seed=i), 0) for i in range(3)]
+        bench.engine.drafting.planner = Turns()
+        got = bench.run(arrivals)
+        assert [a.token_ids for a in got] == [a.token_ids for a in Stepper(tiny_target, None).run(arrivals)]
+        for answer in got:
+            assert answer.speculation.drafted >= 10
+            assert answer.speculation.drafted - answer.speculation.accepted <= 5  # behind the limit
+
     def test_n_samples_share_a_prompt_and_a_draft(self, twins: LLM) -> None:
         params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=14, ignore_eos=True)
         (on,) = twins.generate([list(range(30, 67))], params)

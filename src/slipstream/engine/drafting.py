@@ -185,11 +185,15 @@ class Drafting:
                 answer.behind = None
 
     def follows(self, answers: Sequence[Answer], plan: Plan) -> None:
-        """Note whose device drafter stops following, because this round has no draft for it."""
-        if not self._on_device:
+        """Note whose device drafter stops following, because it guesses for nobody in this round.
+
+        Where it guesses for one, it reads the last tokens of all.
+        """
+        idle = self._on_device - set(plan.devices)
+        if not idle:
             return
-        for answer, depth in zip(answers, plan.depths, strict=True):
-            if not depth and answer.behind is None and answer.drafter in self._on_device:
+        for answer in answers:
+            if answer.behind is None and answer.drafter in idle:
                 answer.behind = max(0, answer.cached - 1)
 
     def waits(self, answers: Sequence[Answer]) -> bool:
