@@ -13,10 +13,8 @@ import torch
 
 ROOT_FOLDER = Path(__file__).parent.parent
 sys.path.append(str(ROOT_FOLDER / "bench"))
-gpu, clocks, ours, passes, peers, reports, tables, tokens = (
-    import_module(name)
-    for name in (*("gpu", "gpu_clock", "gpu_ours", "gpu_passes", "gpu_peers", "gpu_report", "gpu_table", "gpu_tokens"),)
-)
+_NAMES = ("gpu", "gpu_clock", "gpu_ours", "gpu_passes", "gpu_peers", "gpu_report", "gpu_table", "gpu_tokens", "widen")
+gpu, clocks, ours, passes, peers, reports, tables, tokens, widen = (import_module(name) for name in _NAMES)
 
 CPU = torch.device("cpu")
 
