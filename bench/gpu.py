@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,17 @@ def first_results(options: argparse.Namespace) -> dict[str, Any]:
         "command": " && ".join(filter(None, [kept.get("command"), " ".join(sys.argv)])),
         "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
         "date": time.strftime("%Y-%m-%d"),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__}
+        | {name: _version(name) for name in ("triton", "transformers")},
     }
+
+
+def _version(name: str) -> str | None:
+    """Of something that is installed, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -62,7 +62,7 @@ def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
     """vLLM in this process. `tell` hears everything so far, after every part."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     from transformers import AutoConfig
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams, __version__  # type: ignore[import-not-found]
 
     lookup = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     speculative = {
@@ -95,7 +95,10 @@ def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
 
     opened = time.perf_counter()
     answering(1)([[5, 6, 7, 8]])
-    found: dict[str, Any] = {"start": {"open_s": opened - start, "first_token_s": time.perf_counter() - opened}}
+    found: dict[str, Any] = {
+        "version": __version__,
+        "start": {"open_s": opened - start, "first_token_s": time.perf_counter() - opened},
+    }
     tokenizer = llm.get_tokenizer()
     if "tokens" in task.parts:
         prompts = prompts_for(tokenizer, task.prompts, context, task.max_tokens)

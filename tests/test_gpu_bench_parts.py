@@ -108,7 +108,7 @@ def test_a_peer_does_the_same_work(
             answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1,) * params.max_tokens)])
             return [answer for _ in prompts]
 
-    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=SimpleNamespace)
+    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=SimpleNamespace, __version__="0.26")
     monkeypatch.setitem(sys.modules, "vllm", fake)
     for key in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(key, "0")
@@ -118,6 +118,7 @@ def test_a_peer_does_the_same_work(
     assert "prefill" not in first
     assert first["tokens"] == 8 * 9
     assert {"start", "tok_s@1", "tok_s@8", "tok_s@32", "prefill"} <= set(last)
+    assert last["version"] == "0.26"
     assert (last["prefill"]["tokens"], last["prefill"]["first_tokens"]) == (255, 255)
     assert (opened[0]["max_model_len"], opened[0]["speculative_config"]) == (256, None)
     assert opened[0]["enable_prefix_caching"] is False

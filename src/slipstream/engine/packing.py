@@ -108,14 +108,19 @@ class FirstTokens:
 
 
 def pack_chunks(
-    chunks: Sequence[Chunk], device: torch.device, *, wide: bool | None = None, step: int = 1, trash_slot: int = 0
+    chunks: Sequence[Chunk],
+    device: torch.device,
+    *,
+    wide: bool | None = None,
+    sizes: Sequence[int] = (),
+    trash_slot: int = 0,
 ) -> PackedChunks:
     """Lay chunks end to end. Everything goes to the device together: nothing waits for what is queued there.
 
-    step: the pass is filled up to a multiple of so many rows, which write to a slot that is nobody's.
+    sizes: the pass is filled up to the next of these by rows that write to a slot which is nobody's.
     """
     starts = [0, *accumulate(chunk.rows for chunk in chunks)]
-    count = -(-starts[-1] // step) * step
+    count = next((size for size in sizes if size >= starts[-1]), starts[-1])
     last = [end - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.completes]
     completing = tuple(chunk.answer for chunk in chunks if chunk.completes)
     rows = _chunk_rows(chunks, count, trash_slot)  # [3, N]

@@ -30,7 +30,7 @@ from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
 from slipstream.models.batch import fetched
-from slipstream.models.gpu import MOST_WIDE, SHARED_ROWS, WIDE_ROWS, WIDE_STEP
+from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
 
@@ -212,8 +212,8 @@ class QueuedEngine(Engine):
         return self._crowd
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:
-        shared = min(max_rows, MOST_WIDE) if self.target.shares_wide else 0
-        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, shared)
+        shared = min(max_rows, WIDE_SIZES[-1]) if self.target.shares_wide else 0
+        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, LONELY_ROWS, shared)
         return self._own_chunks
 
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
@@ -229,8 +229,8 @@ class QueuedEngine(Engine):
     def _read_chunks(self, chunks: Sequence[Chunk], members: list[Member]) -> FirstTokens | None:
         """One pass over pending tokens."""
         wide = self._own_chunks.is_wide(chunks)
-        step = WIDE_STEP if wide and self.target.shares_wide else 1
-        packed = pack_chunks(chunks, self.target.device, wide=wide, step=step, trash_slot=self._trash_slot)
+        sizes = WIDE_SIZES if self._own_chunks.shares(chunks) else ()
+        packed = pack_chunks(chunks, self.target.device, wide=wide, sizes=sizes, trash_slot=self._trash_slot)
         logits = self.target.forward(packed.batch, self.cache)
         self.drafting.read(chunks, packed.batch)
         for chunk in chunks:

@@ -61,14 +61,15 @@ class OwnChunks(ChunkRule):
     """Cut by what a request has itself, so that its prompt comes out the same in any company.
 
     A pass of more than `narrow` rows may sum in an order that depends on their number, so such a chunk has a pass to
-    itself, unless that is known not to matter; and it begins and ends at fixed places. It holds prompt tokens only, and
-    never the last, whose logits choose. Rows of narrow passes come out the same however they are cut, and in whatever
-    company: so many share one.
+    itself, unless that is known not to matter where there are more than `lonely`; and it begins and ends at fixed
+    places. It holds prompt tokens only, and never the last, whose logits choose. Rows of narrow passes come out the
+    same however they are cut, and in whatever company: so many share one.
     """
 
     narrow: int
     together: int
-    wide_together: int = 0  # rows of wide chunks that share a pass; 0: none do
+    lonely: int = 0
+    wide_together: int = 0  # rows of chunks larger than lonely ones that share a pass; 0: none do
 
     def room(self, decodes: int) -> int:
         return self.max_rows  # chunks and decodes have passes of their own
@@ -86,9 +87,14 @@ class OwnChunks(ChunkRule):
 
     def passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Which chunks share a pass: wide ones with wide ones, narrow ones with narrow ones."""
-        wide = [chunk for chunk in chunks if chunk.rows > self.narrow]
         narrow = [chunk for chunk in chunks if chunk.rows <= self.narrow]
-        return [*_shared(wide, self.wide_together), *_shared(narrow, self.together)]
+        lonely = [[chunk] for chunk in chunks if self.narrow < chunk.rows <= self.lonely]
+        wide = [chunk for chunk in chunks if chunk.rows > max(self.narrow, self.lonely)]
+        return [*_shared(wide, self.wide_together), *lonely, *_shared(narrow, self.together)]
+
+    def shares(self, chunks: Sequence[Chunk]) -> bool:
+        """Is this a pass that several wide chunks may share, whether they do or not?"""
+        return bool(self.wide_together) and chunks[0].rows > max(self.narrow, self.lonely)
 
 
 def _shared(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:

@@ -33,8 +33,10 @@ WIDE_ROWS = 128
 SHARED_ROWS = 512
 """Rows of shorter prompts that share a pass."""
 
-WIDE_STEP, MOST_WIDE = 128, 2048
-"""Wide passes are filled up to a multiple of these rows; and the largest of them that prompts may share."""
+WIDE_SIZES = range(384, 2048 + 1, 128)
+"""Rows of passes that wide prompts may share: they are filled up to the next of these. In smaller ones cuBLAS adds up
+otherwise, so a prompt of no more than two thirds of the first has a pass to itself."""
+LONELY_ROWS = WIDE_SIZES[0] * 2 // 3
 
 
 class RowLinear(nn.Module):
@@ -206,7 +208,7 @@ class GpuTrunk(nn.Module):
     def shares_wide(self) -> bool:
         """May prompts share wide passes? Tried out on this chip, for all sizes that such passes have."""
         weights = [product.weight for layer in self._layers for product in layer.products]
-        return weights[0].dtype == torch.float32 or sizes_agree(weights, range(WIDE_STEP, MOST_WIDE + 1, WIDE_STEP))
+        return weights[0].dtype == torch.float32 or sizes_agree(weights, WIDE_SIZES)
 
 
 def install(model: nn.Module, max_positions: int) -> int:
