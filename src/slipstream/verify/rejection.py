@@ -1,0 +1,204 @@
+"""The rejection verifier: the classic rule, for drafters that know with what probability they drew their tokens.
+
+A drawn node stands with probability min(1, p/q); where it falls, the next child of the same parent is tried against
+what is left, the residual (p - q)+, and where none stands the residual itself is drawn from (Leviathan 2022, Chen 2023;
+on trees, children drawn without replacement). What comes out has the target's distribution: not the tokens of plain
+decoding, which are the exact verifier's. Its gain is a little more acceptance.
+
+Nothing here looks at values on the host, so that it can be part of a graph, and no row's result depends on its company:
+sums over the vocabulary are made of integers, whose order does not matter.
+
+Who drew what must be so, or the distribution is not the target's:
+
+* siblings stand in the order in which they were drawn, without replacement (several drafters' may alternate);
+* a drawn node is never left out for its value, but for one: it equals an earlier sibling (a merged tree);
+* a node that was chosen in any other way (the likeliest, a copied text, the best of many that were drawn) has q = 1;
+* the drafter's noise is not this verifier's: `rejection_keys` gives keys of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft
+from slipstream.core.verdict import Verdicts
+from slipstream.sampling.noise import gumbel, position_keys, stream_keys, uniform
+from slipstream.verify.exact import verify_exact
+
+OWN_NOISE = 0x52454A
+"""Parts this verifier's noise from the noise that drafters draw with: no request has so many samples."""
+
+_UNITS = 2.0**45
+"""The largest of a row in integers: 2^17 of them still fit 63 bits."""
+
+
+def rejection_keys(streams: Tensor, positions: Tensor, places: int) -> Tensor:
+    """Keys [B, places, 2] int32 for requests with these streams [B] (as in the sampling table).
+
+    positions [B]: absolute position of the first token that the round can emit. A round of K nodes has K + 1 places.
+    """
+    own = stream_keys(streams, torch.full_like(streams, OWN_NOISE))  # [B]
+    place = torch.arange(places, device=streams.device)
+    return position_keys(own[:, None], positions[:, None] + place)
+
+
+def verify_rejection(
+    draft: Draft, p: Tensor, keys: Tensor, q: Tensor | None = None, drawn: Tensor | None = None
+) -> Verdicts:
+    """Verdicts whose tokens have the distribution p; the arguments are those of `rejection_choices`."""
+    return verify_exact(draft, rejection_choices(draft, p, keys, q, drawn))
+
+
+def rejection_choices(
+    draft: Draft, p: Tensor, keys: Tensor, q: Tensor | None = None, drawn: Tensor | None = None
+) -> Tensor:
+    """The verdict as choices [B, K + 1] int64, which whatever follows the target's choices can follow.
+
+    Column 0 is the token after the last committed one, column 1 + i the token after node i, -1 where the path does not
+    pass. They are one path: the last choice on it is no child of its row.
+
+    p [B, K + 1, V]: the target's processed probabilities in rows of the same order, each with the sum 1. A row with NaN
+        or without any possible token accepts nothing below it and chooses -1.
+    keys [B, K + 1, 2] int32: `rejection_keys`.
+    q [B, K, V]: for each node the distribution that its drafter drew it and its siblings from, each with the sum 1, as
+        if it were the first of them; None: no node was drawn. A row that cannot be true (NaN, or 0 at the node's own
+        token) counts as not drawn.
+    drawn [B, K] bool: False: the node was not drawn (q = 1 at its token); its row of q is not read. None: all were.
+    """
+    p = p.float()
+    total = p.sum(2)
+    usable = total.isfinite() & (total > 0)  # [B, K + 1]
+    node = torch.arange(draft.width, device=p.device)  # [K]
+    real = node < draft.counts[:, None]  # [B, K]
+    tokens = torch.where(real, draft.tokens, 0)  # [B, K]
+    if q is not None:
+        q = q.float()
+        told = real & q.sum(2).isfinite()  # [B, K]
+        drawn = told if drawn is None else told & drawn
+    trials = _Trials(tokens, draft.parents + 1, real, p, usable, keys, q, drawn)
+    path = _walk_chain(trials) if draft.is_chain else _walk_tree(trials)
+    at = path.row[:, None]  # [B, 1]
+    own = _draw(path.left, keys.gather(1, path.depth[:, None, None].expand(-1, 1, 2))[:, 0])  # [B]
+    return path.choices.scatter(1, at, torch.where(usable.gather(1, at), own[:, None], -1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """What a walk down the drafts needs to know."""
+
+    tokens: Tensor  # [B, K] int64, 0 is padding
+    parent_row: Tensor  # [B, K] int64: row 0 is the root, row 1 + i is node i
+    real: Tensor  # [B, K] bool: no padding
+    p: Tensor  # [B, K + 1, V] fp32
+    usable: Tensor  # [B, K + 1] bool: the row of p is one
+    keys: Tensor  # [B, K + 1, 2] int32
+    q: Tensor | None  # [B, K, V] fp32
+    drawn: Tensor | None  # [B, K] bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Where the walks ended."""
+
+    choices: Tensor  # [B, K + 1] int64: the accepted tokens, each at its parent's row; -1 elsewhere
+    row: Tensor  # [B] int64: the last row of the path
+    depth: Tensor  # [B] int64: how many nodes were accepted
+    left: Tensor  # [B, V] fp32: what may follow, up to a factor; 0 at the children that fell
+
+
+def _walk_chain(trials: _Trials) -> _Path:
+    """All nodes at once: in a chain each is the only child, so that no trial needs the outcome of another."""
+    tokens, p, q, drawn = trials.tokens, trials.p, trials.q, trials.drawn
+    batch, width = tokens.shape
+    choices = tokens.new_full((batch, width + 1), -1)
+    if width == 0:
+        none = tokens.new_zeros(batch)
+        return _Path(choices, none, none, p[:, 0])
+    here = tokens[:, :, None]  # [B, K, 1]
+    left = p[:, :width]  # [B, K, V]
+    chance = left.gather(2, here)[:, :, 0].double()  # [B, K]
+    odds = torch.ones_like(chance)  # [B, K]
+    if q is not None and drawn is not None:
+        at_node = q.gather(2, here)[:, :, 0]  # [B, K]
+        drawn = drawn & (at_node > 0)
+        odds = torch.where(drawn, at_node.double().clamp(max=1), odds)
+        left = torch.where(drawn[:, :, None], _residual(left, q), left)
+    left = left.scatter(2, here, 0.0)
+    u = uniform(trials.keys[:, :width].flatten(0, 1), tokens.reshape(-1, 1)).view(batch, width)
+    certain = (chance > 0) & (left.amax(2) <= 0)  # nothing would be left: only rounding could let it fall
+    stands = trials.real & trials.usable[:, :width] & (_passes(u, chance, odds) | certain)  # [B, K]
+    accepted = stands.long().cumprod(1).sum(1)  # [B]
+    falls = accepted < trials.real.sum(1)  # [B]: there was one more to try
+    row = accepted[:, None, None].expand(-1, 1, p.shape[2])  # [B, 1, V]
+    rest = left.gather(1, row.clamp(max=width - 1))[:, 0]  # [B, V]
+    whole = p.gather(1, row)[:, 0]  # [B, V]
+    rest = torch.where(rest.amax(1, keepdim=True) > 0, rest, whole)  # by rounding; the node that fell had no chance
+    choices[:, :width] = torch.where(torch.arange(width, device=p.device) < accepted[:, None], tokens, -1)
+    return _Path(choices, accepted, accepted, torch.where(falls[:, None], rest, whole))
+
+
+def _walk_tree(trials: _Trials) -> _Path:
+    """Once over the nodes: a parent stands before its children, and of siblings the one to be tried first."""
+    tokens, p, q, drawn = trials.tokens, trials.p, trials.q, trials.drawn
+    batch, width = tokens.shape
+    noise = uniform(trials.keys.flatten(0, 1), tokens.repeat_interleave(width + 1, 0)).view(batch, width + 1, width)
+    choices = tokens.new_full((batch, width + 1), -1)
+    row, depth = tokens.new_zeros(batch), tokens.new_zeros(batch)  # [B]: how far the path has got
+    left = p[:, 0]  # [B, V]
+    mass = p.new_ones(batch, dtype=torch.float64)  # [B]: the sum of `left`
+    fell = torch.zeros_like(left, dtype=torch.bool)  # [B, V]: children of this row that were tried
+    first = trials.usable.new_ones(batch)  # [B]: none was
+    for node in range(width):
+        at, here = row[:, None], tokens[:, node, None]  # [B, 1]
+        tries = trials.real[:, node] & (trials.parent_row[:, node] == row) & trials.usable.gather(1, at)[:, 0]  # [B]
+        weight = left.gather(1, here)[:, 0].double()  # [B]
+        chance = weight / mass
+        odds = torch.ones_like(chance)
+        rest, rest_mass = left.scatter(1, here, 0.0), mass - weight  # [B, V], [B]: if it falls
+        if q is not None and drawn is not None:
+            among = torch.where(fell, 0.0, q[:, node])  # [B, V]: drawn without those that were drawn before
+            at_node = among.gather(1, here)[:, 0].double()  # [B]
+            is_drawn = drawn[:, node] & (at_node > 0)
+            among_mass = torch.where(first, 1.0, _mass(among))  # [B]
+            odds = torch.where(is_drawn, (at_node / among_mass).clamp(max=1), odds)
+            residual = _residual(left / mass.float()[:, None], among / among_mass.float()[:, None])
+            rest = torch.where(is_drawn[:, None], residual.scatter(1, here, 0.0), rest)
+            rest_mass = torch.where(is_drawn, _mass(rest), rest_mass)
+        empty = rest.amax(1) <= 0  # [B]: by rounding. The node stands if it has a chance, else nothing is taken away
+        u = noise[:, :, node].gather(1, depth[:, None])[:, 0]  # [B]
+        stands = tries & (_passes(u, chance, odds) | (empty & (chance > 0)))  # [B]
+        falls = tries & ~stands
+        choices = choices.scatter(1, at, torch.where(stands[:, None], here, choices.gather(1, at)))
+        changed = falls & ~empty
+        left = torch.where(stands[:, None], p[:, node + 1], torch.where(changed[:, None], rest, left))
+        mass = torch.where(stands, 1.0, torch.where(changed, rest_mass, mass))
+        fell = fell.scatter(1, here, fell.gather(1, here) | falls[:, None]) & ~stands[:, None]
+        first = stands | (first & ~falls)
+        row, depth = torch.where(stands, node + 1, row), depth + stands
+    return _Path(choices, row, depth, left)
+
+
+def _passes(u: Tensor, chance: Tensor, odds: Tensor) -> Tensor:
+    """Does a node stand that the target would take with `chance` and the drafter drew with `odds`?"""
+    return u.double() * odds < chance
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """What the target still wants after a token drawn from q fell; its sum is not 1."""
+    return (p - q).clamp_(min=0)
+
+
+def _mass(weights: Tensor) -> Tensor:
+    """The sums [B] fp64 of weights [B, V], the same whatever order they are added up in; 1 for a row without any."""
+    largest = weights.amax(1, keepdim=True)  # [B, 1]
+    units = (weights / largest * _UNITS).to(torch.int64).sum(1)  # [B]
+    return torch.where(largest[:, 0] > 0, units.double() * (largest[:, 0].double() / _UNITS), 1.0)
+
+
+def _draw(weights: Tensor, keys: Tensor) -> Tensor:
+    """Tokens [B] drawn by weights [B, V]; a token that was tried has weight 0, so no noise is used twice."""
+    vocabulary = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
+    return (weights.log() + gumbel(keys, vocabulary)).argmax(1)
