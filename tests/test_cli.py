@@ -191,6 +191,7 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ("generate Hi --top-p 2", "top_p=2.0"),
         ("generate Hi --raw --system x", "--raw"),
         ("generate Hi --logprobs 2", "add --json"),
+        ("generate \t", "PROMPT is empty: say what to ask"),
         ("generate Hi --prediction no/such/file", "--prediction no/such/file: cannot be read"),
         ("generate Hi --draft-tokens 64", "63"),
         ("generate Hi --no-such-option", "--no-such-option"),
@@ -212,7 +213,7 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
     ],
 )
 def test_bad_options_exit_2_before_anything_loads(run: Run, llm: FakeLLM, arguments: str, said: str) -> None:
-    done = run(*arguments.split())
+    done = run(*arguments.split(" "))
     assert done.code == 2
     assert said in " ".join(done.err.split())
     assert done.out == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import slipstream
 from conftest import VOCAB
 from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
+from slipstream.core.draft import Tree
 from slipstream.core.errors import (
     CapacityError,
     ConfigError,
     InvalidRequest,
     ModelNotFound,
 )
+from slipstream.drafters.base import DraftRequest, HostDrafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -403,7 +406,7 @@ def test_the_default_models_text_streams_in_whole(default_llm: LLM) -> None:
     [
         (lambda llm: llm.generate("a\udcff"), "not UTF-8 at character 1"),
         (lambda llm: llm.chat([{"role": "user", "content": "\udcff"}]), "not UTF-8 at character 0"),
-        (lambda llm: llm.chat("Hi"), "must be a mapping with role and content"),
+        (lambda llm: llm.chat("Hi"), "messages='Hi': must be a list of messages"),
         (lambda llm: llm.chat([{"role": "user"}]), "must be a mapping with role and content"),
         (lambda llm: llm.generate("Hi", {"max_tokens": 3}), "must be a SamplingParams"),
         (lambda llm: llm.generate(5), "must be a text, token ids, or a list of these"),
@@ -412,3 +415,17 @@ def test_the_default_models_text_streams_in_whole(default_llm: LLM) -> None:
 def test_mistakes_explain_themselves(open_llm: Callable[..., LLM], call: Callable[[LLM], Any], remedy: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(remedy)):
         call(open_llm(drafter=None))
+
+
+def test_a_drafter_without_a_name_is_refused(open_llm: Callable[..., LLM]) -> None:
+    class Nameless(HostDrafter):
+        def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+            return [Tree()] * len(requests)
+
+    with pytest.raises(ConfigError, match="drafter Nameless: it has no name"):
+        open_llm(drafter=Nameless())
+
+
+def test_what_there_is_to_import_is_listed() -> None:
+    assert set(slipstream.__all__) < set(dir(slipstream))
+    assert "importlib" not in dir(slipstream)

@@ -36,3 +36,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """What there is to import, for those who look."""
+    return sorted([*__all__, "__version__"])

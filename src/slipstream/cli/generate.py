@@ -101,6 +101,8 @@ def generate(
     if logprobs is not None and not as_json:
         raise ConfigError(f"--logprobs {logprobs}: log probabilities are shown in the JSON only; add --json")
     text = read_text("-", "PROMPT") if prompt == "-" else prompt
+    if not text.strip() and not raw:
+        raise ConfigError("PROMPT is empty: say what to ask; '-' reads it from stdin")
     params = common.sampling(
         max_tokens=DEFAULT_MAX_TOKENS,
         n=n,

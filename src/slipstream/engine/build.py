@@ -78,6 +78,8 @@ def build(
             made = ModelDrafter(open_runner(draft_paths[choice]))
         else:
             made = drafter_factory(choice.name)()
+        if not getattr(made, "name", None):
+            raise ConfigError(f'drafter {type(made).__name__}: it has no name; give its class one, name = "mine"')
         if made.name in drafters:
             raise ConfigError(f"drafter {made.name!r} is given twice: give each once")
         drafters[made.name] = made

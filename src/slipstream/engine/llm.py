@@ -159,6 +159,8 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a batch of them, by the model's chat template."""
+        if isinstance(messages, str):
+            raise InvalidRequest(f"messages={messages!r}: must be a list of messages, each with role and content")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         return self.generate([self.chat_prompt(c) for c in conversations], sampling_params, use_tqdm=use_tqdm)
