@@ -1,0 +1,199 @@
+"""Drafts from all that was said before: in this request, and in the tenant's answers to earlier ones.
+
+Agents, editors and pipelines ask for nearly the same again and again, and get nearly the same answers. What followed
+the latest tokens, there or here, is counted; the draft is a tree of what followed most. See docs/drafters/suffix.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from slipstream.core.draft import MAX_NODES, ROOT, Tree, chain_parents
+from slipstream.core.errors import ConfigError
+from slipstream.core.params import SamplingParams
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DraftRequest, HostDrafter
+from slipstream.drafters.promise import PromiseTable
+from slipstream.drafters.suffix_code import LONGEST, take_out
+from slipstream.drafters.suffix_store import SuffixIndex, SuffixStore
+from slipstream.drafters.suffix_tree import BUDGET, FIELDS, KINDS, STATES, STEPS, draft_round
+
+# The chance of a token before anything was seen: by how many tokens agree before it, times a factor for the votes.
+_BY_LENGTH = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_BY_VOTES = (1.0, 0.95, 0.75, 0.4, 0.15)
+_PRIORS = [length * votes for length in _BY_LENGTH for votes in _BY_VOTES]
+assert len(_BY_LENGTH) == len(STEPS)
+assert len(_BY_VOTES) == KINDS
+
+_NOTHING = Tree()
+_EMPTY = SuffixIndex()
+
+
+def tenant_of(request: DraftRequest) -> str:
+    """Whose request it is. What one tenant was answered is never drafted for another."""
+    return str(getattr(request, "tenant", ""))
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the drafter knows of one request."""
+
+    request: DraftRequest
+    tenant: str
+    answer: int  # where the part of the answer begins that the store does not have
+    index: SuffixIndex
+    tree: Tree = _NOTHING
+    states: Sequence[int] = ()
+
+
+class SuffixDrafter(HostDrafter):
+    """Follows the longest match of the latest tokens, and takes what followed it most often.
+
+    min_match: fewest agreeing tokens to draft from.
+    min_chance: no node whose whole path is less likely than this to be accepted.
+    candidates: most places counted in the request's own text, and as many in past outputs.
+    store_tokens: past outputs that are kept, in tokens, over all tenants; 0 keeps none.
+    tenant_of: whose request it is.
+    """
+
+    name: ClassVar[str] = "suffix"
+    bounded: ClassVar[bool] = True
+    default_draft_tokens: ClassVar[int] = 16
+
+    def __init__(
+        self,
+        min_match: int = 1,
+        min_chance: float = 0.03,
+        candidates: int = 32,
+        store_tokens: int = 1_000_000,
+        tenant_of: Callable[[DraftRequest], str] = tenant_of,
+    ) -> None:
+        if not 1 <= min_match <= LONGEST:
+            raise ConfigError(f"min_match={min_match}: must be 1 to {LONGEST}")
+        if not 0 < min_chance <= 1:
+            raise ConfigError(f"min_chance={min_chance}: must be above 0, at most 1")
+        if not 1 <= candidates <= 1024:
+            raise ConfigError(f"candidates={candidates}: must be 1 to 1024")
+        self.store = SuffixStore(store_tokens)
+        self._min_match = min_match
+        self._min_chance = min_chance
+        self._candidates = candidates
+        self._tenant_of = tenant_of
+        self._texts: dict[str, _Text] = {}
+        self._table = PromiseTable(_PRIORS)
+        self._chances: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
+        self._warm_up()
+
+    def start(self, request: DraftRequest) -> None:
+        self.stop(request.id)
+        text = self._texts[request.id] = self._new(request)
+        text.index.append(list(request.tokens))
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        texts: list[_Text] = []
+        jobs: list[int] = []
+        fresh: list[int] = []
+        for request, nodes in zip(requests, budget, strict=True):
+            tokens = request.tokens
+            length = len(tokens) + 1  # of the index's text: it begins with a -1
+            text = self._texts.get(request.id)
+            if text is None or text.index.length > length:  # never started, or it shrank
+                text = self._texts[request.id] = self._new(request)
+            index = text.index
+            known = index.length
+            if known < length:
+                if length > index.room:
+                    index.reserve(length)
+                fresh += tokens[known - 1 :]
+                index.length = length
+            shared = self.store.index(text.tenant) or _EMPTY
+            jobs += (index.address, index.size, shared.address, shared.size, length - known, nodes)
+            texts.append(text)
+        return self._draft(texts, jobs, fresh)
+
+    def promise(self, request_id: str) -> Sequence[float] | None:
+        text = self._texts.get(request_id)
+        if text is None or not text.tree.tokens:
+            return []
+        if text.tree.is_chain:
+            return self._table.along(request_id, text.states)
+        chances = {state: self._table.chance(request_id, state) for state in set(text.states)}
+        along: list[float] = []
+        for state, parent in zip(text.states, text.tree.parents, strict=True):
+            along.append(chances[state] if parent == ROOT else along[parent] * chances[state])
+        return along
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            text = self._texts.get(verdict.request_id)
+            if text and text.tree.tokens:
+                self._learn(verdict.request_id, text, verdict.tokens)
+                text.tree = _NOTHING
+                self._chances = None
+
+    def stop(self, request_id: str) -> None:
+        text = self._texts.pop(request_id, None)
+        self._table.forget(request_id)
+        if text:
+            self.store.insert(text.tenant, list(text.request.tokens[text.answer :]))
+
+    def _new(self, request: DraftRequest) -> _Text:
+        # Where a request begins with a part of its answer it was stopped before, and that part is in the store.
+        answer = max(request.prompt_length, len(request.tokens))
+        return _Text(request, self._tenant_of(request), answer, SuffixIndex(2 * len(request.tokens)))
+
+    def _draft(self, texts: Sequence[_Text], jobs: Sequence[int], fresh: Sequence[int]) -> list[Tree]:
+        table = np.array(jobs, np.int64).reshape(-1, FIELDS)  # [B, FIELDS]
+        nodes = np.empty((3, int(table[:, BUDGET].clip(0, MAX_NODES).sum())), np.int32)  # tokens, parents, states
+        results = np.empty((3, len(texts)), np.int64)
+        if self._chances is None:
+            self._chances = np.array([self._table.chance("", state) for state in range(STATES)])
+        rules = self._min_match, self._min_chance, self._candidates, self._chances
+        total = draft_round(table, np.array(fresh, np.int32), *rules, nodes, results)
+        tokens, parents, states = nodes[:, :total].tolist()
+        trees: list[Tree] = []
+        end = 0
+        for text, count, is_chain, source in zip(texts, *results.tolist(), strict=True):
+            tree = _NOTHING
+            if count:
+                begin, end = end, end + count
+                above = chain_parents(count) if is_chain else tuple(parents[begin:end])
+                tree = Tree(tuple(tokens[begin:end]), above)
+                text.states = states[begin:end]
+                if source >= 0:
+                    self.store.use(text.tenant, source)
+            text.tree = tree
+            trees.append(tree)
+        return trees
+
+    def _learn(self, request_id: str, text: _Text, emitted: Sequence[int]) -> None:
+        """Every child of an accepted node is an observation: it was the next token, or it was not."""
+        tree, states = text.tree, text.states
+        if tree.is_chain:
+            self._table.learn(request_id, states, tree.tokens, emitted)
+            return
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents):
+            children.setdefault(parent, []).append(node)
+        at = ROOT
+        for token in emitted:
+            right = ROOT
+            for node in children.get(at, ()):
+                self._table.learn(request_id, (states[node],), (tree.tokens[node],), (token,))
+                if tree.tokens[node] == token:
+                    right = node
+            if right == ROOT:
+                return
+            at = right
+
+    def _warm_up(self) -> None:
+        """Compile now, or load what was compiled before: not when the first request waits."""
+        nobody = DraftRequest("", [1, 2, 3, 1, 2], 5, SamplingParams(), slot=0)
+        self.start(nobody)
+        self.propose([nobody], [2])
+        take_out(self._texts[""].index.data, 1, 2)
+        self.stop("")

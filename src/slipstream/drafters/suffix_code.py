@@ -1,0 +1,245 @@
+"""The index of the suffix drafter: places of a text, in the order of what stands before them.
+
+A place is a position in the text: what follows there is its continuation. Places are sorted by their context, the
+tokens before them read backwards (`LONGEST` at most), and those of one context by age. So all places that agree with
+a text in its last tokens are neighbours, the longest agreement stands beside where the text itself would stand, and a
+new token is one place more: an index grows with an answer that is still being written.
+
+An index is one run of int32 numbers, which a round finds by its address (`suffix_tree.py`):
+
+    head | blocks in order | their first places | the tokens before those | their sizes, by block |
+    text: -1, tokens, -1, tokens, … | blocks of `WIDTH` places
+
+A search goes through the first places, and looks at the text only where the token before one is the wanted one: at a
+million tokens nearly every look at text or places is a wait for memory.
+"""
+
+from __future__ import annotations
+
+from slipstream.drafters.suffix_compile import Numbers, compiled, inner, wide
+
+LONGEST = 32  # a longer agreement says no more
+WIDTH = 128  # places that a block holds at most
+SPAN = 2 * WIDTH  # offsets in a block go up to WIDTH: rank * SPAN + offset is a spot
+HEAD = 8
+LENGTH, INDEXED, BLOCKS, MOST, ROOM = 0, 1, 2, 3, 4
+"""In the head: numbers in the text; how many of them the index knows; blocks in use, and at most; room for text."""
+
+FIRST, LAST = -1, 2**31 - 1
+"""Where a search ends among places of one context: before all of them, or behind."""
+
+
+@inner
+def agreement(text: Numbers, place: int, other: Numbers, at: int, most: int) -> int:
+    """How many tokens before the two places agree."""
+    length = 0
+    while length < most:
+        token = text[place - 1 - length]
+        if token < 0 or token != other[at - 1 - length]:
+            break
+        length += 1
+    return length
+
+
+@inner
+def comes_before(text: Numbers, place: int, other: Numbers, at: int, most: int, tie: int) -> bool:
+    length = agreement(text, place, other, at, most)
+    if length < most:
+        token, wanted = text[place - 1 - length], other[at - 1 - length]
+        if token != wanted:
+            return bool(token < wanted)
+    return place < tie
+
+
+@compiled
+def text_of(index: Numbers) -> Numbers:
+    begin = HEAD + 4 * index[MOST]
+    return index[begin : begin + index[ROOM]]
+
+
+@compiled
+def places_of(index: Numbers) -> Numbers:
+    return index[HEAD + 4 * index[MOST] + index[ROOM] :]
+
+
+@inner
+def find(index: Numbers, other: Numbers, at: int, most: int, tie: int) -> int:
+    """Where the place `at` of another text belongs, by `most` tokens of context: a spot."""
+    text, places = text_of(index), places_of(index)
+    order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
+    firsts, tokens = index[HEAD + index[MOST] :], index[HEAD + 2 * index[MOST] :]
+    low, high, token = 0, index[BLOCKS], other[at - 1]  # blocks below `low` begin before it
+    while low < high:
+        middle = (low + high) // 2
+        if tokens[middle] < token or (
+            tokens[middle] == token and comes_before(text, wide(firsts[middle]), other, at, most, tie)
+        ):
+            low = middle + 1
+        else:
+            high = middle
+    rank = max(0, low - 1)
+    begin = order[rank] * WIDTH
+    low, high = 0, (sizes[order[rank]] if index[BLOCKS] else 0)
+    while low < high:
+        middle = (low + high) // 2
+        if comes_before(text, wide(places[begin + middle]), other, at, most, tie):
+            low = middle + 1
+        else:
+            high = middle
+    return rank * SPAN + low
+
+
+@inner
+def note_first(index: Numbers, rank: int) -> None:
+    """The block of this rank begins with another place now."""
+    most = index[MOST]
+    first = places_of(index)[index[HEAD + rank] * WIDTH]
+    index[HEAD + most + rank] = first
+    index[HEAD + 2 * most + rank] = text_of(index)[first - 1]
+
+
+@inner
+def open_block(index: Numbers, rank: int) -> int:
+    """An empty block of this rank. (Behind the blocks in use, `order` lists those that are free.)"""
+    order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
+    block = order[index[BLOCKS]]
+    firsts, tokens = index[HEAD + index[MOST] :], index[HEAD + 2 * index[MOST] :]
+    for i in range(index[BLOCKS], rank, -1):
+        order[i], firsts[i], tokens[i] = order[i - 1], firsts[i - 1], tokens[i - 1]
+    order[rank] = block
+    sizes[block] = 0
+    index[BLOCKS] += 1
+    return wide(block)
+
+
+@inner
+def close_block(index: Numbers, rank: int) -> None:
+    order = index[HEAD:]
+    firsts, tokens = index[HEAD + index[MOST] :], index[HEAD + 2 * index[MOST] :]
+    block = order[rank]
+    index[BLOCKS] -= 1
+    for i in range(rank, index[BLOCKS]):
+        order[i], firsts[i], tokens[i] = order[i + 1], firsts[i + 1], tokens[i + 1]
+    order[index[BLOCKS]] = block
+
+
+@inner
+def insert(index: Numbers, place: int) -> None:
+    text, places = text_of(index), places_of(index)
+    order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
+    if not index[BLOCKS]:
+        places[open_block(index, wide(0)) * WIDTH] = place
+        note_first(index, wide(0))
+    found = find(index, text, place, wide(LONGEST), place)
+    rank, offset = found // SPAN, found % SPAN
+    block = order[rank]
+    if sizes[block] == WIDTH:
+        half = WIDTH // 2
+        upper = open_block(index, rank + 1)
+        for i in range(half):
+            places[upper * WIDTH + i] = places[block * WIDTH + half + i]
+        sizes[block] = sizes[upper] = half
+        note_first(index, rank + 1)
+        if offset > half:
+            block, offset, rank = upper, offset - half, rank + 1
+    begin = block * WIDTH
+    for i in range(begin + sizes[block], begin + offset, -1):
+        places[i] = places[i - 1]
+    places[begin + offset] = place
+    sizes[block] += 1
+    if not offset:
+        note_first(index, rank)
+
+
+@inner
+def remove(index: Numbers, place: int) -> None:
+    """Take out a place that is in the index, while its context still stands in the text."""
+    places = places_of(index)
+    order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
+    found = find(index, text_of(index), place, wide(LONGEST), place)
+    rank, offset = found // SPAN, found % SPAN
+    if offset == sizes[order[rank]]:  # it belongs behind the last of a block: it is the first of the next
+        rank, offset = rank + 1, 0
+    block = order[rank]
+    sizes[block] -= 1
+    for i in range(block * WIDTH + offset, block * WIDTH + sizes[block]):
+        places[i] = places[i + 1]
+    if not sizes[block]:
+        close_block(index, rank)
+        return
+    if not offset:
+        note_first(index, rank)
+    # Neighbours that are half a block together become one: so blocks are a quarter full at least, on the average.
+    for left in range(max(0, rank - 1), min(rank + 1, index[BLOCKS] - 1)):
+        one, two = order[left], order[left + 1]
+        if sizes[one] + sizes[two] <= WIDTH // 2:
+            for i in range(sizes[two]):
+                places[one * WIDTH + sizes[one] + i] = places[two * WIDTH + i]
+            sizes[one] += sizes[two]
+            close_block(index, left + 1)
+            return
+
+
+@compiled
+def take_in(index: Numbers) -> None:
+    """Insert the places that the text has and the index does not know. The first of a sequence has no context."""
+    text = text_of(index)
+    for place in range(wide(index[INDEXED]), wide(index[LENGTH])):
+        if text[place] >= 0 and text[place - 1] >= 0:
+            insert(index, place)
+    index[INDEXED] = index[LENGTH]
+
+
+@compiled
+def take_out(index: Numbers, begin: int, end: int) -> None:
+    """Remove the places of the sequence text[begin:end]."""
+    for place in range(begin + 1, end):
+        remove(index, place)
+
+
+@inner
+def length_at(index: Numbers, rank: int, offset: int, other: Numbers, at: int) -> int:
+    """How far the context of the place at a spot agrees; 0 where no place is."""
+    order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
+    if offset < 0:
+        rank -= 1
+        offset = sizes[order[rank]] - 1 if rank >= 0 else 0
+    elif rank < index[BLOCKS] and offset == sizes[order[rank]]:
+        rank, offset = rank + 1, 0
+    if rank < 0 or rank >= index[BLOCKS]:
+        return 0
+    place = wide(places_of(index)[order[rank] * WIDTH + offset])
+    return agreement(text_of(index), place, other, at, wide(LONGEST))
+
+
+@compiled
+def collect(index: Numbers, other: Numbers, at: int, least: int, found: Numbers) -> tuple[int, int, int]:
+    """The places that agree longest with what stands before `at` in another text: (length, how many, how many given).
+
+    They are written to `found`; where there are more than fit, as many as fit, evenly spread.
+    """
+    if not index[BLOCKS]:
+        return 0, 0, 0
+    places = places_of(index)
+    order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
+    spot = find(index, other, at, wide(LONGEST), wide(LAST))
+    rank, offset = spot // SPAN, spot % SPAN
+    left, right = length_at(index, rank, offset - 1, other, at), length_at(index, rank, offset, other, at)
+    length = max(left, right)
+    if length < least:
+        return 0, 0, 0
+    begin = find(index, other, at, length, wide(FIRST)) if left == length else spot
+    end = find(index, other, at, length, wide(LAST)) if right == length else spot
+    total = end % SPAN - begin % SPAN
+    for rank in range(begin // SPAN, end // SPAN):
+        total += sizes[order[rank]]
+    given = min(total, len(found))
+    rank, offset, passed = begin // SPAN, begin % SPAN, 0
+    for i in range(given):
+        offset += i * total // given - passed
+        passed = i * total // given
+        while offset >= sizes[order[rank]]:
+            offset -= sizes[order[rank]]
+            rank += 1
+        found[i] = places[order[rank] * WIDTH + offset]
+    return length, total, given

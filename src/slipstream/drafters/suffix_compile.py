@@ -1,0 +1,95 @@
+"""How the suffix drafter's loops are compiled and kept: by numba where it is there, else not at all.
+
+What numba compiled lies in a folder of the user's own cache, so that only the first start on a machine compiles. Those
+files are loaded as code: where somebody else could write there, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.models.paths import cache_folder
+
+Numbers = NDArray[np.int32]
+F = TypeVar("F", bound=Callable[..., Any])
+
+try:
+    import numba
+except ImportError:
+    numba = None
+
+
+def inner(function: F) -> F:
+    """A function that only compiled ones call. Each kind of argument has a version: hand it arrays and int64."""
+    if numba is None:
+        return function
+    return cast(F, numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
+
+
+@inner
+def wide(number: int) -> int:
+    """An int64 of any integer: in compiled code a constant and an int32 are other kinds of numbers."""
+    return number + 0
+
+
+def compiled(function: F) -> F:
+    """The function, compiled when it is first called, or loaded if it was compiled before."""
+    if numba is None:
+        return function
+    folder, before = _folder(), numba.config.CACHE_DIR
+    if folder is not None:
+        numba.config.CACHE_DIR = str(folder)
+    options = {"error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
+    try:
+        return cast(F, numba.njit(cache=folder is not None, **options)(function))
+    except RuntimeError:  # the folder cannot be written after all
+        return cast(F, numba.njit(**options)(function))
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def _folder() -> Path | None:
+    """Where compiled code is kept; None where that would not be safe."""
+    folder = cache_folder() / "compiled-suffix" / _digest()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = [part.stat() for part in (folder.parent.parent, folder.parent, folder)]
+    except OSError:
+        return None
+    ours = all(s.st_uid == os.getuid() and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in found)
+    return folder if ours else None
+
+
+@cache
+def _digest() -> str:
+    """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls."""
+    content = hashlib.sha256(np.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("suffix_*.py")):
+        content.update(file.read_bytes())
+    return content.hexdigest()[:16]
+
+
+if numba is None:
+
+    def numbers_at(address: int, size: int) -> Numbers:
+        """The int32 numbers that lie at an address."""
+        array: Numbers = np.ctypeslib.as_array((ctypes.c_int32 * int(size)).from_address(int(address)))
+        return array
+else:
+    from slipstream.kernels.cpu_address import anything
+
+    @inner
+    def numbers_at(address: int, size: int) -> Numbers:
+        """The int32 numbers that lie at an address."""
+        array: Numbers = numba.carray(anything(address), size, np.int32)
+        return array
