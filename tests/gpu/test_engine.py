@@ -113,6 +113,17 @@ def test_what_was_said_may_be_read_again(bench: Bench, length: int) -> None:
         assert again.token_ids == whole[cut:]
 
 
+def test_long_prompts_come_out_the_same_in_company(bench: Bench) -> None:
+    """Whether they share passes, where cuBLAS allows it, or not: what is in the cache does not depend on it."""
+    lengths = (130, 140, 258, 300, 384, 385, 500, 900)
+    dice = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 256, (length,), generator=dice).tolist() for length in lengths]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True, speculation=OFF)
+    alone = [bench.llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    together = [output.outputs[0].token_ids for output in bench.llm.generate(prompts, params)]
+    assert together == alone
+
+
 @pytest.mark.parametrize("requests", [1, 8])
 def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, target: Path, requests: int) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=31, ignore_eos=True) for i in range(requests)]
