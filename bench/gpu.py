@@ -103,12 +103,18 @@ def first_results(options: argparse.Namespace) -> dict[str, Any]:
 
     kept = json.loads(options.json.read_text()) if options.add and options.json and options.json.exists() else {}
     return kept | {
-        "command": " && ".join(filter(None, [kept.get("command"), " ".join(sys.argv)])),
+        "command": " && ".join(filter(None, [kept.get("command"), command_line(sys.argv)])),
         "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"python": platform.python_version(), "torch": torch.__version__}
         | {name: _version(name) for name in ("triton", "transformers")},
     }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """As it was given, but of paths only the last name: where things lie is one machine's business."""
+    script, *given = arguments
+    return " ".join([f"bench/{Path(script).name}", *(Path(part).name if "/" in part else part for part in given)])
 
 
 def _version(name: str) -> str | None:

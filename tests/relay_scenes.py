@@ -15,6 +15,8 @@ from slipstream.kernels.relay import RelayShape, relay
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 
+SMALL = RelayShape(width=576, heads=9, kv_heads=3, head_dim=64, inner=1536)
+"""The default model's."""
 EPS = (1e-5, 2e-5)
 PAGE = 16
 

@@ -255,6 +255,11 @@ def test_an_old_file_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| small model, plain, 8 at once, tok/s | 5,522 | - | - |" in shown
 
 
+def test_a_command_names_no_folders() -> None:
+    given = ["/home/me/bench/gpu.py", "--target", "/models/big", "--parts", "tokens,tree", "--add"]
+    assert gpu.command_line(given) == "bench/gpu.py --target big --parts tokens,tree --add"
+
+
 def test_results_are_added_to_a_file_only_where_asked(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"command": "first", "tree": {"tree_ms": 1}}))

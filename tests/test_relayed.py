@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from relay_scenes import SMALL
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.relay import RelayShape
 from slipstream.models import relayed
@@ -18,7 +19,6 @@ from slipstream.models.gpu import GpuLayer, _Product
 from slipstream.models.relayed import Relayed
 from slipstream.models.traits import AttentionTraits
 
-SMALL = RelayShape(width=576, heads=9, kv_heads=3, head_dim=64, inner=1536)
 BF16 = torch.bfloat16
 
 

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from conftest import save_model, tiny_llama
-from relay_scenes import Scene
+from relay_scenes import SMALL, Scene
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.drafters.model import ModelDrafter
-from slipstream.kernels.relay import RelayShape
 from slipstream.models.gpu import GpuTrunk
 
 pytestmark = pytest.mark.gpu
-SMALL = RelayShape(width=576, heads=9, kv_heads=3, head_dim=64, inner=1536)
 PASSES: dict[str, dict[str, Any]] = {
     "one row": {"contexts": (300,), "rows": (1,), "most_keys": 512},
     "two rows of one request": {"contexts": (127,), "rows": (2,), "most_keys": 512},

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from interpreted import DEVICE
-from relay_scenes import Scene
+from relay_scenes import SMALL, Scene
 from slipstream.kernels.relay import RelayShape, key_runs_of, takes
 
 TINY = RelayShape(width=192, heads=6, kv_heads=2, head_dim=32, inner=256)
-SMALL = RelayShape(width=576, heads=9, kv_heads=3, head_dim=64, inner=1536)  # the default model
 ONE: dict[str, Any] = {"layers": 1, "contexts": (3,), "rows": (1,)}
 
 PASSES: dict[str, dict[str, Any]] = {

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import stat
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.kernels.compiled import is_ours
 from slipstream.models.paths import cache_folder
 
 Numbers = NDArray[np.int32]
@@ -63,10 +62,9 @@ def _folder() -> Path | None:
     folder = cache_folder() / "compiled-suffix" / _digest()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = [part.stat() for part in (folder.parent.parent, folder.parent, folder)]
+        ours = all(map(is_ours, (folder.parent.parent, folder.parent, folder)))
     except OSError:
         return None
-    ours = all(s.st_uid == os.getuid() and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in found)
     return folder if ours else None
 
 

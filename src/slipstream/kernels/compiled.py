@@ -180,10 +180,11 @@ def keep_in(folder: Path) -> None:
     wanted = folder / _digest()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _folder = wanted if all(_is_ours(part) for part in (folder.parent, folder, wanted) if part.exists()) else None
+    _folder = wanted if all(is_ours(part) for part in (folder.parent, folder, wanted) if part.exists()) else None
 
 
-def _is_ours(folder: Path) -> bool:
+def is_ours(folder: Path) -> bool:
+    """Can nobody else write there? What lies there is loaded as code."""
     found = folder.stat()
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

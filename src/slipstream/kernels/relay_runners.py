@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.kernels.add_norm import norm_scale, normed, plus, squares
 from slipstream.kernels.baton import await_word, give, look, missing, take_pairs, take_part, take_two
 from slipstream.kernels.jit import jit, tl
-from slipstream.kernels.paged import read_pages, touch_pages
+from slipstream.kernels.paged_keys import read_pages, touch_pages
 from slipstream.kernels.rotary_write import turn
 from slipstream.kernels.silu_mul import gated
 from slipstream.kernels.softmax import divided, join
