@@ -30,6 +30,10 @@ class Verdict:
     drafted: int
     accepted: int
     path: tuple[int, ...]  # accepted nodes
+    choices: tuple[int, ...] = ()
+    """The target's own token behind the root, then behind each node of the draft as it was verified, accepted or not;
+    -1 where the model gave nothing usable. For drafters that declare `Needs(choices=True)`; others may get none, and so
+    does everybody of a round that did not count."""
 
     @property
     def usable(self) -> tuple[int, ...]:

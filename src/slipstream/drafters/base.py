@@ -29,6 +29,7 @@ class Needs:
     device: bool = False  # True: proposes tensors (a `DeviceDrafter`); False: plain Python data (a `HostDrafter`)
     own_cache: bool = False  # keeps K and V of its own on the target's page table
     probabilities: bool = False  # can say with what probability it drew each node
+    choices: bool = False  # verdicts say what the target chose at every node, accepted or not
 
 
 @dataclass(frozen=True, slots=True)

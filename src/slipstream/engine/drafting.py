@@ -91,6 +91,7 @@ class Drafting:
         self.planner = planner
         self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
+        self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
@@ -201,6 +202,10 @@ class Drafting:
         self._resting = {name for name in self.guards if self.planner.rests(name, len(answers))}
         awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
         return any(a.drafter in awake and a.drafter not in a.refused for a in answers)
+
+    def read_choices(self, answers: Sequence[Answer]) -> bool:
+        """Does somebody who drafts for one of these want to know what the target chose at every node?"""
+        return bool(self._reading) and any(answer.drafter in self._reading for answer in answers)
 
     def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int], list[int]]]:
         """For each drafter with something to do: which requests are its, and how much is of any use to them."""

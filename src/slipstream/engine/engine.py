@@ -154,8 +154,10 @@ class Engine:
         logits = self.target.forward(packed.batch, self.cache)
         chosen = choose(logits, packed.rows, self.sampling, features)
         draft = drafted.draft.extended(len(packed.emitting) - len(schedule.decodes))
-        verdicts = verify_exact(draft, packed.choices(chosen))
-        told = self._commit(schedule, packed, draft, verdicts)
+        choices = packed.choices(chosen)
+        verdicts = verify_exact(draft, choices)
+        wanted = choices if self.drafting.read_choices(schedule.decodes) else None
+        told = self._commit(schedule, packed, draft, verdicts, wanted)
         verified = time.perf_counter()
         for answer, verdict in zip(packed.emitting, told, strict=True):
             answer.tokens.extend(verdict.usable)
@@ -171,12 +173,13 @@ class Engine:
         packed: PackedPass,
         draft: Draft,
         verdicts: Verdicts,
+        choices: Tensor | None,
     ) -> list[Verdict]:
         """Keep the accepted rows in the cache; tell the host and the drafters."""
         if not draft.is_chain:
             moves = compaction(packed.slot_of_row, verdicts.path, verdicts.accepted)
             self.cache.move(moves.src, moves.dst)
-        told = _told(packed.emitting, draft, verdicts)
+        told = _told(packed.emitting, draft, verdicts, choices)
         emitted = [(a.slot, len(v.tokens)) for a, v in zip(packed.emitting, told, strict=True)]
         state = torch.tensor(emitted, dtype=torch.int64)  # of none, too
         slots, lengths = state.view(-1, 2).to(verdicts.tokens.device).unbind(1)
@@ -287,7 +290,12 @@ class Engine:
         self.drafting.copy_pages(copies)
 
 
-def _told(emitting: Sequence[Answer], draft: Draft, verdicts: Verdicts) -> list[Verdict]:
+def _told(
+    emitting: Sequence[Answer],
+    draft: Draft,
+    verdicts: Verdicts,
+    choices: Tensor | None = None,  # [E, K + 1], where some drafter wants to know them
+) -> list[Verdict]:
     """The verdicts on the host.
 
     A token whose own numbers are not finite spoils every row that it stands beside, if only by 0 times NaN. So a round
@@ -295,11 +303,13 @@ def _told(emitting: Sequence[Answer], draft: Draft, verdicts: Verdicts) -> list[
     and the next one decodes plainly.
     """
     tokens, accepted, paths = verdicts.tokens.tolist(), verdicts.accepted.tolist(), verdicts.path.tolist()
+    chosen = [] if choices is None else choices.tolist()
     told = []
     for i, (answer, drafted) in enumerate(zip(emitting, draft.counts.tolist(), strict=True)):
         emitted = tuple(tokens[i][: accepted[i] + 1])
         if drafted and -1 in emitted:
             told.append(Verdict(answer.id, (), drafted, 0, ()))
         else:
-            told.append(Verdict(answer.id, emitted, drafted, accepted[i], tuple(paths[i][: accepted[i]])))
+            mine = tuple(chosen[i][: 1 + drafted]) if chosen else ()
+            told.append(Verdict(answer.id, emitted, drafted, accepted[i], tuple(paths[i][: accepted[i]]), mine))
     return told

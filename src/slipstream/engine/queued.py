@@ -129,7 +129,7 @@ class QueuedEngine(Engine):
         """Everything of a round that the device does, in order. Only prompts make it wait for what is queued."""
         begun = self._mark()
         members: list[Member] = []
-        told = run = None
+        told = run = chosen = None
         rows = depth = 0
         waited_s = None
         caught_up = False
@@ -144,6 +144,7 @@ class QueuedEngine(Engine):
             run.verify()
             counts, depth = plan.counts, max(plan.depths)
             told = run.result(len(counts), max(counts))
+            chosen = run.choices()
             rows = run.shape.rows  # with those that fill it up: they cost as much
             for answer, drafter, count in zip(schedule.decodes, plan.drafters, counts, strict=True):
                 members.append(Member.of(answer, drafter, count, decodes=True))
@@ -156,7 +157,19 @@ class QueuedEngine(Engine):
         steady = not schedule.chunks and not caught_up and len(self.rounds) == known
         asked = any(member.answer.params.logprobs is not None for member in members)
         return Ticket(
-            tuple(members), len(schedule.decodes), told, first, run, rows, logits, marks, asked, steady, depth, waited_s
+            tuple(members),
+            len(schedule.decodes),
+            told,
+            first,
+            run,
+            rows,
+            logits,
+            marks,
+            asked,
+            steady,
+            depth,
+            waited_s,
+            chosen,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -190,6 +203,7 @@ class QueuedEngine(Engine):
                 features=crowd.features,
                 version=self.sampling.version,
                 keeps_logits=crowd.reads_logits,
+                tells_choices=self.drafting.read_choices(decodes),
                 most_keys=self.plan.max_model_len + 1 + MAX_NODES,
             )
             run = self.rounds.of(shape)

@@ -60,6 +60,7 @@ class RoundShape(NamedTuple):
     features: Features
     version: int  # of the sampling table's tensors
     keeps_logits: bool  # somebody reads them afterwards
+    tells_choices: bool = False  # … or what was chosen at every row
 
     @staticmethod
     def of(
@@ -70,6 +71,7 @@ class RoundShape(NamedTuple):
         features: Features,
         version: int,
         keeps_logits: bool,
+        tells_choices: bool = False,
         most_keys: int = 1 << 40,
     ) -> RoundShape:
         """For requests with so many nodes each; none has more than `longest` tokens before the round.
@@ -83,7 +85,7 @@ class RoundShape(NamedTuple):
         while keys < longest + 1 + width:
             keys *= 4
         keys = min(keys, -(-most_keys // SPLIT_KEYS) * SPLIT_KEYS)
-        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits)
+        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices)
 
 
 def _bucket(size: int, sizes: Sequence[int]) -> int:
@@ -149,6 +151,11 @@ class Round:
         self._results = [
             torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
         ]
+        self._chosen: Tensor | None = None  # [N] of the last pass
+        self._choices = [
+            torch.zeros(shape.rows if shape.tells_choices else 0, dtype=torch.int64, pin_memory=pinned)
+            for _ in range(_COPIES)
+        ]
         self._loaded: Any = None
         self._sent = self._told = 0
         self._verify_graph: Callable[[], None] | None = None
@@ -207,6 +214,14 @@ class Round:
         told = result.numpy()[:requests]
         return told if self.shape.is_tree else told[:, : 3 + nodes]
 
+    def choices(self) -> NDArray[np.int64] | None:  # [N]
+        """A host copy of what was chosen at every row, under way as the `result` that was asked for before it."""
+        if self._chosen is None:
+            return None
+        choices = self._choices[self._told]
+        choices.copy_(self._chosen, non_blocking=True)
+        return choices.numpy()
+
     def capture(self, pool: Any) -> None:
         """Record what follows the draft as a graph."""
         self.load([], [], [], [])  # it is run over nobody first
@@ -222,6 +237,8 @@ class Round:
             self.logits = logits
         wanted = SampleRows(rows.lanes, rows.positions + 1, rows.generated, self._paths())
         chosen = choose(logits, wanted, m.sampling, shape.features)
+        if shape.tells_choices:
+            self._chosen = chosen
         accept(chosen, draft, rows, m.state, self.told, self._moves)
         if self._moves is not None:
             for planes in m.cache.planes:

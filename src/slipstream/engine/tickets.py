@@ -59,6 +59,7 @@ class Ticket:
     steady: bool  # a round as they come: no prompts, and nothing captured for it
     depth: int
     waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
+    chosen: NDArray[np.int64] | None = None  # [N]: what was chosen at every row of the decodes, where it is wanted
 
     def wait(self) -> None:
         if self.marks:
@@ -76,10 +77,15 @@ class Ticket:
         verdicts: list[Verdict] = []
         if self.told is not None and self.round is not None:
             is_tree, paths = self.round.shape.is_tree, 3 + self.round.shape.width
+            chosen = [] if self.chosen is None else self.chosen.tolist()
+            row = 0
             for member, line in zip(self.members, self.told.tolist(), strict=False):
                 emitted, accepted = line[0], line[1]
                 path = tuple(line[paths : paths + accepted]) if is_tree else _PATHS[accepted]
-                verdicts.append(Verdict(member.answer.id, tuple(line[2 : 2 + emitted]), member.drafted, accepted, path))
+                begin, row = row, row + 1 + member.drafted
+                choices = tuple(chosen[begin:row]) if emitted else ()
+                tokens = tuple(line[2 : 2 + emitted])
+                verdicts.append(Verdict(member.answer.id, tokens, member.drafted, accepted, path, choices))
         if self.first is not None:
             for member, token in zip(self.members[self.decodes :], self.first.tolist(), strict=True):
                 verdicts.append(Verdict(member.answer.id, (token,), 0, 0, ()))
