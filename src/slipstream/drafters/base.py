@@ -19,6 +19,7 @@ from slipstream.core.verdict import Verdict
 from slipstream.kernels.pack_rows import LaneState
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.models.batch import PassBatch
+from slipstream.models.taps import Taps, TapView
 from slipstream.sampling.table import Features, SamplingTable
 
 
@@ -53,6 +54,7 @@ class Services:
     sampling: SamplingTable  # the rule of sampling, and each request's parameters and noise
     max_rows: int  # most rows of one pass
     cache_pages: int  # pages that a cache of its own must have
+    taps: TapView | None = None  # the target's hidden states that the drafter asked for, by cache slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,22 @@ class DraftRound:
 
     state: LaneState  # where every request stands; read, never changed
     lanes: Tensor  # [B] int64: the requests of this round, padded with the trash lane
-    depth: int  # tokens to guess for each
+    depth: int  # tokens to guess for each: the length of a chain, the levels of a tree
     keys: int  # no row sees more keys
     features: Features  # what some of the requests asked of the sampling
+    nodes: int = 0  # of each tree, where the drafter makes trees
+    fresh: int = 0  # the last round can have committed so many tokens before the last one; `state.recent` has them
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTree:
+    """Trees guessed on the device, all of K nodes; parents stand before their children.
+
+    A request that may have fewer gets the first of them, which are a tree too: so the best come first.
+    """
+
+    tokens: Tensor  # [B, K] int64
+    parents: Tensor  # [B, K] int64, -1 is the root
 
 
 class Drafter(ABC):
@@ -105,6 +120,15 @@ class HostDrafter(Drafter):
 class DeviceDrafter(Drafter):
     """Guesses on the target's device, in static tensors, without the host looking on."""
 
+    taps: Taps = Taps()  # the target's hidden states that it reads: `Services.taps` has them
+    makes_trees: bool = False  # `draft` gives a `DeviceTree` of `round.nodes`, not a chain
+    depth: int = 0  # of a tree: its levels, as far as its nodes allow; chains are as long as they may be
+    weights_bytes: int = 0  # of its own weights, beside the target's
+
+    def page_bytes(self, page_size: int) -> int:
+        """What a page of its own cache takes, if it has one: memory is planned before the first request."""
+        return 0
+
     def attach(self, services: Services) -> None:
         """The engine is built: what it lends is ready. Called once, before any request."""
 
@@ -120,8 +144,8 @@ class DeviceDrafter(Drafter):
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
         """Rounds went by without a draft: read these requests' tokens from `known` on, but for the last two."""
 
-    def draft(self, round: DraftRound) -> Tensor:  # [B, depth] int64
-        """Guess a chain for each request, without looking at a value: on a GPU this is captured in a graph.
+    def draft(self, round: DraftRound) -> Tensor | DeviceTree:  # [B, depth] int64, or trees of `round.nodes`
+        """Guess for each request, without looking at a value: on a GPU this is captured in a graph.
 
         Writes only the drafter's own cache, behind the committed length less one.
         """

@@ -70,7 +70,9 @@ class DraftLoop:
             drafter = self._drafters[name]
             wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features)
             try:
-                guesses.copy_(drafter.draft(wanted))
+                guessed = drafter.draft(wanted)
+                assert isinstance(guessed, Tensor)
+                guesses.copy_(guessed)
             except Exception as error:
                 raise DraftFailed(drafter.name) from error
 
