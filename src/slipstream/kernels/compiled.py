@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -62,10 +62,11 @@ class Compiled:
         self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self._parallel.restype = None
 
-    def run_pass(self, job: np.ndarray[Any, np.dtype[np.void]], rows: int) -> None:
-        """A pass of so many rows through all layers, by a record `PASS`."""
+    def run_pass(self, stretches: Iterable[np.ndarray[Any, np.dtype[np.void]]], rows: int) -> None:
+        """A pass of so many rows through all layers, by records `PASS`, each of some layers in a row."""
         threads, begun = self._crew.size(), time.perf_counter()
-        self._parallel(self._code.run_pass, job.ctypes.data, threads, 0)
+        for job in stretches:
+            self._parallel(self._code.run_pass, job.ctypes.data, threads, 0)
         self._crew.observe(threads, rows, time.perf_counter() - begun)
 
     def linear(self, x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:  # [M, K] -> [M, N]

@@ -1,4 +1,4 @@
-"""The tensors behind the pages: K and V of every layer, and the moves that a commit needs.
+"""The tensors behind the pages: K and V of every layer, hidden states that drafters read, and a commit's moves.
 
 The cache begins as zeros: a reader that masks weights but not values would otherwise multiply 0 by whatever NaN lay in
 fresh memory. On the CPU the zeros are the operating system's own, untouched until a page is first written, so an idle
@@ -59,6 +59,7 @@ class KVCache:
     """K and V of all layers in pages of `page_size` slots. Slot = page * page_size + offset; pages are a `PagePool`'s.
 
     Layers whose entries have one shape lie in one tensor, so moving entries is one gather and one scatter for all.
+    features: so many numbers of a token's hidden states are kept beside K and V.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        features: int = 0,
     ) -> None:
         self.layers = tuple(layers)
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
+        self.features = _zeros((num_pages * page_size, features), dtype, device) if features else None  # [slots, F]
         slots = num_pages * page_size
         sides = [(shape.kv_heads, dim) for shape in layers for dim in (shape.key_dim, shape.value_dim)]
         self._planes = {
@@ -84,12 +87,13 @@ class KVCache:
         self._keys, self._values = views[0::2], views[1::2]
 
     @staticmethod
-    def bytes_per_page(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
-        return sum(shape.numel for shape in layers) * page_size * dtype.itemsize
+    def bytes_per_page(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype, features: int = 0) -> int:
+        return (sum(shape.numel for shape in layers) + features) * page_size * dtype.itemsize
 
     @property
     def bytes(self) -> int:
-        return self.num_pages * self.bytes_per_page(self.layers, self.page_size, self.dtype)
+        features = 0 if self.features is None else self.features.shape[1]
+        return self.num_pages * self.bytes_per_page(self.layers, self.page_size, self.dtype, features)
 
     def keys(self, layer: int) -> Tensor:
         """The layer's keys, all slots."""  # [slots, kv_heads, key_dim]
@@ -102,7 +106,8 @@ class KVCache:
     @property
     def planes(self) -> tuple[Tensor, ...]:
         """All of it, in as few tensors as the layers' shapes allow."""  # each [P, slots, kv_heads, dim]
-        return tuple(self._planes.values())
+        kept = tuple(self._planes.values())
+        return kept if self.features is None else (*kept, self.features[None, :, None])
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k [N, kv_heads, key_dim] and v [N, kv_heads, value_dim] into slots [N]."""
@@ -118,7 +123,7 @@ class KVCache:
             src, dst = src[moving], dst[moving]
             if not src.numel():
                 return
-        for planes in self._planes.values():
+        for planes in self.planes:
             planes.index_copy_(1, dst, planes.index_select(1, src))
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -129,7 +134,7 @@ class KVCache:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero these pages: what a request that met NaN must do before it gives them back."""
         if pages:
-            for planes in self._planes.values():
+            for planes in self.planes:
                 planes.index_fill_(1, self._slots_of(pages), 0)
 
     def _slots_of(self, pages: Sequence[int]) -> Tensor:  # [len(pages) * page_size]

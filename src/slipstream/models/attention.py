@@ -25,6 +25,7 @@ from slipstream.kernels.attention import Span, paged_attention, visible_rows
 from slipstream.kernels.rotary import Rotary
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import PassBatch
+from slipstream.models.taps import Taps
 from slipstream.models.traits import AttentionTraits, MaskRule
 
 NAME = "slipstream"
@@ -49,11 +50,33 @@ _running: ContextVar[PassContext] = ContextVar("slipstream_pass")
 class PassContext:
     """One pass on its way through the layers: where keys lie, who sees whom. Writes K and V, commits nothing."""
 
+    taps: Taps = Taps()  # the hidden states that are kept in the cache's features
     _rotary: Rotary | None = None  # the same for all layers of a pass
 
     def __init__(self, batch: PassBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
+
+    @property
+    def slots(self) -> Tensor:
+        """Where the rows go in the cache."""  # [N]
+        return self.batch.slots
+
+    def keep(self, depth: int, hidden: Tensor) -> None:
+        """The residual stream [N, D] after so many layers: goes to the cache where somebody wants it."""
+        if depth in self.taps.layers:
+            self._keep(self.taps.layers.index(depth), hidden)
+
+    def keep_normed(self, hidden: Tensor) -> None:
+        """The same behind the last norm."""
+        if self.taps.normed:
+            self._keep(len(self.taps.layers), hidden)
+
+    def _keep(self, place: int, hidden: Tensor) -> None:
+        features, width = self.cache.features, hidden.shape[1]
+        assert features is not None
+        columns = features[:, place * width : (place + 1) * width]
+        columns.index_copy_(0, self.slots, hidden.to(features.dtype))
 
     @cached_property
     def spans(self) -> list[Span]:

@@ -8,7 +8,8 @@ runs through all layers without coming back to Python. Prompts, which bring more
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,8 +63,6 @@ class CompiledTrunk:
             heads=first.heads,
             kv_heads=first.kv_heads,
             head_dim=first.head_dim,
-            num_layers=len(layers),
-            layers=self._layers.ctypes.data,
             last_norm=last.weight.data_ptr(),
             last_eps=float(last.eps),
             **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
@@ -115,8 +114,25 @@ class CompiledTrunk:
             pages=at + 4 * width,
             page_size=cache.page_size,
         )
-        self._code.run_pass(job, batch.num_rows)
+        self._code.run_pass(self._stretches(current, x), batch.num_rows)
+        current.keep(len(self._layers), x)
+        current.keep_normed(out)
         return out
+
+    def _stretches(self, current: PassContext, x: Tensor) -> Iterator[np.ndarray[Any, np.dtype[np.void]]]:
+        """The pass from one layer whose hidden states are kept to the next: mostly all layers at once.
+
+        A stretch ends as the pass does: everything is added to x, and its norm is made, which the next overwrites.
+        """
+        size = len(self._layers)
+        wanted = sorted({depth for depth in current.taps.layers if 0 < depth < size})
+        current.keep(0, x)
+        for first, end in pairwise((0, *wanted, size)):
+            at = self._layers.ctypes.data + first * self._layers.itemsize
+            _fill(self._job, layers=at, num_layers=end - first)
+            yield self._job
+            if end < size:
+                current.keep(end, x)
 
     def _use(self, cache: KVCache) -> None:
         for record, layer in zip(self._layers, self._indices, strict=True):

@@ -26,6 +26,10 @@ class DevicePass(PassContext):
         self.cache = cache
         self.wide = wide and layout.ancestors is None
 
+    @property
+    def slots(self) -> Tensor:
+        return self.layout.slots
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
         self.cache.write(layer, self.layout.slots, key, value)
         return self.attend_written(layer, query.contiguous(), traits)

@@ -98,9 +98,12 @@ class FusedTrunk(nn.Module):
         if self.compiled is not None and self.compiled.serves(current):
             x = self.compiled.run(x, current, position_embeddings)
         else:
-            for run in self._runs:
+            for depth, run in enumerate(self._runs):
+                current.keep(depth, x)
                 x = run(x, current, position_embeddings)
+            current.keep(len(self._runs), x)
             x = self.norm(x)
+            current.keep_normed(x)
         return BaseModelOutputWithPast(last_hidden_state=x[None])
 
     def get_input_embeddings(self) -> nn.Module:

@@ -124,6 +124,7 @@ class GpuLayer:
     ) -> Tensor:  # [splits, N, D] fp32, still to be added to x
         layout, cache = current.layout, current.cache
         normed = add_norm(x, delta, self.input_norm, self.norm_eps[0], overlap=overlap)
+        current.keep(self.index, x)
         query = rotary_write(
             self.qkv.runs(normed, overlap),
             cos,
@@ -187,10 +188,15 @@ class GpuTrunk(nn.Module):
         current.prepare(self._heads)
         x = self.embed_tokens(input_ids[0])
         way = self._by_layers
-        if overlap and self._relayed is not None and self._relayed.takes(x.shape[0], current.layout, way):
-            way = self._relayed.run
+        inside = any(0 < depth < len(self._layers) for depth in current.taps.layers)  # a relay tells nothing before
+        if overlap and self._relayed is not None and not inside:  # its end
+            if self._relayed.takes(x.shape[0], current.layout, way):
+                current.keep(0, x)
+                way = self._relayed.run
         x, delta = way(x, current, position_ids[0])
         hidden = add_norm(x, delta, self.norm.weight, self._norm_eps, overlap=overlap)
+        current.keep(len(self._layers), x)
+        current.keep_normed(hidden)
         return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, hidden[None]))
 
     def _by_layers(self, x: Tensor, current: DevicePass, positions: Tensor) -> tuple[Tensor, Tensor]:

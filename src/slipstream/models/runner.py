@@ -28,6 +28,8 @@ from slipstream.models.gpu import WIDE_ROWS
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.reads import Reads
 from slipstream.models.support import check_supported
+from slipstream.models.taps import Taps
+from slipstream.models.tapped import hook
 
 
 class Runner:
@@ -39,6 +41,7 @@ class Runner:
         self.vocab_size = cast(int, model.get_output_embeddings().weight.shape[0])
         self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.swaps = "none"
+        self.taps = Taps()  # hidden states that passes keep in the cache
         self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
         self.shares_wide = False  # prompts of more rows may share a pass
         self.reads: Reads | None = None
@@ -62,8 +65,20 @@ class Runner:
     def dtype(self) -> torch.dtype:
         return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
+    def tap(self, taps: Taps) -> None:
+        """From now on caches have room for these hidden states, and passes write them there. Called once."""
+        taps.check(len(self.layers))
+        self.taps = taps
+        if taps and not any(isinstance(module, (fuse.FusedTrunk, gpu.GpuTrunk)) for module in self.model.modules()):
+            hook(self.model, len(self.layers))
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers of a token's hidden states that the cache keeps."""
+        return self.taps.width(cast(int, self.config.hidden_size))
+
     def new_cache(self, num_pages: int, page_size: int) -> KVCache:
-        return KVCache(self.layers, num_pages, page_size, self.dtype, self.device)
+        return KVCache(self.layers, num_pages, page_size, self.dtype, self.device, self.feature_width)
 
     def forward(self, batch: PassBatch, cache: KVCache) -> Tensor:  # [R, V] fp32
         """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""
@@ -136,6 +151,7 @@ class Runner:
         return context
 
     def _call(self, context: PassContext, ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
+        context.taps = self.taps
         picked = {} if rows is None or not self._picks_rows else {"logits_to_keep": rows}
         with attention.running(context):
             out = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **picked)
