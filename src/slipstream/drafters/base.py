@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.models.batch import PassBatch
 from slipstream.models.taps import Taps, TapView
 from slipstream.sampling.table import Features, SamplingTable
+
+if TYPE_CHECKING:
+    from slipstream.models.runner import Runner  # brings all of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,18 @@ class DraftRequest:
     params: SamplingParams
     slot: int  # the request's row in the engine's static tensors
     prediction: Sequence[int] = ()  # the user's own guess at the answer, as tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a drafter that is named may be made of."""
+
+    path: str | None  # as the user gave it behind the name
+    model_path: Path  # the target's folder
+    tokenizer: Any  # the target's
+    resolve: Callable[[str], Path]  # where a model lies that is named as users name them; fetches it
+    load_tokenizer: Callable[[Path], Any]
+    open_runner: Callable[[Path], Runner]  # another model beside the target, checked and swapped as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,15 @@ class Drafter(ABC):
     needs: ClassVar[Needs] = Needs()
     default_draft_tokens: ClassVar[int] = 5
     max_positions: int | None = None  # the longest context it can draft in; None: any
+
+    @classmethod  # noqa: B027
+    def check(cls, opening: Opening) -> None:
+        """Refuse what cannot be opened, as far as that can be seen before any weights are read."""
+
+    @classmethod
+    def open(cls, opening: Opening, target: Runner) -> Drafter:
+        """Make it for this target. Those with weights load them here."""
+        return cls()
 
     def start(self, request: DraftRequest) -> None:  # noqa: B027 - most drafters need not know
         """A request was admitted: its prompt is known, and computed in the rounds to come."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft
 from slipstream.core.errors import DrafterError
 from slipstream.core.verdict import Verdict
-from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Needs, Services
+from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Needs, Opening, Services
 from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
@@ -45,12 +46,27 @@ class ModelDrafter(DeviceDrafter):
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self.weights_bytes = runner.weights_bytes
         self.max_positions = runner.max_positions
         # ids from here on are a wider target's padding: should one come, the draft reads another, and guesses badly
         self._known_ids = cast(Tensor, runner.model.get_input_embeddings().weight).shape[0]
         self._services: Services | None = None
         self._cache: KVCache | None = None
         self._progress: dict[str, _Progress] = {}
+
+    @classmethod
+    def check(cls, opening: Opening) -> None:
+        own: Any = opening.load_tokenizer(cls._folder(opening))
+        cls.check_vocabulary(own.get_vocab(), opening.tokenizer.get_vocab())
+
+    @classmethod
+    def open(cls, opening: Opening, target: Runner) -> ModelDrafter:
+        return cls(opening.open_runner(cls._folder(opening)))
+
+    @staticmethod
+    def _folder(opening: Opening) -> Path:
+        assert opening.path is not None  # it is registered as one that takes a path
+        return opening.resolve(opening.path)
 
     @staticmethod
     def check_vocabulary(own: dict[str, int], targets: dict[str, int]) -> None:
@@ -65,6 +81,9 @@ class ModelDrafter(DeviceDrafter):
             f"the draft's vocabulary ({len(own)} tokens) is not the target's ({len(targets)}): "
             f"{example or 'it has more'}. Use a draft model with the target's tokenizer"
         )
+
+    def page_bytes(self, page_size: int) -> int:
+        return KVCache.bytes_per_page(self.runner.layers, page_size, self.runner.dtype)
 
     def attach(self, services: Services) -> None:
         self._services = services

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 
 from slipstream.core.errors import ConfigError
 from slipstream.drafters import DrafterSpec, drafter_factory, parse_spec
-from slipstream.drafters.base import Drafter
-from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import plan_memory
@@ -64,18 +64,26 @@ def build(
         )
 
     tokenizer: Any = load_tokenizer(path, trust_remote_code)
-    draft_paths = {
-        choice: _draft_path(choice, tokenizer, progress, trust_remote_code)
-        for choice in choices
-        if isinstance(choice, DrafterSpec) and drafter_factory(choice.name) is ModelDrafter
-    }
+    opening = Opening(
+        path=None,
+        model_path=path,
+        tokenizer=tokenizer,
+        resolve=cache(lambda name: resolve(name, progress, trust_remote_code=trust_remote_code)),
+        load_tokenizer=lambda folder: load_tokenizer(folder, trust_remote_code),
+        open_runner=open_runner,
+    )
+    for choice in choices:
+        kind = _class_of(choice)
+        if kind is not None and isinstance(choice, DrafterSpec):
+            kind.check(replace(opening, path=choice.path))
     target = open_runner(path)
     drafters: dict[str, Drafter] = {}
     for choice in choices:
+        kind = _class_of(choice)
         if isinstance(choice, Drafter):
             made = choice
-        elif choice in draft_paths:
-            made = ModelDrafter(open_runner(draft_paths[choice]))
+        elif kind is not None:
+            made = kind.open(replace(opening, path=choice.path), target)
         else:
             made = drafter_factory(choice.name)()
         if not getattr(made, "name", None):
@@ -86,7 +94,7 @@ def build(
     default = next(iter(drafters), None)
     if "prediction" not in drafters and drafters:  # costs nothing until a request brings a prediction
         drafters["prediction"] = drafter_factory("prediction")()
-    drafts = [d.runner for d in drafters.values() if isinstance(d, ModelDrafter)]
+    drafts = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]
     plan = plan_memory(target, drafts, config)
     given: dict[str, Any] = {"default_drafter": default, "plan": plan, "config": config, "decoder": tokenizer}
     if config.rounds == "queued" or (config.rounds is None and has_kernels(where)):
@@ -96,13 +104,10 @@ def build(
     return Built(engine, tokenizer, path, _eos_ids(target, tokenizer))
 
 
-def _draft_path(spec: DrafterSpec, tokenizer: Any, progress: Progress | None, trust_remote_code: bool) -> Path:
-    """Where the draft model lies. A vocabulary that does not fit is refused here, before any weights are read."""
-    assert spec.path is not None  # `parse_spec` refuses one without
-    path = resolve(spec.path, progress, trust_remote_code=trust_remote_code)
-    own: Any = load_tokenizer(path, trust_remote_code)
-    ModelDrafter.check_vocabulary(own.get_vocab(), tokenizer.get_vocab())
-    return path
+def _class_of(choice: DrafterSpec | Drafter) -> type[Drafter] | None:
+    """The class of a drafter that is named, which knows how to open one; None: a mere function makes it."""
+    factory = drafter_factory(choice.name) if isinstance(choice, DrafterSpec) else None
+    return factory if isinstance(factory, type) and issubclass(factory, Drafter) else None
 
 
 def _listed(drafter: DrafterChoice) -> Iterable[str | Drafter]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from slipstream.engine.text import Decoder
 from slipstream.kv.cache import compaction
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.models.runner import Runner
+from slipstream.models.taps import Taps, TapView
 from slipstream.plan.cost import PassCost
 from slipstream.plan.planner import AdaptivePlanner, Planner
 from slipstream.sampling.choose import choose
@@ -67,6 +68,8 @@ class Engine:
         self.config = config
         self.plan = plan
         self.pool = PagePool(plan.num_pages, config.page_size)
+        on_device = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]
+        target.tap(Taps.union([drafter.taps for drafter in on_device]))
         self.cache = target.new_cache(plan.num_pages + self.spare, config.page_size)
         self.sampling = SamplingTable(config.max_num_seqs + self.spare, target.vocab_size, target.device)
         self.scheduler = Scheduler(
@@ -99,9 +102,10 @@ class Engine:
             config.batch_tokens(target.device.type),
             plan.num_pages + self.spare,
         )
-        for drafter in drafters.values():
-            if isinstance(drafter, DeviceDrafter):
-                drafter.attach(services)
+        features = self.cache.features
+        for drafter in on_device:
+            view = TapView.of(drafter.taps, target.taps, features) if drafter.taps and features is not None else None
+            drafter.attach(replace(services, taps=view))
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:
         return ChunkRule(max_rows)

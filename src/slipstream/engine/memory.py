@@ -12,12 +12,14 @@ import torch
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import CapacityError, InvalidRequest
+from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.config import EngineConfig
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
 from slipstream.models.gpu import SHARED_ROWS
 from slipstream.models.runner import Runner
+from slipstream.models.taps import Taps
 
 _CPU_DEFAULT = 2**31
 _CPU_SHARE = 0.5
@@ -35,7 +37,7 @@ class MemoryPlan:
 
     weights_bytes: int
     draft_weights_bytes: int
-    cache_bytes: int  # target and draft caches
+    cache_bytes: int  # target and draft caches, hidden states included
     workspace_bytes: int  # logits of the largest pass
     num_pages: int
     max_model_len: int
@@ -57,7 +59,7 @@ class MemoryPlan:
         )
 
 
-def plan_memory(target: Runner, drafts: Sequence[Runner], config: EngineConfig) -> MemoryPlan:
+def plan_memory(target: Runner, drafts: Sequence[DeviceDrafter], config: EngineConfig) -> MemoryPlan:
     """Divide the budget into workspace and pages. Raises `CapacityError` where what was asked for does not fit."""
     budget = _budget(target.device) if config.memory is None else config.memory
     workspace = config.draft_rows * target.vocab_size * 4 * _LOGIT_COPIES
@@ -88,8 +90,11 @@ def plan_memory(target: Runner, drafts: Sequence[Runner], config: EngineConfig) 
     )
 
 
-def _page_bytes(target: Runner, drafts: Sequence[Runner], config: EngineConfig) -> int:
-    return sum(KVCache.bytes_per_page(r.layers, config.page_size, r.dtype) for r in (target, *drafts))
+def _page_bytes(target: Runner, drafts: Sequence[DeviceDrafter], config: EngineConfig) -> int:
+    """Of the target's cache, with the hidden states that drafters read, and of the drafters' own."""
+    features = target.width_of(Taps.union([draft.taps for draft in drafts]))
+    own = KVCache.bytes_per_page(target.layers, config.page_size, target.dtype, features)
+    return own + sum(draft.page_bytes(config.page_size) for draft in drafts)
 
 
 def _attention_bytes(target: Runner, config: EngineConfig) -> int:

@@ -188,16 +188,19 @@ class GpuTrunk(nn.Module):
         current.prepare(self._heads)
         x = self.embed_tokens(input_ids[0])
         way = self._by_layers
-        inside = any(0 < depth < len(self._layers) for depth in current.taps.layers)  # a relay tells nothing before
-        if overlap and self._relayed is not None and not inside:  # its end
-            if self._relayed.takes(x.shape[0], current.layout, way):
-                current.keep(0, x)
-                way = self._relayed.run
+        relayed = None if not overlap or self._reads_inside(current) else self._relayed
+        if relayed is not None and relayed.takes(x.shape[0], current.layout, way):
+            current.keep(0, x)
+            way = relayed.run
         x, delta = way(x, current, position_ids[0])
         hidden = add_norm(x, delta, self.norm.weight, self._norm_eps, overlap=overlap)
         current.keep(len(self._layers), x)
         current.keep_normed(hidden)
         return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, hidden[None]))
+
+    def _reads_inside(self, current: DevicePass) -> bool:
+        """Does somebody want hidden states of inner layers? A relay gives none before its end."""
+        return any(0 < depth < len(self._layers) for depth in current.taps.layers)
 
     def _by_layers(self, x: Tensor, current: DevicePass, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The rows after all layers, and the last product's runs, still to be added to them."""

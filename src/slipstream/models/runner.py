@@ -28,8 +28,8 @@ from slipstream.models.gpu import WIDE_ROWS
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.reads import Reads
 from slipstream.models.support import check_supported
-from slipstream.models.taps import Taps
 from slipstream.models.tapped import hook
+from slipstream.models.taps import Taps
 
 
 class Runner:
@@ -66,19 +66,22 @@ class Runner:
         return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
     def tap(self, taps: Taps) -> None:
-        """From now on caches have room for these hidden states, and passes write them there. Called once."""
+        """From now on caches have room for these hidden states, and passes write them there."""
         taps.check(len(self.layers))
-        self.taps = taps
-        if taps and not any(isinstance(module, (fuse.FusedTrunk, gpu.GpuTrunk)) for module in self.model.modules()):
+        known, self.taps = self.taps, taps
+        if (
+            taps
+            and not known
+            and not any(isinstance(module, (fuse.FusedTrunk, gpu.GpuTrunk)) for module in self.model.modules())
+        ):
             hook(self.model, len(self.layers))
 
-    @property
-    def feature_width(self) -> int:
-        """Numbers of a token's hidden states that the cache keeps."""
-        return self.taps.width(cast(int, self.config.hidden_size))
+    def width_of(self, taps: Taps) -> int:
+        """Numbers of a token's hidden states that the cache keeps for them."""
+        return taps.width(cast(int, self.config.hidden_size))
 
     def new_cache(self, num_pages: int, page_size: int) -> KVCache:
-        return KVCache(self.layers, num_pages, page_size, self.dtype, self.device, self.feature_width)
+        return KVCache(self.layers, num_pages, page_size, self.dtype, self.device, self.width_of(self.taps))
 
     def forward(self, batch: PassBatch, cache: KVCache) -> Tensor:  # [R, V] fp32
         """One pass. Writes the rows' K and V into the cache at `batch.slots`, and commits nothing."""

@@ -5,7 +5,7 @@ A fused trunk keeps them itself. Here hooks do: before the first layer, behind e
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,14 +16,19 @@ from slipstream.models.attention import running_pass
 
 def hook(model: PreTrainedModel, num_layers: int) -> None:
     """From now on passes of this model keep what their taps ask for."""
-    trunk = cast(nn.Module, model.base_model)
-    found = [part for part in trunk.modules() if isinstance(part, nn.ModuleList) and _holds_layers(part, num_layers)]
+    found = [
+        (trunk, part)
+        for trunk in model.modules()
+        for part in trunk.children()
+        if isinstance(part, nn.ModuleList) and _holds_layers(part, num_layers)
+    ]
     if len(found) != 1:
         raise UnsupportedModel(
             f"{type(model).__name__}: its {num_layers} decoder layers are not one list, so hidden states cannot be "
             "read from it; use a drafter that needs none (ngram, suffix, model)"
         )
-    for depth, layer in enumerate(found[0]):
+    trunk, layers = found[0]
+    for depth, layer in enumerate(layers):
         if not depth:
             layer.register_forward_pre_hook(_before, with_kwargs=True)
         layer.register_forward_hook(_Behind(depth + 1))
