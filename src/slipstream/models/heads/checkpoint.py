@@ -1,0 +1,152 @@
+"""The files of a head, read and held to account: what is missing, left over or misshapen is said before serving.
+
+A head is small and comes from anywhere: trainers name its tensors differently, leave some to the target, and save as
+safetensors or as pickles. Here a folder becomes tensors under the names that its files have; what these must be is
+for the layouts to say.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream.core.errors import DrafterError, ModelError
+from slipstream.models.headers import read_header, weight_files
+from slipstream.models.runner import Runner
+
+_PICKLES = ("pytorch_model.bin", "model.bin", "pytorch_model.pt", "model.pt")
+_AGAIN = "Fetch the head again, or correct its config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a head must fit."""
+
+    hidden: int
+    vocab: int
+    layers: int
+    max_positions: int
+
+    @staticmethod
+    def of(target: Runner) -> TargetShape:
+        hidden = cast(int, target.config.hidden_size)
+        return TargetShape(hidden, target.vocab_size, len(target.layers), target.max_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """A head's folder: its configuration, and its tensors under their own names."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @staticmethod
+    def read(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
+        """Everything in `folder`. pickles, safetensors: further names that its weights may have."""
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")
+        return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{file} is missing: a head's folder has config.json and its weights") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON ({error}). Fetch the file again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file}: must hold an object, not {type(found).__name__}. Fetch the file again")
+    return found
+
+
+def read_tensors(
+    folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()
+) -> dict[str, Tensor]:  # on the CPU
+    """The weights in `folder`: safetensors where there are some, else a pickle, which may hold tensors only."""
+    files = weight_files(folder) or [folder / name for name in safetensors if (folder / name).is_file()][:1]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        read_header(file)  # notices damage, and names the file
+        tensors.update(load_file(file))
+    if files:
+        return tensors
+    for name in pickles:
+        if (folder / name).is_file():
+            return _unpickled(folder / name)
+    names = ", ".join(("model.safetensors", *safetensors, *pickles))
+    raise ModelError(f"{folder}: no weights; one of these files must be there: {names}")
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{file}: holds more than tensors, or is damaged; loading it could run code, so it is refused "
+            f"({str(error).splitlines()[0]}). Use a checkpoint in safetensors"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ModelError(
+            f"{file}: damaged or cut short ({str(error).splitlines()[0]}); fetch the file again"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise ModelError(f"{file}: must hold a dictionary of tensors. Use a checkpoint of the head's weights alone")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def check_tensors(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    spelled: Callable[[str], str] = str,
+) -> None:
+    """Raise `ModelError` unless these are the tensors that the configuration asks for, each in its shape.
+
+    spelled: how a name is written in the files, where ours differ.
+    """
+    known = {**wanted, **optional}
+    missing = [f"{spelled(name)} {list(shape)}" for name, shape in wanted.items() if name not in tensors]
+    strange = [f"{spelled(name)} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in known]
+    misshapen = [
+        f"{spelled(name)} {list(tensors[name].shape)} instead of {list(shape)}"
+        for name, shape in known.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    problems = [
+        f"{what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        for what, names in (("missing", missing), ("of the wrong shape", misshapen), ("unknown", strange))
+        if names
+    ]
+    if problems:
+        raise ModelError(f"{folder}: the head's tensors do not fit its config.json; {'; '.join(problems)}. {_AGAIN}")
+
+
+def number(config: Mapping[str, Any], key: str, folder: Path, otherwise: int | None = None) -> int:
+    """A whole positive number of the configuration; `otherwise` where it is not there."""
+    found = config.get(key)
+    if found is None:
+        found = otherwise
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ModelError(f"{folder / 'config.json'}: {key}={found!r}, must be a positive whole number. {_AGAIN}")
+    return found
+
+
+def check_target(folder: Path, what: str, found: int, target: int) -> None:
+    """Raise `DrafterError` where a head was made for another target."""
+    if found != target:
+        raise DrafterError(
+            f"{folder}: the head was made for a target with {what} {found}, this one has {target}. "
+            "Use a head that was trained for this target"
+        )
