@@ -15,9 +15,8 @@ from slipstream.core.errors import CapacityError, InvalidRequest
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.config import EngineConfig
 from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.paged import SPLIT_KEYS
+from slipstream.kernels.paged import kept_bytes
 from slipstream.kv.cache import KVCache
-from slipstream.models.gpu import SHARED_ROWS
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
@@ -98,13 +97,10 @@ def _page_bytes(target: Runner, drafts: Sequence[DeviceDrafter], config: EngineC
 
 
 def _attention_bytes(target: Runner, config: EngineConfig) -> int:
-    """What attention keeps of the runs of a long context until they are added up, in the largest pass."""
+    """What attention keeps of the runs of a long context until they are added up."""
     longest = (config.max_model_len or target.max_positions) + 1 + MAX_NODES
-    # without queued rounds prompts come beside decodes, in passes like theirs
-    shared = config.batch_tokens(target.device.type) if config.rounds == "eager" else SHARED_ROWS
-    rows = max(config.draft_rows, shared)
-    runs = -(-longest // SPLIT_KEYS)
-    return rows * runs * target.query_size * 4 if runs > 1 else 0
+    heads = target.query_heads
+    return max(kept_bytes(heads, shape.kv_heads, shape.value_dim, longest) for shape in target.layers)
 
 
 def _too_little(config: EngineConfig, budget: int, workspace: int, page: int, room: int) -> str:

@@ -16,6 +16,10 @@ from slipstream.core.errors import RequestError
 from slipstream.engine.state import Answer, Phase
 from slipstream.kv.pages import OutOfPages, PageCopy, PagePool, PageTable
 
+_PASSES = 4
+"""Passes over prompts between two rounds, where they are passes of their own: one request's has one of them, but those
+that came together shall decode together, and every round that some of them miss is one more for all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -72,7 +76,7 @@ class OwnChunks(ChunkRule):
     wide_together: int = 0  # rows of chunks larger than lonely ones that share a pass; 0: none do
 
     def room(self, decodes: int) -> int:
-        return self.max_rows  # chunks and decodes have passes of their own
+        return _PASSES * self.max_rows  # chunks and decodes have passes of their own
 
     def rows(self, answer: Answer, room: int) -> int:
         start, last = answer.cached, answer.prompt_length - 1

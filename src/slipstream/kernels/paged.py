@@ -17,15 +17,18 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.paged_keys import read_run, touch_pages
+from slipstream.kernels.paged_keys import read_run
 from slipstream.kernels.softmax import LOG2_E, finish, join
 
 SPLIT_KEYS = 512
 """Keys that one program reads at most: fixed, because it is part of the order in which a row is added up."""
 
 _MANY_PROGRAMS = 264
-"""With fewer, two a multiprocessor or less, each reads ahead, and each run has its own. More of them wait for the
-memory side by side, and read all runs themselves: programs for runs that nobody has would only be in the way."""
+"""With fewer, two a multiprocessor or less, each reads further ahead. More of them wait for the memory side by side."""
+
+_MOST_RUNS = 16384
+"""Where many programs would have more runs than these together, each reads all of its own: what they keep until it is
+added up would grow with the context."""
 
 
 @jit(sizes=["N", "P", "W"], pointers=["positions_ptr", "pages_ptr"])
@@ -96,13 +99,7 @@ def _attend_kernel(
         pages = pages_ptr + lane.to(tl.int64) * P
         keys = keys_ptr + kv_head * D + d_range[None, :]
         values = values_ptr + kv_head * D + d_range[None, :]
-        if OVERLAP:
-            # The layout of the pass is older than the kernel before this one: only what that wrote is awaited. Until
-            # then keys and values of a run come as far as the L2 cache; those not written yet do no harm there.
-            touch_pages(
-                keys_ptr + kv_head * D, values_ptr + kv_head * D, pages, split * SPLIT,
-                tl.minimum(length, (split + 1) * SPLIT), H_KV, D, PAGE, BLOCK_KEYS, INDEX,
-            )  # fmt: skip
+        if OVERLAP:  # the layout of the pass is older than the kernel before this one: only what that wrote is awaited
             tl.extra.cuda.gdc_wait()
         q = tl.load(query_ptr + q_place[:, None] + d_range[None, :], mask=q_real[:, None] & d_real[None, :], other=0.0)
         if SERIAL:
@@ -177,14 +174,16 @@ def _launch(
     tiles = layout.tiles(block_q // group)
     block_keys = block_keys_of(dim, query.element_size())
     own = layout.own(block_keys)
-    serial = tiles.shape[0] * kv_heads >= _MANY_PROGRAMS
-    splits = 1 if serial else triton.cdiv(layout.max_keys, SPLIT_KEYS)
+    programs, splits = tiles.shape[0] * kv_heads, triton.cdiv(layout.max_keys, SPLIT_KEYS)
+    serial = programs >= _MANY_PROGRAMS and programs * splits > _MOST_RUNS
+    if serial:
+        splits = 1
     out = torch.empty_like(query)
     part = part_max = part_sum = count = out  # not read where one program sees all keys
     if splits > 1:
         part = torch.empty((splits, rows, heads, dim), dtype=torch.float32, device=query.device)
         part_max, part_sum = torch.empty((2, splits, rows, heads), dtype=torch.float32, device=query.device).unbind(0)
-        count = _counters(query.device, tiles.shape[0] * kv_heads)
+        count = _counters(query.device, programs)
     _attend_kernel[(tiles.shape[0], kv_heads, splits)](
         query, keys, values, out, part, part_max, part_sum, count, sinks, tiles, layout.positions,
         layout.lengths, layout.pages, own, rows, layout.pages.shape[1], 0 if own is None else own.shape[1],
@@ -195,7 +194,7 @@ def _launch(
         WINDOW=window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", OVERLAP=overlap,
         SERIAL=serial, INDEX=tl.int32 if keys.numel() < 2**31 else tl.int64,
-        STAGES=5 if tiles.shape[0] * kv_heads * splits <= _MANY_PROGRAMS else 3, num_warps=4, launch_pdl=overlap,
+        STAGES=5 if programs * splits <= _MANY_PROGRAMS else 3, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
@@ -216,8 +215,15 @@ def prepare(layout: RowLayout, heads: int, keys: Tensor) -> None:
         layout.own(block_keys_of(keys.shape[2], keys.element_size()))
 
 
+def kept_bytes(heads: int, kv_heads: int, dim: int, max_keys: int) -> int:
+    """What a launch keeps of its runs until they are added up, at most, however many rows it has."""
+    splits = -(-max_keys // SPLIT_KEYS)
+    most = max(_MANY_PROGRAMS * splits, _MOST_RUNS)
+    return most * block_q_of(heads // kv_heads) * dim * 4 if splits > 1 else 0
+
+
 def block_q_of(group: int) -> int:
-    return int(max(16, triton.next_power_of_2(group)))
+    return max(16, 1 << (group - 1).bit_length())
 
 
 def attend_twin(

@@ -22,6 +22,7 @@ from slipstream.kernels.jit import TensorDescriptor, is_recording, jit, on_gpu, 
 from slipstream.kernels.silu_mul import gated as silu_gated
 
 _MULTIPROCESSORS = 132
+_LONG = 512  # rows of a product that takes a device longer than a host to launch it
 _SPARE_BYTES = 2048  # shared memory for everything but tiles
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if tl is not None else {}
 
@@ -53,13 +54,14 @@ class Tile:
         elif rows <= 64:
             tile = Tile(64, 64 if gated else 128, 64, 4, 4, tma)
         elif tma:
-            tile = Tile(128, 128 if gated else 256, 64, 4, 8, tma=True, flip=True)
+            tile = Tile(128, 128 if gated else 256, 64, 3, 8, tma=True, flip=True)
         else:
             tile = Tile(128, 64 if gated else 128, 64, 4, 8)
         block_n, block_k, stages = tile.block_n, tile.block_k, tile.stages
         if size == 4:
             block_n, block_k, stages = 64, 32, 2
-        block_k = min(block_k, _step(k) or block_k)
+        # two steps a run at least, whatever the tile: a compiler may add a single one to what is summed already
+        block_k = min(block_k, _step(k) or block_k, max(16, _power_below(k // splits)))
         few = -(-n // 64) * splits <= _MULTIPROCESSORS
         if few:
             block_n = 64
@@ -76,13 +78,19 @@ def _step(k: int) -> int | None:
     return next((b for b in (128, 64, 32, 16) if k % b == 0), None)
 
 
+def _power_below(size: int) -> int:
+    """The largest power of two that is less than the size."""
+    return 1 << max(0, (size - 1).bit_length() - 1)
+
+
 def splits_of(n: int, k: int) -> int:
     """In how many runs a product by a weight [N, K] is summed: as many as keep a GPU busy at one row."""
     block_k = _step(k)
     if block_k is None:
         return 1
     tiles = -(-n // 64)
-    return max(s for s in (1, 2, 3, 4) if k % (s * block_k) == 0 and (s == 1 or tiles * s <= 3 * _MULTIPROCESSORS))
+    enough = [s for s in (2, 3, 4) if k % (s * block_k) == 0 and k // s > 16 and tiles * s <= 3 * _MULTIPROCESSORS]
+    return max(enough, default=1)
 
 
 @jit(sizes=["M"])
@@ -130,11 +138,10 @@ def _linear_kernel(
     if FLIP:
         rows_at, columns_at = rows[:, None], columns[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     else:
         rows_at, columns_at = rows[None, :], columns[:, None]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros(total.shape, tl.float32)
     real = rows[None, :] < M
     if not TMA:
         x_tile = x_ptr + rows[None, :].to(tl.int64) * K + steps[:, None]
@@ -143,8 +150,13 @@ def _linear_kernel(
     if HAS_BIAS:
         safe_at = tl.where(columns_at < N, columns_at, 0)
         bias = tl.load(bias_ptr + safe_at).to(tl.float32)
+        if GATED:
+            up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
     for run in range(SPLITS if WHOLE else 1):
         acc = tl.zeros(total.shape, tl.float32)
+        if HAS_BIAS:
+            # first of all: what is added behind a product might be added before it after all, in some tiles
+            acc += tl.where(split + run == 0, bias, 0.0)
         for k in range(start + run * RUN, start + run * RUN + RUN, BLOCK_K):
             if TMA:
                 x = tl.trans(x_ptr.load([first_row, k]))
@@ -170,14 +182,9 @@ def _linear_kernel(
                     up = tl.dot(tl.trans(x), tl.trans(v), up, input_precision=PRECISION)
                 else:
                     up = tl.dot(v, x, up, input_precision=PRECISION)
-        if HAS_BIAS:
-            # in the first run, whoever sums it: the others are added behind it, here or by the next kernel
-            acc += tl.where(split + run == 0, bias, 0.0)
         total = acc if SPLITS == 1 or not WHOLE else total + acc
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_BIAS and GATED:
-        up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
     if GATED:
         total = silu_gated(total.to(KIND).to(tl.float32), up.to(KIND).to(tl.float32), KIND)
     place = out_ptr + split.to(tl.int64) * M * N + rows_at.to(tl.int64) * N + columns_at
@@ -234,10 +241,10 @@ def _launch(
 ) -> Tensor:
     m, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    # a descriptor takes the host as long as a launch: worth it where it is done once
+    # a descriptor takes the host as long as a launch: worth it where it is done once, or the device takes longer still
     aligned = not (x.data_ptr() | weight.data_ptr()) % 16 and k % 64 == 0 and x.element_size() == 2
     one_tile = (x.device.type, x.dtype) in _one_tile
-    tma = aligned and TensorDescriptor is not None and is_recording() and not one_tile
+    tma = aligned and TensorDescriptor is not None and (is_recording() or m > _LONG) and not one_tile
     shared = shared_bytes(x.device)
     tile = Tile.of(
         1 if one_tile else m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma, shared=shared

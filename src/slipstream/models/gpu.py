@@ -30,7 +30,7 @@ from slipstream.models.traits import AttentionTraits
 WIDE_ROWS = 128
 """A prompt with more rows than these computes more than it reads, and is worth other products, in a pass of its own."""
 
-SHARED_ROWS = 512
+SHARED_ROWS = 1536
 """Rows of shorter prompts that share a pass."""
 
 WIDE_SIZES = range(384, 2048 + 1, 128)

@@ -52,10 +52,8 @@ class Runner:
         self.max_positions = _max_positions(config)
 
     @property
-    def query_size(self) -> int:
-        """Numbers of a token's queries in one layer, at most."""
-        heads = cast(int, getattr(self.config, "num_attention_heads", 1))
-        return heads * max(layer.value_dim for layer in self.layers)
+    def query_heads(self) -> int:
+        return cast(int, getattr(self.config, "num_attention_heads", 1))
 
     @property
     def device(self) -> torch.device:
