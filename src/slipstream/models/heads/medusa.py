@@ -1,0 +1,164 @@
+"""Medusa's heads: each guesses one position further from the target's last hidden state, all of them at once.
+
+A head is a few residual blocks, x + silu(linear(x)), and an LM head of its own, or the target's. Two layouts of
+checkpoints hold the same: the original one (`medusa_lm_head.pt`, `{head}.{layer}.linear.weight`) and vLLM's
+(`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.core.errors import ModelError
+from slipstream.models.heads.checkpoint import HeadFiles, TargetShape, check_target, check_tensors, number
+from slipstream.models.runner import Runner
+from slipstream.models.taps import Taps
+
+_SAFETENSORS = ("medusa_lm_head.safetensors",)
+_PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
+_PREFIX = "medusa_head."
+"""Stands before the names where a checkpoint was cut out of a whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What a layout calls its tensors."""
+
+    weight: Callable[[int, int], str]  # of a head's residual layer
+    bias: Callable[[int, int], str]
+    lm_head: Callable[[int], str]
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], layers: int) -> _Names:
+        if any(name.startswith(("blocks.", "lm_heads.")) for name in tensors):
+            linear = ".linear" if any(".linear." in name for name in tensors) else ""
+            return _Names(
+                lambda h, i: f"blocks.{h}.layers.{i}{linear}.weight",
+                lambda h, i: f"blocks.{h}.layers.{i}{linear}.bias",
+                lambda h: f"lm_heads.{h}.weight",
+            )
+        return _Names(
+            lambda h, i: f"{h}.{i}.linear.weight",
+            lambda h, i: f"{h}.{i}.linear.bias",
+            lambda h: f"{h}.{layers}.weight",
+        )
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a checkpoint. `blocks[i]` is the i-th residual layer of every head, so that heads run together."""
+
+    taps = Taps(normed=True)
+
+    def __init__(
+        self,
+        weights: list[Tensor],  # [heads, H, H] each
+        biases: list[Tensor],  # [heads, H] each
+        lm_heads: list[Tensor],  # [Vd, H] each; none: the target's
+        target_head: nn.Module,
+        vocab: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self._weights, self._biases, self._lm_heads = weights, biases, lm_heads
+        self._target_head = [target_head]  # in a list: it is no part of this module
+        self.vocab = vocab  # [Vd] int64: the target's id of each of its ids; None: the target's vocabulary
+        self.heads = weights[0].shape[0] if weights else len(lm_heads)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self._weights, *self._biases, *self._lm_heads))
+
+    def hidden(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, H]
+        """What each head makes of the target's last hidden states."""
+        own = self._weights[0].dtype if self._weights else features.dtype
+        x = features.to(own).expand(self.heads, *features.shape)
+        for weight, bias in zip(self._weights, self._biases, strict=True):
+            x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
+        return x
+
+    def logits(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, Vd] fp32
+        """What each head guesses."""
+        hidden = self.hidden(features)
+        if not self._lm_heads:
+            return torch.as_tensor(self._target_head[0](hidden)).float()
+        return torch.stack([F.linear(x, own).float() for x, own in zip(hidden, self._lm_heads, strict=True)])
+
+
+def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
+    """The heads in `folder`, or the reason why they cannot guess for this target."""
+    files, shape = HeadFiles.read(folder, _PICKLES, _SAFETENSORS), TargetShape.of(target)
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in files.tensors.items()}
+    key = "medusa_num_heads" if "medusa_num_heads" in files.config else "num_heads"
+    heads = max(number(files.config, key, files.folder), _heads_in(tensors))
+    layers = number(files.config, _layers_key(files), files.folder, otherwise=1)
+    names = _Names.of(tensors, layers)
+    hidden = tensors[first].shape[-1] if (first := names.weight(0, 0)) in tensors else shape.hidden
+    check_target(files.folder, "a hidden size of", hidden, shape.hidden)
+    token_map, shared = tensors.get("token_map"), "lm_head.weight" in tensors
+    own = [names.lm_head(head) for head in range(heads)]
+    with_own = shared or any(name in tensors for name in own)
+    vocab = token_map.numel() if token_map is not None else shape.vocab
+    wanted: dict[str, tuple[int, ...]] = {}
+    optional: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        for layer in range(layers):
+            wanted[names.weight(head, layer)] = (hidden, hidden)
+            optional[names.bias(head, layer)] = (hidden,)
+    if token_map is not None:
+        wanted["token_map"] = (vocab,)
+    if shared:  # one for all of them
+        wanted["lm_head.weight"] = (vocab, hidden)
+    elif with_own:
+        _check_vocabulary(files, tensors, own, vocab, token_map)
+        wanted.update(dict.fromkeys(own, (vocab, hidden)))
+    check_tensors(files.folder, tensors, wanted, optional)
+    if token_map is not None:
+        _check_map(files, token_map, shape.vocab, with_own)
+
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.to(target.device, target.dtype)
+
+    empty = torch.zeros(hidden)
+    everyone = range(heads)
+    return MedusaHeads(
+        [placed(torch.stack([tensors[names.weight(h, i)] for h in everyone])) for i in range(layers)],
+        [placed(torch.stack([tensors.get(names.bias(h, i), empty) for h in everyone])) for i in range(layers)],
+        [placed(tensors["lm_head.weight"])] * heads if shared else [placed(tensors[n]) for n in own if with_own],
+        target.model.get_output_embeddings(),
+        None if token_map is None else token_map.to(target.device, torch.int64),
+    )
+
+
+def _heads_in(tensors: Mapping[str, Tensor]) -> int:
+    """Heads that the files have; the first published configurations name fewer."""
+    found = (re.match(r"(?:blocks\.|lm_heads\.)?(\d+)\.", name) for name in tensors)
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
+def _layers_key(files: HeadFiles) -> str:
+    return next((key for key in ("medusa_num_layers", "num_hidden_layers") if key in files.config), "medusa_num_layers")
+
+
+def _check_vocabulary(
+    files: HeadFiles, tensors: Mapping[str, Tensor], own: list[str], vocab: int, token_map: Tensor | None
+) -> None:
+    """A whole LM head of another width is a sign of another target, not of a damaged file."""
+    found = next(tensors[name] for name in own if name in tensors)
+    if token_map is None and found.ndim == 2:
+        check_target(files.folder, "a vocabulary of", found.shape[0], vocab)
+
+
+def _check_map(files: HeadFiles, token_map: Tensor, vocab: int, with_own: bool) -> None:
+    if not with_own:
+        raise ModelError(f"{files.folder}: token_map without LM heads of its own: lm_heads.0.weight must be there too")
+    if token_map.is_floating_point() or int(token_map.min()) < 0 or int(token_map.max()) >= vocab:
+        raise ModelError(
+            f"{files.folder}: token_map must hold the target's token ids, 0 to {vocab - 1}, not "
+            f"{token_map.min().item()} to {token_map.max().item()}. Fetch the head again"
+        )

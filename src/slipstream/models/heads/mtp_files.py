@@ -1,0 +1,159 @@
+"""Multi-token prediction modules in the target's own checkpoint: where they lie, and whether they are whole.
+
+transformers drops these tensors when it loads a model, so they are read from the safetensors files, by their own names
+and nothing else with them. Families name them differently; a layout says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slipstream.core.errors import DrafterError, ModelError, UnsupportedModel
+from slipstream.models.headers import read_header, weight_files
+
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""What configurations call the number of modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """How a family names the tensors of its modules, and in which order a module reads token and hidden state."""
+
+    name: str
+    prefix: str  # {i}: the module, {n}: its layer, counted on from the target's
+    shared: str  # before what modules may share
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    last_norm: str
+    hidden_first: bool = False  # the projection reads cat(hidden, token), not cat(token, hidden)
+    embedding: str | None = None  # a copy of the target's embedding, mostly
+    lm_head: str | None = None  # … and of its LM head
+
+    def before(self, module: int, layers: int) -> str:
+        """What stands before the names of a module's decoder layer, where the target has so many layers."""
+        return self.prefix.format(i=module, n=layers + module)
+
+    def before_shared(self, module: int, layers: int) -> str:
+        return self.shared.format(i=module, n=layers + module)
+
+
+DEEPSEEK = MtpLayout(
+    name="DeepSeek-V3",
+    prefix="model.layers.{n}.",
+    shared="model.layers.{n}.",
+    token_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    last_norm="shared_head.norm",
+    embedding="embed_tokens",
+    lm_head="shared_head.head",
+)
+MIMO = MtpLayout(
+    name="MiMo",
+    prefix="model.mtp_layers.{i}.",
+    shared="model.mtp_layers.{i}.",
+    token_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    last_norm="final_layernorm",
+    hidden_first=True,
+)
+QWEN3_NEXT = MtpLayout(
+    name="Qwen3-Next",
+    prefix="mtp.layers.{i}.",
+    shared="mtp.",
+    token_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    last_norm="norm",
+)
+LAYOUTS = (DEEPSEEK, MIMO, QWEN3_NEXT)
+
+EMBEDDINGS = ("model.embed_tokens.weight",)
+LM_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+"""What the target calls its own; an LM head that is the embedding too has no tensor of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpCheckpoint:
+    """The modules of a checkpoint."""
+
+    folder: Path
+    layout: MtpLayout
+    count: int
+    layers: int  # of the target
+    tensors: Mapping[str, Tensor]  # by their whole names, on the CPU
+
+
+def find_modules(folder: Path, config: Any) -> MtpCheckpoint:
+    """The modules that lie in the target's `folder`, or `DrafterError` where there are none."""
+    layers = int(config.num_hidden_layers)
+    names = {name for file in weight_files(folder) for name in read_header(file)}
+    promised = next((int(n) for key in _COUNTS if (n := getattr(config, key, None))), None)
+    for layout in LAYOUTS:
+        marks = [f"{layout.before_shared(i, layers)}{layout.projection}.weight" for i in range(64)]
+        count = next(i for i, mark in enumerate((*marks, "")) if mark not in names)
+        if not count:
+            continue
+        if layout.prefix != layout.shared:  # one projection for all of them: count the layers
+            starts = [layout.before(i, layers) for i in range(64)]
+            count = next(i for i, start in enumerate((*starts, "?")) if not any(n.startswith(start) for n in names))
+        if promised is not None and promised > count:
+            raise ModelError(
+                f"{folder}: the configuration promises {promised} modules of multi-token prediction, but tensors of "
+                f"module {count} are missing ({layout.before(count, layers)}*). Fetch the model again"
+            )
+        count = min(count, promised or count)
+        prefixes = {layout.before(i, layers) for i in range(count)} | (
+            {layout.shared} if layout.prefix != layout.shared else set()
+        )
+        own = [name for name in names if name.startswith(tuple(prefixes))]
+        return MtpCheckpoint(folder, layout, count, layers, read_named(folder, own))
+    hint = "" if promised is None else f", though its configuration promises {promised} modules of it"
+    raise DrafterError(
+        f"{folder}: the target has no tensors of multi-token prediction in its safetensors files{hint} (looked for "
+        f"{', '.join(layout.before_shared(0, layers) + layout.projection for layout in LAYOUTS)}). Use another drafter"
+    )
+
+
+def read_named(folder: Path, names: list[str]) -> dict[str, Tensor]:  # on the CPU
+    """These tensors, as far as they are in the safetensors files of `folder`."""
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        here = set(read_header(file)) & set(names)
+        if here:
+            with safe_open(file, framework="pt") as opened:
+                found.update({name: opened.get_tensor(name) for name in sorted(here)})
+    return found
+
+
+def own_tensor(checkpoint: MtpCheckpoint, name: str | None, targets: Sequence[str]) -> Tensor | None:
+    """The modules' own embedding or LM head, called `name`; None where it is the target's, or a mere copy of that."""
+    if name is None:
+        return None
+    before = [checkpoint.layout.before(i, checkpoint.layers) for i in range(checkpoint.count)]
+    own = {key: checkpoint.tensors[key] for b in before if (key := f"{b}{name}.weight") in checkpoint.tensors}
+    if not own:
+        return None
+    known = read_named(checkpoint.folder, list(targets))
+    theirs = next((known[key] for key in targets if key in known), None)
+    if theirs is not None and all(torch.equal(tensor, theirs) for tensor in own.values()):
+        return None
+    first, *others = own
+    for other in others:
+        if not torch.equal(own[other], own[first]):
+            raise UnsupportedModel(f"{checkpoint.folder}: {other} differs from {first}; modules must share it")
+    if theirs is not None and own[first].shape != theirs.shape:
+        raise ModelError(
+            f"{checkpoint.folder}: {first} {list(own[first].shape)} instead of {list(theirs.shape)}, the target's. "
+            "Fetch the model again"
+        )
+    return own[first]
