@@ -20,7 +20,7 @@ from slipstream.core.draft import Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.engine.rounds import RoundShape
 from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
+from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache
 from slipstream.models import attention, gpu
 from slipstream.models.runner import Runner
@@ -96,6 +96,7 @@ def lay_out(runner: Runner, cache: KVCache, trees: Sequence[Tree], context: int)
         length=torch.full_like(ids, context),
         generated=torch.zeros_like(ids),
         pages=torch.arange((requests + 1) * reach, dtype=torch.int32, device=device).view(-1, reach),
+        recent=torch.zeros((requests + 1, RECENT), dtype=torch.int64, device=device),
     )  # the trash lane's pages are not there, and never read
     lanes, draft = ids[:requests], Draft.pack(trees, device)
     rows = PassRows.empty(requests, draft.width, shape.rows, tree=shape.is_tree, device=device)

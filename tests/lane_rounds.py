@@ -19,7 +19,7 @@ from slipstream.kernels import accept as accepting
 from slipstream.kernels import compact as compacting
 from slipstream.kernels import pack_rows as packing
 from slipstream.kernels.accept import PathMoves, Told
-from slipstream.kernels.pack_rows import LaneState, PassRows
+from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows
 
 CPU = torch.device("cpu")
 """Where kernels run here: for real, or by Triton's interpreter (see conftest.py)."""
@@ -35,6 +35,7 @@ class Lane:
     length: int
     generated: int
     pages: tuple[int, ...]
+    recent: tuple[int, ...] = tuple(range(-RECENT, 0))
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Round:
             length=torch.tensor([lane.length for lane in lanes], device=device),
             generated=torch.tensor([lane.generated for lane in lanes], device=device),
             pages=torch.tensor([lane.pages for lane in lanes], dtype=torch.int32, device=device),
+            recent=torch.tensor([lane.recent for lane in lanes], device=device),
         )
 
     def lane_of(self, device: torch.device) -> Tensor:

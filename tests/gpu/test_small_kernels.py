@@ -80,7 +80,7 @@ def test_a_captured_round_is_replayed_with_other_contents(is_tree: bool) -> None
         run()
     for round_ in alike:
         fresh = round_.state(CUDA)
-        for name in ("last", "previous", "length", "generated", "pages"):
+        for name in ("last", "previous", "length", "generated", "pages", "recent"):
             getattr(state, name).copy_(getattr(fresh, name))
         lanes.copy_(round_.lane_of(CUDA))
         theirs = round_.draft(CUDA)
@@ -95,7 +95,7 @@ def test_a_captured_round_is_replayed_with_other_contents(is_tree: bool) -> None
         assert_same([rows.ids[:used], rows.slots[:used]], [laid.ids[:used], laid.slots[:used]])
         assert set(rows.lanes[used:].tolist()) <= {round_.trash}
         assert_same([told.table], [expected.told.table])
-        for name in ("last", "previous", "length", "generated"):
+        for name in ("last", "previous", "length", "generated", "recent"):
             assert_same([getattr(state, name)[:-1]], [getattr(expected.state, name)[:-1]])
         if moves is not None:
             assert expected.moves is not None

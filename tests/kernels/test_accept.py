@@ -16,6 +16,7 @@ from lane_rounds import CPU, Lane, Outcome, Round, accepted, compare_acceptance,
 from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
 from slipstream.engine.engine import _told
 from slipstream.kernels.accept import PathMoves, Told, accept
+from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.cache import compaction
 from slipstream.verify.exact import verify_exact
 
@@ -49,12 +50,16 @@ def check(round_: Round) -> Outcome:
             path, tokens = [], []
         if tokens and own != -1:
             before = round_.lanes[round_.requests[b]]
+            recent = list(before.recent)
+            for at, token in enumerate(tokens, before.length + 1):
+                recent[at % RECENT] = token
             lanes[round_.requests[b]] = replace(
                 before,
                 last=own,
                 previous=tokens[-2] if path else before.last,
                 length=before.length + len(tokens),
                 generated=before.generated + len(tokens),
+                recent=tuple(recent),
             )
         assert told.emitted[b] == len(tokens)
         assert told.accepted[b] == len(path)
@@ -72,6 +77,7 @@ def check(round_: Round) -> Outcome:
         assert state.length[lane] == expected.length
         assert state.generated[lane] == expected.generated
         assert tuple(state.pages[lane].tolist()) == expected.pages
+        assert tuple(state.recent[lane].tolist()) == expected.recent
     return outcome
 
 

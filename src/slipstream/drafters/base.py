@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Tree
+from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
 from slipstream.kernels.pack_rows import LaneState
@@ -83,7 +83,6 @@ class DraftRound:
     keys: int  # no row sees more keys
     features: Features  # what some of the requests asked of the sampling
     nodes: int = 0  # of each tree, where the drafter makes trees
-    fresh: int = 0  # the last round can have committed so many tokens before the last one; `state.recent` has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +147,7 @@ class DeviceDrafter(Drafter):
     taps: Taps = Taps()  # the target's hidden states that it reads: `Services.taps` has them
     makes_trees: bool = False  # `draft` gives a `DeviceTree` of `round.nodes`, not a chain
     depth: int = 0  # of a tree: its levels, as far as its nodes allow; chains are as long as they may be
+    most_nodes: int = MAX_NODES  # it never guesses more for a request
     weights_bytes: int = 0  # of its own weights, beside the target's
 
     def page_bytes(self, page_size: int) -> int:

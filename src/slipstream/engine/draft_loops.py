@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import DeviceDrafter, DraftRound
+from slipstream.core.draft import MAX_NODES
+from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRound
 from slipstream.kernels.pack_rows import LaneState
 from slipstream.models.graphs import captured
 from slipstream.sampling.table import Features
 
 Drafts = tuple[tuple[str, int], ...]
-"""Device drafters that guess in a round, and how far each goes."""
+"""Device drafters that guess in a round, and how many nodes each may give a request."""
+
+_TREES = (4, 8, 16, 32, MAX_NODES)
+"""Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself."""
 
 _MOST = 64
 """Loops that are kept; those that were not used for longest are let go."""
@@ -45,13 +49,17 @@ class DraftLoop:
         device = state.length.device
         self._lanes = torch.full((shape.requests,), state.trash, dtype=torch.int64, device=device)
         self.guesses = [
-            torch.zeros((shape.requests, depth), dtype=torch.int64, device=device) for _, depth in shape.drafts
-        ]
+            torch.zeros((shape.requests, nodes), dtype=torch.int64, device=device) for _, nodes in shape.drafts
+        ]  # [B, K] each
+        self.parents = [
+            tokens.clone() if drafters[name].makes_trees else None
+            for (name, _), tokens in zip(shape.drafts, self.guesses, strict=True)
+        ]  # None: chains
         self._shape, self._state, self._drafters = shape, state, drafters
         self._replay: Callable[[], None] = self._work
 
     def run(self, lanes: Tensor) -> None:
-        """Guess for these requests [B]; `guesses` has one tensor a drafter."""
+        """Guess for these requests [B]; `guesses` and `parents` have one tensor a drafter."""
         self._lanes.copy_(lanes)
         self._replay()
 
@@ -66,12 +74,16 @@ class DraftLoop:
 
     def _work(self) -> None:
         shape = self._shape
-        for (name, depth), guesses in zip(shape.drafts, self.guesses, strict=True):
+        for (name, nodes), guesses, parents in zip(shape.drafts, self.guesses, self.parents, strict=True):
             drafter = self._drafters[name]
-            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features)
+            depth = nodes if parents is None else min(nodes, drafter.depth)
+            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features, nodes)
             try:
                 guessed = drafter.draft(wanted)
-                assert isinstance(guessed, Tensor)
+                if isinstance(guessed, DeviceTree):
+                    assert parents is not None, f"{name} gave trees, but makes_trees is False"
+                    parents.copy_(guessed.parents)
+                    guessed = guessed.tokens
                 guesses.copy_(guessed)
             except Exception as error:
                 raise DraftFailed(drafter.name) from error
@@ -90,7 +102,9 @@ class DraftLoops:
         self._loops: dict[LoopShape, DraftLoop] = {}
 
     def of(self, shape: LoopShape) -> DraftLoop:
-        """Raises `DraftFailed` where a drafter cannot."""
+        """Raises `DraftFailed` where a drafter cannot. Trees may have more nodes than was asked for."""
+        if any(self._drafters[name].makes_trees for name, _ in shape.drafts):
+            shape = shape._replace(drafts=tuple((name, self._size(name, nodes)) for name, nodes in shape.drafts))
         found = self._loops.pop(shape, None)
         if found is None:
             found = DraftLoop(shape, self._state, self._drafters)
@@ -101,3 +115,9 @@ class DraftLoops:
             self._loops = dict(kept[1 - _MOST :])
         self._loops[shape] = found  # the last is the one used last
         return found
+
+    def _size(self, name: str, nodes: int) -> int:
+        drafter = self._drafters[name]
+        if not drafter.makes_trees:
+            return nodes
+        return min(next(size for size in _TREES if size >= nodes), drafter.most_nodes)

@@ -62,6 +62,10 @@ class Plan:
             tuple(None if name == failed else name for name in self.drafters),
         )
 
+    def most(self, name: str) -> int:
+        """Nodes that a device drafter is to guess for one of them at most."""
+        return max([depth for drafter, depth in zip(self.drafters, self.depths, strict=True) if drafter == name])
+
     @property
     def devices(self) -> list[str]:
         """The device drafters that have something to do."""
@@ -224,7 +228,9 @@ class Drafting:
         told: dict[str, tuple[list[Answer], list[Verdict]]] = {}
         for answer, drafter, verdict in zip(answers, drafters, verdicts, strict=True):
             if drafter is not None and verdict.drafted:
-                self.planner.observe(drafter, answer.id, verdict.drafted, verdict.accepted)
+                # of a tree no more can be accepted than it has levels
+                reached = min(verdict.drafted, self._levels(drafter) or verdict.drafted)
+                self.planner.observe(drafter, answer.id, reached, verdict.accepted)
             if answer.drafter is not None:
                 if answer.drafter not in told:
                     told[answer.drafter] = ([], [])
@@ -239,19 +245,20 @@ class Drafting:
         drafter = self.drafters[name]
         usual = drafter.default_draft_tokens if self._draft_tokens is None else self._draft_tokens
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
-        share = min(self._max_rows // requests - 1, MAX_NODES)
+        most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
+        share = min(self._max_rows // requests - 1, most)
         context = self._max_len - 1 if ends is None else min(self._max_len - 1, ends)
         caps: list[int] = []
         for answer in answers:
             params, length = answer.params, len(answer.tokens)
             wanted = params.speculation.draft_tokens
-            most = min(
+            useful = min(
                 usual if wanted is None else wanted,
                 share,
                 params.max_tokens - (length - answer.prompt_length) - answer.queued - 1,
                 context - length - answer.coming,
             )
-            caps.append(0 if most < 0 or answer.doubted else most)
+            caps.append(0 if useful < 0 or answer.doubted else useful)
         return caps
 
     def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:
@@ -265,12 +272,28 @@ class Drafting:
         views = [cast(DraftRequest, answer.view) for answer in answers]
         started = time.perf_counter()
         draft = self._guarded(name, answers, lambda: drafter.propose(views, budget))
-        self.planner.observe_draft(name, max(budget), time.perf_counter() - started)
+        self.observe_draft(name, max(budget), time.perf_counter() - started)
         return draft
+
+    def observe_draft(self, name: str, nodes: int, seconds: float) -> None:
+        """A device drafter took this long for so many nodes. Of a tree all levels are computed, whatever is kept."""
+        self.planner.observe_draft(name, 1 if self._levels(name) else nodes, seconds)
+
+    def makes_trees(self, names: Sequence[str]) -> bool:
+        """Does one of these device drafters guess trees?"""
+        return any(self._levels(name) for name in names)
+
+    def _levels(self, name: str) -> int:
+        """Of the trees that a device drafter makes; 0 for all others."""
+        drafter = self.drafters[name]
+        return drafter.depth if isinstance(drafter, DeviceDrafter) and drafter.makes_trees else 0
 
     def _budgets(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> list[int]:
         """How far a device drafter is to go for each request: as far as pays, and as far as there are pages."""
-        budget = self.planner.budget(name, [answer.id for answer in answers], caps, rows)
+        ids = [answer.id for answer in answers]
+        levels = self._levels(name)
+        plan = functools.partial(self.planner.budget_trees, levels=levels) if levels else self.planner.budget
+        budget = plan(name, ids, caps, rows)
         return [self._reserve(answer, nodes) for answer, nodes in zip(answers, budget, strict=True)]
 
     def _trees(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> list[Tree]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.state import Answer
-from slipstream.kernels.pack_rows import LaneState
+from slipstream.kernels.pack_rows import RECENT, LaneState, ring
 from slipstream.models.batch import sent
 
 
@@ -26,6 +26,7 @@ class Lanes:
             length=column(1),
             generated=column(0),
             pages=torch.full((slots + 1, max_pages), trash_page, dtype=torch.int32, device=device),
+            recent=torch.zeros((slots + 1, RECENT), dtype=torch.int64, device=device),
         )
         self._flat_pages = self.state.pages.view(-1)
         self._max_pages = max_pages
@@ -38,18 +39,23 @@ class Lanes:
         new = [answer for answer in answers if not answer.on_device]
         if new:
             rows = [
-                (a.slot, a.tokens[-1], a.tokens[-2] if len(a.tokens) > 1 else 0, a.cached, a.generated) for a in new
+                (a.slot, a.tokens[-1], a.tokens[-2] if len(a.tokens) > 1 else 0, a.cached, a.generated, *ring(a.tokens))
+                for a in new
             ]
-            lane, last, previous, length, generated = self._send(rows).unbind(1)
-            self._write(lane, last, previous, length, generated)
+            sent_rows = self._send(rows)
+            lane, last, previous, length, generated = sent_rows[:, :5].unbind(1)
+            self._write(lane, last, previous, length, generated, sent_rows[:, 5:])
             for answer in new:
                 answer.on_device = True
 
     def begin(self, answers: Sequence[Answer], chosen: Tensor) -> None:
         """These have computed their last pending tokens, and chose `chosen` [A], which only the device knows."""
-        rows = [(a.slot, a.tokens[-1], len(a.tokens), a.generated + 1) for a in answers]
-        lane, previous, length, generated = self._send(rows).unbind(1)
-        self._write(lane, chosen.clamp_min(0), previous, length, generated)
+        rows = [(a.slot, a.tokens[-1], len(a.tokens), a.generated + 1, *ring(a.tokens)) for a in answers]
+        sent_rows = self._send(rows)
+        lane, previous, length, generated = sent_rows[:, :4].unbind(1)
+        last = chosen.clamp_min(0)
+        recent = sent_rows[:, 4:].scatter(1, (length % RECENT)[:, None], last[:, None])
+        self._write(lane, last, previous, length, generated, recent)
         for answer in answers:
             answer.on_device = True
 
@@ -80,8 +86,10 @@ class Lanes:
     def _send(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return sent(np.array(rows, dtype=np.int64), self._device)
 
-    def _write(self, lane: Tensor, last: Tensor, previous: Tensor, length: Tensor, generated: Tensor) -> None:
+    def _write(
+        self, lane: Tensor, last: Tensor, previous: Tensor, length: Tensor, generated: Tensor, recent: Tensor
+    ) -> None:
         state = self.state
-        columns = (state.last, state.previous, state.length, state.generated)
-        for column, values in zip(columns, (last, previous, length, generated), strict=True):
+        columns = (state.last, state.previous, state.length, state.generated, state.recent)
+        for column, values in zip(columns, (last, previous, length, generated, recent), strict=True):
             column.index_copy_(0, lane, values)

@@ -193,6 +193,7 @@ class QueuedEngine(Engine):
         crowd, slots = self._crowd_of(decodes), [answer.slot for answer in decodes]
         longest = max([len(answer.tokens) + answer.coming for answer in decodes])
         is_tree = any(tree.tokens and not tree.is_chain for tree in plan.trees)
+        is_tree = is_tree or self.drafting.makes_trees(plan.devices)
         while True:
             self.drafting.follows(decodes, plan)
             devices = plan.devices
@@ -211,7 +212,7 @@ class QueuedEngine(Engine):
             if not devices:
                 return Guessed(plan, run, bool(lagging))
             try:
-                run.draft(tuple((name, max(plan.depths)) for name in devices))
+                run.draft(tuple((name, plan.most(name)) for name in devices))
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
@@ -302,7 +303,7 @@ class QueuedEngine(Engine):
                     self.drafting.planner.observe_wait(name, ticket.waited_s)
             if ticket.depth:
                 for name in {m.drafter for m in ticket.members if m.drafter and m.drafter not in self.drafting.guards}:
-                    self.drafting.planner.observe_draft(name, ticket.depth, times.draft)
+                    self.drafting.observe_draft(name, ticket.depth, times.draft)
         return times
 
     def _tell(self, heard: Sequence[Heard]) -> None:

@@ -146,7 +146,7 @@ class Round:
         self.told = Told.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
         pinned = device.type == "cuda"
-        self._chain = chain_parents(k)  # guesses made on the device are chains as well
+        self._chain = chain_parents(k)  # guesses made on the device are chains, unless they say otherwise
         self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
         self._results = [
             torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
@@ -191,13 +191,17 @@ class Round:
         self._inputs.copy_(staged.tensor, non_blocking=True)
 
     def draft(self, drafts: Drafts) -> None:
-        """Let these device drafters guess, each so far. Raises `DraftFailed` where one of them cannot."""
+        """Let these device drafters guess, each so many nodes. Raises `DraftFailed` where one of them cannot."""
         shape = self.shape
         loop = self._loops.of(LoopShape(shape.requests, shape.keys, shape.features, shape.version, drafts))
         loop.run(self.lanes)
-        for (name, depth), guesses in zip(drafts, loop.guesses, strict=True):
-            tokens = self._tokens[:, :depth]
-            torch.where(self._guessed[:, None] == self._numbers[name], guesses, tokens, out=tokens)
+        for (name, nodes), guesses, parents in zip(drafts, loop.guesses, loop.parents, strict=True):
+            mine = self._guessed[:, None] == self._numbers[name]
+            tokens = self._tokens[:, :nodes]
+            torch.where(mine, guesses[:, :nodes], tokens, out=tokens)
+            if parents is not None:
+                above = self._parents[:, :nodes]
+                torch.where(mine, parents[:, :nodes], above, out=above)
 
     def verify(self) -> None:
         """The target pass, the verdict, and everything that follows from it on the device."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
-from slipstream.kernels.pack_rows import LaneState, PassRows
+from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,14 @@ def _launch(
         state.previous,
         state.length,
         state.generated,
+        state.recent,
         told.table,
         told.table if moves is None else moves.src,  # not touched unless TREE
         told.table if moves is None else moves.dst,
         draft.tokens.stride(0),
         draft.parents.stride(0),
         WIDTH=width,
+        RING=RECENT,
         TREE=moves is not None,
         REACH=triton.next_power_of_2(width + 1),
         num_warps=1,  # a reduction is then a few instructions, and the walk is made of them
@@ -126,12 +128,14 @@ def _accept_kernel(
     previous: tl.tensor,
     length: tl.tensor,
     generated: tl.tensor,
+    recent: tl.tensor,
     told: tl.tensor,
     src: tl.tensor,
     dst: tl.tensor,
     tokens_stride: tl.tensor,
     parents_stride: tl.tensor,
     WIDTH: tl.constexpr,  # K
+    RING: tl.constexpr,  # tokens of a lane that are known
     TREE: tl.constexpr,
     REACH: tl.constexpr,  # power of two >= K + 1
 ) -> None:
@@ -193,6 +197,8 @@ def _accept_kernel(
     tl.store(last + lane, own, mask=advances)
     tl.store(length + lane, cached + emitted, mask=advances)
     tl.store(generated + lane, before + emitted, mask=advances)
+    place = (cached + 1 + reach) % RING  # the last committed token stands at position `cached`
+    tl.store(recent + lane * RING + place, emits, mask=advances & (reach < emitted))
 
 
 def _twin(chosen: Tensor, draft: Draft, rows: PassRows, state: LaneState, told: Told, moves: PathMoves | None) -> None:
@@ -237,6 +243,9 @@ def _twin(chosen: Tensor, draft: Draft, rows: PassRows, state: LaneState, told: 
         moves.dst.copy_(slots.gather(1, torch.where(kept, reach[1:], 0)))
     lane = torch.where(is_real & usable, rows.lanes[first], state.trash)  # what does not advance goes to the trash
     second = tokens.gather(1, (accepted - 1).clamp_min(0)[:, None])[:, 0]
+    place = (state.length[lane, None] + 1 + reach) % RECENT  # [B, K + 1]
+    ring = state.recent[lane]  # [B, RECENT]
+    state.recent[lane] = ring.scatter(1, place, torch.where(reach < emitted[:, None], tokens, ring.gather(1, place)))
     state.previous[lane] = torch.where(accepted > 0, second, state.last[lane])
     state.last[lane] = own
     state.length.index_add_(0, lane, emitted)

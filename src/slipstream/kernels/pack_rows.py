@@ -7,6 +7,7 @@ rows. One program lays out one request; further programs fill the rows that no r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from slipstream.core.draft import Draft
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 from slipstream.kernels.layout import RowLayout
 
+RECENT = 64
+"""Tokens of each request that the device knows: as many as a round can commit."""
+
 _PADDING_ROWS = 64
 """How many rows one program looks at that fills rows of no request."""
 
@@ -24,8 +28,8 @@ _PADDING_ROWS = 64
 class LaneState:
     """What the device knows of every running request, one row a lane. The last lane is the trash lane.
 
-    Padding requests point at the trash lane; its values never matter. Only `accept` advances the first four, and only
-    the scheduler writes pages.
+    Padding requests point at the trash lane; its values never matter. Only `accept` advances it, but for the pages,
+    which only the scheduler writes.
     """
 
     last: Tensor  # [S + 1] int64: the last committed token, whose K and V are not in the cache yet
@@ -33,10 +37,19 @@ class LaneState:
     length: Tensor  # [S + 1] int64: tokens in the cache
     generated: Tensor  # [S + 1] int64: tokens emitted
     pages: Tensor  # [S + 1, P] int32: the page table
+    recent: Tensor  # [S + 1, RECENT] int64: its last tokens, the one at position p in column p % RECENT
 
     @property
     def trash(self) -> int:
         return self.last.shape[0] - 1
+
+
+def ring(tokens: Sequence[int]) -> list[int]:
+    """The last of a request's tokens, each where its position says: a line of `LaneState.recent`."""
+    last = list(tokens[-RECENT:])
+    last += [0] * (RECENT - len(last))
+    turn = len(tokens) % RECENT if len(tokens) > RECENT else 0
+    return last[RECENT - turn :] + last[: RECENT - turn]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,12 @@ class Planner:
         """Most nodes for each request, for a drafter whose guesses cost time."""
         return list(caps)
 
+    def budget_trees(
+        self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, *, levels: int
+    ) -> list[int]:
+        """The same for one whose trees have so many levels, all of them computed whatever is taken."""
+        return list(caps)
+
     def trim(
         self,
         drafter: str,
@@ -157,6 +163,29 @@ class AdaptivePlanner(Planner):
         depth = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
         depth = self._probe(drafter, depth, min(2, deepest))
         return [min(depth, cap) for cap in caps]
+
+    def budget_trees(
+        self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, *, levels: int
+    ) -> list[int]:
+        """Sizes where the best nodes come first: each doubling of a tree is taken to bring as much as the one before.
+
+        alpha is here the chance that a whole tree has the right token of the next level.
+        """
+        most = max(caps, default=0)
+        if most == 0:
+            return list(caps)
+        alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
+        whole = (alphas[:, None] ** np.arange(1, levels + 1)).sum(1)  # [B]: tokens that a tree of `most` brings
+        nodes = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
+        gained = (whole * np.log1p(nodes) / np.log1p(most)).sum(1)  # [K + 1]
+        drafted = nodes.sum(1)
+        pass_s = self._cost.curve(rows, rows + int(drafted[-1]))[drafted]
+        measured = self._drafting(drafter).observed and self._cost.observed
+        draft_s = np.where(drafted > 0, self._drafting(drafter).seconds(1) * measured, 0.0)
+        rate = (rows + gained) / (pass_s + draft_s)
+        size = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
+        size = self._probe(drafter, size, most)  # a small one would not tell what a tree is worth
+        return [min(size, cap) for cap in caps]
 
     def trim(
         self,
