@@ -42,7 +42,7 @@ def choose(
     allowed: bools [R, V], what a grammar permits. overwrite: `logits` may be used as scratch; else it stays as it is.
     candidates: how many tokens a partial sort looks at. It changes the speed, never a token.
     """
-    logits = _adjusted(logits, rows, table, features, allowed, overwrite)
+    logits = adjusted(logits, rows, table, features, allowed, overwrite)
     if on_gpu(logits):
         return choose_fused(logits, rows, table, features)
     if features.sampled and not features.greedy:
@@ -75,7 +75,7 @@ def processed(
 
     A greedy row has one possible token; a row that can choose nothing has none.
     """
-    logits = _adjusted(logits, rows, table, features, allowed, False)
+    logits = adjusted(logits, rows, table, features, allowed, False)
     largest, best = logits.max(dim=1)
     tempering = _tempering(rows, table, features, largest)
     filtered, free = tempering.filtered, tempering.free
@@ -89,13 +89,13 @@ def processed(
     return scores.masked_fill_(~largest.isfinite()[:, None], -math.inf)
 
 
-def _adjusted(
+def adjusted(
     logits: Tensor,
     rows: SampleRows,
     table: SamplingTable,
     features: Features,
-    allowed: Tensor | None,
-    overwrite: bool,
+    allowed: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
     """The logits in fp32 after penalties, bias and masks; the caller's own tensor where none of them is wanted."""
     changes = features.penalties or features.bias or features.min_tokens or features.bad_words or allowed is not None
