@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.sampling.choose import _adjusted, _tempering
+from slipstream.sampling.choose import _tempering, adjusted
 from slipstream.sampling.filters import CANDIDATES, narrow
 from slipstream.sampling.noise import gumbel_of_hashes
 from slipstream.sampling.rows import SampleRows
@@ -24,7 +24,7 @@ def draft_scores(logits: Tensor, rows: SampleRows, table: SamplingTable, feature
 
     Nothing waits for the host. A row with NaN among its logits has no scores worth looking at.
     """
-    logits = _adjusted(logits, rows, table, features, None, False)
+    logits = adjusted(logits, rows, table, features, None, False)
     if not features.sampled:
         return logits.log_softmax(dim=1)
     temperature = table.temperature[rows.slots]  # [R]
