@@ -15,7 +15,7 @@ from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.relay import RelayShape
 from slipstream.models import relayed
 from slipstream.models.device_pass import DevicePass
-from slipstream.models.gpu import GpuLayer, _Product
+from slipstream.models.gpu import GpuLayer, Product
 from slipstream.models.relayed import Relayed
 from slipstream.models.traits import AttentionTraits
 
@@ -23,8 +23,8 @@ BF16 = torch.bfloat16
 
 
 def layer(index: int = 0, shape: RelayShape = SMALL, dtype: torch.dtype = BF16) -> GpuLayer:
-    def product(n: int, k: int) -> _Product:
-        return _Product(torch.zeros(n, k, dtype=dtype), None, 1)
+    def product(n: int, k: int) -> Product:
+        return Product(torch.zeros(n, k, dtype=dtype), None, 1)
 
     query = shape.heads * shape.head_dim
     return GpuLayer(

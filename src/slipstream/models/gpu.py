@@ -67,10 +67,10 @@ class GpuLayer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     head_eps: float
-    qkv: _Product
-    o: _Product
-    gate_up: _Product
-    down: _Product
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
 
     @staticmethod
     def of(layer: FusedLayer) -> GpuLayer:
@@ -84,10 +84,10 @@ class GpuLayer:
             q_norm=None if layer.q_norm is None else layer.q_norm.weight,
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
             head_eps=0.0 if layer.q_norm is None else float(layer.q_norm.eps),
-            qkv=_Product.of(layer.qkv),
-            o=_Product.of(layer.o),
-            gate_up=_Product.of(layer.gate_up),
-            down=_Product.of(layer.down),
+            qkv=Product.of(layer.qkv),
+            o=Product.of(layer.o),
+            gate_up=Product.of(layer.gate_up),
+            down=Product.of(layer.down),
         )
 
     @property
@@ -97,7 +97,7 @@ class GpuLayer:
         return all(thing is None for thing in (*special, *(product.bias for product in self.products)))
 
     @property
-    def products(self) -> tuple[_Product, ...]:
+    def products(self) -> tuple[Product, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
     @property
@@ -122,9 +122,22 @@ class GpuLayer:
         sin: Tensor,
         overlap: bool,
     ) -> Tensor:  # [splits, N, D] fp32, still to be added to x
-        layout, cache = current.layout, current.cache
         normed = add_norm(x, delta, self.input_norm, self.norm_eps[0], overlap=overlap)
         current.keep(self.index, x)
+        return self.run_normed(normed, x, current, positions, cos, sin, overlap)
+
+    def run_normed(
+        self,
+        normed: Tensor,  # [N, D], or more where a head's layer reads more
+        x: Tensor,
+        current: DevicePass,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        overlap: bool,
+    ) -> Tensor:  # [splits, N, D] fp32, still to be added to x
+        """The layer behind its first norm."""
+        layout, cache = current.layout, current.cache
         query = rotary_write(
             self.qkv.runs(normed, overlap),
             cos,
@@ -146,14 +159,16 @@ class GpuLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class Product:
+    """A weight as the kernels want it, and in how many runs its product is computed."""
+
     weight: Tensor
     bias: Tensor | None
     splits: int
 
     @staticmethod
-    def of(linear: PackedLinear) -> _Product:
-        return _Product(linear.weight, linear.bias, splits_of(*linear.weight.shape))
+    def of(linear: PackedLinear) -> Product:
+        return Product(linear.weight, linear.bias, splits_of(*linear.weight.shape))
 
     def runs(self, x: Tensor, overlap: bool) -> Tensor:  # [splits, N, out]
         """The product, still to be summed over its runs. A prompt's is cuBLAS', which computes faster than we."""
