@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.jit import on_gpu
 from slipstream.sampling.choose import adjusted
+from slipstream.sampling.fused_rank import rank_fused
 from slipstream.sampling.noise import gumbel_of_hashes
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
@@ -41,8 +43,12 @@ def rank(
     if features.penalties or features.bias or features.min_tokens or features.bad_words:
         logits, vocab = adjusted(_whole(logits, table.vocab_size, vocab), rows, table, features), None
     scores = logits.float()
+    if on_gpu(scores):
+        floor = _tempered(scores, rows, table, features).floor if _filters(features) else None
+        found = rank_fused(scores, rows, table, count, vocab, floor, HOPELESS, sampled=features.sampled)
+        return Ranked(*found)
     if features.sampled:
-        scores = _sampled(scores, rows, table, features, vocab)
+        scores = _noisy(scores, rows, table, features, vocab)
     total = scores.logsumexp(dim=1, keepdim=True)  # [R, 1]
     best = scores.topk(count, dim=1)
     shares = (best.values - total).nan_to_num(nan=HOPELESS, neginf=HOPELESS, posinf=0.0).clamp(HOPELESS, 0)
@@ -57,25 +63,39 @@ def _whole(logits: Tensor, width: int, vocab: Tensor | None) -> Tensor:  # [R, V
     return torch.full((logits.shape[0], width), -math.inf, device=logits.device).index_copy_(1, ids, logits.float())
 
 
-def _sampled(
+class _Tempered(NamedTuple):
+    scores: Tensor  # [R, Vd]: log q up to a constant, the likeliest 0; greedy rows at temperature 1
+    floor: Tensor  # [R]: a token with less cannot come
+
+
+def _filters(features: Features) -> bool:
+    return features.sampled and (features.top_k or features.top_p or features.min_p)
+
+
+def _noisy(
     logits: Tensor, rows: SampleRows, table: SamplingTable, features: Features, vocab: Tensor | None
 ) -> Tensor:  # [R, Vd]
-    """Log q up to a constant, with the noise; the logits themselves in greedy rows."""
-    warm = table.temperature[rows.slots, None]  # [R, 1]
-    sampled = warm > 0
-    scores = (logits - logits.amax(dim=1, keepdim=True)) / torch.where(sampled, warm, 1.0)
-    if features.top_k or features.top_p or features.min_p:
-        floor = _floor(scores, rows, table, features)
-        scores = scores.masked_fill(sampled & (scores < floor), -math.inf)
+    """Log q up to a constant, with the noise; without it in greedy rows."""
+    sampled = table.temperature[rows.slots, None] > 0  # [R, 1]
+    scores, floor = _tempered(logits, rows, table, features)
+    if _filters(features):
+        scores = scores.masked_fill(scores < floor[:, None], -math.inf)
     hashes = table.token_hashes[: logits.shape[1]] if vocab is None else table.token_hashes[vocab]
     return scores + gumbel_of_hashes(table.noise_keys(rows), hashes) * sampled
 
 
-def _floor(scores: Tensor, rows: SampleRows, table: SamplingTable, features: Features) -> Tensor:  # [R, 1]
-    """The score from which on a token stays possible."""
+def _tempered(logits: Tensor, rows: SampleRows, table: SamplingTable, features: Features) -> _Tempered:
+    warm = table.temperature[rows.slots, None]  # [R, 1]
+    sampled = warm > 0
+    scores = (logits - logits.amax(dim=1, keepdim=True)) / torch.where(sampled, warm, 1.0)
     floor = table.log_min_p[rows.slots, None]
-    if not (features.top_k or features.top_p):
-        return floor
+    if features.top_k or features.top_p:
+        floor = torch.maximum(floor, _cut(scores, rows, table, features))
+    return _Tempered(scores, floor.masked_fill(~sampled, -math.inf)[:, 0])
+
+
+def _cut(scores: Tensor, rows: SampleRows, table: SamplingTable, features: Features) -> Tensor:  # [R, 1]
+    """The least score that top-k and top-p keep."""
     first = scores.topk(min(CUT, scores.shape[1]), dim=1).values  # [R, C]
     top_k, top_p = table.top_k[rows.slots, None], table.top_p[rows.slots, None]
     ranks = torch.arange(first.shape[1], device=first.device)
@@ -85,4 +105,4 @@ def _floor(scores: Tensor, rows: SampleRows, table: SamplingTable, features: Fea
         total = torch.where(top_k > 0, mass.sum(dim=1, keepdim=True), scores.exp().sum(dim=1, keepdim=True))
         kept = kept & ((top_p >= 1) | (mass.cumsum(dim=1) - mass < top_p * total))
     cut = first.masked_fill(~kept, math.inf).amin(dim=1, keepdim=True)
-    return torch.where((top_k > 0) | (top_p < 1), torch.maximum(cut, floor), floor)
+    return cut.masked_fill((top_k == 0) & (top_p >= 1), -math.inf)
