@@ -149,7 +149,8 @@ class Common:
             metavar="NAME[:PATH]",
             panel=SPECULATION,
             help="Who guesses ahead. ngram: what the text already said; prediction: the text of --prediction; "
-            "model:PATH: a smaller model with the same tokenizer, such as model:path/to/small; none: nobody. May be "
+            "model:PATH: a smaller model with the same tokenizer, such as model:path/to/small; medusa:PATH: heads that "
+            "were trained for the model; none: nobody. May be "
             f"repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None

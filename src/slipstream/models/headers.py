@@ -18,6 +18,9 @@ from slipstream.core.errors import ModelError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+HEAD_SAFETENSORS = ("medusa_lm_head.safetensors",)
+HEAD_PICKLES = ("medusa_lm_head.pt",)
+"""Names that the weights of a head may have, beside those of a model's."""
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER = 100_000_000  # the format's own limit
@@ -46,6 +49,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 def has_pickles(folder: Path) -> bool:
     return any((folder / name).is_file() for name in PICKLES)
+
+
+def has_head(folder: Path) -> bool:
+    """Does `folder` hold the weights of a head under a name of their own?"""
+    return any((folder / name).is_file() for name in (*HEAD_SAFETENSORS, *HEAD_PICKLES))
 
 
 def read_header(file: Path) -> dict[str, Any]:

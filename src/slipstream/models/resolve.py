@@ -17,7 +17,7 @@ from pathlib import Path
 from slipstream.core.errors import DownloadError, ModelError, ModelNotFound
 from slipstream.models.default import default_folder, default_model
 from slipstream.models.gguf import ORIGIN, check_gguf, convert_once, converted_folder
-from slipstream.models.headers import has_pickles, summarize, weight_files
+from slipstream.models.headers import has_head, has_pickles, summarize, weight_files
 from slipstream.models.paths import Progress, models_folder
 
 DEFAULT = "default"
@@ -120,7 +120,7 @@ def _check_folder(folder: Path) -> None:
     files = weight_files(folder)
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelNotFound(f"{folder}: weights are missing: {', '.join(missing)}. Fetch the model again")
-    if not files and not has_pickles(folder):
+    if not files and not has_pickles(folder) and not has_head(folder):
         raise ModelNotFound(f"{folder}: no weights, model.safetensors (or its index and parts) is missing")
 
 
@@ -157,7 +157,7 @@ def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool) -> 
         ) from error
     except Exception as error:  # whatever the network, the disk or the hub's answer may bring
         raise DownloadError(f"{name}: download failed ({type(error).__name__}: {error}). Try again") from error
-    if not weight_files(folder):
+    if not weight_files(folder) and not has_head(folder):
         raise ModelNotFound(
             f"{name}: no safetensors weights on the hub; pickled ones are not fetched, because loading them can run "
             "code. Convert the model to safetensors and give its folder"

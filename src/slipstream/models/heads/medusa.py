@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.core.errors import ModelError
+from slipstream.models.headers import HEAD_PICKLES, HEAD_SAFETENSORS
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape, check_target, check_tensors, number
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
-_SAFETENSORS = ("medusa_lm_head.safetensors",)
-_PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
+_PICKLES = (*HEAD_PICKLES, "pytorch_model.bin")
 _PREFIX = "medusa_head."
 """Stands before the names where a checkpoint was cut out of a whole model."""
 
@@ -52,7 +52,7 @@ class _Names:
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a checkpoint. `blocks[i]` is the i-th residual layer of every head, so that heads run together."""
+    """All heads of a checkpoint. Residual layers of the same place lie in one tensor, so that heads run together."""
 
     taps = Taps(normed=True)
 
@@ -62,17 +62,20 @@ class MedusaHeads(nn.Module):
         biases: list[Tensor],  # [heads, H] each
         lm_heads: list[Tensor],  # [Vd, H] each; none: the target's
         target_head: nn.Module,
+        width: int,
         vocab: Tensor | None,
     ) -> None:
         super().__init__()
         self._weights, self._biases, self._lm_heads = weights, biases, lm_heads
         self._target_head = [target_head]  # in a list: it is no part of this module
+        self.width = width  # Vd: ids that it knows
         self.vocab = vocab  # [Vd] int64: the target's id of each of its ids; None: the target's vocabulary
         self.heads = weights[0].shape[0] if weights else len(lm_heads)
 
     @property
     def weights_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self._weights, *self._biases, *self._lm_heads))
+        own = {t.data_ptr(): t for t in (*self._weights, *self._biases, *self._lm_heads)}  # an LM head may be shared
+        return sum(tensor.numel() * tensor.element_size() for tensor in own.values())
 
     def hidden(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, H]
         """What each head makes of the target's last hidden states."""
@@ -92,7 +95,7 @@ class MedusaHeads(nn.Module):
 
 def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     """The heads in `folder`, or the reason why they cannot guess for this target."""
-    files, shape = HeadFiles.read(folder, _PICKLES, _SAFETENSORS), TargetShape.of(target)
+    files, shape = HeadFiles.read(folder, _PICKLES, HEAD_SAFETENSORS), TargetShape.of(target)
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in files.tensors.items()}
     key = "medusa_num_heads" if "medusa_num_heads" in files.config else "num_heads"
     heads = max(number(files.config, key, files.folder), _heads_in(tensors))
@@ -131,6 +134,7 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
         [placed(torch.stack([tensors.get(names.bias(h, i), empty) for h in everyone])) for i in range(layers)],
         [placed(tensors["lm_head.weight"])] * heads if shared else [placed(tensors[n]) for n in own if with_own],
         target.model.get_output_embeddings(),
+        vocab,
         None if token_map is None else token_map.to(target.device, torch.int64),
     )
 

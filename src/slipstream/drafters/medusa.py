@@ -1,0 +1,154 @@
+"""Medusa: heads on the target's last hidden state guess the next positions all at once, and a static tree of their
+best guesses is checked in one pass.
+
+No recurrence and no cache of its own: a draft is one small product, read from the hidden state that the target left in
+its cache at the token before the last one. The shape of the tree follows how often each rank of each head is right
+(`medusa_tree.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Opening, Services
+from slipstream.drafters.medusa_tree import (
+    RANKS,
+    HeadAcceptance,
+    StaticTree,
+    Table,
+    best_tree,
+    chances_under,
+    check_table,
+    usual_table,
+)
+from slipstream.models.heads.checkpoint import read_config
+from slipstream.models.heads.medusa import MedusaHeads, load_medusa
+from slipstream.models.runner import Runner
+from slipstream.sampling.rank import rank
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.table import Features
+
+_REVIEW = 512
+"""Drafts after which the shape of the tree is looked at again."""
+_GAIN = 1.02
+"""What another shape must promise to be worth the change."""
+_IN_FLIGHT = 2
+"""Rounds that may have been drafted with the old shape when it changes: nothing is learnt from them."""
+
+
+class MedusaDrafter(DeviceDrafter):
+    """Drafts trees with Medusa's heads. acceptance [heads][ranks]: how often each guess is right, if that is known."""
+
+    name: ClassVar[str] = "medusa"
+    needs: ClassVar[Needs] = Needs(device=True)
+    default_draft_tokens: ClassVar[int] = 24
+    makes_trees = True
+
+    def __init__(self, heads: MedusaHeads, acceptance: Sequence[Sequence[float]] | None = None) -> None:
+        self.heads = heads
+        self.taps = heads.taps
+        self.depth = heads.heads
+        self.weights_bytes = heads.weights_bytes
+        prior = usual_table(heads.heads) if acceptance is None else acceptance
+        table = check_table(prior, heads.heads, "medusa_acceptance")
+        self._ranks = min(RANKS, heads.width)
+        self._acceptance = HeadAcceptance(tuple(row[: self._ranks] for row in table))
+        self._services: Services | None = None
+        self._seen = self._stale = 0  # drafts since the last look at the shape; rounds of the shape before
+        self.tree = best_tree(self._acceptance.table)
+        self.most_nodes = len(self.tree)
+
+    @classmethod
+    def open(cls, opening: Opening, target: Runner) -> MedusaDrafter:
+        """The heads in a folder. Its config.json may bring `medusa_acceptance`, a table measured before."""
+        assert opening.path is not None  # it is registered as one that takes a path
+        folder = opening.resolve(opening.path)
+        return cls(load_medusa(folder, target), read_config(folder).get("medusa_acceptance"))
+
+    @property
+    def acceptance(self) -> Table:
+        """How often each rank of each head is right, as far as this was seen."""
+        return self._acceptance.table
+
+    def attach(self, services: Services) -> None:
+        self._services = services
+        device = services.sampling.token_hashes.device
+        self._shape = torch.zeros(
+            (3, self.most_nodes), dtype=torch.int64, device=device
+        )  # head, rank, parent of each node
+        self._use(self.tree)
+
+    def _use(self, tree: StaticTree) -> None:
+        """From the next draft on. The numbers change, their place does not: what was captured stays good."""
+        self.tree = tree
+        host = torch.tensor((tree.heads, tree.ranks, tree.parents), dtype=torch.int64)
+        self._shape.copy_(host.pin_memory() if self._shape.is_cuda else host, non_blocking=True)
+
+    def draft(self, round: DraftRound) -> DeviceTree:
+        assert self._services is not None
+        state, lanes, size = round.state, round.lanes, self._services.pool.page_size
+        length = state.length[lanes]  # [B]
+        at = (length - 1).clamp_min(0)
+        slots = state.pages[lanes, at // size].long() * size + at % size  # [B]
+        tokens = self._guess(slots, lanes, length, state.generated[lanes], round.features, round.nodes)
+        return DeviceTree(tokens, self._shape[2, : round.nodes].expand_as(tokens))
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        assert self._services is not None
+        device = self._shape.device
+        tables = [self._services.page_table(request.id) for request in requests]
+        numbers = [
+            (table.slots(len(r.tokens) - 2, 1)[0], r.slot, len(r.tokens) - 1, len(r.tokens) - r.prompt_length)
+            for r, table in zip(requests, tables, strict=True)
+        ]
+        places, lanes, length, generated = torch.tensor(numbers, dtype=torch.int64, device=device).unbind(1)
+        features = self._services.sampling.features([request.slot for request in requests])
+        tokens = self._guess(places, lanes, length, generated, features, max(budget))
+        parents = self._shape[2, : tokens.shape[1]].expand_as(tokens)
+        return Draft(tokens, parents, torch.tensor(budget, dtype=torch.int64, device=device), False)
+
+    def _guess(
+        self,
+        places: Tensor,  # [B]: where the target's hidden state lies of the token before the last one
+        lanes: Tensor,  # [B]: rows of the sampling table
+        length: Tensor,  # [B]: position of the last token
+        generated: Tensor,  # [B]
+        features: Features,
+        nodes: int,
+    ) -> Tensor:  # [B, nodes]
+        assert self._services is not None
+        assert self._services.taps is not None
+        sampling = self._services.sampling
+        logits = self.heads.logits(self._services.taps.at(places))  # [heads, B, Vd]
+        ahead = torch.arange(self.depth, device=places.device)[:, None]  # [heads, 1]
+        rows = SampleRows(
+            slots=lanes.repeat(self.depth),
+            positions=(length + 1 + ahead).flatten(),
+            generated=(generated + ahead).flatten(),
+        )
+        best = rank(logits.flatten(0, 1), rows, sampling, features, self._ranks, self.heads.vocab).tokens
+        head, place = self._shape[0, :nodes], self._shape[1, :nodes]
+        return best.view(self.depth, places.shape[0], self._ranks)[head, :, place].T.contiguous()
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        drafted = [verdict for verdict in verdicts if verdict.drafted]
+        if self._stale:
+            self._stale -= bool(drafted)
+            return
+        for verdict in drafted:
+            self._acceptance.observe(self.tree, verdict)
+        self._seen += len(drafted)
+        if self._seen >= _REVIEW:
+            self._seen = 0
+            table = self._acceptance.table
+            other = best_tree(table)
+            nodes = self.default_draft_tokens
+            if sum(other.chances[:nodes]) > _GAIN * sum(chances_under(self.tree, table)[:nodes]):
+                self._use(other)
+                self._stale = _IN_FLIGHT
