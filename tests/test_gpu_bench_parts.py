@@ -251,8 +251,8 @@ def test_passes_in_the_table() -> None:
 def test_an_old_file_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     gpu.main(["--show", str(ROOT_FOLDER / "docs" / "results" / "h200-2026-11-15.json")])
     shown = capsys.readouterr().out
-    assert "| plain, 1 at once, tok/s | 258 | 224 | 1.15 |" in shown
-    assert "| small model, plain, 8 at once, tok/s | 5,522 | - | - |" in shown
+    assert "| plain, 32 at once, tok/s | 4,059 | 3,678 | 1.10 |" in shown
+    assert "| small model, plain, 8 at once, tok/s | 5,341 | - | - |" in shown
 
 
 def test_a_command_names_no_folders() -> None:
