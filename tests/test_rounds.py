@@ -78,7 +78,7 @@ def test_nobody_inherits_anothers_tree(open_llm: Callable[..., LLM]) -> None:
     found = queued(open_llm(rounds="queued", drafter=None)).rounds.of(bushy)
     tree = Tree((5, 6, 7, 8), (-1, -1, 0, 0))
     for trees in ((tree, tree), (tree, tree), (tree, tree), (tree, Tree())):  # through every staging copy
-        found.load([0, 1], trees, [0, 0 if trees[1].tokens else 4], [None, None])
+        found.load([0, 1], trees, [(), ()])
         found._loaded = None
     parents = found._parents[:2, :4].tolist()
     assert parents == [[-1, -1, 0, 0], [-1, 0, 1, 2]]
@@ -115,7 +115,7 @@ def test_a_loop_serves_all_rounds_of_as_many_requests(open_llm: Callable[..., LL
     for counts, width in (([3, 3], 16), ([3, 9], 16), ([3, 20], 63)):
         run = Round(shape(counts), machine, ["model"], found)
         assert run.shape.width == width
-        run.load([0, 1], [Tree(), Tree((7, 8, 9), (-1, 0, 1))], [3, 0], ["model", None])
+        run.load([0, 1], [Tree(), Tree((7, 8, 9), (-1, 0, 1))], [(("model", 3),), ()])
         run.draft((("model", 3),))
         assert run._tokens[:2, :4].tolist() == [[len(drafter.depths)] * 3 + [0], [7, 8, 9, 0]]
     assert drafter.depths == [3, 3, 3]

@@ -20,7 +20,7 @@ from slipstream.bench.prompts import BenchPrompt, by_category, load_prompts
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.outputs import SpeculationStats
 from slipstream.core.params import SamplingParams, SpeculationParams
-from slipstream.drafters import parse_spec
+from slipstream.drafters import merged_name, parse_merged
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -84,7 +84,7 @@ def engine_runners(llm: LLM, drafters: Sequence[str], draft_tokens: int | None) 
     """Plain decoding first, then one mode a drafter, named as on the command line (`model:PATH`)."""
     runners: list[Runner] = [EngineRunner(PLAIN, llm, SpeculationParams(enabled=False))]
     for drafter in drafters:
-        speculation = SpeculationParams(drafter=parse_spec(drafter).name, draft_tokens=draft_tokens)
+        speculation = SpeculationParams(drafter=merged_name(parse_merged(drafter)), draft_tokens=draft_tokens)
         runners.append(EngineRunner(drafter, llm, speculation))
     return runners
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slipstream.cli.options import Common
-from slipstream.drafters import parse_spec
+from slipstream.drafters import parse_merged
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
 
@@ -25,8 +25,12 @@ def fetch(common: Common, name: str, on_fetch: Progress) -> str:
 
 
 def fetch_draft(common: Common, drafter: str, on_fetch: Progress) -> str:
-    spec = parse_spec(drafter)
-    return drafter if spec.path is None else str(replace(spec, path=fetch(common, spec.path, on_fetch)))
+    specs = parse_merged(drafter)
+    if all(spec.path is None for spec in specs):
+        return drafter
+    return "+".join(
+        str(spec if spec.path is None else replace(spec, path=fetch(common, spec.path, on_fetch))) for spec in specs
+    )
 
 
 def use_threads(count: int | None) -> None:

@@ -114,6 +114,16 @@ class Draft:
             self.is_chain,
         )
 
+    def tree(self, request: int) -> Tree:
+        """One request's draft on the host: waits for the device."""
+        count = int(self.counts[request])
+        return Tree(tuple(self.tokens[request, :count].tolist()), tuple(self.parents[request, :count].tolist()))
+
+    def only(self, requests: Sequence[int]) -> Draft:
+        """The drafts of some of the requests."""
+        index = torch.tensor(requests, dtype=torch.int64, device=self.tokens.device)
+        return Draft(self.tokens[index], self.parents[index], self.counts[index], self.is_chain)
+
     @property
     def width(self) -> int:
         return self.tokens.shape[1]

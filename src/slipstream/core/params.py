@@ -30,7 +30,8 @@ class SpeculationParams:
     """How one request speculates. It changes the speed, never the tokens.
 
     enabled: False decodes this request plainly.
-    drafter: name of a drafter that the engine has loaded; None takes the engine's own choice.
+    drafter: name of a drafter that the engine has loaded, or of several, "ngram+model", whose drafts are merged; None
+        takes the engine's own choice.
     draft_tokens: most nodes a draft of this request may have; None takes the drafter's default.
     """
 

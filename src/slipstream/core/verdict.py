@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor
 
@@ -22,6 +23,24 @@ class Verdicts:
 
 
 @dataclass(frozen=True, slots=True)
+class Authors:
+    """Who proposed the nodes of one request's draft: nobody, one drafter, or several whose trees were merged."""
+
+    names: tuple[str, ...] = ()
+    places: tuple[tuple[int, ...], ...] = ()
+    """Of several, by name: which node of the draft each of its own became, below 0 where it was cut. Of one: ()."""
+
+
+NOBODY = Authors()
+
+
+@cache
+def author(name: str) -> Authors:
+    """One drafter alone."""
+    return Authors((name,))
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What became of one request's draft, for its drafter."""
 
@@ -34,6 +53,28 @@ class Verdict:
     """The target's own token behind the root, then behind each node of the draft as it was verified, accepted or not;
     -1 where the model gave nothing usable. For drafters that declare `Needs(choices=True)`; others may get none, and so
     does everybody of a round that did not count."""
+    authors: Authors = NOBODY
+
+    def by(self, authors: Authors) -> Verdict:
+        """The same, and who drafted."""
+        return replace(self, authors=authors) if authors.names else self
+
+    def share(self, name: str) -> Verdict:
+        """What one of the authors is told: as if it had drafted alone.
+
+        A node that two proposed is a credit to both. An author's nodes on the accepted path are the first of it, since
+        it proposed them with all that is above them.
+        """
+        authors = self.authors
+        if not self.drafted or authors.names == (name,):
+            return self
+        if name not in authors.names:
+            return replace(self, drafted=0, accepted=0, path=(), choices=self.choices[:1], authors=NOBODY)
+        places = authors.places[authors.names.index(name)]
+        own = {node: i for i, node in enumerate([node for node in places if node >= 0])}
+        path = tuple([own[node] for node in self.path if node in own])
+        choices = (self.choices[0], *[self.choices[1 + node] for node in own]) if self.choices else ()
+        return replace(self, drafted=len(own), accepted=len(path), path=path, choices=choices, authors=author(name))
 
     @property
     def usable(self) -> tuple[int, ...]:

@@ -47,8 +47,8 @@ def register(
     takes_path: it is named with the place of its weights, NAME:PATH, and never without.
     """
     for taken in (name, *aliases):
-        if not taken or ":" in taken:
-            raise ConfigError(f"drafter name {taken!r}: must not be empty or have a colon (NAME:PATH)")
+        if not taken or ":" in taken or "+" in taken:
+            raise ConfigError(f"drafter name {taken!r}: must not be empty, or have a colon (NAME:PATH) or a plus (A+B)")
         if taken in _entries or taken in _aliases:
             raise ConfigError(f"drafter name {taken!r} is taken: choose another")
     _entries[name] = _Entry(factory, takes_path)
@@ -75,14 +75,38 @@ def parse_spec(text: str) -> DrafterSpec:
     return DrafterSpec(name, path or None)
 
 
+def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
+    """Read `A+B`: drafters whose drafts are merged. A plus in a path stands, unless a drafter's name follows it."""
+    parts: list[str] = []
+    for piece in text.split("+"):
+        name = piece.partition(":")[0]
+        if parts and ":" in parts[-1] and name not in _entries and name not in _aliases:
+            parts[-1] += "+" + piece
+        else:
+            parts.append(piece)
+    specs = tuple(parse_spec(part) for part in parts)
+    _check_once([spec.name for spec in specs], f" in {text!r}")
+    return specs
+
+
+def merged_name(specs: Sequence[DrafterSpec]) -> str:
+    """By what a request asks for the union of these."""
+    return "+".join(spec.name for spec in specs)
+
+
 def parse_specs(texts: Sequence[str]) -> list[DrafterSpec]:
-    """Several of them; each may be named once, for a request chooses by the name."""
-    specs = [parse_spec(text) for text in texts]
-    names = [spec.name for spec in specs]
+    """All drafters that these name, merged or not. A request chooses by the name, so a name must mean one thing."""
+    merged = [parse_merged(text) for text in texts]
+    _check_once([merged_name(specs) for specs in merged])
+    found = list(dict.fromkeys(spec for specs in merged for spec in specs))
+    _check_once([spec.name for spec in found])
+    return found
+
+
+def _check_once(names: Sequence[str], where: str = "") -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"drafter {name!r} is given twice: give each once")
-    return specs
+            raise ConfigError(f"drafter {name!r} is given twice{where}: give each once")
 
 
 def drafter_factory(name: str) -> DrafterFactory:

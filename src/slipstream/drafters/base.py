@@ -149,6 +149,7 @@ class DeviceDrafter(Drafter):
     depth: int = 0  # of a tree: its levels, as far as its nodes allow; chains are as long as they may be
     most_nodes: int = MAX_NODES  # it never guesses more for a request
     weights_bytes: int = 0  # of its own weights, beside the target's
+    rereads: int = 2  # last tokens that every draft reads, whatever was read before: it may be behind by as many
 
     def page_bytes(self, page_size: int) -> int:
         """What a page of its own cache takes, if it has one: memory is planned before the first request."""

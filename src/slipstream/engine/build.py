@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import ConfigError
-from slipstream.drafters import DrafterSpec, drafter_factory, parse_spec
+from slipstream.drafters import DrafterSpec, drafter_factory, parse_merged, parse_specs
 from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -47,7 +47,10 @@ def build(
 ) -> Built:
     """Everything that a model and its drafters need before the first request. Cheap refusals come first."""
     say = progress or (lambda _: None)
-    choices = [parse_spec(c) if isinstance(c, str) else c for c in _listed(drafter)]
+    listed = list(_listed(drafter))
+    parse_specs([one for one in listed if isinstance(one, str)])  # refuses a name with two meanings
+    merged = [parse_merged(one) if isinstance(one, str) else (one,) for one in listed]
+    choices = list(dict.fromkeys(choice for parts in merged for choice in parts))
     where = pick_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)  # kernels, events and graphs of this thread belong to it
@@ -88,10 +91,12 @@ def build(
             made = drafter_factory(choice.name)()
         if not getattr(made, "name", None):
             raise ConfigError(f'drafter {type(made).__name__}: it has no name; give its class one, name = "mine"')
+        if ":" in made.name or "+" in made.name:
+            raise ConfigError(f"drafter name {made.name!r}: must not have a colon (NAME:PATH) or a plus (A+B)")
         if made.name in drafters:
             raise ConfigError(f"drafter {made.name!r} is given twice: give each once")
         drafters[made.name] = made
-    default = next(iter(drafters), None)
+    default = "+".join(one.name for one in merged[0]) if merged else None
     if "prediction" not in drafters and drafters:  # costs nothing until a request brings a prediction
         drafters["prediction"] = drafter_factory("prediction")()
     drafts = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]

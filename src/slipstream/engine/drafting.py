@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch
@@ -15,6 +14,8 @@ from slipstream.core.outputs import DrafterStats
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
+from slipstream.engine.draft_loops import Drafts
+from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
 from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
@@ -22,56 +23,6 @@ from slipstream.models.batch import PassBatch
 from slipstream.plan.planner import Planner
 
 T = TypeVar("T")
-
-_EMPTY = Tree()
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """The drafts of a round, one row a decoding request, and whose they are."""
-
-    draft: Draft
-    drafters: tuple[str | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The drafts of a round whose device drafters run inside it: the host's trees, and how far the others go."""
-
-    trees: tuple[Tree, ...]  # of the host drafters; empty for the others
-    depths: tuple[int, ...]  # nodes that a device drafter is to guess for each request; 0 for the others
-    drafters: tuple[str | None, ...]  # whose drafts they are
-
-    @property
-    def counts(self) -> list[int]:
-        return [len(tree.tokens) or depth for tree, depth in zip(self.trees, self.depths, strict=True)]
-
-    def only(self, kept: Sequence[int]) -> Plan:
-        """For some of the requests."""
-        return Plan(
-            tuple(self.trees[i] for i in kept),
-            tuple(self.depths[i] for i in kept),
-            tuple(self.drafters[i] for i in kept),
-        )
-
-    def without(self, failed: str) -> Plan:
-        """The same, but for what a device drafter was to guess that has failed."""
-        return Plan(
-            self.trees,
-            tuple(0 if name == failed else depth for name, depth in zip(self.drafters, self.depths, strict=True)),
-            tuple(None if name == failed else name for name in self.drafters),
-        )
-
-    def most(self, name: str) -> int:
-        """Nodes that a device drafter is to guess for one of them at most."""
-        return max([depth for drafter, depth in zip(self.drafters, self.depths, strict=True) if drafter == name])
-
-    @property
-    def devices(self) -> list[str]:
-        """The device drafters that have something to do."""
-        if not any(self.depths):
-            return []
-        return sorted({name for name, depth in zip(self.drafters, self.depths, strict=True) if name and depth})
 
 
 class Drafting:
@@ -108,24 +59,25 @@ class Drafting:
     def start(self, answer: Answer) -> None:
         """The answer is admitted: choose its drafter and tell it."""
         wanted = answer.params.speculation
-        name = wanted.drafter or ("prediction" if answer.prediction else self.default)
-        if not wanted.enabled or name not in self.drafters:
-            answer.drafter = None
+        named = wanted.drafter or ("prediction" if answer.prediction else self.default)
+        names = tuple(named.split("+")) if wanted.enabled and named else ()
+        if not self.drafters.keys() >= set(names):
+            names = ()
+        answer.drafters = names
+        if not names:
             return
-        answer.drafter = name
-        answer.view = DraftRequest(
+        view = answer.view = DraftRequest(
             answer.id, answer.tokens, answer.prompt_length, answer.params, answer.slot, answer.prediction
         )
-        view = answer.view
-        self._guarded(name, [answer], lambda: self._voice(name).start(view))
+        for name in names:
+            self._guarded(name, [answer], functools.partial(self._voice(name).start, view))
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
         self.planner.forget(answer.id)
-        if answer.drafter is not None:
-            voice = self._voice(answer.drafter)
-            self._guarded(answer.drafter, [answer], lambda: voice.stop(answer.id))
-            self._failures.get(answer.drafter, {}).pop(answer.id, None)
+        for name in answer.drafters:
+            self._guarded(name, [answer], functools.partial(self._voice(name).stop, answer.id))
+            self._failures.get(name, {}).pop(answer.id, None)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for drafter in self.drafters.values():
@@ -134,169 +86,197 @@ class Drafting:
 
     def propose(self, decodes: Sequence[Answer]) -> Drafted:
         """Drafts for the decoding requests. Reserves the pages that they need."""
-        self.planner.next_round()
-        parts: list[tuple[Sequence[int], Draft]] = []
-        drafters: list[str | None] = [None] * len(decodes)
-        for name, mine, caps in self._groups(decodes):
-            draft = self._ask(name, [decodes[i] for i in mine], caps, len(decodes))
-            if draft is not None and draft.width:
-                parts.append((mine, draft))
-                for i in mine:
-                    drafters[i] = name
-        return Drafted(Draft.merge(parts, len(decodes), self._device), tuple(drafters))
+        gathered = Gathered(len(decodes))
+        guessed: dict[str, Guesses] = {}
+        for name, mine, budgets in self._gather(decodes, gathered):
+            guessed[name] = Guesses(mine, self._ask(name, [decodes[i] for i in mine], budgets))
+        return gathered.drafted(guessed, self._device)
 
     def plan(self, decodes: Sequence[Answer]) -> Plan:
         """As `propose`, but what device drafters guess stays on the device: they are told how far to go."""
+        gathered = Gathered(len(decodes))
+        for _ in self._gather(decodes, gathered):
+            pass
+        return gathered.plan()
+
+    def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
         self.planner.next_round()
-        trees = [_EMPTY] * len(decodes)
-        depths = [0] * len(decodes)
-        drafters: list[str | None] = [None] * len(decodes)
-        for name, mine, caps in self._groups(decodes):
+        for name, mine in self._groups(decodes):
             answers = [decodes[i] for i in mine]
+            used = [gathered.used(i) for i in mine]
+            caps = self._caps(name, answers, used, len(decodes))
+            if not any(caps):
+                continue
             if name in self._on_device:
-                budgets = self._budgets(name, answers, caps, len(decodes))
-                for i, depth in zip(mine, budgets, strict=True):
-                    depths[i] = depth
+                budgets = self._budgets(name, answers, caps, used, len(decodes))
+                for i, nodes in zip(mine, budgets, strict=True):
+                    gathered.grant(i, name, nodes)
+                if any(budgets):
+                    yield name, mine, budgets
             else:
-                for i, tree in zip(mine, self._trees(name, answers, caps, len(decodes)), strict=True):
-                    trees[i] = tree
-            for i in mine:
-                drafters[i] = name
-        return Plan(tuple(trees), tuple(depths), tuple(drafters))
+                gathered.hosts.append(name)
+                for i, tree in zip(mine, self._trees(name, answers, caps, used, len(decodes)), strict=True):
+                    gathered.add(i, name, tree)
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
         """A device drafter failed inside a round: it drafts for none of these any more."""
         for answer in answers:
-            if answer.drafter == name:
+            if name in answer.drafters:
                 self._drop(answer, name, error)
 
     def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
         """The target computes these prompts: device drafters that will draft for one of them read along."""
         for name, drafter in self.drafters.items():
-            mine = [chunk.answer for chunk in chunks if chunk.answer.drafter == name]
+            mine = [chunk.answer for chunk in chunks if name in chunk.answer.drafters]
             if mine and isinstance(drafter, DeviceDrafter):
                 self._guarded(name, mine, functools.partial(drafter.read, batch))
 
-    def catch_up(self, answers: Sequence[Answer]) -> None:
-        """These were decoded without drafts for a while: let their device drafters read what they missed."""
-        for name in dict.fromkeys(answer.drafter for answer in answers):
-            drafter = self.drafters[cast(str, name)]
+    def catch_up(self, lagging: Mapping[str, Sequence[Answer]]) -> None:
+        """These were decoded without drafts of theirs for a while: let device drafters read what they missed."""
+        for name, answers in lagging.items():
+            drafter = self.drafters[name]
             assert isinstance(drafter, DeviceDrafter)
-            mine = [answer for answer in answers if answer.drafter == name]
-            views = [cast(DraftRequest, answer.view) for answer in mine]
-            known = [answer.behind or 0 for answer in mine]
-            self._guarded(cast(str, name), mine, functools.partial(drafter.catch_up, views, known))
-            for answer in mine:
-                answer.behind = None
+            views = [cast(DraftRequest, answer.view) for answer in answers]
+            known = [answer.behind.pop(name) for answer in answers]
+            self._guarded(name, answers, functools.partial(drafter.catch_up, views, known))
 
     def follows(self, answers: Sequence[Answer], plan: Plan) -> None:
         """Note whose device drafter stops following, because it guesses for nobody in this round.
 
         Where it guesses for one, it reads the last tokens of all.
         """
-        idle = self._on_device - set(plan.devices)
+        idle = self._on_device - {name for name, _ in plan.drafts}
         if not idle:
             return
         for answer in answers:
-            if answer.behind is None and answer.drafter in idle:
-                answer.behind = max(0, answer.cached - 1)
+            for name in answer.drafters:
+                if name in idle and name not in answer.behind:
+                    answer.behind[name] = max(0, answer.cached - 1)
+
+    def falls_behind(self, answer: Answer, verdict: Verdict) -> None:
+        """Note where others' guesses went on without a device drafter's: what it read there is not what was said."""
+        if verdict.accepted < 2 or len(answer.drafters) < 2:
+            return
+        for name in answer.drafters:
+            if name in self._on_device and name not in answer.behind:
+                missed = verdict.accepted - verdict.share(name).accepted
+                if missed >= cast(DeviceDrafter, self.drafters[name]).rereads:
+                    answer.behind[name] = max(0, answer.cached - missed)
 
     def waits(self, answers: Sequence[Answer]) -> bool:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
         self._resting = {name for name in self.guards if self.planner.rests(name, len(answers))}
         awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
-        return any(a.drafter in awake and a.drafter not in a.refused for a in answers)
+        return any(name in awake and name not in a.refused for a in answers for name in a.drafters)
 
     def read_choices(self, answers: Sequence[Answer]) -> bool:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""
-        return bool(self._reading) and any(answer.drafter in self._reading for answer in answers)
+        return bool(self._reading) and any(not self._reading.isdisjoint(answer.drafters) for answer in answers)
 
-    def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int], list[int]]]:
-        """For each drafter with something to do: which requests are its, and how much is of any use to them."""
+    def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int]]]:
+        """For each drafter that may be asked: which requests are its. Those on the host come first."""
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes):
-            name = answer.drafter
-            if name is not None and name not in self._resting and name not in answer.refused:
-                groups.setdefault(name, []).append(i)
-        for name, mine in groups.items():
-            caps = self._caps(name, [decodes[i] for i in mine], len(decodes))
-            if any(caps):
-                yield name, mine, caps
+            for name in answer.drafters:
+                if name not in self._resting and name not in answer.refused:
+                    groups.setdefault(name, []).append(i)
+        yield from sorted(groups.items(), key=lambda group: group[0] in self._on_device)
 
-    def observe(self, answers: Sequence[Answer], drafters: Sequence[str | None], verdicts: Sequence[Verdict]) -> None:
+    def observe(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
         told: dict[str, tuple[list[Answer], list[Verdict]]] = {}
-        for answer, drafter, verdict in zip(answers, drafters, verdicts, strict=True):
-            if drafter is not None and verdict.drafted:
-                # of a tree no more can be accepted than it has levels
-                reached = min(verdict.drafted, self._levels(drafter) or verdict.drafted)
-                self.planner.observe(drafter, answer.id, reached, verdict.accepted)
-            if answer.drafter is not None:
-                if answer.drafter not in told:
-                    told[answer.drafter] = ([], [])
-                theirs, parts = told[answer.drafter]
+        for answer, verdict in zip(answers, verdicts, strict=True):
+            for name in answer.drafters:
+                share = verdict.share(name)
+                if share.drafted:
+                    # of a tree no more can be accepted than it has levels
+                    reached = min(share.drafted, self._levels(name) or share.drafted)
+                    self.planner.observe(name, answer.id, reached, share.accepted)
+                if name not in told:
+                    told[name] = ([], [])
+                theirs, parts = told[name]
                 theirs.append(answer)
-                parts.append(verdict)
+                parts.append(share)
         for name, (theirs, parts) in told.items():
             self._guarded(name, theirs, functools.partial(self._voice(name).observe, parts))
 
-    def _caps(self, name: str, answers: Sequence[Answer], requests: int) -> list[int]:
-        """Most nodes that are of any use: limits of the requests, of the context and of the pass."""
+    def _caps(self, name: str, answers: Sequence[Answer], used: Sequence[int], requests: int) -> list[int]:
+        """Most nodes that are of any use: limits of the requests, of the context and of the pass.
+
+        used: nodes that others gave already. Of several drafters each has a part of the request's nodes, by what it
+        is made for, and what those before it left of theirs.
+        """
         drafter = self.drafters[name]
-        usual = drafter.default_draft_tokens if self._draft_tokens is None else self._draft_tokens
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
         most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
-        share = min(self._max_rows // requests - 1, most)
-        context = self._max_len - 1 if ends is None else min(self._max_len - 1, ends)
+        share = min(self._max_rows // requests - 1, MAX_NODES)
         caps: list[int] = []
-        for answer in answers:
+        for answer, before in zip(answers, used, strict=True):
             params, length = answer.params, len(answer.tokens)
+            several = len(answer.drafters) > 1
             wanted = params.speculation.draft_tokens
+            usual = self._draft_tokens if wanted is None else wanted
+            if usual is None:
+                usual = self._usual(answer) if several else drafter.default_draft_tokens
             useful = min(
-                usual if wanted is None else wanted,
+                usual,
                 share,
                 params.max_tokens - (length - answer.prompt_length) - answer.queued - 1,
-                context - length - answer.coming,
+                self._max_len - 1 - length - answer.coming,
             )
+            if several:
+                useful -= before + self._others(name, answer, useful)
+            useful = min(useful, most if ends is None else min(most, ends - length - answer.coming))
             caps.append(0 if useful < 0 or answer.doubted else useful)
         return caps
 
-    def _ask(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> Draft | None:
-        drafter = self.drafters[name]
-        if not isinstance(drafter, DeviceDrafter):
-            trees = self._trees(name, answers, caps, rows)
-            return Draft.pack(trees, self._device) if any(trees) else None
-        budget = self._budgets(name, answers, caps, rows)
-        if not any(budget):
-            return None
+    def _usual(self, answer: Answer) -> int:
+        """Nodes that all of a request's drafters together are made for."""
+        return sum(self.drafters[name].default_draft_tokens for name in answer.drafters)
+
+    def _others(self, name: str, answer: Answer, nodes: int) -> int:
+        """How many of the request's nodes are kept for drafters that are asked after this one."""
+        order = sorted(answer.drafters, key=self._on_device.__contains__)
+        later = [
+            self.drafters[n].default_draft_tokens for n in order[order.index(name) + 1 :] if n not in answer.refused
+        ]
+        return sum(nodes * made_for // self._usual(answer) for made_for in later)
+
+    def _ask(self, name: str, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
+        drafter = cast(DeviceDrafter, self.drafters[name])
         views = [cast(DraftRequest, answer.view) for answer in answers]
         started = time.perf_counter()
-        draft = self._guarded(name, answers, lambda: drafter.propose(views, budget))
-        self.observe_draft(name, max(budget), time.perf_counter() - started)
+        draft = self._guarded(name, answers, lambda: drafter.propose(views, budgets))
+        self.observe_draft(name, max(budgets), time.perf_counter() - started)
         return draft
 
     def observe_draft(self, name: str, nodes: int, seconds: float) -> None:
         """A device drafter took this long for so many nodes. Of a tree all levels are computed, whatever is kept."""
         self.planner.observe_draft(name, 1 if self._levels(name) else nodes, seconds)
 
-    def makes_trees(self, names: Sequence[str]) -> bool:
+    def makes_trees(self, drafts: Drafts) -> bool:
         """Does one of these device drafters guess trees?"""
-        return any(self._levels(name) for name in names)
+        return any(self._levels(name) for name, _ in drafts)
 
     def _levels(self, name: str) -> int:
         """Of the trees that a device drafter makes; 0 for all others."""
         drafter = self.drafters[name]
         return drafter.depth if isinstance(drafter, DeviceDrafter) and drafter.makes_trees else 0
 
-    def _budgets(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> list[int]:
+    def _budgets(
+        self, name: str, answers: Sequence[Answer], caps: Sequence[int], used: Sequence[int], rows: int
+    ) -> list[int]:
         """How far a device drafter is to go for each request: as far as pays, and as far as there are pages."""
         ids = [answer.id for answer in answers]
         levels = self._levels(name)
         plan = functools.partial(self.planner.budget_trees, levels=levels) if levels else self.planner.budget
         budget = plan(name, ids, caps, rows)
-        return [self._reserve(answer, nodes) for answer, nodes in zip(answers, budget, strict=True)]
+        return [self._fit(*parts) for parts in zip(answers, used, budget, strict=True)]
 
-    def _trees(self, name: str, answers: Sequence[Answer], caps: Sequence[int], rows: int) -> list[Tree]:
+    def _trees(
+        self, name: str, answers: Sequence[Answer], caps: Sequence[int], used: Sequence[int], rows: int
+    ) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""
         views = [cast(DraftRequest, answer.view) for answer in answers]
         proposals = self.guards[name].propose(views, caps, self.round_s)
@@ -310,13 +290,18 @@ class Drafting:
         ids = [answer.id for answer in answers]
         trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
         return [
-            self._fitting(answer, tree) if tree.tokens else tree for answer, tree in zip(answers, trees, strict=True)
+            self._fitting(answer, before, tree) if tree.tokens else tree
+            for answer, before, tree in zip(answers, used, trees, strict=True)
         ]
 
-    def _fitting(self, answer: Answer, tree: Tree) -> Tree:
+    def _fitting(self, answer: Answer, used: int, tree: Tree) -> Tree:
         """As much of the tree as there are pages for: the first nodes of a tree are a tree too."""
-        fits = self._reserve(answer, len(tree))
+        fits = self._fit(answer, used, len(tree))
         return tree if fits == len(tree) else Tree(tree.tokens[:fits], tree.parents[:fits])
+
+    def _fit(self, answer: Answer, used: int, nodes: int) -> int:
+        """How many more nodes there are pages for, beside those that others gave."""
+        return max(0, self._reserve(answer, used + nodes) - used) if nodes else 0
 
     def _voice(self, name: str) -> DrafterGuard | Drafter:
         """Whom to call: a host drafter's guard, which takes care of its failures, or the device drafter itself."""

@@ -18,7 +18,7 @@ from slipstream.core.outputs import DrafterStats
 from slipstream.core.verdict import Verdict, Verdicts
 from slipstream.drafters.base import DeviceDrafter, Drafter, Services
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.drafting import Drafted, Drafting
+from slipstream.engine.drafting import Drafting
 from slipstream.engine.emit import emit
 from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import MemoryPlan
@@ -162,13 +162,14 @@ class Engine:
         verdicts = verify_exact(draft, choices)
         wanted = choices if self.drafting.read_choices(schedule.decodes) else None
         told = self._commit(schedule, packed, draft, verdicts, wanted)
+        told[: len(schedule.decodes)] = map(Verdict.by, told, drafted.authors)
         verified = time.perf_counter()
         for answer, verdict in zip(packed.emitting, told, strict=True):
             answer.tokens.extend(verdict.usable)
         kept = self._emit(packed, told, logits)
         host = planned - started + time.perf_counter() - verified
         times = RoundTimes(host, proposed - planned, verified - proposed)
-        self._account(schedule, packed, drafted, told, kept, times)
+        self._account(schedule, packed, told, kept, times)
         self._report(packed.emitting)
 
     def _commit(
@@ -226,7 +227,6 @@ class Engine:
         self,
         schedule: Schedule,
         packed: PackedPass,
-        drafted: Drafted,
         told: Sequence[Verdict],
         kept: Sequence[int],
         times: RoundTimes,
@@ -235,33 +235,32 @@ class Engine:
         if not schedule.chunks:
             self.drafting.planner.observe_pass(packed.batch.num_rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
-        drafters = drafted.drafters + (None,) * (len(told) - len(drafted.drafters))
-        self._tally(packed.emitting, drafters, told, kept, times)
-        heard = [part for part in zip(packed.emitting, drafters, told, strict=True) if not part[0].ended]
-        self.drafting.observe([a for a, _, _ in heard], [d for _, d, _ in heard], [v for _, _, v in heard])
+        self._tally(packed.emitting, told, kept, times)
+        heard = [part for part in zip(packed.emitting, told, strict=True) if not part[0].ended]
+        self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard])
 
     def _tally(
-        self,
-        answers: Sequence[Answer],
-        drafters: Sequence[str | None],
-        told: Sequence[Verdict],
-        kept: Sequence[int],
-        times: RoundTimes,
+        self, answers: Sequence[Answer], told: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
     ) -> None:
         """A round's share of time and acceptance for each of its requests."""
-        for answer, drafter, verdict, count in zip(answers, drafters, told, kept, strict=True):
+        for answer, verdict, count in zip(answers, told, kept, strict=True):
             stats = answer.output.speculation
             stats.rounds += 1
             stats.emitted += count
             stats.draft_s += times.draft / len(told)
             stats.verify_s += times.verify / len(told)
             stats.host_s += times.host / len(told)
-            if drafter is not None and verdict.drafted:
-                theirs = stats.by_drafter.setdefault(drafter, DrafterStats())
-                theirs.drafts += 1
-                for tally in (stats, theirs):
-                    tally.drafted += verdict.drafted
-                    tally.accepted += min(verdict.accepted, count)  # what a stop cut off was of no use
+            if not verdict.drafted:
+                continue
+            stats.drafted += verdict.drafted
+            stats.accepted += min(verdict.accepted, count)  # what a stop cut off was of no use
+            for name in verdict.authors.names:
+                share = verdict.share(name)
+                if share.drafted:
+                    theirs = stats.by_drafter.setdefault(name, DrafterStats())
+                    theirs.drafts += 1
+                    theirs.drafted += share.drafted
+                    theirs.accepted += min(share.accepted, count)
 
     def _close(self, job: Job) -> None:
         self.jobs.pop(job.id, None)

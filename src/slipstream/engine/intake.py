@@ -91,9 +91,15 @@ class Intake:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         wanted = params.speculation.drafter
-        if params.speculation.enabled and wanted is not None and wanted not in self._drafters:
+        if not params.speculation.enabled or wanted is None:
+            return
+        names = wanted.split("+")
+        if not set(names) <= set(self._drafters):
             loaded = ", ".join(self._drafters) or "none"
-            raise InvalidRequest(f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}")
+            several = ", or several, as A+B" if len(self._drafters) > 1 else ""
+            raise InvalidRequest(f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}{several}")
+        if len(set(names)) < len(names):
+            raise InvalidRequest(f"speculation.drafter={wanted!r}: must name each drafter once")
 
     def _check_ids(self, key: str, ids: Iterable[object]) -> None:
         for token in ids:

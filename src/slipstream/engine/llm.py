@@ -31,7 +31,8 @@ class LLM:
 
     model: `default`, a folder or hub id in Hugging Face format, or a GGUF file.
     drafter: `ngram`, `prediction`, `model:PATH`, several of them, a `Drafter` of your own, or None for plain decoding.
-        The first is used unless a request names another; a request with a prediction drafts from that.
+        `A+B` merges the drafts of two (`ngram+model:PATH`). The first is used unless a request names another; a
+        request with a prediction drafts from that.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.core.verdict import Verdict
+from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
-from slipstream.engine.draft_loops import DraftFailed
-from slipstream.engine.drafting import Plan
+from slipstream.engine.draft_loops import DraftFailed, Drafts
 from slipstream.engine.engine import Engine, RoundTimes
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import FirstTokens, pack_chunks
+from slipstream.engine.plans import Plan
 from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
 from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
@@ -129,8 +129,10 @@ class QueuedEngine(Engine):
         """Everything of a round that the device does, in order. Only prompts make it wait for what is queued."""
         begun = self._mark()
         members: list[Member] = []
-        told = run = chosen = None
-        rows = depth = 0
+        told = run = chosen = owners = None
+        rows = 0
+        drafts: Drafts = ()
+        hosts: tuple[str, ...] = ()
         waited_s = None
         caught_up = False
         drafted = begun
@@ -142,12 +144,12 @@ class QueuedEngine(Engine):
             if self._heard_at is not None and self._waits_for_drafts:
                 waited_s = time.perf_counter() - self._heard_at
             run.verify()
-            counts, depth = plan.counts, max(plan.depths)
+            counts, drafts, hosts = plan.counts, plan.drafts, plan.hosts
             told = run.result(len(counts), max(counts))
-            chosen = run.choices()
+            chosen, owners = run.choices(), run.owners()
             rows = run.shape.rows  # with those that fill it up: they cost as much
-            for answer, drafter, count in zip(schedule.decodes, plan.drafters, counts, strict=True):
-                members.append(Member.of(answer, drafter, count, decodes=True))
+            for answer, authors, count in zip(schedule.decodes, plan.authors, counts, strict=True):
+                members.append(Member.of(answer, authors, count, decodes=True))
         read = verified = self._mark()
         first = logits = None
         if schedule.chunks:
@@ -167,9 +169,11 @@ class QueuedEngine(Engine):
             marks,
             asked,
             steady,
-            depth,
+            drafts,
+            hosts,
             waited_s,
             chosen,
+            owners,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -179,24 +183,24 @@ class QueuedEngine(Engine):
         """
         self._lanes.place(decodes)
         plan = self.drafting.plan(decodes)
-        lagging = [a for a, depth in zip(decodes, plan.depths, strict=True) if depth and a.behind is not None]
+        lagging = _lagging(decodes, plan)
         if lagging:
             self._tell(self._hear_all())  # what their drafter missed, the host must know
             alive = [i for i, answer in enumerate(decodes) if answer.phase is Phase.RUNNING]
             decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
             if not decodes:
                 return None
-            self.drafting.catch_up([answer for answer in lagging if answer in decodes])
-            for name in {a.drafter for a in decodes if a.drafter is not None and a.drafter in a.refused}:
+            self.drafting.catch_up(_lagging(decodes, plan))
+            for name in {name for answer in decodes for name in answer.drafters if name in answer.refused}:
                 plan = plan.without(name)  # it could not
         self._lanes.send_pages(decodes)
         crowd, slots = self._crowd_of(decodes), [answer.slot for answer in decodes]
         longest = max([len(answer.tokens) + answer.coming for answer in decodes])
-        is_tree = any(tree.tokens and not tree.is_chain for tree in plan.trees)
-        is_tree = is_tree or self.drafting.makes_trees(plan.devices)
+        is_tree = plan.merges or any(tree.tokens and not tree.is_chain for tree in plan.trees)
+        is_tree = is_tree or self.drafting.makes_trees(plan.drafts)
         while True:
             self.drafting.follows(decodes, plan)
-            devices = plan.devices
+            drafts = plan.drafts
             shape = RoundShape.of(
                 plan.counts,
                 longest,
@@ -208,11 +212,11 @@ class QueuedEngine(Engine):
                 most_keys=self.plan.max_model_len + 1 + MAX_NODES,
             )
             run = self.rounds.of(shape)
-            run.load(slots, plan.trees, plan.depths, plan.drafters)
-            if not devices:
+            run.load(slots, plan.trees, plan.shares)
+            if not drafts:
                 return Guessed(plan, run, bool(lagging))
             try:
-                run.draft(tuple((name, plan.most(name)) for name in devices))
+                run.draft(drafts)
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
@@ -257,7 +261,7 @@ class QueuedEngine(Engine):
         chosen = choose(logits, packed.rows, self.sampling, features)
         self._lanes.begin(packed.completing, chosen)
         self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
-        members += [Member.of(answer, None, 0, decodes=False) for answer in packed.completing]
+        members += [Member.of(answer, NOBODY, 0, decodes=False) for answer in packed.completing]
         return FirstTokens(chosen, logits)
 
     def _hear(self, ticket: Ticket) -> Heard:
@@ -280,9 +284,10 @@ class QueuedEngine(Engine):
                 assert answer.table is not None
                 answer.table.commit(len(tokens))
                 answer.doubted = not tokens
+                self.drafting.falls_behind(answer, verdict)
             answer.closing = usable != tokens or not answer.end_ids.isdisjoint(usable) or len(answer.tokens) >= longest
         lasted_s, self._idle_since = now - self._idle_since, now
-        self.drafting.observe([m.answer for m in members], [m.drafter for m in members], verdicts)
+        self.drafting.observe([member.answer for member in members], verdicts)
         return Heard(ticket, tuple(members), tuple(verdicts), lasted_s)
 
     def _times(self, heard: Heard) -> RoundTimes:
@@ -299,11 +304,10 @@ class QueuedEngine(Engine):
             self.drafting.planner.observe_pass(ticket.rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
             if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
-                for name in {m.drafter for m in ticket.members if m.drafter and m.drafter in self.drafting.guards}:
+                for name in ticket.hosts:
                     self.drafting.planner.observe_wait(name, ticket.waited_s)
-            if ticket.depth:
-                for name in {m.drafter for m in ticket.members if m.drafter and m.drafter not in self.drafting.guards}:
-                    self.drafting.observe_draft(name, ticket.depth, times.draft)
+            for name, nodes in ticket.drafts:
+                self.drafting.observe_draft(name, nodes, times.draft / len(ticket.drafts))
         return times
 
     def _tell(self, heard: Sequence[Heard]) -> None:
@@ -314,7 +318,7 @@ class QueuedEngine(Engine):
             logits = part.ticket.all_logits()
             rows = EmittedRows(answers, _NO_ROWS if logits is None else part.row_of())
             kept = self._emit(rows, part.verdicts, logits)
-            self._tally(answers, [member.drafter for member in part.members], part.verdicts, kept, times)
+            self._tally(answers, part.verdicts, kept, times)
             for answer in answers:
                 answer.closing = False
             self._report(answers)
@@ -331,5 +335,16 @@ class QueuedEngine(Engine):
         answer.queued = answer.coming = 0
         answer.closing = False
         answer.on_device = False
-        answer.behind = None
+        answer.behind.clear()
         super()._released(answer)
+
+
+def _lagging(decodes: Sequence[Answer], plan: Plan) -> dict[str, list[Answer]]:
+    """By device drafter: those for whom it is to guess, though it has not read all that they said."""
+    lagging: dict[str, list[Answer]] = {}
+    for answer, shares in zip(decodes, plan.shares, strict=True):
+        if answer.behind:
+            for name, _ in shares:
+                if name in answer.behind:
+                    lagging.setdefault(name, []).append(answer)
+    return lagging

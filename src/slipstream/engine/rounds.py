@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from slipstream.engine.draft_loops import DraftLoops, Drafts, LoopShape
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
 from slipstream.kernels.jit import has_kernels
+from slipstream.kernels.merge_trees import Union, merge_guesses
 from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
 from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
@@ -115,14 +116,14 @@ class _Staging:
     """A host copy of a round's input, and the memory in which it is filled in: a few numbers at a time, while the
     device waits, for which tensors and arrays are slow."""
 
-    tensor: Tensor  # [3 B + 2 B K] int64
-    numbers: memoryview  # the same: lanes, nodes, who guesses them on the device [3, B]; tokens, parents [2, B, K]
+    tensor: Tensor  # [4 B + 2 B K] int64
+    numbers: memoryview  # the same: lanes, nodes, who guesses on the device, room [4, B]; tokens, parents [2, B, K]
 
     @staticmethod
     def of(requests: int, chain: Sequence[int], *, pinned: bool) -> _Staging:
-        tensor = torch.zeros(3 * requests + 2 * requests * len(chain), dtype=torch.int64, pin_memory=pinned)
+        tensor = torch.zeros(4 * requests + 2 * requests * len(chain), dtype=torch.int64, pin_memory=pinned)
         staged = _Staging(tensor, tensor.numpy().data)
-        staged.write((3 + len(chain)) * requests, list(chain) * requests)
+        staged.write((4 + len(chain)) * requests, list(chain) * requests)
         return staged
 
     def write(self, at: int, values: Sequence[int]) -> None:
@@ -138,9 +139,12 @@ class Round:
         self._loops = loops
         self._numbers = {name: number for number, name in enumerate(drafters, 1)}
         b, k, device = shape.requests, shape.width, machine.device
-        self._inputs = torch.zeros(3 * b + 2 * b * k, dtype=torch.int64, device=device)
-        self.lanes, self._counts, self._guessed = self._inputs[: 3 * b].view(3, b).unbind(0)
-        self._tokens, self._parents = self._inputs[3 * b :].view(2, b, k).unbind(0)  # [B, K]
+        self._inputs = torch.zeros(4 * b + 2 * b * k, dtype=torch.int64, device=device)
+        self.lanes, self._counts, self._guessed, room = self._inputs[: 4 * b].view(4, b).unbind(0)
+        self._tokens, self._parents = self._inputs[4 * b :].view(2, b, k).unbind(0)  # [B, K]
+        owners = torch.zeros((b, k if shape.is_tree else 0), dtype=torch.int64, device=device)
+        self._union = Union(self._tokens, self._parents, self._counts, owners, room)
+        self._merges = False  # are guesses added to the drafts of the host, or to one another?
         self._rows = PassRows.empty(b, k, shape.rows, tree=shape.is_tree, device=device)
         self._moves = PathMoves.empty(b, k, device) if shape.is_tree else None
         self.told = Told.empty(b, k, device)
@@ -151,6 +155,7 @@ class Round:
         self._results = [
             torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
         ]
+        self._owners = [torch.zeros(owners.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)]
         self._chosen: Tensor | None = None  # [N] of the last pass
         self._choices = [
             torch.zeros(shape.rows if shape.tells_choices else 0, dtype=torch.int64, pin_memory=pinned)
@@ -160,28 +165,26 @@ class Round:
         self._sent = self._told = 0
         self._verify_graph: Callable[[], None] | None = None
 
-    def load(
-        self,
-        lanes: Sequence[int],
-        trees: Sequence[Tree],
-        depths: Sequence[int],
-        drafters: Sequence[str | None],
-    ) -> None:
-        """Say who is in the round, and what was guessed on the host. Nothing is sent where nothing changed."""
-        wanted = (list(lanes), list(trees), list(depths), list(drafters))
+    def load(self, lanes: Sequence[int], trees: Sequence[Tree], shares: Sequence[Sequence[tuple[str, int]]]) -> None:
+        """Say who is in the round, what was guessed on the host, and how many nodes device drafters may add to it.
+
+        Nothing is sent where nothing changed.
+        """
+        wanted = (list(lanes), list(trees), list(shares))
         if wanted == self._loaded:
             return
         self._loaded = wanted
         self._sent = (self._sent + 1) % _COPIES
         staged, width, is_tree = self._staging[self._sent], self.shape.width, self.shape.is_tree
-        nobody = self.shape.requests - len(lanes)
-        counts = [len(tree.tokens) or depth for tree, depth in zip(trees, depths, strict=True)]
-        heads = [*lanes, *([self._machine.state.trash] * nobody), *counts, *([0] * nobody)]
+        nobody = [0] * (self.shape.requests - len(lanes))
+        counts = [len(tree.tokens) for tree in trees]
+        room = [count + sum([n for _, n in added]) for count, added in zip(counts, shares, strict=True)]
+        self._merges = any(len(s) > 1 or (s and tree.tokens) for tree, s in zip(trees, shares, strict=True))
+        heads = [*lanes, *([self._machine.state.trash] * len(nobody)), *(counts if self._merges else room), *nobody]
         if self._numbers:
-            heads += [self._numbers[n] if n and depth else 0 for n, depth in zip(drafters, depths, strict=True)]
-            heads += [0] * nobody
+            heads += [sum([1 << self._numbers[name] for name, _ in added]) for added in shares] + nobody + room + nobody
         staged.write(0, heads)
-        begin, parents = 3 * self.shape.requests, width * self.shape.requests
+        begin, parents = 4 * self.shape.requests, width * self.shape.requests
         for tree in trees:
             if tree.tokens:
                 staged.write(begin, tree.tokens)
@@ -195,8 +198,14 @@ class Round:
         shape = self.shape
         loop = self._loops.of(LoopShape(shape.requests, shape.keys, shape.features, shape.version, drafts))
         loop.run(self.lanes)
-        for (name, nodes), guesses, parents in zip(drafts, loop.guesses, loop.parents, strict=True):
-            mine = self._guessed[:, None] == self._numbers[name]
+        if self._merges:
+            self._loaded = None  # the drafts become others than were sent
+        for i, ((name, nodes), guesses, parents) in enumerate(zip(drafts, loop.guesses, loop.parents, strict=True)):
+            number = self._numbers[name]
+            if self._merges:
+                merge_guesses(self._union, guesses, parents, self._guessed, number, first=i == 0)
+                continue
+            mine = self._guessed[:, None] == 1 << number
             tokens = self._tokens[:, :nodes]
             torch.where(mine, guesses[:, :nodes], tokens, out=tokens)
             if parents is not None:
@@ -218,6 +227,20 @@ class Round:
         told = result.numpy()[:requests]
         return told if self.shape.is_tree else told[:, : 3 + nodes]
 
+    def owners(self) -> NDArray[np.int64] | None:  # [B, K]
+        """A host copy, under way as the `result`: of each node, one bit for each device drafter (see `numbers`) that
+        proposed it, the lowest for the host's, 0 where there is no node. None: each draft has one author."""
+        if not self._merges:
+            return None
+        owners = self._owners[self._told]
+        owners.copy_(self._union.owners, non_blocking=True)
+        return owners.numpy()
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """Which bit of `owners` a device drafter has."""
+        return self._numbers
+
     def choices(self) -> NDArray[np.int64] | None:  # [N]
         """A host copy of what was chosen at every row, under way as the `result` that was asked for before it."""
         if self._chosen is None:
@@ -228,7 +251,7 @@ class Round:
 
     def capture(self, pool: Any) -> None:
         """Record what follows the draft as a graph."""
-        self.load([], [], [], [])  # it is run over nobody first
+        self.load([], [], [])  # it is run over nobody first
         self._verify_graph = captured(self._verify, pool)
 
     def _verify(self) -> None:

@@ -48,7 +48,7 @@ class Answer:
     phase: Phase = Phase.WAITING
     table: PageTable | None = None
     slot: int = -1
-    drafter: str | None = None  # whose drafts it takes now
+    drafters: tuple[str, ...] = ()  # whose drafts it takes now
     doubted: bool = False  # its last round came to nothing beside a draft: the next one is plain
     refused: dict[str, str] = field(default_factory=dict)  # drafters that failed for it -> why
     view: DraftRequest | None = None
@@ -58,7 +58,7 @@ class Answer:
     epoch: int = 0  # how often it gave everything back: results of an earlier life are of no use
     on_device: bool = False  # its lane on the device says where it stands
     closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
-    behind: int | None = None  # tokens that its device drafter has read, where it stopped following; None: it follows
+    behind: dict[str, int] = field(default_factory=dict)  # tokens read by device drafters that stopped following it
     id: str = field(init=False)  # of job and sample always: a job may be named like another's second answer
     params: SamplingParams = field(init=False)  # the job's
     prompt_length: int = field(init=False)

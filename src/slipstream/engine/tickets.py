@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.core.verdict import Verdict
+from slipstream.core.verdict import Authors, Verdict
+from slipstream.engine.draft_loops import Drafts
+from slipstream.engine.plans import resolved
 from slipstream.engine.rounds import Round
 from slipstream.engine.state import Answer, Phase
 
@@ -25,17 +27,17 @@ class Member:
 
     answer: Answer
     epoch: int
-    drafter: str | None
-    drafted: int
+    authors: Authors
+    drafted: int  # at most: merged drafts may turn out smaller
     bound: int  # tokens that it may get at most
     decodes: bool  # else the round computed its prompt
 
     @staticmethod
-    def of(answer: Answer, drafter: str | None, drafted: int, *, decodes: bool) -> Member:
+    def of(answer: Answer, authors: Authors, drafted: int, *, decodes: bool) -> Member:
         """The answer joins a round."""
         answer.queued += 1
         answer.coming += 1 + drafted
-        return Member(answer, answer.epoch, drafter, drafted, 1 + drafted, decodes)
+        return Member(answer, answer.epoch, authors, drafted, 1 + drafted, decodes)
 
     @property
     def listens(self) -> bool:
@@ -57,9 +59,11 @@ class Ticket:
     marks: tuple[Any, ...]  # events: begun, drafted, verified, prompts read
     reads_logits: bool  # some of them asked for log probabilities
     steady: bool  # a round as they come: no prompts, and nothing captured for it
-    depth: int
+    drafts: Drafts
+    hosts: tuple[str, ...]  # host drafters that were asked
     waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
     chosen: NDArray[np.int64] | None = None  # [N]: what was chosen at every row of the decodes, where it is wanted
+    owners: NDArray[np.int64] | None = None  # [D, K]: who proposed each node, where drafts were merged on the device
 
     def wait(self) -> None:
         if self.marks:
@@ -78,18 +82,33 @@ class Ticket:
         if self.told is not None and self.round is not None:
             is_tree, paths = self.round.shape.is_tree, 3 + self.round.shape.width
             chosen = [] if self.chosen is None else self.chosen.tolist()
+            counts = self.counts()
             row = 0
-            for member, line in zip(self.members, self.told.tolist(), strict=False):
+            for i, (member, line) in enumerate(zip(self.members, self.told.tolist(), strict=False)):
                 emitted, accepted = line[0], line[1]
                 path = tuple(line[paths : paths + accepted]) if is_tree else _PATHS[accepted]
-                begin, row = row, row + 1 + member.drafted
+                begin, row = row, row + 1 + counts[i]
                 choices = tuple(chosen[begin:row]) if emitted else ()
                 tokens = tuple(line[2 : 2 + emitted])
-                verdicts.append(Verdict(member.answer.id, tokens, member.drafted, accepted, path, choices))
+                authors = self._authors(i, counts[i])
+                verdicts.append(Verdict(member.answer.id, tokens, counts[i], accepted, path, choices, authors))
         if self.first is not None:
             for member, token in zip(self.members[self.decodes :], self.first.tolist(), strict=True):
                 verdicts.append(Verdict(member.answer.id, (token,), 0, 0, ()))
         return verdicts
+
+    def counts(self) -> list[int]:
+        """Nodes of each member's draft, once the device is done."""
+        if self.owners is None:
+            return [member.drafted for member in self.members]
+        decoded = np.count_nonzero(self.owners[: self.decodes], axis=1).tolist()
+        return [*decoded, *[member.drafted for member in self.members[self.decodes :]]]
+
+    def _authors(self, member: int, nodes: int) -> Authors:
+        authors = self.members[member].authors
+        if self.owners is None or self.round is None or len(authors.names) < 2:
+            return authors
+        return resolved(authors, self.owners[member, :nodes].tolist(), self.round.numbers)
 
     def seconds(self, part: int) -> float:
         return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
@@ -107,14 +126,15 @@ class Heard:
     def row_of(self) -> Tensor:  # [E, K + 1]
         """Where in `Ticket.all_logits` each request's rows lie."""
         ticket, starts, before = self.ticket, [], 0
+        counts = ticket.counts()
         for index, member in enumerate(ticket.members):
             if ticket.round is not None and index == ticket.decodes:
                 # what is behind the last of the decodes is padding; where none of them asked, theirs are not kept
                 before = ticket.round.shape.rows if ticket.round.logits is not None else 0
             if member in self.members:
                 starts.append(before)
-            before += 1 + member.drafted
-        width = max((member.drafted for member in ticket.members), default=0)
+            before += 1 + counts[index]
+        width = max(counts, default=0)
         return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(width + 1)
 
 

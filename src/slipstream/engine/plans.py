@@ -1,0 +1,184 @@
+"""The drafts of a round on the host: what host drafters gave, how much device drafters may add, and whose it is.
+
+A request may have several drafters (`ngram+model`). The trees of those on the host are merged here; what those on the
+device guess is merged with them on the device in a queued round, and here in an eager one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from slipstream.core.draft import MAX_NODES, Draft, Tree
+from slipstream.core.merge import merge_trees
+from slipstream.core.verdict import NOBODY, Authors, author
+from slipstream.engine.draft_loops import Drafts
+
+_EMPTY = Tree()
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafts of a round, one row a decoding request, and whose they are."""
+
+    draft: Draft
+    authors: tuple[Authors, ...]
+
+
+class Share(NamedTuple):
+    """How many nodes a device drafter may add to a request's draft."""
+
+    drafter: str
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The drafts of a round whose device drafters run inside it."""
+
+    trees: tuple[Tree, ...]  # of the host drafters, merged; empty where they gave none
+    shares: tuple[tuple[Share, ...], ...]  # of the device drafters that guess for the request
+    authors: tuple[
+        Authors, ...
+    ]  # whose drafts they are; where a device drafter is one of several, it has no places yet
+    hosts: tuple[str, ...] = ()  # host drafters that were asked
+
+    @property
+    def counts(self) -> list[int]:
+        """Most nodes of each request: guesses that others made as well take no room."""
+        return [
+            len(tree.tokens) + sum([share.nodes for share in shares]) if shares else len(tree.tokens)
+            for tree, shares in zip(self.trees, self.shares, strict=True)
+        ]
+
+    @property
+    def merges(self) -> bool:
+        """Is there a request for which the device must join several drafts?"""
+        return any(len(s) > 1 or (s and tree.tokens) for tree, s in zip(self.trees, self.shares, strict=True))
+
+    @property
+    def drafts(self) -> Drafts:
+        """The device drafters that have something to do, and how far each goes."""
+        most: dict[str, int] = {}
+        for shares in self.shares:
+            for name, nodes in shares:
+                most[name] = max(nodes, most.get(name, 0))
+        return tuple(sorted(most.items()))
+
+    def only(self, kept: Sequence[int]) -> Plan:
+        """For some of the requests."""
+        return Plan(
+            tuple(self.trees[i] for i in kept),
+            tuple(self.shares[i] for i in kept),
+            tuple(self.authors[i] for i in kept),
+            self.hosts,
+        )
+
+    def without(self, failed: str) -> Plan:
+        """The same, but for what a device drafter was to guess that has failed."""
+        shares = tuple(tuple(share for share in shares if share.drafter != failed) for shares in self.shares)
+        return Plan(self.trees, shares, tuple(_without(authors, failed) for authors in self.authors), self.hosts)
+
+
+class Gathered:
+    """The drafts of a round as drafter after drafter gives its own: those on the host first."""
+
+    def __init__(self, requests: int) -> None:
+        self.trees = [_EMPTY] * requests
+        self.shares: list[tuple[Share, ...]] = [()] * requests
+        self.hosts: list[str] = []
+        self._authors = [NOBODY] * requests  # of the trees
+
+    def used(self, request: int) -> int:
+        """Nodes that the request has or may get so far."""
+        shares = self.shares[request]
+        return len(self.trees[request].tokens) + (sum([share.nodes for share in shares]) if shares else 0)
+
+    def add(self, request: int, name: str, tree: Tree) -> None:
+        """A drafter's tree. Nodes that are there already become a credit to both."""
+        if not tree.tokens:
+            return
+        before, authors = self.trees[request], self._authors[request]
+        if not before.tokens:
+            self.trees[request], self._authors[request] = tree, author(name)
+            return
+        merged = merge_trees((before, tree), MAX_NODES)
+        places = authors.places or (merged.places[0],)  # the nodes that were there keep their numbers
+        self.trees[request] = merged.tree
+        self._authors[request] = Authors((*authors.names, name), (*places, merged.places[1]))
+
+    def grant(self, request: int, name: str, nodes: int) -> None:
+        """A device drafter may guess so many."""
+        if nodes:
+            self.shares[request] += (Share(name, nodes),)
+
+    def plan(self) -> Plan:
+        authors = [self._shared(i) if shares else self._authors[i] for i, shares in enumerate(self.shares)]
+        return Plan(tuple(self.trees), tuple(self.shares), tuple(authors), tuple(self.hosts))
+
+    def _shared(self, request: int) -> Authors:
+        """Of a request that device drafters guess for."""
+        shares, tree, hosts = self.shares[request], self.trees[request], self._authors[request]
+        if len(shares) == 1 and not tree.tokens:
+            return author(shares[0].drafter)
+        places = hosts.places or ((tuple(range(len(tree))),) if tree.tokens else ())
+        return Authors((*hosts.names, *[share.drafter for share in shares]), places)
+
+    def drafted(self, guessed: Mapping[str, Guesses], device: torch.device) -> Drafted:
+        """The whole, with what the device drafters made of their shares. Waits for them where trees are merged."""
+        merging = {i for i, shares in enumerate(self.shares) if len(shares) > 1 or (shares and self.trees[i].tokens)}
+        for i, shares in enumerate(self.shares):
+            for name, _ in shares:
+                if i not in merging:
+                    self._authors[i] = author(name)
+                elif (tree := guessed[name].tree(i)) is not None:
+                    self.add(i, name, tree)
+        parts = [part for guesses in guessed.values() if (part := guesses.without(merging)) is not None]
+        if of_trees := [i for i, tree in enumerate(self.trees) if tree.tokens]:
+            parts.append((of_trees, Draft.pack([self.trees[i] for i in of_trees], device)))
+        return Drafted(Draft.merge(parts, len(self.trees), device), tuple(self._authors))
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What a device drafter gave in an eager round: a row of the draft for each of these requests. None: it failed."""
+
+    requests: Sequence[int]
+    draft: Draft | None
+
+    def tree(self, request: int) -> Tree | None:
+        return None if self.draft is None else self.draft.tree(self.requests.index(request))
+
+    def without(self, others: set[int]) -> tuple[Sequence[int], Draft] | None:
+        """What is drafted for requests that are not among `others`."""
+        if self.draft is None or not self.draft.width:
+            return None
+        kept = [row for row, request in enumerate(self.requests) if request not in others]
+        if len(kept) == len(self.requests):
+            return self.requests, self.draft
+        return ([self.requests[row] for row in kept], self.draft.only(kept)) if kept else None
+
+
+def resolved(authors: Authors, owners: Sequence[int], numbers: Mapping[str, int]) -> Authors:
+    """With the places of the device drafters: `owners` has, node by node, a bit for each of them.
+
+    They are those in the order of the draft: of a chain its own order.
+    """
+    hosts = len(authors.places)
+    return Authors(authors.names, (*authors.places, *_places(authors.names[hosts:], owners, numbers)))
+
+
+def _places(names: Sequence[str], owners: Sequence[int], numbers: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    for name in names:
+        bit = 1 << numbers[name]
+        yield tuple([node for node, word in enumerate(owners) if word & bit])
+
+
+def _without(authors: Authors, failed: str) -> Authors:
+    if failed not in authors.names:
+        return authors
+    names = tuple(name for name in authors.names if name != failed)
+    return NOBODY if not names else Authors(names, authors.places) if len(names) > 1 else author(names[0])
