@@ -150,7 +150,7 @@ class Common:
             panel=SPECULATION,
             help="Who guesses ahead. ngram: what the text already said; prediction: the text of --prediction; "
             "model:PATH: a smaller model with the same tokenizer, such as model:path/to/small; medusa:PATH: heads that "
-            "were trained for the model; none: nobody. May be "
+            "were trained for the model; A+B: both, their drafts merged; none: nobody. May be "
             f"repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None

@@ -160,7 +160,8 @@ class Drafting:
             return
         for name in answer.drafters:
             if name in self._on_device and name not in answer.behind:
-                missed = verdict.accepted - verdict.share(name).accepted
+                share = verdict.share(name)
+                missed = verdict.accepted - max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
                 if missed >= cast(DeviceDrafter, self.drafters[name]).rereads:
                     answer.behind[name] = max(0, answer.cached - missed)
 
@@ -241,7 +242,8 @@ class Drafting:
         later = [
             self.drafters[n].default_draft_tokens for n in order[order.index(name) + 1 :] if n not in answer.refused
         ]
-        return sum(nodes * made_for // self._usual(answer) for made_for in later)
+        least = 1 if nodes >= len(order) else 0
+        return sum(max(least, nodes * made_for // self._usual(answer)) for made_for in later)
 
     def _ask(self, name: str, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
         drafter = cast(DeviceDrafter, self.drafters[name])

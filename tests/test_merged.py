@@ -1,0 +1,244 @@
+"""Requests with several drafters: the same tokens as ever, one budget, and each drafter credited with its own nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from exactness import Case, cases, differences, plain, run
+from queueing import CPU, Echo, First
+from scripted import Answers, Bushy, Raises, Right, RightThenWrong, Scripted, Wrong
+from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
+from slipstream.core.draft import Draft, Tree
+from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.drafters import DrafterSpec, merged_name, parse_merged, parse_specs
+from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, DraftRound, Needs
+
+SEATS = 8
+
+
+class Oracle(DeviceDrafter):
+    """Guesses on the device what plain decoding says; no graph could hold it, but tests capture none."""
+
+    name: ClassVar[str] = "oracle"
+    needs: ClassVar[Needs] = Needs(device=True)
+    default_draft_tokens: ClassVar[int] = 4
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+        self.plain: dict[int, list[int]] = {}  # by lane
+
+    def start(self, request: DraftRequest) -> None:
+        fresh = replace(request, tokens=request.tokens[: request.prompt_length])
+        self.plain[request.slot] = self.answers.rest(fresh)
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        rests = [self.answers.rest(request) for request in requests]
+        return Draft.pack([Tree.chain(rest[:n]) for rest, n in zip(rests, budget, strict=True)], CPU)
+
+    def draft(self, round: DraftRound) -> Tensor:
+        lines = []
+        for lane, at in zip(round.lanes.tolist(), round.state.generated[round.lanes].tolist(), strict=True):
+            rest = self.plain.get(lane, [])[at : at + round.depth]
+            lines.append(rest + [0] * (round.depth - len(rest)))
+        return torch.tensor(lines)
+
+
+@dataclass(frozen=True)
+class Bench:
+    llm: LLM
+    cases: list[Case]
+    expected: list[CompletionOutput]
+    scripted: dict[str, Scripted]
+
+    @property
+    def long(self) -> list[Case]:
+        """Those that end by their length, as the drafters know beforehand."""
+        return [case for case in self.cases if not case.params.stop_token_ids]
+
+    def speculate(self, drafter: str, batch: Sequence[Case] | None = None, **how: Any) -> list[CompletionOutput]:
+        """Run, and check that it is exact."""
+        mine = self.cases if batch is None else batch
+        got = run(self.llm, mine, drafter, **how)
+        assert not differences(mine, [self.expected[self.cases.index(case)] for case in mine], got)
+        for output in got:
+            stats = output.speculation
+            assert stats.accepted <= sum(part.accepted for part in stats.by_drafter.values()) or not stats.by_drafter
+            assert all(part.accepted <= stats.accepted for part in stats.by_drafter.values())
+            assert all(part.drafted <= stats.drafted for part in stats.by_drafter.values())
+        return got
+
+
+@pytest.fixture(scope="module", params=["eager", "queued"])
+def bench(request: pytest.FixtureRequest, tiny_target: Path, tiny_draft: Path) -> Iterator[Bench]:
+    answers = Answers()
+    scripted: dict[str, Scripted] = {k.name: k(answers) for k in (Right, Wrong, RightThenWrong, Bushy, Raises)}
+    more: list[str | Drafter] = [Echo(), First(), Oracle(answers), "ngram", f"model:{tiny_draft}"]
+    how: dict[str, Any] = {"rounds": request.param, "planner": "fixed", "device": "cpu", "memory": "64MiB"}
+    with LLM(tiny_target, drafter=[*scripted.values(), *more], max_num_seqs=SEATS, **how) as llm:
+        batch = cases()
+        expected = plain(llm, batch, answers)
+        yield Bench(llm, batch, expected, scripted)
+        llm.engine.scheduler.check_integrity()
+        assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+
+
+def total(outputs: Sequence[CompletionOutput], drafter: str) -> tuple[int, int]:
+    """Drafted and accepted nodes of one drafter."""
+    parts = [o.speculation.by_drafter[drafter] for o in outputs if drafter in o.speculation.by_drafter]
+    return sum(part.drafted for part in parts), sum(part.accepted for part in parts)
+
+
+def whole(outputs: Sequence[CompletionOutput]) -> tuple[int, int]:
+    return sum(o.speculation.drafted for o in outputs), sum(o.speculation.accepted for o in outputs)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "ngram+model",
+        "bushy+model",
+        "wrong+right",
+        "bushy+right_then_wrong+wrong",
+        "echo+first",
+        "ngram+echo+model",
+        "bushy+oracle+first",
+    ],
+)
+def test_the_same_tokens_in_a_batch(bench: Bench, drafter: str) -> None:
+    """24 requests with all kinds of parameters on 8 seats; chains and trees merged on the host and on the device."""
+    got = bench.speculate(drafter)
+    drafted, accepted = whole(got)
+    assert 0 < accepted < drafted
+    parts = [total(got, name) for name in drafter.split("+")]
+    assert all(part[0] > 0 for part in parts)
+    assert drafted <= sum(part[0] for part in parts)
+
+
+def test_a_batch_of_merged_and_single_drafters(bench: Bench) -> None:
+    """Side by side in the same rounds, one of them undrafted."""
+    names = ["ngram+model", "model", "bushy", None, "echo+first", "wrong+oracle", "oracle"]
+    hows = [SpeculationParams(enabled=n is not None, drafter=n) for n in (names * len(bench.cases))[: len(bench.cases)]]
+    params = [replace(case.params, speculation=how) for case, how in zip(bench.cases, hows, strict=True)]
+    got = [out.outputs[0] for out in bench.llm.generate([list(case.prompt) for case in bench.cases], params)]
+    assert not differences(bench.cases, bench.expected, got)
+    assert {n for o in got for n in o.speculation.by_drafter} == {"ngram", "model", "bushy", "echo", "first"} | {
+        "wrong",
+        "oracle",
+    }
+
+
+@pytest.mark.parametrize("right", ["right", "oracle"])
+def test_acceptance_is_credited_to_who_was_right(bench: Bench, right: str) -> None:
+    got = bench.speculate(f"wrong+{right}", bench.long)
+    assert total(got, "wrong")[0] > 0
+    assert total(got, "wrong")[1] == 0
+    assert total(got, right)[1] == whole(got)[1] > 0
+    drafted, accepted = total(got, right)
+    assert drafted == accepted
+    assert whole(got)[0] == drafted + total(got, "wrong")[0]
+
+
+def test_a_node_that_two_proposed_is_verified_once_and_credited_to_both(bench: Bench) -> None:
+    """Both are right: nearly every node of the oracle is one of the other's as well, and makes room for another."""
+    got = bench.speculate("right+oracle", bench.long)
+    for drafted, accepted in (whole(got), total(got, "right"), total(got, "oracle")):
+        assert drafted == accepted > 0
+    assert whole(got)[0] >= total(got, "right")[0]
+    assert whole(got)[0] < total(got, "right")[0] + total(got, "oracle")[0]
+
+
+def test_each_drafter_hears_as_if_it_had_drafted_alone(bench: Bench) -> None:
+    """Two right tokens, then a wrong one, whatever the other drafters add."""
+    partial = bench.scripted["right_then_wrong"]
+    partial.forget()
+    bench.speculate("right_then_wrong+oracle+echo", bench.cases[::2])
+    heard = [verdict for verdict in partial.verdicts if verdict.drafted]
+    assert all(verdict.accepted == min(2, verdict.drafted) for verdict in heard)
+    assert all(verdict.path == tuple(range(verdict.accepted)) for verdict in heard)
+    assert max(len(verdict.tokens) for verdict in heard) > 3
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 7])
+def test_the_budget_is_kept_and_divided(bench: Bench, draft_tokens: int) -> None:
+    got = bench.speculate("bushy+oracle", bench.cases[::3], draft_tokens=draft_tokens)
+    for output in got:
+        stats = output.speculation
+        assert stats.drafted <= draft_tokens * stats.rounds
+    if draft_tokens > 1:
+        wide = bench.speculate("right+oracle", bench.cases[::3], draft_tokens=draft_tokens)
+        assert all(total(wide, name)[0] > 0 for name in ("right", "oracle"))
+
+
+def test_one_that_fails_leaves_the_others(bench: Bench) -> None:
+    got = bench.speculate("raises+oracle", bench.cases[::4])
+    assert all(output.speculation.by_drafter["raises"].failures == 1 for output in got)
+    assert total(got, "oracle")[1] == whole(got)[1] > 0
+
+
+def test_a_device_drafter_that_fails_leaves_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(Echo, "draft", fail)
+    monkeypatch.setattr(Echo, "propose", fail)
+    got = bench.speculate("right+echo+oracle", bench.cases[::4])
+    assert all(output.speculation.by_drafter["echo"].failures == 1 for output in got)
+    assert total(got, "right")[1] > 0
+    assert total(got, "oracle")[1] > 0
+
+
+def test_log_probabilities_belong_to_their_tokens(bench: Bench) -> None:
+    """Merged drafts have fewer rows than were planned for: what is read of the pass must not shift."""
+    params = SamplingParams(temperature=1.0, seed=100, max_tokens=12, ignore_eos=True, logprobs=1)
+    prompts = [list(case.prompt) for case in bench.cases[:4]]
+    plainly = replace(params, speculation=SpeculationParams(enabled=False))
+    merged = replace(params, speculation=SpeculationParams(drafter="ngram+echo"))
+    for want, have in zip(bench.llm.generate(prompts, plainly), bench.llm.generate(prompts, merged), strict=True):
+        a, b = want.outputs[0], have.outputs[0]
+        assert a.token_ids == b.token_ids
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        for x, y, token in zip(a.logprobs, b.logprobs, a.token_ids, strict=True):
+            assert x[token].logprob == pytest.approx(y[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_a_draft_model_follows_where_others_were_right(tiny_target: Path, rounds: str) -> None:
+    """The draft is the target itself: it is always right, unless it missed what was accepted without it."""
+    answers = Answers()
+    batch = cases()[:12]
+    how: dict[str, Any] = {"rounds": rounds, "planner": "fixed", "device": "cpu", "memory": "64MiB"}
+    drafters: list[str | Drafter] = [Right(answers), f"model:{tiny_target}"]
+    with LLM(tiny_target, drafter=drafters, max_num_seqs=4, **how) as llm:
+        expected = plain(llm, batch, answers)
+        got = run(llm, batch, "right+model")
+        assert not differences(batch, expected, got)
+        drafted, accepted = total(got, "model")
+        assert drafted == accepted > 0
+        assert total(got, "right")[1] > accepted  # it went on without the draft model
+
+
+def test_names() -> None:
+    assert parse_merged("ngram+draft:a/b+c") == (DrafterSpec("ngram"), DrafterSpec("model", "a/b+c"))
+    assert merged_name(parse_merged("model:x+ngram")) == "model+ngram"
+    assert parse_specs(["ngram", "ngram+model:x"]) == [DrafterSpec("ngram"), DrafterSpec("model", "x")]
+    for texts in (["ngram+ngram"], ["ngram", "ngram"], ["model:x", "ngram+model:y"], ["ngram+"], ["ngram+nothing"]):
+        with pytest.raises(ConfigError):
+            parse_specs(texts)
+
+
+def test_the_default_may_be_merged(tiny_target: Path, tiny_draft: Path) -> None:
+    with LLM(tiny_target, drafter=f"ngram+model:{tiny_draft}", device="cpu", memory="64MiB", planner="fixed") as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias={10: 8.0, 20: 8.0})
+        output = llm.generate([[10, 20, 10, 20, 10]], params)[0].outputs[0]
+        assert set(output.speculation.by_drafter) == {"ngram", "model"}
+        for wrong in ("ngram+nothing", "ngram+ngram", "ngram+"):
+            with pytest.raises(InvalidRequest, match=r"speculation\.drafter"):
+                llm.generate([[1]], replace(params, speculation=SpeculationParams(drafter=wrong)))
