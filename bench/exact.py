@@ -19,38 +19,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream import LLM, SamplingParams, SpeculationParams
+from slipstream import LLM, SamplingParams
+from slipstream.audit.answers import AuditPrompt, Mode, ask, with_seeds
+from slipstream.bench.prompts import load_prompts
+from slipstream.core.outputs import parting
+from slipstream.drafters import merged_name, parse_merged
 
 TEMPERATURES = (0.0, 1.0)
 AT_ONCE = 32
 
 
-def first_turns(path: Path, limit: int | None) -> list[str]:
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return [row["turns"][0] if "turns" in row else row["prompt"] for row in rows][:limit]
-
-
-def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], at_once: int) -> list[list[int]]:
+def answers(
+    llm: LLM, prompts: Sequence[AuditPrompt], params: Sequence[SamplingParams], at_once: int
+) -> list[list[int]]:
     found: list[list[int]] = []
-    for start in range(0, len(prompts), at_once):
-        part = slice(start, start + at_once)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts[part]], list(params[part]))
-        for output in outputs:
-            if output.outputs[0].error is not None:
-                raise SystemExit(f"a request failed: {output.outputs[0].error}")
-            found.append(list(output.outputs[0].token_ids))
+    for asked in ask(llm, prompts, params, at_once):
+        for one in asked:
+            if one.answer.error is not None:
+                raise SystemExit(f"a request failed: {one.answer.error}")
+            found.append(list(one.answer.token_ids))
     return found
 
 
 def differences(found: Sequence[list[int]], reference: Sequence[list[int]]) -> list[dict[str, int]]:
-    out = []
-    for index, (ours, theirs) in enumerate(zip(found, reference, strict=True)):
-        if ours != theirs:
-            same = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-            )
-            out.append({"prompt": index, "position": same})
-    return out
+    places = [parting(ours, theirs) for ours, theirs in zip(found, reference, strict=True)]
+    return [{"prompt": index, "position": at} for index, at in enumerate(places) if at is not None]
 
 
 def main() -> None:
@@ -66,8 +59,10 @@ def main() -> None:
     options = parser.parse_args()
     drafters = [name for name in options.drafters.split(",") if name]
     llm = LLM(options.model, drafter=drafters or None, dtype=options.dtype, device=options.device, max_model_len=4096)
-    texts = first_turns(options.prompts, options.limit)
-    prompts = [llm.chat_prompt([{"role": "user", "content": text}])[: 4095 - options.max_tokens] for text in texts]
+    prompts = []
+    for prompt in load_prompts(options.prompts)[: options.limit]:
+        ids = llm.chat_prompt([{"role": "user", "content": prompt.text}])
+        prompts.append(AuditPrompt(prompt.id, tuple(ids[: 4095 - options.max_tokens])))
     result: dict[str, Any] = {
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
@@ -75,20 +70,16 @@ def main() -> None:
         "dtype": options.dtype,
         "device": str(llm.engine.target.device),
     }
-    plain = SpeculationParams(enabled=False)
+    modes = [Mode(), *(Mode(merged_name(parse_merged(drafter))) for drafter in drafters)]
     for temperature in TEMPERATURES:
-        base = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, speculation=plain)
-        params = [replace(base, seed=i) for i in range(len(prompts))]
-        reference = answers(llm, prompts, params, 1)
-        modes = {"plain": plain} | {d: SpeculationParams(drafter=d.split(":")[0]) for d in drafters}
-        for mode, speculation in modes.items():
-            own = [replace(p, speculation=speculation) for p in params]
-            wrong = differences(answers(llm, prompts, own, AT_ONCE), reference)
-            result[f"T={temperature:g} {mode.split(':')[0]} x{AT_ONCE}"] = {
-                "same": len(prompts) - len(wrong),
-                "wrong": wrong,
-            }
-            print(f"T={temperature:g} {mode}: {len(prompts) - len(wrong)} of {len(prompts)} the same", flush=True)
+        base = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=0)
+        params = {mode.name: with_seeds(replace(base, speculation=mode.speculation), len(prompts)) for mode in modes}
+        reference = answers(llm, prompts, params[Mode().name], 1)
+        for mode in modes:
+            wrong = differences(answers(llm, prompts, params[mode.name], AT_ONCE), reference)
+            same = len(prompts) - len(wrong)
+            result[f"T={temperature:g} {mode.name} x{AT_ONCE}"] = {"same": same, "wrong": wrong}
+            print(f"T={temperature:g} {mode.name}: {same} of {len(prompts)} the same", flush=True)
     llm.close()
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -21,7 +21,7 @@ from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli import options
 from slipstream.cli.bench import startup_options
 from slipstream.core.errors import CapacityError, ConfigError, ModelError, ModelNotFound
-from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing
+from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing, parting
 from slipstream.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def test_tokens_that_differ_are_counted_and_named() -> None:
     ("left", "right", "at"), [([1, 2], [1, 2], None), ([1, 2], [1], 1), ([1], [3], 0), ([], [], None)]
 )
 def test_where_answers_part(left: list[int], right: list[int], at: int | None) -> None:
-    assert report.parting(left, right) == at
+    assert parting(left, right) == at
 
 
 def test_prefill_is_measured_without_help_from_a_cached_prefix() -> None:

@@ -26,7 +26,14 @@ def test_help_and_version_do_not_import_torch() -> None:
         "except SystemExit as e: print('code', e.code or 0)\n"
         "print('heavy', sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
-    for arguments in (["--help"], ["generate", "--help"], ["chat", "--help"], ["bench", "--help"], ["--version"]):
+    for arguments in (
+        ["--help"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["bench", "--help"],
+        ["audit", "--help"],
+        ["--version"],
+    ):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert "code 0" in done.stdout
         assert "heavy []" in done.stdout, arguments

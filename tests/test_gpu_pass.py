@@ -84,7 +84,7 @@ def test_in_bf16(tmp_path: Path) -> None:
     reference = parity._reference(runner)
     fuse.fuse(runner.model, runner._traits)
     gpu.install(runner.model, runner.max_positions)
-    assert parity._error(reference, parity._ours(runner), torch.bfloat16) < parity._TOLERANCE[torch.bfloat16]
+    assert parity._error(reference, parity._ours(runner), torch.bfloat16) < parity.TOLERANCE[torch.bfloat16]
 
 
 def test_a_layout_says_where_rows_lie_and_whom_they_see() -> None:

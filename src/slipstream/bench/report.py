@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from slipstream.bench.run import PLAIN, Answer, Sample, Unit
+from slipstream.core.outputs import parting
 
 ALL = "all"
 
@@ -92,14 +93,6 @@ def without_end(tokens: Sequence[int], eos: Collection[int]) -> tuple[int, ...]:
     while end and tokens[end - 1] in eos:
         end -= 1
     return tuple(tokens[:end])
-
-
-def parting(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Where two answers part; None if they are the same."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 def median_sample(samples: Sequence[Sample]) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from slipstream import __version__
 from slipstream.bench import baseline, memory, report, run
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.loading import loaded, use_threads
+from slipstream.cli.machine import hardware, versions
 from slipstream.cli.options import OUTPUT, Common, option, with_common
 from slipstream.core.errors import ConfigError
 
@@ -111,7 +112,7 @@ def bench(
         "command": ["slipstream", *sys.argv[1:]],
         "model": common.model,
         "versions": versions(),
-        "hardware": hardware(load),
+        "hardware": {**hardware(), "load_before": load, "busy": memory.busy(load, os.cpu_count() or 1)},
         "settings": {
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
@@ -239,32 +240,3 @@ def startup_options(common: Common, drafters: tuple[str, ...]) -> list[str]:
     if common.threads is not None:
         options += ["--threads", str(common.threads)]
     return options + ["--trust-remote-code"] * common.trust_remote_code
-
-
-def versions() -> dict[str, str]:
-    import platform
-
-    import torch
-    import transformers
-
-    return {
-        "slipstream": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-    }
-
-
-def hardware(load: float | None) -> dict[str, Any]:
-    import os
-
-    import torch
-
-    return {
-        "cpu": memory.cpu_model(),
-        "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_before": load,
-        "busy": memory.busy(load, os.cpu_count() or 1),
-    }

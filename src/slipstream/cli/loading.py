@@ -16,7 +16,10 @@ from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
 
 if TYPE_CHECKING:
+    from slipstream.drafters.base import Drafter
     from slipstream.engine.llm import LLM
+
+    Named = str | Drafter  # as on the command line, or made by the command itself
 
 
 def fetch(common: Common, name: str, on_fetch: Progress) -> str:
@@ -24,7 +27,9 @@ def fetch(common: Common, name: str, on_fetch: Progress) -> str:
     return str(resolve(name, on_fetch, trust_remote_code=common.trust_remote_code))
 
 
-def fetch_draft(common: Common, drafter: str, on_fetch: Progress) -> str:
+def fetch_draft(common: Common, drafter: Named, on_fetch: Progress) -> Named:
+    if not isinstance(drafter, str):
+        return drafter
     specs = parse_merged(drafter)
     if all(spec.path is None for spec in specs):
         return drafter
@@ -41,7 +46,9 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def open_llm(common: Common, drafters: Sequence[str], on_fetch: Progress, on_load: Progress | None, **more: Any) -> LLM:
+def open_llm(
+    common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress | None, **more: Any
+) -> LLM:
     """Load the engine. The one place where the command line does, so tests put a stand-in here."""
     model = fetch(common, common.model, on_fetch)
     named = [fetch_draft(common, drafter, on_fetch) for drafter in drafters]
@@ -68,7 +75,7 @@ def plain_line(message: str) -> None:
 
 
 @contextmanager
-def loaded(common: Common, drafters: Sequence[str], **more: Any) -> Iterator[LLM]:
+def loaded(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[LLM]:
     """The engine, closed at the end.
 
     On a terminal stderr shows what is being done; elsewhere only what is being fetched, line by line.

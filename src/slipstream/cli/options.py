@@ -1,4 +1,4 @@
-"""The options that generate, chat and bench share: written once, with the help texts that teach them.
+"""The options that generate, chat, bench and audit share: written once, with the help texts that teach them.
 
 `Common` is both the list of options and what a command receives. `with_common` turns each of its fields into an
 option of the command, so a new option is one field here.
@@ -65,7 +65,7 @@ def option(*names: str, metavar: str = "", panel: str, help: str, **more: Any) -
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What generate, chat and bench all understand."""
+    """What generate, chat, bench and audit all understand."""
 
     model: Annotated[
         str,
@@ -219,7 +219,8 @@ class Common:
             "--max-tokens",
             metavar="N",
             panel=SAMPLING,
-            help="Longest answer in tokens, such as 1000. Default: 256 (generate), 512 (chat), 128 (bench).",
+            help="Longest answer in tokens, such as 1000. Default: 256 (generate), 512 (chat), 128 (bench), 64 "
+            "(audit).",
         ),
     ] = None
     debug: DebugOption = False

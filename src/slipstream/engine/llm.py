@@ -9,7 +9,7 @@ from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
@@ -24,6 +24,7 @@ from slipstream.models.default import add_remedy
 from slipstream.models.names import check_device_name, check_dtype_name
 
 Message = Mapping[str, str]
+Found = TypeVar("Found")
 
 
 class LLM:
@@ -227,6 +228,14 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request after the round in flight; it finishes with the reason "abort". Unknown ids are ignored."""
         self._loop.abort(request_id)
+
+    def between_rounds(self, look: Callable[[Engine], Found]) -> Found:
+        """What `look` finds in the engine between two rounds. It runs on the engine's thread, which alone may touch
+        the engine and computes without a second team of threads, and must leave everything as it was.
+        """
+        found: list[Found] = []
+        self._loop.call(lambda: found.append(look(self.engine)))
+        return found[0]
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer

@@ -118,14 +118,14 @@ def _too_little(config: EngineConfig, budget: int, workspace: int, page: int, ro
 
 def _budget(device: torch.device) -> int:
     """What to take where nothing was said: most of a GPU, a modest part of a machine that others use as well."""
+    free = available_bytes(device)
+    return int(free * _GPU_SHARE if device.type == "cuda" else min(_CPU_DEFAULT, free * _CPU_SHARE))
+
+
+def available_bytes(device: torch.device) -> float:
+    """Bytes that this process may still take: of a GPU; else of the machine, and of the container it runs in."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _GPU_SHARE)
-    return int(min(_CPU_DEFAULT, _available() * _CPU_SHARE))
-
-
-def _available() -> float:
-    """Bytes that this process may still take: of the machine, and of the container it runs in."""
+        return float(torch.cuda.mem_get_info(device)[0])
     found = [float("inf")]
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

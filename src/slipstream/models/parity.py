@@ -36,7 +36,7 @@ _TREE_PARENTS = (-1, -1, 0, 0, 1, 2, 5)
 _PARTS = (*_PROMPTS, len(_TREE_PARENTS), _PROMPTS[1])
 """Rows of logits that are compared: both prompts, the tree, the second prompt far away."""
 _PAGE = 8
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 """Largest relative error of a row of logits, ‖ours - theirs‖ / ‖theirs‖. A wrong forward is off by far more."""
 
 
@@ -66,13 +66,13 @@ def open_model(
     with in_torch(runner.model):  # the way of long prompts, on the CPU and on a GPU
         long = _error(theirs, _ours(runner), dtype)
     runner.wide_rows = usual
-    if long <= _TOLERANCE[dtype] and _error(theirs, _ours(runner), dtype) <= _TOLERANCE[dtype]:
+    if long <= TOLERANCE[dtype] and _error(theirs, _ours(runner), dtype) <= TOLERANCE[dtype]:
         note.write("fused")
         return runner
     del runner  # the swap let the old weights go: load them again
     runner = open_unchecked(path, dtype, device, trust_remote_code)
     runner.swap(fused=False)
-    if _error(theirs, _ours(runner), dtype) <= _TOLERANCE[dtype]:
+    if _error(theirs, _ours(runner), dtype) <= TOLERANCE[dtype]:
         note.write("packed")
         return runner
     raise UnsupportedModel(f"{path}: packed products differ from plain ones on this machine; please report this")
@@ -80,10 +80,10 @@ def open_model(
 
 def _demand(theirs: Tensor, ours: Tensor, runner: Runner) -> None:
     error = _error(theirs, ours, runner.dtype)
-    if not error <= _TOLERANCE[runner.dtype]:
+    if not error <= TOLERANCE[runner.dtype]:
         raise UnsupportedModel(
             f"{type(runner.model).__name__}: our logits differ from transformers' by {error:.1e} (relative; at most "
-            f"{_TOLERANCE[runner.dtype]:.0e} is rounding). It does something that Slipstream does not know; "
+            f"{TOLERANCE[runner.dtype]:.0e} is rounding). It does something that Slipstream does not know; "
             "run it with transformers instead"
         )
 

@@ -1,0 +1,162 @@
+"""Could rounding have made two answers part here? Told by the margin between their tokens.
+
+The bound is that of one logit, and holds for two ways to compute the same thing in a different order:
+
+    unit        relative error of one rounding: 2^-24 in fp32, 2^-11 in fp16, 2^-8 in bf16
+    roundings   about 8 in a row for every layer (norms, products, attention). In fp32 sums are kept in the same
+                precision as what they add up, so that each product rounds once for every number added; 16 bits are
+                added up in fp32
+    walk        errors have either sign and add up like the steps of a random walk: by the square root of their number
+    spread      relative to the standard deviation of the row's logits
+    4           because the worst of many rows and tokens counts
+
+Seen on the default model: 1/5 of it in fp32 between our passes and transformers', most of it in bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slipstream.core.params import SamplingParams
+from slipstream.sampling import SampleRows, SamplingTable
+from slipstream.sampling.noise import gumbel_of_hashes
+
+if TYPE_CHECKING:
+    from slipstream.models.runner import Runner
+
+_WORST_OF_MANY = 4.0
+_ROUNDINGS_A_LAYER = 8
+_HALVINGS = 48
+_LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounding can do to a logit of one model in one precision."""
+
+    dtype: str
+    unit: float
+    layers: int
+    summed: int  # numbers that one sum adds up in the precision of `unit`
+
+    @staticmethod
+    def of(target: Runner) -> Rounding:
+        dtype = target.dtype
+        summed = int(getattr(target.config, "hidden_size", 1)) if dtype == torch.float32 else 1
+        return Rounding(str(dtype).removeprefix("torch."), torch.finfo(dtype).eps / 2, len(target.layers), summed)
+
+    @property
+    def relative(self) -> float:
+        """Largest error of a logit as a part of its row's standard deviation."""
+        return _WORST_OF_MANY * self.unit * math.sqrt(_ROUNDINGS_A_LAYER * self.layers * self.summed)
+
+    def of_row(self, logits: Tensor) -> float:
+        """Largest error of one of these logits [V] that rounding explains."""
+        return self.relative * float(logits[logits.isfinite()].double().std())
+
+    @property
+    def why(self) -> str:
+        """The bound in words, for the report."""
+        sums = f", each a sum of {self.summed} numbers in the same precision" if self.summed > 1 else ""
+        return (
+            f"A logit computed in two orders of summation may differ by {self.relative:.1e} of its row's standard "
+            f"deviation in {self.dtype}: one rounding errs by {self.unit:.1e}; about "
+            f"{_ROUNDINGS_A_LAYER * self.layers} follow each other through {self.layers} layers{sums}; errors add up "
+            "like a random walk (by the square root of their number), and the worst of many rows is allowed "
+            f"{_WORST_OF_MANY:g} times that. Two tokens whose margin is at most twice the bound are a near-tie: either "
+            "may come first. A larger margin is a bug."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Which tokens top-k, top-p and min-p could let through, and which they could leave out."""
+
+    may_keep: Tensor  # [V] bool
+    may_drop: Tensor  # [V] bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One choice: the model's logits, and what sampling makes of them."""
+
+    logits: Tensor  # [V] fp64
+    noise: Tensor  # [V] fp64, 0 where the request is greedy
+    params: SamplingParams
+
+    @staticmethod
+    def of(logits: Tensor, params: SamplingParams, position: int) -> Row:
+        """`position` is the absolute one of the token being chosen; `params` have a seed unless they are greedy."""
+        logits = logits.double().cpu()
+        if params.greedy:
+            return Row(logits, torch.zeros_like(logits), params)
+        table = SamplingTable(1, logits.shape[0])
+        table.add(0, params, seed=params.seed or 0)
+        one = torch.zeros(1, dtype=torch.int64)
+        keys = table.noise_keys(SampleRows(one, one + position, one))
+        return Row(logits, gumbel_of_hashes(keys, table.token_hashes)[0].double(), params)
+
+    def margin(self, *tokens: int) -> float:
+        """Twice the smallest error of the logits with which each of these tokens could be the choice.
+
+        Without top-k, top-p and min-p it is the gap in logits between the token that lies farthest behind and the
+        best one, noise counted. With them it also tells how near a token is to being left out, or not.
+        """
+        low, high = 0.0, float(self.logits.max() - self.logits[self.logits.isfinite()].min()) + 1.0
+        high *= 1 + float(self.noise.abs().max()) * max(self.params.temperature, 1.0)
+        if self._possible(0.0, tokens):
+            return 0.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._possible(middle, tokens) else (middle, high)
+        return 2 * high
+
+    def _possible(self, error: float, tokens: tuple[int, ...]) -> bool:
+        """Could each of the tokens be chosen if every logit were off by at most `error`?"""
+        greedy = self.params.greedy
+        temperature = 1.0 if greedy else self.params.temperature
+        slack = 2 * error / temperature
+        scores = self.logits / temperature + self.noise  # [V]
+        limits = None if greedy else self._limits(error, temperature)
+        for token in tokens:
+            rivals = scores > scores[token] + slack
+            if limits is not None:
+                rivals &= ~limits.may_drop
+                if not bool(limits.may_keep[token]):
+                    return False
+            if bool(rivals.any()):
+                return False
+        return True
+
+    def _limits(self, error: float, temperature: float) -> _Limits:
+        """What top-k, top-p and min-p could do if every logit were off by at most `error`."""
+        logits, params, slack = self.logits, self.params, 2 * error / temperature
+        kept, dropped = torch.ones_like(logits, dtype=torch.bool), torch.zeros_like(logits, dtype=torch.bool)
+        order = logits.sort()
+        # how many tokens, and how much probability, surely come before each, and may come before each
+        surely = logits.shape[0] - torch.searchsorted(order.values, logits + 2 * error, right=True)  # [V]
+        maybe = logits.shape[0] - torch.searchsorted(order.values, logits - 2 * error) - 1  # [V], itself not counted
+        if params.top_k:
+            kept &= surely < params.top_k
+            dropped |= maybe >= params.top_k
+        if params.top_p < 1:
+            weights = (order.values / temperature).softmax(0)
+            if params.top_k:
+                weights[: -params.top_k] = 0
+            shares = weights.flip(0).cumsum(0) / weights.sum()  # [V]
+            before = torch.cat((torch.zeros_like(shares[:1]), shares))  # [V + 1]
+            factor = math.exp(min(slack, _LARGEST_EXPONENT))  # by which odds may be off
+            odds = before / (1 - before).clamp(min=0)  # [V + 1], infinite at the end
+            wanted = params.top_p / (1 - params.top_p)
+            kept &= odds[surely] / factor < wanted
+            dropped |= odds[maybe] * factor >= wanted
+        if params.min_p > 0:
+            behind = (logits - logits.max()) / temperature  # [V]
+            kept &= behind >= math.log(params.min_p) - slack
+            dropped |= behind < math.log(params.min_p) + slack
+        return _Limits(kept, dropped)

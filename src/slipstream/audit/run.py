@@ -1,0 +1,120 @@
+"""The whole audit: which stages, in which order; interrupted, it tells what is known so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.audit.answers import AuditPrompt, Mode
+from slipstream.audit.cache import Cache
+from slipstream.audit.equality import Equality, Reference
+from slipstream.audit.fresh import Transformers, fits_twice
+from slipstream.audit.probe import PROBE, Probe
+from slipstream.audit.results import Audit, Check
+from slipstream.audit.stage import Bench, Setting, Stage
+from slipstream.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+TRANSFORMERS_PROMPTS = 4
+"""Prompts that transformers computes as well: whether our passes are right does not depend on many."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditConfig:
+    """What to audit, and how thoroughly."""
+
+    drafters: tuple[str, ...]  # their names in the engine
+    settings: tuple[Setting, ...]  # the first is greedy
+    at_once: int = 8
+    draft_tokens: int | None = None
+    transformers: bool = True
+    trust_remote_code: bool = False
+
+
+def settings(max_tokens: int, seed: int, own: SamplingParams | None = None) -> tuple[Setting, ...]:
+    """Greedy, and sampled: with `own` where it is given, else at temperature 1, without and with top-p."""
+    greedy = Setting("greedy", SamplingParams(temperature=0, max_tokens=max_tokens))
+    if own is not None:
+        limits = (
+            (f"top-k {own.top_k}", own.top_k),
+            (f"top-p {own.top_p:g}", own.top_p < 1),
+            (f"min-p {own.min_p:g}", own.min_p),
+        )
+        name = ", ".join([f"T={own.temperature:g}", *(text for text, wanted in limits if wanted)])
+        return greedy, Setting(name, own)
+    sampled = SamplingParams(temperature=1, max_tokens=max_tokens, seed=seed)
+    nucleus = SamplingParams(temperature=1, top_p=0.9, max_tokens=max_tokens, seed=seed)
+    return greedy, Setting("T=1", sampled), Setting("T=1, top-p 0.9", nucleus)
+
+
+class Progress:
+    """Hears how an audit goes on. This one does nothing with it."""
+
+    def start(self, stage: Stage, number: int, of: int) -> None:
+        """A stage begins."""
+
+    def step(self, steps: int) -> None:
+        """So many steps of it are done."""
+
+    def done(self, check: Check | None) -> None:
+        """It is over."""
+
+
+def audit(
+    llm: LLM, probe: Probe, prompts: Sequence[AuditPrompt], config: AuditConfig, progress: Progress | None = None
+) -> Audit:
+    """Run all stages. `llm` must have the drafters of `config` and this probe. Ctrl-C ends it early, with a result."""
+    progress = progress or Progress()
+    bench = Bench(llm, prompts, config.at_once, probe)
+    notes: list[str] = []
+    stages = list(plan(bench, config, notes.append))
+    checks: list[Check] = []
+    interrupted = False
+    for number, stage in enumerate(stages, 1):
+        progress.start(stage, number, len(stages))
+        started = time.perf_counter()
+        try:
+            for steps in stage.steps():
+                progress.step(steps)
+        except KeyboardInterrupt:
+            interrupted = True
+        check = stage.check(complete=not interrupted, seconds=time.perf_counter() - started)
+        progress.done(check)
+        if check is not None and (check.complete or check.compared):
+            checks.append(check)
+        if interrupted:
+            notes.append(f"Interrupted in stage {number} of {len(stages)} ({stage.title}).")
+            break
+    return Audit(tuple(checks), config.drafters, bench.rounding.why, tuple(notes), interrupted)
+
+
+def plan(bench: Bench, config: AuditConfig, note: Callable[[str], None]) -> Iterator[Stage]:
+    """The stages in order."""
+    modes = [Mode(drafter, config.draft_tokens) for drafter in config.drafters] + [Mode(PROBE)]
+    greedy = config.settings[0]
+    for setting in config.settings:
+        yield Reference(bench, setting)
+        if bench.at_once > 1:
+            yield Equality(bench, setting, Mode(), bench.at_once)
+        for mode in modes:
+            for at_once in dict.fromkeys((1, bench.at_once)):
+                yield Equality(bench, setting, mode, at_once)
+        if setting is greedy:
+            for mode in modes:
+                yield Cache(bench, greedy, mode, bench.fresh)
+            yield from _against_transformers(bench, greedy, modes[0], config, note)
+
+
+def _against_transformers(
+    bench: Bench, greedy: Setting, mode: Mode, config: AuditConfig, note: Callable[[str], None]
+) -> Iterator[Stage]:
+    if not config.transformers:
+        note("Nothing was compared with transformers, as asked.")
+    elif not fits_twice(bench.llm):
+        note("Nothing was compared with transformers: there is no memory for a second copy of the weights.")
+    else:
+        yield Cache(bench, greedy, mode, Transformers(bench.llm, config.trust_remote_code), most=TRANSFORMERS_PROMPTS)

@@ -1,0 +1,94 @@
+"""One stage of an audit, and what all stages work with.
+
+A stage goes step by step, so that progress can be shown, and can say at any time what it has found so far: an audit
+that is interrupted loses nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slipstream.audit.answers import AuditPrompt
+from slipstream.audit.fresh import FreshPrompt
+from slipstream.audit.probe import Probe
+from slipstream.audit.results import Check, Token
+from slipstream.audit.rounding import Rounding
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+MAX_FINDINGS = 20
+"""Of one check; more would tell nothing new, and each costs a pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A way to sample, by name."""
+
+    name: str
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Bench:
+    """What the stages share: the engine, the prompts, and the plain answers so far."""
+
+    llm: LLM
+    prompts: Sequence[AuditPrompt]
+    at_once: int
+    probe: Probe
+    fresh: FreshPrompt = field(init=False)
+    rounding: Rounding = field(init=False)
+    plain: dict[str, list[CompletionOutput]] = field(default_factory=dict)  # by setting
+
+    def __post_init__(self) -> None:
+        self.fresh = FreshPrompt(self.llm)
+        self.rounding = Rounding.of(self.llm.engine.target)
+        self.probe.vocab_size = self.llm.engine.target.vocab_size
+
+    def token(self, token: int) -> Token:
+        return Token(token, str(self.llm.tokenizer.decode([token], skip_special_tokens=False)))
+
+    def company(self, at_once: int) -> str:
+        at_once = min(at_once, len(self.prompts))
+        return "alone" if at_once == 1 else f"{at_once} at once"
+
+
+class Stage(ABC):
+    """Runs by `steps`; `check` is what it found so far."""
+
+    title: str
+    size: int  # steps
+
+    @abstractmethod
+    def steps(self) -> Iterator[int]:
+        """Do the work; each value is how many steps were done since the last."""
+
+    @abstractmethod
+    def check(self, *, complete: bool, seconds: float) -> Check | None:
+        """What it found; None where there is nothing to tell."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one stage."""
+
+    compared: int = 0
+    same: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    failures: int = 0
+
+    def add(self, answer: CompletionOutput) -> None:
+        self.compared += 1
+        self.tokens += len(answer.token_ids)
+        stats = answer.speculation
+        self.drafted += stats.drafted
+        self.accepted += stats.accepted
+        self.failures += sum(drafter.failures for drafter in stats.by_drafter.values())

@@ -1,0 +1,254 @@
+"""`slipstream audit`: shows on this machine that speculation changes the speed and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from slipstream.audit import report
+from slipstream.audit.answers import AuditPrompt
+from slipstream.audit.results import Audit, Check, Outcome
+from slipstream.bench.prompts import BenchPrompt, load_prompts, select
+from slipstream.cli.loading import loaded
+from slipstream.cli.machine import hardware, versions
+from slipstream.cli.options import OUTPUT, Common, option, with_common
+from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.core.params import SamplingParams
+from slipstream.drafters import merged_name, parse_merged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.audit.run import AuditConfig
+    from slipstream.audit.run import Progress as Listener
+    from slipstream.audit.stage import Stage
+    from slipstream.engine.llm import LLM
+
+PROMPTS = "Prompts"
+CHECKING = "Checking"
+DEFAULT_MAX_TOKENS = 64
+DEFAULT_LIMIT = 14  # two of each category of our own
+
+
+@with_common
+def audit(
+    common: Common,
+    prompts: Annotated[
+        Path | None,
+        option(
+            metavar="FILE",
+            panel=PROMPTS,
+            help="Your own prompts: JSON lines with 'prompt', or 'turns' as in Spec-Bench. Default: some of ours.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        option(
+            metavar="N",
+            panel=PROMPTS,
+            help=f"Only N prompts, spread evenly over the categories. Default: {DEFAULT_LIMIT} of ours, all of a FILE.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int,
+        option(
+            metavar="N",
+            min=1,
+            panel=CHECKING,
+            help="Requests in a batch. Every check is made alone and in a batch; with 1 only alone.",
+        ),
+    ] = 8,
+    strict: Annotated[
+        bool,
+        option("--strict", panel=CHECKING, help="Let near-ties, which rounding explains, fail the audit as well."),
+    ] = False,
+    no_transformers: Annotated[
+        bool,
+        option(
+            "--no-transformers",
+            panel=CHECKING,
+            help="Do not load the model a second time to compare logits with transformers' own.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        option(metavar="FOLDER", panel=OUTPUT, help="Write audit.md and audit.json there; made if it is not there."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, option("--json", metavar="FILE", panel=OUTPUT, help="Write the report as JSON to this file.")
+    ] = None,
+    markdown_file: Annotated[
+        Path | None,
+        option("--markdown", metavar="FILE", panel=OUTPUT, help="Write the report as Markdown to this file."),
+    ] = None,
+) -> None:
+    """Show that speculation is lossless with your model, your drafters, on your machine.
+
+    Decodes prompts plainly, one by one, then with every --drafter (may be repeated), alone and in a batch: greedy, and
+    sampled for the same seeds (at temperature 1, without and with top-p; or as --temperature, --top-p, --top-k and
+    --min-p say). Every token must be the same. Where one differs, the margin between the two tokens tells a tie that
+    rounding decides from a bug. Also compares the cache that speculation leaves behind with a fresh prompt, and
+    with transformers.
+
+    Exit status: 0 lossless, 1 not (or not shown), 2 a bad option, 130 stopped by Ctrl-C; the report of what was
+    done is written all the same. The last line on stdout is the report as JSON.
+    """
+    if common.no_speculation:
+        raise ConfigError("--no-speculation: an audit is about speculation; name drafters with --drafter")
+    files = report_files(out, json_file, markdown_file)
+    chosen = select(load_prompts(prompts), (), DEFAULT_LIMIT if limit is None and prompts is None else limit)
+    seed = common.seed or 0
+    own = sampling(common, seed)
+    max_tokens = own.max_tokens
+
+    from slipstream.audit import run
+    from slipstream.audit.probe import Probe
+
+    probe = Probe()
+    with loaded(common, (*common.drafters, probe), max_num_seqs=concurrency, planner="fixed") as llm:
+        fitting = tokenized(llm, chosen, max_tokens)
+        config = run.AuditConfig(
+            drafters=tuple(merged_name(parse_merged(drafter)) for drafter in common.drafters),
+            settings=run.settings(max_tokens, seed, None if own.greedy else own),
+            at_once=concurrency,
+            draft_tokens=common.draft_tokens,
+            transformers=not no_transformers,
+            trust_remote_code=common.trust_remote_code,
+        )
+        about = described(common, llm, config, len(fitting), len(chosen) - len(fitting), seed)
+        with listening() as listener:
+            result = run.audit(llm, probe, fitting, config, listener)
+    result_json = report.to_json(result, about, strict=strict)
+    write(files, result_json, report.to_markdown(result, about))
+    show(result, files)
+    print(json.dumps(result_json, ensure_ascii=False), flush=True)
+    if not result.lossless(strict):
+        raise typer.Exit(130 if result.interrupted and not result.bugs else 1)
+
+
+def sampling(common: Common, seed: int) -> SamplingParams:
+    """What was asked for. Limits without a temperature mean temperature 1: they do nothing to greedy decoding."""
+    params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
+    params = replace(params, seed=seed)
+    limited = params.top_k or params.top_p < 1 or params.min_p
+    return replace(params, temperature=1.0) if params.greedy and limited else params
+
+
+def report_files(out: Path | None, json_file: Path | None, markdown_file: Path | None) -> dict[str, list[Path]]:
+    """Where to write what. A folder that cannot be written is said now, not after the work."""
+    files: dict[str, list[Path]] = {"json": [], "markdown": []}
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot be made ({error}); name another folder") from error
+        files["json"].append(out / "audit.json")
+        files["markdown"].append(out / "audit.md")
+    for kind, file in (("json", json_file), ("markdown", markdown_file)):
+        if file is not None:
+            if not file.absolute().parent.is_dir():
+                raise ConfigError(f"--{kind} {file}: there is no folder {file.absolute().parent}")
+            files[kind].append(file)
+    return files
+
+
+def tokenized(llm: LLM, chosen: Sequence[BenchPrompt], max_tokens: int) -> list[AuditPrompt]:
+    """The prompts that fit the model's context, as tokens."""
+    ids = {prompt.id: tuple(llm.chat_prompt([{"role": "user", "content": prompt.text}])) for prompt in chosen}
+    fitting = [AuditPrompt(name, own) for name, own in ids.items() if len(own) + max_tokens <= llm.max_model_len]
+    if not fitting:
+        raise CapacityError(
+            f"no prompt fits max_model_len={llm.max_model_len} with max_tokens={max_tokens}: shorten one of them"
+        )
+    return fitting
+
+
+def described(common: Common, llm: LLM, config: AuditConfig, prompts: int, skipped: int, seed: int) -> dict[str, Any]:
+    return {
+        "model": common.model,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["slipstream", *sys.argv[1:]],
+        "drafters": list(common.drafters),
+        "versions": versions(),
+        "hardware": hardware(),
+        "settings": {
+            "prompts": prompts,
+            "skipped_prompts": skipped,
+            "max_tokens": config.settings[0].params.max_tokens,
+            "concurrency": config.at_once,
+            "seed": seed,
+            "dtype": str(llm.engine.target.dtype).removeprefix("torch."),
+            "device": str(llm.engine.target.device),
+            "draft_tokens": common.draft_tokens,
+        },
+    }
+
+
+@contextmanager
+def listening() -> Iterator[Listener]:
+    """A bar on a terminal; elsewhere a line for each check, on stderr."""
+    from slipstream.audit.run import Progress as Listener
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:60}"), BarColumn(bar_width=20), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+
+        class Shown(Listener):
+            task = bar.add_task("", total=None)
+            line = ""
+
+            def start(self, stage: Stage, number: int, of: int) -> None:
+                self.line = f"[{number}/{of}] {stage.title}"
+                bar.update(self.task, description=self.line, completed=0, total=stage.size)
+
+            def step(self, steps: int) -> None:
+                bar.advance(self.task, steps)
+
+            def done(self, check: Check | None) -> None:
+                told = f": {check.outcome}" if check is not None else ""
+                console.print(self.line + told, markup=False, highlight=False, soft_wrap=True, style="dim")
+
+        yield Shown()
+
+
+def write(files: Mapping[str, Sequence[Path]], result: Mapping[str, Any], markdown: str) -> None:
+    for file in files["json"]:
+        file.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    for file in files["markdown"]:
+        file.write_text(markdown, encoding="utf-8")
+
+
+def show(result: Audit, files: Mapping[str, Sequence[Path]]) -> None:
+    """The table, what differs most, and the verdict."""
+    console = Console()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("check", overflow="fold")
+    for column in ("result", "the same", "guessed", "accepted"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "result" else "right")
+    for check in result.checks:
+        table.add_row(
+            check.title,
+            check.outcome.upper() if check.outcome is Outcome.BUG else check.outcome,
+            f"{check.same}/{check.compared}",
+            f"{check.drafted}" if check.drafter else "",
+            f"{check.accepted}" if check.drafter else "",
+        )
+    console.print(table)
+    for finding in sorted(result.bugs or result.near_ties, key=lambda one: -one.excess)[:3]:
+        console.print(f"{finding.outcome}: {report.told(finding)}", markup=False, highlight=False, soft_wrap=True)
+    for line in (*result.notes, result.verdict):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for file in (*files["markdown"], *files["json"]):
+        console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,274 @@
+"""The audit on a tiny model: whole engines pass, engines broken on purpose are found out, near-ties are no bugs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from conftest import save_model, tiny_llama
+from slipstream import LLM, SamplingParams
+from slipstream.audit import report
+from slipstream.audit.answers import AuditPrompt
+from slipstream.audit.probe import PROBE, Probe
+from slipstream.audit.results import Audit, Check, Outcome
+from slipstream.audit.run import AuditConfig, audit, settings
+from slipstream.core.draft import Draft
+from slipstream.core.verdict import Verdicts
+from slipstream.engine import engine as engine_module
+from slipstream.kv.cache import Moves, compaction
+from slipstream.sampling.choose import choose
+from slipstream.verify.exact import verify_exact
+
+TEXTS = ("abcabcabcabc", "one two one two one two", "x", "to be or not to be, that is")
+CONFIG = AuditConfig(("ngram",), settings(14, seed=5), at_once=3, transformers=False)
+GREEDY = replace(CONFIG, settings=CONFIG.settings[:1])
+
+
+class Audited:
+    """A tiny engine with its probe."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        self.probe = Probe()
+        self.llm = LLM(
+            model,
+            **{
+                "device": "cpu",
+                "drafter": ["ngram", self.probe],
+                "planner": "fixed",
+                "max_num_seqs": 4,
+                "memory": "64MiB",
+                **options,
+            },
+        )
+        self.prompts = [AuditPrompt(text, tuple(self.llm.tokenizer.encode(text))) for text in TEXTS]
+
+    def audit(self, config: AuditConfig = GREEDY) -> Audit:
+        return audit(self.llm, self.probe, self.prompts, config)
+
+
+@pytest.fixture(scope="module")
+def audited(tiny_target: Path) -> Iterator[Audited]:
+    tiny = Audited(tiny_target)
+    yield tiny
+    tiny.llm.close()
+
+
+def outcomes(result: Audit, kind: str, drafter: str | None) -> set[Outcome]:
+    return {check.outcome for check in result.checks if check.kind == kind and check.drafter == drafter}
+
+
+def test_a_whole_engine_passes_every_check(audited: Audited) -> None:
+    result = audited.audit(replace(CONFIG, transformers=True))
+    assert result.lossless(strict=True)
+    assert result.verdict == "Lossless: every check passed."
+    titles = [check.title for check in result.checks]
+    for setting in ("greedy", "T=1", "T=1, top-p 0.9"):
+        assert f"{setting} · plain, 3 at once" in titles
+        for drafter in ("ngram", PROBE):
+            assert {f"{setting} · {drafter}, alone", f"{setting} · {drafter}, 3 at once"} <= set(titles)
+    assert sum("cache against a fresh prompt" in title for title in titles) == 2
+    assert sum("cache against transformers" in title for title in titles) == 1
+    for check in result.checks:
+        assert check.same == check.compared > 0
+        if check.drafter == PROBE:  # it is accepted and rejected, in each check
+            assert 0 < check.accepted < check.drafted
+        if check.kind == "cache":
+            assert 0 < check.figures["largest_error_of_allowed"] < 1
+
+
+def test_rounds_that_are_queued_pass_as_well(tiny_target: Path) -> None:
+    tiny = Audited(tiny_target, rounds="queued")
+    try:
+        assert tiny.audit(CONFIG).lossless(strict=True)
+    finally:
+        tiny.llm.close()
+
+
+def one_too_many(draft: Draft, choices: Tensor) -> Verdicts:
+    """On a chain, also takes the node behind the last right one."""
+    verdicts = verify_exact(draft, choices)
+    if not draft.width or not draft.is_chain:
+        return verdicts
+    more = (verdicts.accepted + 1).minimum(draft.counts)[:, None]  # [B, 1]
+    node = torch.arange(draft.width)
+    tokens = torch.zeros_like(choices)
+    tokens[:, : draft.width] = draft.tokens
+    tokens = tokens.scatter(1, more, choices.gather(1, more))
+    return Verdicts(torch.where(node < more, node, 0), more[:, 0], tokens)
+
+
+def test_a_verifier_that_accepts_too_much_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "verify_exact", one_too_many)
+    result = audited.audit()
+    assert not result.lossless()
+    assert result.verdict.startswith("NOT lossless")
+    assert outcomes(result, "equality", PROBE) == {Outcome.BUG}
+    assert outcomes(result, "equality", None) == {Outcome.PASS}
+    worst = max(result.bugs, key=lambda finding: finding.excess)
+    assert worst.margin is not None
+    assert worst.allowed is not None
+    assert worst.margin > 1000 * worst.allowed
+    assert worst.expected is not None
+    assert worst.got is not None
+    assert worst.expected != worst.got
+    assert worst.position is not None
+    assert f"prompt {worst.prompt}, token {worst.position}" in report.told(worst)
+    monkeypatch.undo()
+    assert audited.audit().lossless(strict=True)
+
+
+def test_a_cache_that_is_not_compacted_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stay(*given: Tensor) -> Moves:
+        moves = compaction(*given)
+        return Moves(moves.src, moves.src)
+
+    monkeypatch.setattr(engine_module, "compaction", stay)
+    result = audited.audit()
+    assert outcomes(result, "cache", PROBE) == {Outcome.BUG}
+    check = next(c for c in result.checks if c.kind == "cache" and c.drafter == PROBE)
+    assert check.figures["largest_error_of_allowed"] > 100
+
+
+def noisy(size: float) -> Callable[..., Tensor]:
+    """Choices by logits that are a little off, in rounds with drafts."""
+
+    def chosen(logits: Tensor, rows: Any, *rest: Any, **more: Any) -> Tensor:
+        if logits.shape[0] > 1:
+            generator = torch.Generator().manual_seed(int(rows.positions.sum()))
+            logits = logits + (torch.rand(logits.shape, generator=generator) * 2 - 1) * size
+        return choose(logits, rows, *rest, **more)
+
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
+    """A model that cannot tell a token from its neighbour: all its choices are ties, which the lower id wins."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "twins", tiny_llama(tie_word_embeddings=False))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight  # [V, H]
+        head[1::2] = head[0::2]
+    model.save_pretrained(folder)
+    tiny = Audited(folder)
+    yield tiny
+    tiny.llm.close()
+
+
+def test_noise_as_small_as_rounding_is_a_near_tie(twins: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert twins.audit().lossless(strict=True)
+    monkeypatch.setattr(engine_module, "choose", noisy(3e-6))
+    result = twins.audit()
+    assert outcomes(result, "equality", PROBE) == {Outcome.NEAR_TIE}
+    assert len(result.near_ties) > 3
+    assert not result.bugs
+    assert result.lossless()
+    assert not result.lossless(strict=True)
+    assert "Lossless but for rounding" in result.verdict
+    for finding in result.near_ties:
+        assert finding.margin is not None
+        assert finding.allowed is not None
+        assert finding.margin <= finding.allowed
+
+
+def test_larger_noise_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "choose", noisy(3.0))
+    assert audited.audit().bugs
+
+
+class Silent(Probe):
+    """Knows the answer and says nothing."""
+
+    def tell(self, *_: Any) -> None:
+        pass
+
+
+def test_a_drafter_that_guesses_nothing_proves_nothing(tiny_target: Path) -> None:
+    silent = Silent()
+    with LLM(tiny_target, device="cpu", drafter=[silent], planner="fixed", memory="64MiB") as llm:
+        prompts = [AuditPrompt("x", (5, 6, 7))]
+        result = audit(llm, silent, prompts, replace(GREEDY, drafters=(PROBE,)))
+    assert outcomes(result, "equality", PROBE) == {Outcome.UNTESTED}
+    assert not result.lossless()
+    assert "probe guessed nothing" in result.verdict
+
+
+def test_an_answer_that_ends_elsewhere_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*given: Any, **more: Any) -> Any:
+        outputs = generate(*given, **more)
+        for output in outputs:
+            if output.outputs[0].speculation.drafted:
+                del output.outputs[0].token_ids[-1]
+        return outputs
+
+    generate = audited.llm.generate
+    monkeypatch.setattr(audited.llm, "generate", cut)
+    result = audited.audit()
+    assert any("ends sooner" in finding.why for finding in result.bugs)
+
+
+def test_a_request_that_fails_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(draft: Draft, choices: Tensor) -> Verdicts:
+        if draft.width:
+            raise RuntimeError("lost")
+        return verify_exact(draft, choices)
+
+    monkeypatch.setattr(engine_module, "verify_exact", fail)
+    result = audited.audit()
+    assert any("The request failed: the engine failed: RuntimeError: lost" in f.why for f in result.bugs)
+
+
+def test_ctrl_c_keeps_what_is_known(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 8:  # four for the reference, two for the plain batch, then the second of the n-gram drafter's
+            raise KeyboardInterrupt
+        return generate(*given, **more)
+
+    generate = audited.llm.generate
+    monkeypatch.setattr(audited.llm, "generate", interrupted)
+    result = audited.audit()
+    assert result.interrupted
+    assert not result.lossless()
+    assert [check.outcome for check in result.checks] == [Outcome.PASS, Outcome.STOPPED]
+    assert result.checks[1].compared == 1
+    assert "no bug was found in the part that was done" in result.verdict
+
+
+ABOUT = {"model": "tiny", "command": ["slipstream", "audit"], "versions": {"torch": "2", "python": None}}
+
+
+def test_the_reports_say_the_same(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "verify_exact", one_too_many)
+    result = audited.audit()
+    told = json.loads(json.dumps(report.to_json(result, ABOUT)))
+    text = report.to_markdown(result, ABOUT)
+    assert told["verdict"] in text
+    assert told["rounding"] in text
+    assert (told["lossless"], told["model"], told["bugs"]) == (False, "tiny", len(result.bugs))
+    assert {check["outcome"] for check in told["checks"]} == {check.outcome for check in result.checks}
+    for check in result.checks:
+        assert f"| {check.title} | {report.MARKS[check.outcome]} |" in text
+    first = next(f for check in told["checks"] for f in check["findings"] if f["got"])
+    assert {"prompt", "position", "expected", "got", "margin", "allowed", "why", "outcome"} <= set(first)
+    assert text.count("* **BUG**") == min(report.SHOWN, len(result.bugs))
+
+
+def test_an_empty_check_is_untested() -> None:
+    assert Check("cache", "x", None, compared=0, same=0).outcome is Outcome.UNTESTED
+
+
+def test_own_sampling_replaces_ours() -> None:
+    own = SamplingParams(temperature=0.7, top_k=5, min_p=0.1, seed=3, max_tokens=9)
+    assert [setting.name for setting in settings(9, 3, own)] == ["greedy", "T=0.7, top-k 5, min-p 0.1"]

@@ -1,0 +1,130 @@
+"""`slipstream audit` as a user meets it: what is printed and written, and the exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import LLM
+from slipstream.cli.main import main
+from slipstream.engine import engine as engine_module
+from test_audit import one_too_many
+
+PROMPTS = [{"prompt": "abcabcabc"}, {"id": "two", "turns": ["one two one two", "never"]}]
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The last line of stdout."""
+        value: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return value
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps(prompt) for prompt in PROMPTS))
+
+    def call(*arguments: str) -> Ran:
+        quick = ("--device", "cpu", "--memory", "64MiB", "--max-tokens", "8", "--concurrency", "2", "--no-transformers")
+        with pytest.raises(SystemExit) as ended:
+            main(["audit", "--model", str(tiny_target), "--prompts", str(prompts), *quick, *arguments])
+        captured = capsys.readouterr()
+        return Ran(ended.value.code if isinstance(ended.value.code, int) else 0, captured.out, captured.err)
+
+    return call
+
+
+def test_a_lossless_engine_exits_0_and_writes_both_reports(run: Run, tmp_path: Path, tiny_draft: Path) -> None:
+    drafters = ("--drafter", "ngram", "--drafter", f"draft:{tiny_draft}")
+    done = run(*drafters, "--top-k", "20", "--max-tokens", "40", "--out", str(tmp_path / "new" / "folder"))
+    assert done.code == 0, done.out
+    told = done.json
+    assert told == json.loads((tmp_path / "new" / "folder" / "audit.json").read_text())
+    assert told["lossless"] is True
+    assert told["drafters"] == ["ngram", f"draft:{tiny_draft}"]
+    assert told["settings"]["prompts"] == 2
+    assert {"cpu", "cores", "gpu"} <= set(told["hardware"])
+    assert {"slipstream", "torch", "transformers", "python"} <= set(told["versions"])
+    titles = [check["title"] for check in told["checks"]]
+    for title in ("greedy · ngram, alone", "greedy · model, 2 at once", "T=1, top-k 20 · model, alone"):
+        assert title in titles
+    assert next(c for c in told["checks"] if c["title"] == "greedy · model, alone")["drafted"] > 0
+    text = (tmp_path / "new" / "folder" / "audit.md").read_text()
+    assert told["verdict"] in text
+    assert told["verdict"] in done.out
+    assert "greedy · model, 2 at once: pass" in done.err
+
+
+def test_a_bug_exits_1(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "verify_exact", one_too_many)
+    done = run("--markdown", str(tmp_path / "x.md"), "--json", str(tmp_path / "x.json"), "--drafter", "none")
+    assert done.code == 1
+    assert "NOT lossless" in done.out
+    assert "NOT lossless" in (tmp_path / "x.md").read_text()
+    assert json.loads((tmp_path / "x.json").read_text())["lossless"] is False
+    assert "greedy · probe, alone: bug" in done.err
+
+
+def test_ctrl_c_writes_what_is_known_and_exits_130(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def interrupted(self: LLM, *given: Any, **more: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 5:
+            raise KeyboardInterrupt
+        return generate(self, *given, **more)
+
+    generate = LLM.generate
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    done = run("--json", str(tmp_path / "x.json"))
+    assert done.code == 130
+    told = json.loads((tmp_path / "x.json").read_text())
+    assert told["interrupted"] is True
+    assert [check["outcome"] for check in told["checks"]] == ["pass", "stopped"]
+    assert any("Interrupted in stage 3 of " in note for note in told["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--no-speculation", "--no-speculation: an audit is about speculation"),
+        ("--json no/such/folder/x.json", "there is no folder"),
+        ("--out prompts.jsonl/below", "cannot be made"),
+        ("--limit 0", "--limit 0: must be 1 or more"),
+        ("--drafter bogus", "drafter 'bogus' is unknown"),
+        ("--concurrency 0", "--concurrency"),
+        ("--top-p 3", "top_p=3.0"),
+        ("--prompts nowhere.jsonl", "--prompts nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_bad_options_exit_2(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments.split())
+    assert done.code == 2
+    assert said in " ".join(done.err.split())
+    assert done.out == ""
+
+
+def test_prompts_that_do_not_fit_are_left_out_and_counted(run: Run) -> None:
+    done = run("--drafter", "none", "--max-model-len", "24")
+    assert done.json["settings"]["prompts"] == 1
+    assert done.json["settings"]["skipped_prompts"] == 1
+    assert run("--max-model-len", "16").code == 1
