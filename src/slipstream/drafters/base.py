@@ -155,6 +155,10 @@ class DeviceDrafter(Drafter):
         """What a page of its own cache takes, if it has one: memory is planned before the first request."""
         return 0
 
+    def workspace_bytes(self, requests: int) -> int:
+        """What it needs besides, where so many requests may run at a time."""
+        return 0
+
     def attach(self, services: Services) -> None:
         """The engine is built: what it lends is ready. Called once, before any request."""
 

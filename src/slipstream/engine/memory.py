@@ -37,7 +37,7 @@ class MemoryPlan:
     weights_bytes: int
     draft_weights_bytes: int
     cache_bytes: int  # target and draft caches, hidden states included
-    workspace_bytes: int  # logits of the largest pass
+    workspace_bytes: int  # logits of the largest pass, and what drafters need besides their caches
     num_pages: int
     max_model_len: int
     limit: Limit = "model"  # what keeps the context from being longer
@@ -64,6 +64,7 @@ def plan_memory(target: Runner, drafts: Sequence[DeviceDrafter], config: EngineC
     workspace = config.draft_rows * target.vocab_size * 4 * _LOGIT_COPIES
     if has_kernels(target.device):
         workspace += _attention_bytes(target, config) + _page_bytes(target, drafts, config)  # a page for nobody
+    workspace += sum(draft.workspace_bytes(config.max_num_seqs + 1) for draft in drafts)
     page = _page_bytes(target, drafts, config)
     asked = config.max_model_len
     if asked is not None and asked > target.max_positions:

@@ -26,7 +26,8 @@ class Span:
     keys: slice | Tensor  # cache slots of the prefix, then of the rows themselves; a slice where they are neighbours
     prefix: int
     positions: Tensor  # [M] int64
-    visible: Tensor | None  # [M, M] bool: which of the request's own rows a row sees; None: causal order
+    visible: Tensor | None  # [M, G] bool: which of the request's own rows a row sees; None: causal order
+    places: Tensor | None = None  # [G] positions of those own rows, where they are not the pass's M rows
     _bias: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @property
@@ -48,7 +49,8 @@ class Span:
             own = torch.ones(self.rows, self.rows, dtype=torch.bool, device=device).tril_()
         seen = torch.cat((torch.ones(self.rows, self.prefix, dtype=torch.bool, device=device), own), dim=1)  # [M, L]
         if window is not None:
-            key_positions = torch.cat((torch.arange(self.prefix, device=device), self.positions))  # [L]
+            own_places = self.positions if self.places is None else self.places
+            key_positions = torch.cat((torch.arange(self.prefix, device=device), own_places))  # [L]
             seen &= key_positions > self.positions[:, None] - window
         return torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
 

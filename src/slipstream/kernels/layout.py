@@ -28,6 +28,7 @@ class RowLayout:
     ancestors: Tensor | None  # [N, K + 1] int32: row of the ancestor at each depth; None: all chains
     page_size: int
     max_keys: int  # no row of this pass sees more keys: those beyond may not be read
+    guests: Tensor | None = None  # [G] int64: slots that `ancestors` names; None: the pass's own, by row
     # made once a pass, read by every layer
     tilings: dict[int, Tensor] = field(init=False, default_factory=dict)  # by rows a tile
     owns: dict[int, Tensor] = field(init=False, default_factory=dict)  # by keys a block
@@ -67,10 +68,17 @@ class RowLayout:
 
     def _span(self, lane: int, start: int, end: int) -> Span:
         positions = self.positions[start:end]
-        prefix = int(positions[0])
+        prefix = int(positions[0] if self.guests is None else self.lengths[lane])
         at = torch.arange(prefix, device=positions.device)
         committed = self.pages[lane, at // self.page_size].long() * self.page_size + at % self.page_size
         visible = None
+        if self.ancestors is not None and self.guests is not None:
+            above = self.ancestors[start:end]  # [M, depths]
+            named = above[above >= 0].unique()  # [G]: whom one of these rows sees
+            is_above = above[:, None, :] == named[:, None]  # [M, G, depths]
+            places = prefix + is_above.any(dim=0).to(torch.int8).argmax(dim=-1)  # [G]
+            keys = torch.cat((committed, self.guests[named.long()]))
+            return Span(start, end, keys, prefix, positions, is_above.any(dim=-1), places)
         if self.ancestors is not None:
             rows = torch.arange(start, end, device=positions.device)
             visible = (self.ancestors[start:end, None, :] == rows[:, None]).any(dim=-1)  # [M, M]
@@ -116,7 +124,7 @@ def _own_kernel(
     lanes_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     pages_ptr: tl.tensor,  # [S, P]
-    slots_ptr: tl.tensor,
+    slots_ptr: tl.tensor,  # of those that ancestors name
     ancestors_ptr: tl.tensor,  # [N, depths]
     own_ptr: tl.tensor,  # [N, W]
     B: tl.tensor,
@@ -152,8 +160,9 @@ def _own(layout: RowLayout, ancestors: Tensor, block_keys: int) -> Tensor:
     width = triton.cdiv(block_keys - 1 + depths, block_keys) * block_keys
     own = torch.empty((rows, width), dtype=torch.int32, device=ancestors.device)
     requests = layout.lanes.shape[0]
+    slots = layout.slots if layout.guests is None else layout.guests
     _own_kernel[(rows,)](
-        layout.starts, layout.lanes, layout.lengths, layout.pages, layout.slots, ancestors, own, requests,
+        layout.starts, layout.lanes, layout.lengths, layout.pages, slots, ancestors, own, requests,
         layout.pages.shape[1], depths, PAGE=layout.page_size, BLOCK_KEYS=block_keys, W=width,
         BLOCK_B=triton.next_power_of_2(requests), BLOCK_W=triton.next_power_of_2(width), num_warps=2,
     )  # fmt: skip

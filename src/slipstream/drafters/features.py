@@ -1,0 +1,296 @@
+"""Drafters whose head goes on from the target's hidden states: EAGLE, and native multi-token prediction.
+
+The head reads along with the target, a row a token (`head_rows.py`), and then goes ahead of it: each guess is read with
+the head's own hidden state in place of the target's. A draft begins with the last tokens again, as many as the round
+before can have committed: those that were guessed had the head's own states, and now have the target's. So nobody has
+to know how many were right. Chains stand behind the text, on its pages; the rows of trees in places of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import MAX_NODES, Draft
+from slipstream.core.errors import ConfigError
+from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
+from slipstream.drafters.beam import Beam
+from slipstream.drafters.head_rows import Standing, Stretch, head_batch, lane_state, read_along
+from slipstream.kernels.jit import has_kernels
+from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.pack_rows import RECENT
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pages import PageCopy
+from slipstream.models.attention import PassContext
+from slipstream.models.batch import PassBatch
+from slipstream.models.device_pass import DevicePass, layout_of
+from slipstream.models.gpu import WIDE_ROWS
+from slipstream.models.heads.base import Head
+from slipstream.sampling.choose import choose
+from slipstream.sampling.rank import Ranked, rank
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.table import Features
+
+
+class FeatureDrafter(DeviceDrafter):
+    """Drafts with a head: chains, or with `width` above 1 trees that grow where the head is sure of itself.
+
+    depth: guesses in a row, levels of a tree. width: guesses that each row of a tree offers, and rows of each level
+    that are gone on from. nodes: of a tree at most, the surest of all that were offered.
+    """
+
+    needs: ClassVar[Needs] = Needs(device=True, own_cache=True)
+    default_draft_tokens: ClassVar[int] = MAX_NODES  # as many as `most_nodes` says
+
+    def __init__(self, head: Head, *, depth: int, width: int = 1, nodes: int = MAX_NODES) -> None:
+        if not 1 <= depth < RECENT:
+            raise ConfigError(f"depth={depth}: a head guesses 1 to {RECENT - 1} tokens in a row")
+        if width < 1 or not 1 <= nodes <= MAX_NODES:
+            raise ConfigError(f"width={width}, nodes={nodes}: must be at least 1, and at most {MAX_NODES} nodes")
+        self.head = head
+        self.taps = head.taps
+        self.max_positions = head.max_positions
+        self.weights_bytes = head.weights_bytes
+        self.depth, self.width = depth, width
+        self.makes_trees = width > 1
+        offered = width + (depth - 1) * width * width
+        self.most_nodes = min(nodes, offered) if self.makes_trees else depth
+        self._services: Services | None = None
+        self._cache: KVCache | None = None
+        self._guests = torch.empty(0, dtype=torch.int64)
+        self._known: dict[str, int] = {}  # by request: tokens that the head has read, where the host asks for drafts
+
+    def page_bytes(self, page_size: int) -> int:
+        return KVCache.bytes_per_page(self.head.layers, page_size, self.head.dtype)
+
+    def workspace_bytes(self, requests: int) -> int:
+        slots = requests * self._guests_each if self.makes_trees else 0
+        return (slots + 1) * KVCache.bytes_per_page(self.head.layers, 1, self.head.dtype)
+
+    @property
+    def _guests_each(self) -> int:
+        """Rows of a request's tree that the head reads: the last level's are only offered."""
+        return self.width * (self.depth - 1)
+
+    def attach(self, services: Services) -> None:
+        assert services.taps is not None, "the target keeps no hidden states for it"
+        device, size = services.taps.plane.device, services.pool.page_size
+        slots = services.sampling.num_slots * self._guests_each if self.makes_trees else 0
+        pages = services.cache_pages + 1 + -(-slots // size)  # one for nobody, and then those of trees
+        self._services = services
+        self._cache = KVCache(self.head.layers, pages, size, self.head.dtype, device)
+        self._trash_page = services.cache_pages
+        self._guests = (services.cache_pages + 1) * size + torch.arange(max(slots, 1), device=device)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        assert self._cache is not None
+        self._cache.copy_pages(copies)
+
+    def start(self, request: DraftRequest) -> None:
+        self._known[request.id] = 1
+
+    def stop(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+    def read(self, batch: PassBatch) -> None:
+        """Beside the target, whose hidden states of these rows are in the cache by now."""
+        assert self._cache is not None
+        own = read_along(batch, self._cache.page_size, self.head.max_positions)
+        if own is not None:
+            self._read(own)
+
+    def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
+        assert self._services is not None
+        assert self._cache is not None
+        most = self._services.max_rows
+        stretches: list[Stretch] = []
+        ids: list[int] = []
+        for request, first in zip(requests, known, strict=True):
+            pages = self._services.page_table(request.id).pages
+            at, end = max(1, first), min(len(request.tokens) - 1, self.head.max_positions)
+            while at < end:
+                rows = min(end - at, most - len(ids))
+                stretches.append(Stretch(pages, at, at + rows))
+                ids += request.tokens[at : at + rows]
+                at += rows
+                if len(ids) == most:
+                    self._read_missed(stretches, ids)
+                    stretches, ids = [], []
+        if ids:
+            self._read_missed(stretches, ids)
+
+    def _read_missed(self, stretches: Sequence[Stretch], ids: Sequence[int]) -> None:
+        assert self._cache is not None
+        given = torch.tensor(ids, dtype=torch.int64, device=self._cache.device)
+        self._read(head_batch(stretches, given, self._cache.page_size))
+
+    def _read(self, batch: PassBatch) -> None:
+        assert self._cache is not None
+        context = PassContext(batch, self._cache)
+        if has_kernels(self._cache.device):
+            context = DevicePass(layout_of(batch, self._cache.page_size), self._cache, wide=batch.num_rows > WIDE_ROWS)
+        self.head.run(batch.input_ids, self._features(batch.slots), context, batch.positions, 0)
+
+    def _features(self, slots: Tensor) -> Tensor:  # [N] -> [N, H]
+        assert self._services is not None
+        assert self._services.taps is not None
+        return self.head.combine(self._services.taps.at(slots))
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        """The same as inside a queued round, from what the host knows."""
+        assert self._services is not None
+        assert self._cache is not None
+        pool, device = self._services.pool, self._cache.device
+        asked = [i for i, nodes in enumerate(budget) if nodes]
+        views = [requests[i] for i in asked]
+        behind = [view for view in views if self._known[view.id] < len(view.tokens) - 1 - self.depth]
+        self.catch_up(behind, [self._known[view.id] for view in behind])
+        standing = []
+        for view in views:
+            self._known[view.id] = len(view.tokens)
+            pages = self._services.page_table(view.id).pages
+            standing.append(Standing(view.slot, view.tokens, len(view.tokens) - view.prompt_length, pages))
+        longest = max(len(view.tokens) for view in views)
+        reach = max(pool.pages_for(longest + self.depth), max(len(one.pages) for one in standing))
+        lanes, nodes = self._services.sampling.num_slots, max(budget)
+        state = lane_state(standing, lanes, reach, self._trash_page, device)
+        slots = [view.slot for view in views]
+        made = self.draft(
+            DraftRound(
+                state=state,
+                lanes=torch.tensor(slots, dtype=torch.int64, device=device),
+                depth=min(nodes, self.depth),
+                keys=longest + self.depth,
+                features=self._services.sampling.features(slots),
+                nodes=nodes,
+            )
+        )
+        chain = torch.arange(-1, nodes - 1, device=device)
+        tokens = torch.zeros((len(requests), nodes), dtype=torch.int64, device=device)
+        parents = chain.repeat(len(requests), 1)
+        index = torch.tensor(asked, device=device)
+        if isinstance(made, DeviceTree):
+            tokens[index], parents[index] = made.tokens, made.parents
+        else:
+            tokens[index] = made
+        counts = torch.tensor(budget, dtype=torch.int64, device=device)
+        return Draft(tokens, parents, counts, not self.makes_trees)
+
+    def draft(self, round: DraftRound) -> Tensor | DeviceTree:
+        hidden = self._read_last(round)  # [B, H]
+        return self._tree(round, hidden) if self.makes_trees else self._chain(round, hidden)
+
+    def _read_last(self, round: DraftRound) -> Tensor:  # [B, H]
+        """Read the last tokens, and give the head's hidden state behind the last one."""
+        assert self._cache is not None
+        state, lanes, size = round.state, round.lanes, self._cache.page_size
+        rows = self.depth + 1
+        length = state.length[lanes, None]  # [B, 1]
+        first = (length - self.depth).clamp_min(1)
+        token = first + torch.arange(rows, device=lanes.device)  # [B, rows]: positions of the tokens that are read
+        real = token <= length  # a short text has fewer
+        place = torch.where(real, token, length).sub_(1).clamp_(0, self._last_place(round))
+        slots = state.pages[lanes[:, None], place // size].long() * size + place % size
+        own = torch.where(real, slots, self._trash_page * size).flatten()
+        ids = state.recent[lanes[:, None], token % RECENT].flatten()
+        starts = rows * torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
+        context = self._context(round, place.flatten(), own, starts)
+        hidden = self.head.run(ids, self._features(slots.flatten()), context, place.flatten(), 0)
+        return hidden[starts[:-1] + (length - first)[:, 0]]
+
+    def _chain(self, round: DraftRound, hidden: Tensor) -> Tensor:  # [B, depth]
+        """Guess by guess, each a pass of one row a request, behind the text."""
+        assert self._cache is not None
+        state, lanes, size = round.state, round.lanes, self._cache.page_size
+        guesses = torch.zeros((round.depth, lanes.shape[0]), dtype=torch.int64, device=lanes.device)
+        starts = torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
+        ahead = torch.arange(round.depth, device=lanes.device)[:, None]  # [depth, 1]
+        at = (state.length[lanes] + ahead - 1).clamp_(0, self._last_place(round))  # [depth, B]
+        slots = state.pages[lanes, at // size].long() * size + at % size
+        for step in range(round.depth):
+            if step:
+                context = self._context(round, at[step], slots[step], starts)
+                hidden = self.head.run(guesses[step - 1], hidden, context, at[step], step)
+            path = guesses[:step].T if step and _wants_path(round.features) else None
+            rows = self._rows(round, lanes, step, path)
+            guesses[step] = self._best(self.head.logits(hidden), rows, round.features)
+        return guesses.T
+
+    def _tree(self, round: DraftRound, hidden: Tensor) -> DeviceTree:
+        """Level by level, each a pass of `width` rows a request. The surest of all that was offered is the tree."""
+        lanes, width = round.lanes, self.width
+        requests, device = lanes.shape[0], lanes.device
+        beam = Beam(width)
+        level = beam.grow(self._offer(hidden, self._rows(round, lanes, 0, None), round.features), round.depth > 1)
+        features = hidden[:, None].expand(-1, width, -1)  # [B, width, H]
+        each = lanes[:, None].expand(-1, width).flatten()  # [B * width]
+        starts = width * torch.arange(requests + 1, dtype=torch.int32, device=device)
+        # padding requests beyond those that there can be share the last one's places
+        nobody = self._guests.shape[0] // max(self._guests_each, 1) - 1
+        base = torch.arange(requests, device=device).clamp_max(nobody)[:, None] * self._guests_each  # [B, 1]
+        above = torch.empty((requests, width, 0), dtype=torch.int64, device=device)  # guests on the way to each row
+        path = torch.empty((requests, width, 0), dtype=torch.int64, device=device)  # and their tokens
+        step = 0
+        while level is not None:
+            step += 1
+            guest = base + (step - 1) * width + torch.arange(width, device=device)  # [B, width]
+            up = level.parents[..., None].expand(-1, -1, step - 1)
+            above = torch.cat((above.gather(1, up), guest[..., None]), dim=2)  # [B, width, step]
+            path = torch.cat((path.gather(1, up), level.tokens[..., None]), dim=2)
+            place = (round.state.length[each] + step - 1).clamp_(0, self._last_place(round))  # [B * width]
+            context = self._context(round, place, self._guests[guest.flatten()], starts, above.flatten(0, 1))
+            hidden = self.head.run(level.tokens.flatten(), features.flatten(0, 1), context, place, step)
+            rows = self._rows(round, each, step, path.flatten(0, 1) if _wants_path(round.features) else None)
+            level = beam.grow(self._offer(hidden, rows, round.features), step + 1 < round.depth)
+            if level is not None:
+                states = hidden.view(requests, width, -1)
+                features = states.gather(1, level.parents[..., None].expand(-1, -1, states.shape[2]))
+        return beam.tree(round.nodes)
+
+    def _context(
+        self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor, ancestors: Tensor | None = None
+    ) -> DevicePass:
+        assert self._cache is not None
+        layout = RowLayout(
+            positions=positions,
+            slots=slots,
+            starts=starts,
+            lanes=round.lanes,
+            lengths=round.state.length,
+            pages=round.state.pages,
+            ancestors=None if ancestors is None else ancestors.to(torch.int32),
+            page_size=self._cache.page_size,
+            max_keys=round.keys,
+            guests=None if ancestors is None else self._guests,
+        )
+        return DevicePass(layout, self._cache)
+
+    def _last_place(self, round: DraftRound) -> int:
+        """Who is there is not drafted for."""
+        assert self._cache is not None
+        return min(self.head.max_positions, round.state.pages.shape[1] * self._cache.page_size) - 1
+
+    @staticmethod
+    def _rows(round: DraftRound, lanes: Tensor, step: int, path: Tensor | None) -> SampleRows:
+        """Rows that guess the token at `step` behind the one to come."""
+        state = round.state
+        return SampleRows(lanes, state.length[lanes] + 1 + step, state.generated[lanes] + step, path)
+
+    def _offer(self, hidden: Tensor, rows: SampleRows, features: Features) -> Ranked:
+        assert self._services is not None
+        return rank(self.head.logits(hidden), rows, self._services.sampling, features, self.width, self.head.vocab)
+
+    def _best(self, logits: Tensor, rows: SampleRows, features: Features) -> Tensor:  # [R]
+        """The guess of each row; nonsense is found out by the target."""
+        assert self._services is not None
+        table, vocab = self._services.sampling, self.head.vocab
+        if vocab is None and logits.shape[1] == table.vocab_size:
+            return choose(logits, rows, table, features).clamp_min(0)
+        return rank(logits, rows, table, features, 1, vocab).tokens[:, 0]
+
+
+def _wants_path(features: Features) -> bool:
+    return features.penalties or features.bad_words

@@ -1,0 +1,256 @@
+"""Heads on the target's hidden states: the same tokens with them and without, and no row out of place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from queueing import Queue
+from slipstream import CompletionOutput, SamplingParams
+from slipstream.core.errors import ConfigError
+from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound
+from slipstream.drafters.features import FeatureDrafter
+from stepping import Arrival, Stepper
+from tiny_heads import KnowingHead, RandomHead, save_forgetful, target_features
+
+ENGINES = [Stepper, Queue]
+
+
+@dataclass
+class Noted:
+    """A draft: for whom, behind which token, and what."""
+
+    request: str
+    length: int  # tokens before the last one
+    tokens: list[int]
+    parents: list[int]
+
+
+class Noting(FeatureDrafter):
+    """Keeps what it guessed."""
+
+    name: ClassVar[str] = "noting"
+
+    def __init__(self, head: RandomHead, **options: Any) -> None:
+        super().__init__(head, **options)
+        self.at_slot: dict[int, str] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.noted: list[Noted] = []
+
+    def start(self, request: DraftRequest) -> None:
+        super().start(request)
+        self.at_slot[request.slot] = request.id
+        self.prompts[request.id] = list(request.tokens[: request.prompt_length])
+
+    def draft(self, round: DraftRound) -> Tensor | DeviceTree:
+        made = super().draft(round)
+        tokens = made.tokens if isinstance(made, DeviceTree) else made
+        chain = torch.arange(-1, tokens.shape[1] - 1).expand_as(tokens)
+        parents = made.parents if isinstance(made, DeviceTree) else chain
+        for lane, length, line, above in zip(
+            round.lanes.tolist(),
+            round.state.length[round.lanes].tolist(),
+            tokens.tolist(),
+            parents.tolist(),
+            strict=True,
+        ):
+            if lane in self.at_slot:
+                self.noted.append(Noted(self.at_slot[lane], length, line, above))
+        return made
+
+
+def job(prompt: int, tokens: int, joins: int = 0, **params: Any) -> Arrival:
+    return Arrival(
+        prompt, SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}), joins
+    )
+
+
+JOBS = [
+    job(1, 25),
+    job(9, 20, temperature=1.0, seed=3),
+    job(40, 18, joins=3, temperature=0.8, top_p=0.9, seed=5),
+    job(3, 22, joins=1, frequency_penalty=0.7, presence_penalty=0.3),
+    job(16, 15, temperature=1.0, seed=8, n=2),
+]
+
+
+def texts(jobs: Sequence[Arrival], outs: Sequence[CompletionOutput]) -> list[list[int]]:
+    """Prompts as `Stepper.run` draws them, with the answers; in the order of the answers."""
+    dice = random.Random(len(jobs))
+    drawn = [(job, dice.choices(range(256), k=job.prompt)) for job in jobs]
+    whole = [prompt for job, prompt in sorted(drawn, key=lambda pair: pair[0].joins) for _ in range(job.params.n)]
+    return [[*prompt, *out.token_ids] for prompt, out in zip(whole, outs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_forgetful(tmp_path_factory.mktemp("forgetful") / "target")
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("shape", [{"depth": 4}, {"depth": 3, "width": 3, "nodes": 12}], ids=["chain", "tree"])
+class TestTokensStay:
+    """With whatever head: greedy and sampled, filtered, penalized, forked, in company."""
+
+    def test_in_company(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
+        plain = Stepper(tiny_target, None).run(JOBS)
+        got = kind(tiny_target, Noting(RandomHead(), **shape)).run(JOBS)
+        assert [out.token_ids for out in got] == [out.token_ids for out in plain]
+        assert all(out.speculation.by_drafter["noting"].drafts for out in got)
+        assert not any(out.speculation.by_drafter["noting"].failures for out in got)
+
+    def test_with_a_vocabulary_of_its_own(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
+        plain = Stepper(tiny_target, None).run(JOBS)
+        head = RandomHead(ids=range(5, 200, 3))
+        got = kind(tiny_target, drafter := Noting(head, **shape)).run(JOBS)
+        assert [out.token_ids for out in got] == [out.token_ids for out in plain]
+        assert {token for noted in drafter.noted for token in noted.tokens} <= set(range(5, 200, 3))
+
+    def test_preempted(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
+        jobs = [job(20, 30), job(20, 30, temperature=1.0, seed=2), job(20, 30, joins=1)]
+        plain = Stepper(tiny_target, None).run(jobs)
+        small = kind(tiny_target, Noting(RandomHead(), **shape), pages=10, page_size=16, max_model_len=96)
+        assert [out.token_ids for out in small.run(jobs)] == [out.token_ids for out in plain]
+
+    def test_a_short_context_of_its_own(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
+        """Where the head's context ends, the answer goes on."""
+        jobs = [job(10, 40), job(60, 10)]
+        plain = Stepper(tiny_target, None).run(jobs)
+        got = kind(tiny_target, Noting(RandomHead(max_positions=32), **shape)).run(jobs)
+        assert [out.token_ids for out in got] == [out.token_ids for out in plain]
+        assert "noting" not in got[1].speculation.by_drafter
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("shape", [{"depth": 4}, {"depth": 4, "width": 3, "nodes": 30}], ids=["chain", "tree"])
+def test_who_knows_is_never_wrong(forgetful: Path, kind: Any, shape: dict[str, int]) -> None:
+    """The target's own logits at every step: the same noise at the same positions, the same penalties along the path."""
+    plain = Stepper(forgetful, None).run(JOBS)
+    got = kind(forgetful, Noting(KnowingHead(forgetful), **shape), draft_tokens=shape.get("nodes", 4)).run(JOBS)
+    for ours, theirs in zip(got, plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        stats = ours.speculation
+        # five tokens a round, but for the first, which the prompt gives, and the last ones, which a limit cuts
+        assert stats.rounds <= 1 + -(-len(ours.token_ids) // 5) + (1 if "width" not in shape else 3)
+
+
+class Reference:
+    """What a head would guess behind a text, computed at once from transformers' hidden states."""
+
+    def __init__(self, head: RandomHead, target: Path, text: Sequence[int]) -> None:
+        self.head, self.text = head, list(text)
+        self.features = head.combine(target_features(target, text))
+
+    @torch.inference_mode()
+    def scores(self, length: int, path: Sequence[int]) -> Tensor:  # [V]
+        """Log probabilities behind the committed text and these guesses, of the token that follows."""
+        features, ids = self.features[:length], self.text[1 : length + 1]
+        for token in path:
+            hidden = self.head.plain(ids, features)
+            features = torch.cat((features, hidden[-1:]))
+            ids = [*ids, token]
+        logits = self.head.logits(self.head.plain(ids, features)[-1:])[0]
+        return logits.log_softmax(0)
+
+    def chain(self, length: int, depth: int) -> list[int]:
+        path: list[int] = []
+        for _ in range(depth):
+            path.append(int(self.scores(length, path).argmax()))
+        return path
+
+    def tree(self, length: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
+        """The paths of the surest nodes among all that a beam meets."""
+        offered: dict[tuple[int, ...], float] = {}
+        beam: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+        for _ in range(depth):
+            children: list[tuple[tuple[int, ...], float]] = []
+            for path, score in beam:
+                best = self.scores(length, path).topk(width)
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                children += [((*path, token), score + value) for token, value in pairs]
+            offered.update(children)
+            beam = sorted(children, key=lambda child: -child[1])[:width]
+        return set(sorted(offered, key=lambda path: -offered[path])[:nodes])
+
+
+def paths(noted: Noted) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(noted.tokens, noted.parents, strict=True):
+        assert parent < len(found)
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return set(found)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("shape", [{"depth": 4}, {"depth": 3, "width": 3, "nodes": 9}], ids=["chain", "tree"])
+def test_every_guess_is_the_heads_own(tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
+    """No row is missing, stale or out of place: after prompts in chunks, beside others, after right and wrong guesses."""
+    jobs = [job(1, 16), job(37, 14), job(5, 12, joins=2)]
+    drafter = Noting(RandomHead(seed=4), **shape)
+    bench = kind(tiny_target, drafter, page_size=4, max_num_batched_tokens=24)
+    whole = texts(jobs, bench.run(jobs))
+    head = drafter.head
+    assert isinstance(head, RandomHead)
+    references = [Reference(head, tiny_target, text) for text in whole]
+    seen = 0
+    for noted in drafter.noted:
+        text = next(r for r in references if _is_of(noted, r.text, drafter))
+        if noted.length + 1 > len(text.text):
+            continue  # a round too many
+        seen += 1
+        if "width" in shape:
+            count = len(noted.tokens)
+            assert paths(noted) == text.tree(noted.length, min(3, count), 3, count)
+        else:
+            assert noted.tokens == text.chain(noted.length, len(noted.tokens))
+    assert seen > 10
+
+
+def _is_of(noted: Noted, text: Sequence[int], drafter: Noting) -> bool:
+    return drafter.prompts[noted.request] == text[: len(drafter.prompts[noted.request])]
+
+
+def test_what_it_missed_it_reads_before_it_drafts_again(tiny_target: Path) -> None:
+    """Rounds without drafts between: as if it had been there all the time."""
+    drafter = Noting(RandomHead(seed=4), depth=3)
+    bench = Queue(tiny_target, drafter)
+    heard: list[Any]
+    held, heard = bench.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    planner = bench.engine.drafting.planner
+    budget, rounds = planner.budget, 0
+    while bench.engine.busy:
+        rests = rounds % 12 in range(4, 10)
+        planner.budget = (lambda *a: [0]) if rests else budget  # type: ignore[method-assign, assignment]
+        bench.engine.step()
+        rounds += 1
+    text = [5, 6, 7, *heard[-1].outputs[0].token_ids]
+    reference = Reference(drafter.head, tiny_target, text)  # type: ignore[arg-type]
+    drafts = [noted for noted in drafter.noted if noted.length + 1 <= len(text)]
+    assert len(drafts) > 5
+    for noted in drafts:
+        assert noted.tokens == reference.chain(noted.length, len(noted.tokens))
+    assert held.answers[0].ended
+
+
+@pytest.mark.parametrize("wrong", [{"depth": 0}, {"depth": 64}, {"depth": 2, "width": 0}, {"depth": 2, "nodes": 64}])
+def test_shapes_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="at most|1 to 63"):
+        FeatureDrafter(RandomHead(), **wrong)
+
+
+def test_memory_is_planned_for_it(tiny_target: Path) -> None:
+    plain, drafted = (
+        Stepper(tiny_target, drafter).engine.plan for drafter in (None, Noting(RandomHead(), depth=3, width=4))
+    )
+    own = 2 * 2 * 8 * 4 + 2 * 32 * 4  # K and V of the head, and two hidden states, of each slot
+    page = 16
+    assert drafted.cache_bytes // drafted.num_pages - plain.cache_bytes // plain.num_pages == own * page
+    assert drafted.draft_weights_bytes == 1234
+    assert drafted.workspace_bytes > plain.workspace_bytes
