@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound
 from slipstream.drafters.features import FeatureDrafter
 from stepping import Arrival, Stepper
-from tiny_heads import KnowingHead, RandomHead, save_forgetful, target_features
+from tiny_heads import DoubtingHead, KnowingHead, RandomHead, save_forgetful, target_features
 
 ENGINES = [Stepper, Queue]
 
@@ -54,22 +54,16 @@ class Noting(FeatureDrafter):
         tokens = made.tokens if isinstance(made, DeviceTree) else made
         chain = torch.arange(-1, tokens.shape[1] - 1).expand_as(tokens)
         parents = made.parents if isinstance(made, DeviceTree) else chain
-        for lane, length, line, above in zip(
-            round.lanes.tolist(),
-            round.state.length[round.lanes].tolist(),
-            tokens.tolist(),
-            parents.tolist(),
-            strict=True,
-        ):
+        parts = (round.lanes, round.state.length[round.lanes], tokens, parents)
+        for lane, length, line, above in zip(*(part.tolist() for part in parts), strict=True):
             if lane in self.at_slot:
                 self.noted.append(Noted(self.at_slot[lane], length, line, above))
         return made
 
 
 def job(prompt: int, tokens: int, joins: int = 0, **params: Any) -> Arrival:
-    return Arrival(
-        prompt, SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}), joins
-    )
+    wanted: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}
+    return Arrival(prompt, SamplingParams(**wanted), joins)
 
 
 JOBS = [
@@ -107,10 +101,11 @@ class TestTokensStay:
         assert not any(out.speculation.by_drafter["noting"].failures for out in got)
 
     def test_with_a_vocabulary_of_its_own(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
-        plain = Stepper(tiny_target, None).run(JOBS)
         head = RandomHead(ids=range(5, 200, 3))
-        got = kind(tiny_target, drafter := Noting(head, **shape)).run(JOBS)
+        plain = Stepper(tiny_target, None).run(JOBS)
+        got = kind(tiny_target, Noting(head, **shape)).run(JOBS)
         assert [out.token_ids for out in got] == [out.token_ids for out in plain]
+        kind(tiny_target, drafter := Noting(head, **shape)).run(JOBS[:2])
         assert {token for noted in drafter.noted for token in noted.tokens} <= set(range(5, 200, 3))
 
     def test_preempted(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
@@ -131,7 +126,7 @@ class TestTokensStay:
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("shape", [{"depth": 4}, {"depth": 4, "width": 3, "nodes": 30}], ids=["chain", "tree"])
 def test_who_knows_is_never_wrong(forgetful: Path, kind: Any, shape: dict[str, int]) -> None:
-    """The target's own logits at every step: the same noise at the same positions, the same penalties along the path."""
+    """The target's own logits at every step: the same noise at the same positions, penalties along the path."""
     plain = Stepper(forgetful, None).run(JOBS)
     got = kind(forgetful, Noting(KnowingHead(forgetful), **shape), draft_tokens=shape.get("nodes", 4)).run(JOBS)
     for ours, theirs in zip(got, plain, strict=True):
@@ -154,7 +149,7 @@ class Reference:
         features, ids = self.features[:length], self.text[1 : length + 1]
         for token in path:
             hidden = self.head.plain(ids, features)
-            features = torch.cat((features, hidden[-1:]))
+            features = torch.cat((features, hidden[-1:, : features.shape[1]]))
             ids = [*ids, token]
         logits = self.head.logits(self.head.plain(ids, features)[-1:])[0]
         return logits.log_softmax(0)
@@ -190,15 +185,17 @@ def paths(noted: Noted) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("shape", [{"depth": 4}, {"depth": 3, "width": 3, "nodes": 9}], ids=["chain", "tree"])
-def test_every_guess_is_the_heads_own(tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
-    """No row is missing, stale or out of place: after prompts in chunks, beside others, after right and wrong guesses."""
-    jobs = [job(1, 16), job(37, 14), job(5, 12, joins=2)]
-    drafter = Noting(RandomHead(seed=4), **shape)
-    bench = kind(tiny_target, drafter, page_size=4, max_num_batched_tokens=24)
-    whole = texts(jobs, bench.run(jobs))
+def test_every_guess_is_the_heads_own(forgetful: Path, kind: Any, shape: dict[str, int]) -> None:
+    """No row is missing, stale or out of place: after prompts in chunks, beside others, after right guesses."""
+    jobs = [job(1, 26), job(37, 24), job(5, 22, joins=2)]
+    drafter = Noting(DoubtingHead(forgetful), **shape)
+    bench = kind(forgetful, drafter, page_size=4, max_batch_tokens=24, max_num_seqs=8)
+    outs = bench.run(jobs)
+    whole = texts(jobs, outs)
+    assert 5 < sum(out.speculation.accepted for out in outs) < 0.9 * sum(out.speculation.drafted for out in outs)
     head = drafter.head
     assert isinstance(head, RandomHead)
-    references = [Reference(head, tiny_target, text) for text in whole]
+    references = [Reference(head, forgetful, text) for text in whole]
     seen = 0
     for noted in drafter.noted:
         text = next(r for r in references if _is_of(noted, r.text, drafter))
@@ -227,7 +224,7 @@ def test_what_it_missed_it_reads_before_it_drafts_again(tiny_target: Path) -> No
     budget, rounds = planner.budget, 0
     while bench.engine.busy:
         rests = rounds % 12 in range(4, 10)
-        planner.budget = (lambda *a: [0]) if rests else budget  # type: ignore[method-assign, assignment]
+        planner.budget = (lambda *a: [0]) if rests else budget  # type: ignore[method-assign]
         bench.engine.step()
         rounds += 1
     text = [5, 6, 7, *heard[-1].outputs[0].token_ids]
@@ -241,7 +238,7 @@ def test_what_it_missed_it_reads_before_it_drafts_again(tiny_target: Path) -> No
 
 @pytest.mark.parametrize("wrong", [{"depth": 0}, {"depth": 64}, {"depth": 2, "width": 0}, {"depth": 2, "nodes": 64}])
 def test_shapes_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at most|1 to 63"):
+    with pytest.raises(ConfigError, match=r"at most|1 to 63"):
         FeatureDrafter(RandomHead(), **wrong)
 
 

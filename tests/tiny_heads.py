@@ -32,7 +32,7 @@ class RandomHead(nn.Module):
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+            return torch.randn(shape, generator=generator).div(float(shape[-1]) ** 0.5)
 
         self.vocab = None if ids is None else torch.tensor(ids)
         self.max_positions = max_positions
@@ -81,11 +81,18 @@ class KnowingHead(RandomHead):
             self.states = torch.nn.functional.one_hot(every[:, 0], VOCAB).float()
 
     def run(self, ids: Tensor, features: Tensor, context: PassContext, positions: Tensor, step: int) -> Tensor:
-        super().run(ids, features[:, :HIDDEN], context, positions, step)
-        return self.states[ids]
+        hidden = super().run(ids, features[:, :HIDDEN], context, positions, step)
+        return torch.cat((hidden, self.states[ids]), dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden.argmax(1)]
+        return self.table[hidden[:, HIDDEN:].argmax(1)]
+
+
+class DoubtingHead(KnowingHead):
+    """Knows, but listens to its random part as well: right now and then, and every row that it reads matters."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) + 0.2 * hidden[:, :HIDDEN] @ self.lm_head.T
 
 
 def save_forgetful(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from paged_scenes import Part, Scene, tree
 from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels import paged
 from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.paged import SPLIT_KEYS, _launch, attend
+from slipstream.kernels.paged import SPLIT_KEYS, _launch, attend, attend_twin
 
 MIXED = (Part(0, 5), Part(21, 1), tree(9, 8, 1, 8), tree(30, 4, 2, 3), Part(6, 2))
 
@@ -156,3 +156,31 @@ def test_on_the_cpu_the_twin_runs() -> None:
         out = attend(scene.query, scene.keys, scene.values, scene.layout(), scaling=scene.scaling)
         assert torch.equal(out[: scene.real], scene.twin())
         assert not out[scene.real :].any()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_rows_whose_ancestors_were_in_earlier_passes(window: int | None) -> None:
+    """The last rows of trees alone, the others being guests of the cache: as all of them together."""
+    scene = Scene(tree(9, 8, 1, 8), tree(30, 5, 2, 3), tree(0, 6, 4, 2), padding=0)
+    whole = scene.layout()
+    assert whole.ancestors is not None
+    kept = torch.tensor([5, 6, 7, 11, 12, 17], device=DEVICE)  # of 8, 5 and 6 rows
+    some = RowLayout(
+        positions=whole.positions[kept],
+        slots=whole.slots[kept],
+        starts=torch.tensor([0, 3, 5, 6, 6], dtype=torch.int32, device=DEVICE),
+        lanes=whole.lanes,
+        lengths=whole.lengths,
+        pages=whole.pages,
+        ancestors=whole.ancestors[kept],
+        page_size=whole.page_size,
+        max_keys=whole.max_keys,
+        guests=whole.slots,
+    )
+    expected = scene.walk(window, None, None)[kept]
+    query, scaling = scene.query[kept], scene.scaling
+    twin = attend_twin(query, scene.keys, scene.values, some, scaling=scaling, window=window)
+    torch.testing.assert_close(twin, expected, rtol=1e-5, atol=1e-5)
+    ours = _launch(query, scene.keys, scene.values, some, scaling, window, None, None)
+    torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(ours, scene.kernel(window=window)[kept])  # to the bit
