@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from conftest import save_tokenizer
-from families import VOCAB, save_random, tiny_config
+from conftest import VOCAB, save_tokenizer
+from families import save_random, tiny_config
 
 LAYERS = 3
 
@@ -75,10 +75,10 @@ _NEXTN = {
     "last_norm": "shared_head.norm",
 }
 MTP: dict[str, Family] = {
-    "deepseek": Family(lambda: tiny_config("deepseek-v3"), **_NEXTN),  # type: ignore[arg-type]
+    "deepseek": Family(lambda: tiny_config("deepseek-v3", vocab_size=VOCAB), **_NEXTN),  # type: ignore[arg-type]
     "glm": Family(lambda: CONFIG_MAPPING["glm4_moe"](**_SIZES, **_GLM), **_NEXTN),  # type: ignore[arg-type]
     "mimo": Family(
-        lambda: tiny_config("qwen2"),
+        lambda: tiny_config("qwen2", vocab_size=VOCAB),
         like="model.layers.2.",
         layer="model.mtp_layers.{i}.",
         shared="model.mtp_layers.{i}.",

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from conftest import VOCAB
 from families import CPU, random_tokens
 from mtp_checkpoints import MTP, Reference, change_config, save_with_modules
 from slipstream.core.errors import DrafterError, ModelError, UnsupportedModel
@@ -17,8 +18,9 @@ from slipstream.kv.cache import KVCache
 from slipstream.models import attention
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
+from slipstream.models.heads.checkpoint import read_config
 from slipstream.models.heads.mtp import MtpHead
-from slipstream.models.heads.mtp_files import find_modules
+from slipstream.models.heads.mtp_files import find_modules, read_modules
 from slipstream.models.heads.mtp_module import build_modules
 from slipstream.models.load import load_config
 from slipstream.models.runner import Runner, open_unchecked
@@ -132,10 +134,10 @@ def test_qwen3_next_at_module_level(tmp_path: Path) -> None:
 
     attention.register()
     config = load_config(folder)
-    built = build_modules(find_modules(folder, config), Qwen3NextForCausalLM, config, torch.float32, CPU)
+    built = build_modules(read_modules(folder, read_config(folder)), Qwen3NextForCausalLM, config, torch.float32, CPU)
     tensors = load_file(folder / "model.safetensors")
     embedding = torch.nn.Embedding.from_pretrained(tensors["model.embed_tokens.weight"])
-    lm_head = torch.nn.Linear(32, 97, bias=False)
+    lm_head = torch.nn.Linear(32, VOCAB, bias=False)
     lm_head.weight = torch.nn.Parameter(tensors["lm_head.weight"], requires_grad=False)
     head = MtpHead(built.modules, built.rotary, embedding, lm_head, 96)
     reference = Reference(folder, family, 0, tmp_path / "reference")
@@ -207,4 +209,4 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_without_modules_is_refused(tiny_target: Path) -> None:
     with pytest.raises(DrafterError, match=r"no tensors of multi-token prediction .*Use another drafter"):
-        find_modules(tiny_target, load_config(tiny_target))
+        find_modules(tiny_target, read_config(tiny_target))

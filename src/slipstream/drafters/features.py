@@ -9,7 +9,7 @@ to know how many were right. Chains stand behind the text, on its pages; the row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ from slipstream.sampling.choose import choose
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features
+
+
+class LastRows(NamedTuple):
+    """The rows that a draft begins with: of each request as many, though a short text has fewer."""
+
+    token: Tensor  # [B, rows] int64: positions of the tokens that are read
+    place: Tensor  # [B * rows] int64
+    seen: Tensor  # [B * rows] int64: slots of the target's hidden states
+    slots: Tensor  # [B * rows] int64: slots of the head's K and V; nobody's where there is no such row
+    starts: Tensor  # [B + 1] int32
+    last: Tensor  # [B] int64: the row of the last token
 
 
 class FeatureDrafter(DeviceDrafter):
@@ -128,11 +139,15 @@ class FeatureDrafter(DeviceDrafter):
         self._read(head_batch(stretches, given, self._cache.page_size))
 
     def _read(self, batch: PassBatch) -> None:
+        self._run(batch, self._features(batch.slots), 0)
+
+    def _run(self, batch: PassBatch, features: Tensor, step: int) -> Tensor:  # [N, H]
+        """A pass over rows that the host laid out."""
         assert self._cache is not None
         context = PassContext(batch, self._cache)
         if has_kernels(self._cache.device):
             context = DevicePass(layout_of(batch, self._cache.page_size), self._cache, wide=batch.num_rows > WIDE_ROWS)
-        self.head.run(batch.input_ids, self._features(batch.slots), context, batch.positions, 0)
+        return self.head.run(batch.input_ids, features, context, batch.positions, step)
 
     def _features(self, slots: Tensor) -> Tensor:  # [N] -> [N, H]
         assert self._services is not None
@@ -185,39 +200,48 @@ class FeatureDrafter(DeviceDrafter):
 
     def _read_last(self, round: DraftRound) -> Tensor:  # [B, H]
         """Read the last tokens, and give the head's hidden state behind the last one."""
+        rows = self._last_rows(round)
+        ids = round.state.recent[round.lanes[:, None], rows.token % RECENT].flatten()
+        context = self._context(round, rows.place, rows.slots, rows.starts)
+        return self.head.run(ids, self._features(rows.seen), context, rows.place, 0)[rows.last]
+
+    def _last_rows(self, round: DraftRound) -> LastRows:
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._cache.page_size
-        rows = self.depth + 1
+        count = self.depth + 1
         length = state.length[lanes, None]  # [B, 1]
         first = (length - self.depth).clamp_min(1)
-        token = first + torch.arange(rows, device=lanes.device)  # [B, rows]: positions of the tokens that are read
+        token = first + torch.arange(count, device=lanes.device)  # [B, rows]
         real = token <= length  # a short text has fewer
         place = torch.where(real, token, length).sub_(1).clamp_(0, self._last_place(round))
-        slots = state.pages[lanes[:, None], place // size].long() * size + place % size
-        own = torch.where(real, slots, self._trash_page * size).flatten()
-        ids = state.recent[lanes[:, None], token % RECENT].flatten()
-        starts = rows * torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
-        context = self._context(round, place.flatten(), own, starts)
-        hidden = self.head.run(ids, self._features(slots.flatten()), context, place.flatten(), 0)
-        return hidden[starts[:-1] + (length - first)[:, 0]]
+        seen = state.pages[lanes[:, None], place // size].long() * size + place % size
+        own = torch.where(real, seen, self._trash_page * size)
+        starts = count * torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
+        last = starts[:-1] + (length - first)[:, 0]
+        return LastRows(token, place.flatten(), seen.flatten(), own.flatten(), starts, last)
 
     def _chain(self, round: DraftRound, hidden: Tensor) -> Tensor:  # [B, depth]
-        """Guess by guess, each a pass of one row a request, behind the text."""
+        guesses = torch.zeros((round.depth, round.lanes.shape[0]), dtype=torch.int64, device=round.lanes.device)
+        self._guess(round, guesses, 0, hidden)
+        self._go_on(round, guesses, 1, hidden)
+        return guesses.T
+
+    def _guess(self, round: DraftRound, guesses: Tensor, step: int, hidden: Tensor) -> None:
+        """Write the guess of this step into guesses [depth, B], from the head's hidden states [B, H]."""
+        path = guesses[:step].T if step and _wants_path(round.features) else None
+        rows = self._rows(round, round.lanes, step, path)
+        guesses[step] = self._best(self.head.logits(hidden), rows, round.features)
+
+    def _go_on(self, round: DraftRound, guesses: Tensor, known: int, hidden: Tensor) -> None:
+        """Behind so many guesses one by one, each a pass of one row a request, behind the text."""
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._cache.page_size
-        guesses = torch.zeros((round.depth, lanes.shape[0]), dtype=torch.int64, device=lanes.device)
         starts = torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
-        ahead = torch.arange(round.depth, device=lanes.device)[:, None]  # [depth, 1]
-        at = (state.length[lanes] + ahead - 1).clamp_(0, self._last_place(round))  # [depth, B]
-        slots = state.pages[lanes, at // size].long() * size + at % size
-        for step in range(round.depth):
-            if step:
-                context = self._context(round, at[step], slots[step], starts)
-                hidden = self.head.run(guesses[step - 1], hidden, context, at[step], step)
-            path = guesses[:step].T if step and _wants_path(round.features) else None
-            rows = self._rows(round, lanes, step, path)
-            guesses[step] = self._best(self.head.logits(hidden), rows, round.features)
-        return guesses.T
+        for step in range(known, round.depth):
+            at = (state.length[lanes] + step - known).clamp_(0, self._last_place(round))  # [B]
+            slots = state.pages[lanes, at // size].long() * size + at % size
+            hidden = self.head.run(guesses[step - 1], hidden, self._context(round, at, slots, starts), at, step)
+            self._guess(round, guesses, step, hidden)
 
     def _tree(self, round: DraftRound, hidden: Tensor) -> DeviceTree:
         """Level by level, each a pass of `width` rows a request. The surest of all that was offered is the tree."""

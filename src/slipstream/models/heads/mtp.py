@@ -19,7 +19,8 @@ from slipstream.kv.cache import LayerShape
 from slipstream.models import attention
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.fuse import pack
-from slipstream.models.heads.mtp_files import EMBEDDINGS, LM_HEADS, find_modules, own_tensor
+from slipstream.models.heads.checkpoint import read_config
+from slipstream.models.heads.mtp_files import EMBEDDINGS, LM_HEADS, own_tensor, read_modules
 from slipstream.models.heads.mtp_module import MtpModule, build_modules
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
@@ -45,6 +46,7 @@ class MtpHead(nn.Module):
         self._others = (embedding, lm_head)  # in a tuple: they are the target's, and no part of this
         table = cast(Tensor, embedding.weight)
         self.dtype, self._device, self._known_ids = table.dtype, table.device, table.shape[0]
+        self.hidden_size = table.shape[1]
         self.max_positions = max_positions
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self.parts.parameters())
         self.layers = self._probe()
@@ -52,7 +54,7 @@ class MtpHead(nn.Module):
     @staticmethod
     def open(folder: Path, target: Runner) -> MtpHead:
         """The modules in the target's own `folder`."""
-        checkpoint = find_modules(folder, target.model.config)
+        checkpoint = read_modules(folder, read_config(folder))
         model = target.model
         built = build_modules(checkpoint, type(model), model.config, target.dtype, target.device)
         embedding = own_tensor(checkpoint, checkpoint.layout.embedding, EMBEDDINGS)

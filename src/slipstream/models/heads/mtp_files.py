@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.core.errors import DrafterError, ModelError, UnsupportedModel
 from slipstream.models.headers import read_header, weight_files
+from slipstream.models.heads.checkpoint import number
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """What configurations call the number of modules."""
@@ -36,6 +37,11 @@ class MtpLayout:
     hidden_first: bool = False  # the projection reads cat(hidden, token), not cat(token, hidden)
     embedding: str | None = None  # a copy of the target's embedding, mostly
     lm_head: str | None = None  # … and of its LM head
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a module has beside its decoder layer."""
+        return self.token_norm, self.hidden_norm, self.projection, self.last_norm
 
     def before(self, module: int, layers: int) -> str:
         """What stands before the names of a module's decoder layer, where the target has so many layers."""
@@ -83,6 +89,16 @@ LM_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 @dataclass(frozen=True, slots=True)
+class MtpPlace:
+    """Where modules lie in a target's files."""
+
+    layout: MtpLayout
+    count: int
+    layers: int  # of the target
+    names: tuple[str, ...]  # of all their tensors
+
+
+@dataclass(frozen=True, slots=True)
 class MtpCheckpoint:
     """The modules of a checkpoint."""
 
@@ -93,30 +109,29 @@ class MtpCheckpoint:
     tensors: Mapping[str, Tensor]  # by their whole names, on the CPU
 
 
-def find_modules(folder: Path, config: Any) -> MtpCheckpoint:
+def read_modules(folder: Path, config: Mapping[str, Any]) -> MtpCheckpoint:
     """The modules that lie in the target's `folder`, or `DrafterError` where there are none."""
-    layers = int(config.num_hidden_layers)
+    place = find_modules(folder, config)
+    return MtpCheckpoint(folder, place.layout, place.count, place.layers, read_named(folder, place.names))
+
+
+def find_modules(folder: Path, config: Mapping[str, Any]) -> MtpPlace:
+    """The same without reading them: names and headers alone tell."""
+    layers = number(config, "num_hidden_layers", folder)
     names = {name for file in weight_files(folder) for name in read_header(file)}
-    promised = next((int(n) for key in _COUNTS if (n := getattr(config, key, None))), None)
+    promised = next((number(config, key, folder) for key in _COUNTS if config.get(key)), None)
     for layout in LAYOUTS:
-        marks = [f"{layout.before_shared(i, layers)}{layout.projection}.weight" for i in range(64)]
-        count = next(i for i, mark in enumerate((*marks, "")) if mark not in names)
-        if not count:
+        if not (count := _count(layout, names, layers)):
             continue
-        if layout.prefix != layout.shared:  # one projection for all of them: count the layers
-            starts = [layout.before(i, layers) for i in range(64)]
-            count = next(i for i, start in enumerate((*starts, "?")) if not any(n.startswith(start) for n in names))
         if promised is not None and promised > count:
             raise ModelError(
                 f"{folder}: the configuration promises {promised} modules of multi-token prediction, but tensors of "
                 f"module {count} are missing ({layout.before(count, layers)}*). Fetch the model again"
             )
         count = min(count, promised or count)
-        prefixes = {layout.before(i, layers) for i in range(count)} | (
-            {layout.shared} if layout.prefix != layout.shared else set()
-        )
-        own = [name for name in names if name.startswith(tuple(prefixes))]
-        return MtpCheckpoint(folder, layout, count, layers, read_named(folder, own))
+        own = [layout.before(i, layers) for i in range(count)]
+        shared = [layout.shared + part for part in layout.parts] if layout.prefix != layout.shared else []
+        return MtpPlace(layout, count, layers, tuple(n for n in sorted(names) if n.startswith((*own, *shared))))
     hint = "" if promised is None else f", though its configuration promises {promised} modules of it"
     raise DrafterError(
         f"{folder}: the target has no tensors of multi-token prediction in its safetensors files{hint} (looked for "
@@ -124,7 +139,17 @@ def find_modules(folder: Path, config: Any) -> MtpCheckpoint:
     )
 
 
-def read_named(folder: Path, names: list[str]) -> dict[str, Tensor]:  # on the CPU
+def _count(layout: MtpLayout, names: set[str], layers: int) -> int:
+    """Modules of this layout, one after another from the first."""
+    if f"{layout.before_shared(0, layers)}{layout.projection}.weight" not in names:
+        return 0
+    found = 0
+    while any(name.startswith(layout.before(found, layers)) for name in names):
+        found += 1
+    return found
+
+
+def read_named(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:  # on the CPU
     """These tensors, as far as they are in the safetensors files of `folder`."""
     found: dict[str, Tensor] = {}
     for file in weight_files(folder):
@@ -143,7 +168,7 @@ def own_tensor(checkpoint: MtpCheckpoint, name: str | None, targets: Sequence[st
     own = {key: checkpoint.tensors[key] for b in before if (key := f"{b}{name}.weight") in checkpoint.tensors}
     if not own:
         return None
-    known = read_named(checkpoint.folder, list(targets))
+    known = read_named(checkpoint.folder, targets)
     theirs = next((known[key] for key in targets if key in known), None)
     if theirs is not None and all(torch.equal(tensor, theirs) for tensor in own.values()):
         return None

@@ -1,0 +1,210 @@
+"""Multi-token prediction in the engine: the same tokens as without, and every guess as the formula has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from exactness import Case, differences, plain, run
+from families import CPU, random_tokens
+from mtp_checkpoints import MTP, Reference, save_with_modules
+from queueing import Queue
+from slipstream import LLM, SamplingParams, SpeculationParams
+from slipstream.core.errors import ConfigError, DrafterError
+from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound
+from slipstream.drafters.mtp import MtpDrafter
+from slipstream.engine import build
+from slipstream.models.heads.mtp import MtpHead
+from slipstream.models.parity import open_model
+from stepping import Arrival, Stepper
+
+OFF = SpeculationParams(enabled=False)
+ROUNDS = ["eager", "queued"]
+FEW = {10: 14.0, 20: 14.0}
+"""A bias under which random weights agree now and then."""
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 5},
+    "penalties": {"presence_penalty": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.4},
+    "bias": {"logit_bias": {10: 6.0, 20: 6.0, 30: 6.0}},
+}
+
+
+def cases() -> list[Case]:
+    found: list[Case] = []
+    for name, extra in EXTRAS.items():
+        for temperature in (0.0, 1.0):
+            i = len(found)
+            params = SamplingParams(temperature=temperature, seed=i, max_tokens=8 + 3 * i % 7, ignore_eos=True, **extra)
+            found.append(Case(f"{name} at {temperature}", tuple(random_tokens(1 + 5 * i % 17, i)), params))
+    return found
+
+
+@pytest.fixture(scope="module", params=["deepseek", "glm", "mimo", "mimo-3"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each layout, and one of several modules."""
+    name, _, modules = request.param.partition("-")
+    return save_with_modules(tmp_path_factory.mktemp("mtp") / name, MTP[name], int(modules or 1))
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_the_same_tokens_as_without(open_llm: Callable[..., LLM], target: Path, rounds: str) -> None:
+    llm = open_llm(target, drafter="mtp", planner="fixed", rounds=rounds)
+    batch = cases()
+    expected = plain(llm, batch)
+    for alone in (True, False):
+        got = run(llm, batch, "mtp", alone=alone)
+        assert not differences(batch, expected, got)
+        assert all(a.speculation.drafted > 0 for a in got)
+        assert not any(a.speculation.by_drafter["mtp"].failures for a in got)
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("modules", [1, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_preempted_and_forked(tmp_path: Path, rounds: str, modules: int, n: int) -> None:
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"], modules)
+    bench = Stepper(
+        folder, "mtp", pages=18, page_size=4, max_num_seqs=4, max_batch_tokens=12, max_model_len=48, rounds=rounds
+    )
+    params = SamplingParams(max_tokens=20, ignore_eos=True, n=n)
+    together = [Arrival(5 + 3 * i, replace(params, seed=i, temperature=i % 2)) for i in range(5)]
+    on = bench.run(together)
+    assert bench.engine.scheduler.preemptions > 0
+    off = [replace(a, params=replace(a.params, speculation=OFF)) for a in together]
+    assert [a.token_ids for a in on] == [a.token_ids for a in bench.run(off)]
+
+
+class Noting(MtpDrafter):
+    """Keeps what it guessed, and behind how many tokens."""
+
+    def __init__(self, head: MtpHead, **options: Any) -> None:
+        super().__init__(head, **options)
+        self.at_slot: dict[int, DraftRequest] = {}
+        self.noted: list[tuple[Sequence[int], int, list[int]]] = []  # the request's text, its length, the guesses
+
+    def start(self, request: DraftRequest) -> None:
+        super().start(request)
+        self.at_slot[request.slot] = request
+
+    def draft(self, round: DraftRound) -> Tensor | DeviceTree:
+        made = super().draft(round)
+        assert isinstance(made, Tensor)
+        for lane, length, line in zip(
+            round.lanes.tolist(), round.state.length[round.lanes].tolist(), made.tolist(), strict=True
+        ):
+            if lane in self.at_slot:
+                self.noted.append((self.at_slot[lane].tokens, length, line))
+        return made
+
+
+class Modules:
+    """The guesses by the formula: module k at place i reads the token at i + k and module k - 1's state of place i."""
+
+    def __init__(self, folder: Path, family: str, modules: int, scratch: Path) -> None:
+        self.parts = [Reference(folder, MTP[family], i, scratch / f"module-{i}") for i in range(modules)]
+        self.target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def chain(self, text: Sequence[int], length: int, depth: int) -> list[int]:
+        """Behind text[: length + 1], whose last token the target has not read."""
+        out: Any = self.target.model(torch.tensor([list(text[:length])]), use_cache=False)
+        states: Tensor = out.last_hidden_state[0]  # [length, H]
+        tokens = list(text[: length + 1])
+        for step in range(depth):
+            module = self.parts[min(step, len(self.parts) - 1)]
+            if step < len(self.parts):
+                ids = tokens[step + 1 : step + 1 + length]
+                states = inner = module.hidden(ids, given := states)
+            else:  # the last one again: its own states behind those that it was given
+                given, ids = torch.cat((given, inner[-1:])), [*ids, tokens[-1]]
+                inner = module.hidden(ids, given)
+            logits = module.logits(inner[-1:])[0]
+            logits[list(FEW)] += torch.tensor(list(FEW.values()))
+            tokens.append(int(logits.argmax()))
+        return tokens[length + 1 :]
+
+
+@pytest.mark.parametrize("kind", [Stepper, Queue])
+@pytest.mark.parametrize(("family", "modules", "depth"), [("deepseek", 1, 3), ("mimo", 2, 2), ("mimo", 3, 5)])
+def test_every_guess_is_the_modules_own(tmp_path: Path, kind: Any, family: str, modules: int, depth: int) -> None:
+    """No row is missing, stale or out of place: after prompts in chunks, beside others, after right guesses."""
+    folder = save_with_modules(tmp_path / "target", MTP[family], modules)
+    head = MtpHead.open(folder, open_model(folder, torch.float32, CPU))
+    drafter = Noting(head, depth=depth)
+    bench = kind(folder, drafter, page_size=4, max_num_seqs=4, max_batch_tokens=6)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=FEW)
+    answers = bench.run([Arrival(length, params, joins) for length, joins in ((1, 0), (23, 0), (5, 2))])
+    reference = Modules(folder, family, modules, tmp_path)
+    checked = 0
+    for text, length, guesses in drafter.noted:
+        if length + 1 > len(text):
+            continue  # a round too many
+        assert guesses == reference.chain(text, length, len(guesses)), (list(text), length)
+        checked += 1
+    assert checked > 20
+    accepted, drafted = (sum(getattr(a.speculation, key) for a in answers) for key in ("accepted", "drafted"))
+    assert 10 < accepted < 0.9 * drafted
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_what_it_missed_it_reads_before_it_drafts_again(tmp_path: Path, modules: int) -> None:
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"], modules)
+    drafter = Noting(MtpHead.open(folder, open_model(folder, torch.float32, CPU)), depth=2)
+    bench = Queue(folder, drafter)
+    _, heard = bench.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logit_bias=FEW))
+    planner = bench.engine.drafting.planner
+    budget, rounds = planner.budget, 0
+    while bench.engine.busy:
+        planner.budget = (lambda *a: [0]) if rounds % 12 in range(4, 10) else budget  # type: ignore[method-assign]
+        bench.engine.step()
+        rounds += 1
+    text = [5, 6, 7, *heard[-1].outputs[0].token_ids]
+    reference = Modules(folder, "mimo", modules, tmp_path)
+    drafts = [(length, guesses) for _, length, guesses in drafter.noted if length + 1 <= len(text)]
+    assert len(drafts) > 10
+    for length, guesses in drafts:
+        assert guesses == reference.chain(text, length, len(guesses))
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_trees_of_one_module(tmp_path: Path, rounds: str) -> None:
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"])
+    drafter = MtpDrafter(MtpHead.open(folder, open_model(folder, torch.float32, CPU)), depth=3, width=3, nodes=12)
+    bench = Stepper(folder, drafter, rounds=rounds)
+    jobs = [Arrival(4 + i, SamplingParams(temperature=i % 2, seed=i, max_tokens=15, ignore_eos=True)) for i in range(4)]
+    on = bench.run(jobs)
+    off = bench.run([replace(a, params=replace(a.params, speculation=OFF)) for a in jobs])
+    assert [a.token_ids for a in on] == [a.token_ids for a in off]
+    assert max(a.speculation.drafted / a.speculation.by_drafter["mtp"].drafts for a in on) > 5
+
+
+def test_several_modules_guess_chains(tmp_path: Path) -> None:
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"], 2)
+    head = MtpHead.open(folder, open_model(folder, torch.float32, CPU))
+    with pytest.raises(ConfigError, match="width=2: 2 modules guess chains"):
+        MtpDrafter(head, width=2)
+
+
+def test_memory_is_planned_for_what_modules_keep(tmp_path: Path) -> None:
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"], 3)
+    plans = [Stepper(folder, drafter).engine.plan for drafter in (None, "mtp")]
+    without, having = (plan.cache_bytes // plan.num_pages for plan in plans)
+    # K and V of three modules, the target's hidden state, and two of the modules', of each of 16 slots
+    assert having - without == 16 * 4 * (3 * 2 * 2 * 8 + 32 + 2 * 32)
+
+
+def test_a_target_without_modules_is_refused(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "open_model", lambda *_, **__: pytest.fail("before any weights are read"))
+    with pytest.raises(DrafterError, match="no tensors of multi-token prediction"):
+        Stepper(tiny_target, "mtp")
+    with pytest.raises(ConfigError, match="mtp takes no path"):
+        Stepper(tiny_target, "mtp:somewhere")
