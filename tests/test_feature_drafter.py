@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from queueing import Queue
-from slipstream import CompletionOutput, SamplingParams
+from slipstream import CompletionOutput, SamplingParams, SpeculationParams
+from slipstream.core.draft import Tree
 from slipstream.core.errors import ConfigError
-from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound
+from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, HostDrafter
 from slipstream.drafters.features import FeatureDrafter
 from stepping import Arrival, Stepper
 from tiny_heads import DoubtingHead, KnowingHead, RandomHead, save_forgetful, target_features
@@ -251,3 +252,37 @@ def test_memory_is_planned_for_it(tiny_target: Path) -> None:
     assert drafted.cache_bytes // drafted.num_pages - plain.cache_bytes // plain.num_pages == own * page
     assert drafted.draft_weights_bytes == 1234
     assert drafted.workspace_bytes > plain.workspace_bytes
+
+
+class Truth(HostDrafter):
+    """Knows the whole answer, and guesses far ahead."""
+
+    name: ClassVar[str] = "truth"
+    bounded: ClassVar[bool] = True
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = list(text)
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        return [Tree.chain(self.text[len(r.tokens) :][:n]) for r, n in zip(requests, budget, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("shape", [{"depth": 2}, {"depth": 2, "width": 2, "nodes": 4}], ids=["chain", "tree"])
+def test_it_follows_where_others_went_far_ahead(forgetful: Path, kind: Any, shape: dict[str, int]) -> None:
+    """In a merged draft more may be accepted than it reads again: it must not go on from what it guessed itself."""
+    (plain,) = Stepper(forgetful, None).run([job(4, 60)])
+    (text,) = texts([job(4, 60)], [plain])
+    drafter = Noting(DoubtingHead(forgetful), **shape)
+    both = job(4, 60, speculation=SpeculationParams(drafter="truth+noting", draft_tokens=12))
+    (out,) = kind(forgetful, [Truth(text), drafter], page_size=4).run([both])
+    assert out.token_ids == plain.token_ids
+    assert out.speculation.accepted / out.speculation.rounds > 2
+    reference = Reference(drafter.head, forgetful, text)  # type: ignore[arg-type]
+    drafts = [noted for noted in drafter.noted if noted.length + 1 <= len(text)]
+    assert len(drafts) > 3
+    for noted in drafts:
+        if "width" not in shape:
+            assert noted.tokens == reference.chain(noted.length, len(noted.tokens))
+        else:
+            assert paths(noted) == reference.tree(noted.length, 2, 2, len(noted.tokens))

@@ -66,6 +66,7 @@ class FeatureDrafter(DeviceDrafter):
         self.max_positions = head.max_positions
         self.weights_bytes = head.weights_bytes
         self.depth, self.width = depth, width
+        self.rereads = depth + 1
         self.makes_trees = width > 1
         offered = width + (depth - 1) * width * width
         self.most_nodes = min(nodes, offered) if self.makes_trees else depth

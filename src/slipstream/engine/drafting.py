@@ -160,9 +160,11 @@ class Drafting:
             return
         for name in answer.drafters:
             if name in self._on_device and name not in answer.behind:
-                share = verdict.share(name)
-                missed = verdict.accepted - max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
-                if missed >= cast(DeviceDrafter, self.drafters[name]).rereads:
+                share, drafter = verdict.share(name), cast(DeviceDrafter, self.drafters[name])
+                kept = max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
+                # one that reads the target's hidden states must read its own guesses again as well
+                missed = verdict.accepted - (0 if drafter.taps else kept)
+                if missed >= drafter.rereads:
                     answer.behind[name] = max(0, answer.cached - missed)
 
     def waits(self, answers: Sequence[Answer]) -> bool:
@@ -234,14 +236,17 @@ class Drafting:
 
     def _usual(self, answer: Answer) -> int:
         """Nodes that all of a request's drafters together are made for."""
-        return sum(self.drafters[name].default_draft_tokens for name in answer.drafters)
+        return sum(self._made_for(name) for name in answer.drafters)
+
+    def _made_for(self, name: str) -> int:
+        drafter = self.drafters[name]
+        most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
+        return min(drafter.default_draft_tokens, most)
 
     def _others(self, name: str, answer: Answer, nodes: int) -> int:
         """How many of the request's nodes are kept for drafters that are asked after this one."""
         order = sorted(answer.drafters, key=self._on_device.__contains__)
-        later = [
-            self.drafters[n].default_draft_tokens for n in order[order.index(name) + 1 :] if n not in answer.refused
-        ]
+        later = [self._made_for(n) for n in order[order.index(name) + 1 :] if n not in answer.refused]
         least = 1 if nodes >= len(order) else 0
         return sum(max(least, nodes * made_for // self._usual(answer)) for made_for in later)
 
