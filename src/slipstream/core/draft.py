@@ -72,6 +72,9 @@ class Draft:
     parents: Tensor  # [B, K] int64, -1 is the root
     counts: Tensor  # [B] int64
     is_chain: bool  # every tree in it is a chain: causal order is enough, no masks
+    q: Tensor | None = None
+    """[B, K, V]: the whole distribution that each node and its siblings were drawn from, with the sum 1; 0 where a node
+    was not drawn. None: no node was. What a drafter that tells it must keep to: `docs/rejection.md`."""
 
     @staticmethod
     def pack(trees: Sequence[Tree], device: torch.device) -> Draft:
@@ -100,7 +103,7 @@ class Draft:
             tokens[index, : part.width] = part.tokens
             parents[index, : part.width] = part.parents
             counts[index] = part.counts
-        return Draft(tokens, parents, counts, all(part.is_chain for _, part in parts))
+        return Draft(tokens, parents, counts, all(p.is_chain for _, p in parts), _merged_q(parts, requests, width))
 
     def extended(self, more: int) -> Draft:
         """The same with empty drafts for `more` further requests."""
@@ -112,6 +115,7 @@ class Draft:
             torch.cat((self.parents, filler)),
             torch.cat((self.counts, self.counts.new_zeros(more))),
             self.is_chain,
+            None if self.q is None else torch.cat((self.q, self.q.new_zeros(more, *self.q.shape[1:]))),
         )
 
     def tree(self, request: int) -> Tree:
@@ -122,8 +126,21 @@ class Draft:
     def only(self, requests: Sequence[int]) -> Draft:
         """The drafts of some of the requests."""
         index = torch.tensor(requests, dtype=torch.int64, device=self.tokens.device)
-        return Draft(self.tokens[index], self.parents[index], self.counts[index], self.is_chain)
+        q = None if self.q is None else self.q[index]
+        return Draft(self.tokens[index], self.parents[index], self.counts[index], self.is_chain, q)
 
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
+
+
+def _merged_q(parts: Sequence[tuple[Sequence[int], Draft]], requests: int, width: int) -> Tensor | None:
+    """The parts' q [B, K, V] together; None where none of them told it."""
+    told = [(rows, part.q) for rows, part in parts if part.q is not None]
+    if not told:
+        return None
+    first = told[0][1]
+    merged = first.new_zeros(requests, width, first.shape[2])
+    for rows, q in told:
+        merged[torch.tensor(rows, dtype=torch.int64, device=q.device), : q.shape[1]] = q
+    return merged

@@ -23,21 +23,25 @@ TO_THE_END = 2**30
 """What `max_tokens=None` becomes: more than any context holds, so that the context's end is the limit."""
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
+VerifierName = Literal["exact", "rejection"]
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """How one request speculates. It changes the speed, never the tokens.
+    """How one request speculates. With the exact verifier it changes the speed, never the tokens.
 
     enabled: False decodes this request plainly.
     drafter: name of a drafter that the engine has loaded, or of several, "ngram+model", whose drafts are merged; None
         takes the engine's own choice.
     draft_tokens: most nodes a draft of this request may have; None takes the drafter's default.
+    verifier: "exact" gives the tokens of plain decoding; "rejection" tokens of the same distribution, and a few more
+        guesses accepted of a drafter that tells its probabilities. At temperature 0 they are the same.
     """
 
     enabled: bool = True
     drafter: str | None = None
     draft_tokens: int | None = None
+    verifier: VerifierName = "exact"
 
     def __post_init__(self) -> None:
         wanted = self.draft_tokens
@@ -45,6 +49,8 @@ class SpeculationParams:
             raise InvalidRequest(f"draft_tokens={wanted!r}: must be 0 to 63 (a pass checks at most 64 rows)")
         if not isinstance(self.enabled, bool):
             raise InvalidRequest(f"enabled={self.enabled!r}: must be True or False")
+        if self.verifier not in get_args(VerifierName):
+            raise InvalidRequest(f"verifier={self.verifier!r}: must be one of {', '.join(get_args(VerifierName))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def rejects(self) -> bool:
+        """Is its draft judged by rejection sampling? At temperature 0 that is the exact verifier, with more work."""
+        return self.speculation.enabled and self.speculation.verifier == "rejection" and not self.greedy
 
     @property
     def penalized(self) -> bool:

@@ -33,7 +33,7 @@ class Needs:
 
     device: bool = False  # True: proposes tensors (a `DeviceDrafter`); False: plain Python data (a `HostDrafter`)
     own_cache: bool = False  # keeps K and V of its own on the target's page table
-    probabilities: bool = False  # can say with what probability it drew each node
+    probabilities: bool = False  # tells what it drew from (`DraftRound.q`, `Draft.q`) where rejection sampling asks
     choices: bool = False  # verdicts say what the target chose at every node, accepted or not
 
 
@@ -83,6 +83,8 @@ class DraftRound:
     keys: int  # no row sees more keys
     features: Features  # what some of the requests asked of the sampling
     nodes: int = 0  # of each tree, where the drafter makes trees
+    q: Tensor | None = None
+    """[B, K, V] fp32 to be filled in: what each node was drawn from; None: nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """A small model as drafter: it goes ahead token by token, and the target checks the whole run in one pass.
 
 It samples by the target's own rule with the same noise, temperature, penalties and masks, so that where the two models
-agree in distribution they also pick the same token. Its cache hangs on the target's page table.
+agree in distribution they also pick the same token. Where a request is judged by rejection sampling, which has noise of
+its own, it tells the whole distribution that each guess was drawn from. Its cache hangs on the target's page table.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
 from slipstream.models.runner import Runner
-from slipstream.sampling.choose import choose
+from slipstream.sampling.choose import choose, processed
 from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.table import Features, SamplingTable
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class ModelDrafter(DeviceDrafter):
     """Drafts chains with a causal LM that shares the target's vocabulary."""
 
     name: ClassVar[str] = "model"
-    needs: ClassVar[Needs] = Needs(device=True, own_cache=True)
+    needs: ClassVar[Needs] = Needs(device=True, own_cache=True, probabilities=True)
     default_draft_tokens: ClassVar[int] = 5
 
     def __init__(self, runner: Runner) -> None:
@@ -153,6 +155,7 @@ class ModelDrafter(DeviceDrafter):
         assert self._services is not None
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._services.pool.page_size
+        sampling = self._noise(round.features)
         requests, device = lanes.shape[0], lanes.device
         ahead = torch.arange(-1, round.depth, device=device)[:, None]  # [depth + 1, 1]
         last = min(self.runner.max_positions, state.pages.shape[1] * size) - 1  # who is there is not drafted for
@@ -176,8 +179,11 @@ class ModelDrafter(DeviceDrafter):
                 generated=generated[depth],
                 path=guesses[:depth].T if wants_path else None,
             )
-            chosen = choose(self._fit(logits), rows, self._services.sampling, round.features)
+            logits = self._fit(logits)
+            chosen = choose(logits, rows, sampling, round.features)
             torch.clamp_min(chosen, 0, out=guesses[depth])  # nonsense is found out by the target
+            if round.q is not None:
+                round.q[:, depth] = processed(logits, rows, sampling, round.features).softmax(1)
         return guesses.T
 
     def _layout(self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor) -> RowLayout:
@@ -202,7 +208,8 @@ class ModelDrafter(DeviceDrafter):
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         device = self.runner.device
         tokens = torch.zeros((len(requests), max(budget, default=0)), dtype=torch.int64, device=device)
-        ready = self._catch_up(requests, budget, tokens)
+        q = self._told_of(requests, tokens.shape[1])
+        ready = self._catch_up(requests, budget, tokens, q)
         for depth in range(1, tokens.shape[1]):
             active = [i for i in ready if budget[i] > depth]
             if not active:
@@ -210,7 +217,7 @@ class ModelDrafter(DeviceDrafter):
             rows = [1] * len(active)
             ids = tokens[active, depth - 1]
             at = [len(requests[i].tokens) + depth - 1 for i in active]
-            self._pass([requests[i] for i in active], active, at, rows, ids, depth, tokens)
+            self._pass([requests[i] for i in active], active, at, rows, ids, depth, tokens, q)
         counts = [budget[i] if i in ready else 0 for i in range(len(requests))]
         for request, count in zip(requests, counts, strict=True):
             progress = self._progress[request.id]
@@ -218,9 +225,24 @@ class ModelDrafter(DeviceDrafter):
             if count:
                 progress.length = len(request.tokens) + count - 1
         parents = torch.arange(-1, tokens.shape[1] - 1, device=device).expand(len(requests), -1)
-        return Draft(tokens, parents, torch.tensor(counts, dtype=torch.int64, device=device), True)
+        return Draft(tokens, parents, torch.tensor(counts, dtype=torch.int64, device=device), True, q)
 
-    def _catch_up(self, requests: Sequence[DraftRequest], budgets: Sequence[int], tokens: Tensor) -> list[int]:
+    def _told_of(self, requests: Sequence[DraftRequest], width: int) -> Tensor | None:  # [B, K, V]
+        """Room for what the guesses are drawn from, where somebody wants to know."""
+        assert self._services is not None
+        if not any(request.params.rejects for request in requests):
+            return None
+        shape = (len(requests), width, self._services.sampling.vocab_size)
+        return torch.zeros(shape, dtype=torch.float32, device=self.runner.device)
+
+    def _noise(self, features: Features) -> SamplingTable:
+        """The rule of sampling, with noise of the drafter's own for requests that are judged by rejection sampling."""
+        assert self._services is not None
+        return self._services.sampling.apart(self.name) if features.rejection else self._services.sampling
+
+    def _catch_up(
+        self, requests: Sequence[DraftRequest], budgets: Sequence[int], tokens: Tensor, q: Tensor | None
+    ) -> list[int]:
         """Read what is new, at most one pass of it; those who are done have their first guess in `tokens`."""
         assert self._services is not None
         room = self._services.max_rows
@@ -246,7 +268,7 @@ class ModelDrafter(DeviceDrafter):
                 ready.append(i)
         if active:
             given = torch.tensor(ids, dtype=torch.int64, device=self.runner.device)
-            self._pass([requests[i] for i in active], active, at, rows, given, 0, tokens)
+            self._pass([requests[i] for i in active], active, at, rows, given, 0, tokens, q)
         return ready
 
     def _pass(
@@ -258,15 +280,16 @@ class ModelDrafter(DeviceDrafter):
         ids: Tensor,  # [N]
         depth: int,
         tokens: Tensor,  # [B, K]: column `depth` is filled with the next guesses
+        q: Tensor | None,  # [B, K, V]: … and with what they were drawn from
     ) -> None:
         """Read the rows of each request and guess the token behind its last one."""
         assert self._services is not None
         assert self._cache is not None
 
         batch = self._batch(requests, at, rows, ids)
-        logits = self.runner.forward(batch, self._cache)
-        sampling = self._services.sampling
-        features = sampling.features([request.slot for request in requests])
+        logits = self._fit(self.runner.forward(batch, self._cache))
+        features = self._services.sampling.features([request.slot for request in requests])
+        sampling = self._noise(features)
         index = self._tensor(columns)
         guessed = SampleRows(
             slots=self._tensor([request.slot for request in requests]),
@@ -275,7 +298,9 @@ class ModelDrafter(DeviceDrafter):
             path=tokens[index, :depth] if depth and (features.penalties or features.bad_words) else None,
         )
         # a draft that computes nonsense guesses token 0, and is found out by the target
-        tokens[index, depth] = choose(self._fit(logits), guessed, sampling, features).clamp_min(0)
+        tokens[index, depth] = choose(logits, guessed, sampling, features).clamp_min(0)
+        if q is not None:
+            q[index, depth] = processed(logits, guessed, sampling, features).softmax(1)
 
     def _batch(
         self, requests: Sequence[DraftRequest], at: Sequence[int], rows: Sequence[int], ids: Tensor

@@ -6,7 +6,7 @@ how many rows that has changes from round to round, and must not make the loop b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRound
+from slipstream.engine.odds import Odds, OddsRoom
 from slipstream.kernels.pack_rows import LaneState
 from slipstream.models.graphs import captured
 from slipstream.sampling.table import Features
@@ -45,7 +46,9 @@ class LoopShape(NamedTuple):
 class DraftLoop:
     """One shape's static tensors, and the guesses that are made in them."""
 
-    def __init__(self, shape: LoopShape, state: LaneState, drafters: dict[str, DeviceDrafter]) -> None:
+    def __init__(
+        self, shape: LoopShape, state: LaneState, drafters: dict[str, DeviceDrafter], rooms: Mapping[str, OddsRoom]
+    ) -> None:
         device = state.length.device
         self._lanes = torch.full((shape.requests,), state.trash, dtype=torch.int64, device=device)
         self.guesses = [
@@ -55,6 +58,8 @@ class DraftLoop:
             tokens.clone() if drafters[name].makes_trees else None
             for (name, _), tokens in zip(shape.drafts, self.guesses, strict=True)
         ]  # None: chains
+        asked = rooms if shape.features.rejection else {}
+        self.q = [asked[name].part(shape.requests, nodes) if name in asked else None for name, nodes in shape.drafts]
         self._shape, self._state, self._drafters = shape, state, drafters
         self._replay: Callable[[], None] = self._work
 
@@ -74,10 +79,11 @@ class DraftLoop:
 
     def _work(self) -> None:
         shape = self._shape
-        for (name, nodes), guesses, parents in zip(shape.drafts, self.guesses, self.parents, strict=True):
+        parts = zip(shape.drafts, self.guesses, self.parents, self.q, strict=True)
+        for (name, nodes), guesses, parents, q in parts:
             drafter = self._drafters[name]
             depth = nodes if parents is None else min(nodes, drafter.depth)
-            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features, nodes)
+            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features, nodes, q)
             try:
                 guessed = drafter.draft(wanted)
                 if isinstance(guessed, DeviceTree):
@@ -92,14 +98,26 @@ class DraftLoop:
 class DraftLoops:
     """An engine's draft loops by shape, recorded when a shape comes for the first time.
 
-    note: hears when one is made. pool: memory that graphs share; None: nothing is recorded.
+    note: hears when one is made. pool: memory that graphs share; None: nothing is recorded. vocab_size: of the target.
     """
 
     def __init__(
-        self, state: LaneState, drafters: dict[str, DeviceDrafter], pool: Any, note: Callable[[], None]
+        self,
+        state: LaneState,
+        drafters: dict[str, DeviceDrafter],
+        pool: Any,
+        note: Callable[[], None],
+        vocab_size: int = 0,
     ) -> None:
         self._state, self._drafters, self._pool, self._note = state, drafters, pool, note
+        telling = [name for name, drafter in drafters.items() if drafter.needs.probabilities]
+        self._rooms = {name: OddsRoom(vocab_size, state.length.device) for name in telling}
+        self._room = OddsRoom(vocab_size, state.length.device)  # of whole rounds, whoever drafted
         self._loops: dict[LoopShape, DraftLoop] = {}
+
+    def odds(self, requests: int, nodes: int) -> Odds | None:
+        """What the nodes of a round were drawn from; None: there is no drafter that tells it."""
+        return Odds.empty(self._room.part(requests, nodes)) if self._rooms else None
 
     def of(self, shape: LoopShape) -> DraftLoop:
         """Raises `DraftFailed` where a drafter cannot. Trees may have more nodes than was asked for."""
@@ -107,7 +125,7 @@ class DraftLoops:
             shape = shape._replace(drafts=tuple((name, self._size(name, nodes)) for name, nodes in shape.drafts))
         found = self._loops.pop(shape, None)
         if found is None:
-            found = DraftLoop(shape, self._state, self._drafters)
+            found = DraftLoop(shape, self._state, self._drafters, self._rooms)
             if self._pool is not None:
                 found.record(self._pool)
             self._note()

@@ -35,6 +35,7 @@ from slipstream.plan.planner import AdaptivePlanner, Planner
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
+from slipstream.verify.mixed import mixed_choices
 
 _ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
 """What one more row adds to a pass, as a part of the first one, until the engine has seen its own passes."""
@@ -159,6 +160,8 @@ class Engine:
         chosen = choose(logits, packed.rows, self.sampling, features)
         draft = drafted.draft.extended(len(packed.emitting) - len(schedule.decodes))
         choices = packed.choices(chosen)
+        if features.rejection and draft.width:
+            choices = mixed_choices(choices, logits, packed.rows, packed.row_of, draft, self.sampling, features)
         verdicts = verify_exact(draft, choices)
         wanted = choices if self.drafting.read_choices(schedule.decodes) else None
         told = self._commit(schedule, packed, draft, verdicts, wanted)

@@ -7,10 +7,11 @@ device guess is merged with them on the device in a queued round, and here in an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.merge import merge_trees
@@ -138,8 +139,24 @@ class Gathered:
                     self.add(i, name, tree)
         parts = [part for guesses in guessed.values() if (part := guesses.without(merging)) is not None]
         if of_trees := [i for i, tree in enumerate(self.trees) if tree.tokens]:
-            parts.append((of_trees, Draft.pack([self.trees[i] for i in of_trees], device)))
+            packed = Draft.pack([self.trees[i] for i in of_trees], device)
+            parts.append((of_trees, replace(packed, q=self._merged_q(of_trees, guessed, packed.width))))
         return Drafted(Draft.merge(parts, len(self.trees), device), tuple(self._authors))
+
+    def _merged_q(self, requests: Sequence[int], guessed: Mapping[str, Guesses], width: int) -> Tensor | None:
+        """What the nodes of these requests' trees were drawn from [B, K, V]: each as its first author says."""
+        merged: Tensor | None = None
+        for row, i in enumerate(requests):
+            known: set[int] = set()
+            for name, places in zip(self._authors[i].names, self._authors[i].places, strict=False):
+                new = [(j, node) for j, node in enumerate(places) if node >= 0 and node not in known]
+                known.update(places)
+                told = guessed[name].q(i) if new and name in guessed else None  # [M, V]
+                if told is not None:
+                    merged = told.new_zeros(len(requests), width, told.shape[1]) if merged is None else merged
+                    own, nodes = zip(*new, strict=True)
+                    merged[row, list(nodes)] = told[list(own)]
+        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +168,10 @@ class Guesses:
 
     def tree(self, request: int) -> Tree | None:
         return None if self.draft is None else self.draft.tree(self.requests.index(request))
+
+    def q(self, request: int) -> Tensor | None:  # [K, V]
+        """What the nodes of the request's draft were drawn from, where the drafter told it."""
+        return None if self.draft is None or self.draft.q is None else self.draft.q[self.requests.index(request)]
 
     def without(self, others: set[int]) -> tuple[Sequence[int], Draft] | None:
         """What is drafted for requests that are not among `others`."""

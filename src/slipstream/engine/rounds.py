@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,10 +35,13 @@ from slipstream.plan.cost import SIZES
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
+from slipstream.verify.mixed import mixed_choices
 
 _REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDTHS = (0, 16, MAX_NODES)
 """Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured when it first comes."""
+_DRAWN_WIDTHS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, MAX_NODES)
+"""… of rejection sampling, which looks at the whole vocabulary for every node that there might be."""
 _CROWD = 16
 """So many requests rarely all have short contexts: they share the next larger size."""
 _COPIES = 3
@@ -80,7 +83,7 @@ class RoundShape(NamedTuple):
         most_keys: no row of any round sees more.
         """
         requests = _bucket(len(counts), _REQUESTS)
-        width = _bucket(max(counts), _WIDTHS)
+        width = _bucket(max(counts), _DRAWN_WIDTHS if features.rejection else _WIDTHS)
         rows = _bucket(len(counts) + sum(counts), SIZES)
         keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
         while keys < longest + 1 + width:
@@ -149,6 +152,7 @@ class Round:
         self._moves = PathMoves.empty(b, k, device) if shape.is_tree else None
         self.told = Told.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
+        self._odds = loops.odds(b, k) if k and shape.features.rejection else None
         pinned = device.type == "cuda"
         self._chain = chain_parents(k)  # guesses made on the device are chains, unless they say otherwise
         self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
@@ -200,10 +204,15 @@ class Round:
         loop.run(self.lanes)
         if self._merges:
             self._loaded = None  # the drafts become others than were sent
-        for i, ((name, nodes), guesses, parents) in enumerate(zip(drafts, loop.guesses, loop.parents, strict=True)):
+        if self._odds is not None:
+            self._odds.forget()
+        parts = zip(drafts, loop.guesses, loop.parents, loop.q, strict=True)
+        for i, ((name, nodes), guesses, parents, q) in enumerate(parts):
             number = self._numbers[name]
             if self._merges:
                 merge_guesses(self._union, guesses, parents, self._guessed, number, first=i == 0)
+                if self._odds is not None and q is not None and parents is None:
+                    self._odds.take_merged(q, self._union.owners, number)
                 continue
             mine = self._guessed[:, None] == 1 << number
             tokens = self._tokens[:, :nodes]
@@ -211,6 +220,8 @@ class Round:
             if parents is not None:
                 above = self._parents[:, :nodes]
                 torch.where(mine, parents[:, :nodes], above, out=above)
+            if self._odds is not None and q is not None:
+                self._odds.take(q[:, :nodes], mine)
 
     def verify(self) -> None:
         """The target pass, the verdict, and everything that follows from it on the device."""
@@ -264,6 +275,8 @@ class Round:
             self.logits = logits
         wanted = SampleRows(rows.lanes, rows.positions + 1, rows.generated, self._paths())
         chosen = choose(logits, wanted, m.sampling, shape.features)
+        if shape.features.rejection and shape.width:
+            chosen = self._judged(chosen, logits, wanted, draft)
         if shape.tells_choices:
             self._chosen = chosen
         accept(chosen, draft, rows, m.state, self.told, self._moves)
@@ -271,6 +284,20 @@ class Round:
             for planes in m.cache.planes:
                 compact(planes, self._moves.src, self._moves.dst)
         m.sampling.commit(self.lanes, self.told.tokens, self.told.emitted)
+
+    def _judged(self, chosen: Tensor, logits: Tensor, wanted: SampleRows, draft: Draft) -> Tensor:  # [N]
+        """The choices, with those of rejection sampling for the requests that asked for it."""
+        starts = self._rows.starts.long()
+        brings = (starts[1:] - starts[:-1])[:, None]  # [B, 1]: rows, 0 for a padding request
+        reach = torch.arange(self.shape.width + 1, device=chosen.device)
+        row_of = torch.where(reach < brings, starts[:-1, None] + reach, 0)  # [B, K + 1]
+        sampling, features, drawn = self._machine.sampling, self.shape.features, None
+        if self._odds is not None:
+            draft = replace(draft, q=self._odds.q)
+            drawn = self._odds.drawn & (self._guessed != 0)[:, None]  # who has no device drafter has what was before
+        found = mixed_choices(chosen[row_of], logits, wanted, row_of, draft, sampling, features, drawn)
+        nowhere = torch.where(reach < brings, row_of, chosen.shape[0])  # padding is written behind the last row
+        return torch.cat((chosen, chosen[:1])).scatter(0, nowhere.flatten(), found.flatten())[:-1]
 
     def _paths(self) -> Tensor | None:  # [N, K]
         """By which draft tokens each row is reached, where penalties or bad words want to know."""
@@ -300,7 +327,7 @@ class Rounds:
         self._latest: Round | None = None
         self._progress = progress
         self._made = 0
-        self._loops = DraftLoops(machine.state, drafters, self._pool, self._note)
+        self._loops = DraftLoops(machine.state, drafters, self._pool, self._note, machine.sampling.vocab_size)
 
     @property
     def pool(self) -> Any:

@@ -73,8 +73,11 @@ def processed(
 ) -> Tensor:
     """log p up to a constant, [R, V] fp32: what the noise is added to. -inf is impossible, 0 the likeliest token.
 
-    A greedy row has one possible token; a row that can choose nothing has none.
+    A greedy row has one possible token; a row that can choose nothing has none. The host never waits for an
+    accelerator: there the whole vocabulary is sorted at once.
     """
+    if logits.device.type != "cpu":
+        candidates = logits.shape[1]
     logits = adjusted(logits, rows, table, features, allowed, False)
     largest, best = logits.max(dim=1)
     tempering = _tempering(rows, table, features, largest)
@@ -138,6 +141,8 @@ def _filtered_scores(logits: Tensor, tempering: Tempering, candidates: int) -> T
     scores = torch.full_like(logits, -math.inf)
     found = narrow(logits, tempering, candidates)
     scores.scatter_(1, found.ids, found.scores)
+    if candidates >= logits.shape[1]:
+        return scores
     rest = _uncertain(found)
     if rest.shape[0]:
         found = narrow(take_rows(logits, rest), tempering.at(rest), logits.shape[1])

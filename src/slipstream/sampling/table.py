@@ -8,7 +8,9 @@ against) lives here too and is brought up to date by `commit`.
 
 from __future__ import annotations
 
+import copy
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +40,7 @@ class Features:
     bias: bool = False
     min_tokens: bool = False
     bad_words: bool = False
+    rejection: bool = False  # some request's drafts are judged by rejection sampling
 
     def __or__(self, other: Features) -> Features:
         return Features(*(getattr(self, name) or getattr(other, name) for name in Features.__slots__))
@@ -61,6 +64,7 @@ class SamplingTable:
         self.frequency = column(0, torch.float32)  # [S]
         self.presence = column(0, torch.float32)  # [S]
         self.penalized = column(0, torch.bool)  # [S]
+        self.rejects = column(0, torch.bool)  # [S]: drafts are judged by rejection sampling
         self.min_tokens = column(0, torch.int64)  # [S]
 
         def ragged(*shape: int) -> Tensor:
@@ -118,6 +122,7 @@ class SamplingTable:
             bias=bool(params.logit_bias),
             min_tokens=bool(ends),
             bad_words=bool(bad_words),
+            rejection=params.rejects,
         )
         self._features[slot] = features
         try:
@@ -147,6 +152,7 @@ class SamplingTable:
         signed_seed = seed - (1 << 64) if seed >> 63 else seed
         self.streams[slot] = int(stream_keys(torch.tensor(signed_seed), torch.tensor(sample)))
         self.min_tokens[slot] = params.min_tokens
+        self.rejects[slot] = params.rejects
         self.end_ids = self._fill(self.end_ids, slot, torch.tensor(ends, dtype=torch.int64))
         self.bias_ids = self._fill(self.bias_ids, slot, torch.tensor(list(params.logit_bias), dtype=torch.int64))
         self.bias = self._fill(self.bias, slot, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), 0)
@@ -187,6 +193,17 @@ class SamplingTable:
     def noise_keys(self, rows: SampleRows) -> Tensor:
         """Keys [R, 2] int32 of the noise that decides these rows."""
         return position_keys(self.streams[rows.slots], rows.positions)
+
+    def apart(self, whose: str) -> SamplingTable:
+        """A view in which requests that are judged by rejection sampling have noise of `whose` own.
+
+        What is drawn with it is independent of everything else that is proposed for the same position, as rejection
+        sampling takes it to be. For the others the noise stays the one that makes drafts and target pick alike.
+        """
+        view = copy.copy(self)
+        salt = torch.full_like(self.streams, zlib.crc32(whose.encode()) + (1 << 32))  # no sample has so high an index
+        view.streams = torch.where(self.rejects, stream_keys(self.streams, salt), self.streams)
+        return view
 
     def _add_penalties(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.repetition[slot] = params.repetition_penalty
