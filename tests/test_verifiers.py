@@ -1,0 +1,171 @@
+"""Both verifiers through real engines: the distribution of rejection sampling (by chi-square), and who gets which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import save_model, tiny_llama
+from rejection_scenes import SHAPES
+from slipstream import CompletionOutput, SamplingParams, SpeculationParams
+from slipstream.core.draft import Draft
+from slipstream.core.errors import InvalidRequest
+from slipstream.sampling import Features, SampleRows, SamplingTable
+from slipstream.verify import rejection
+from slipstream.verify.mixed import mixed_choices
+from verifier_scenes import ALWAYS, ONLY, SETTINGS, Copying, Crowd, Drawing, Expected, asked, expected
+
+FOUND = 1e-6  # p-value of a mistake that is noticed
+REQUESTS = 20  # times the samples of each
+PLAIN = SpeculationParams(enabled=False)
+LONG = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, top_k=8, logit_bias=ONLY)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, and small weights: it is never sure."""
+    config = tiny_llama(num_hidden_layers=1, initializer_range=0.2)
+    return save_model(tmp_path_factory.mktemp("models") / "shallow", config, seed=3)
+
+
+@pytest.fixture(scope="module")
+def wanted(target: Path) -> Callable[[str], Expected]:
+    return cache(lambda name: expected(target, SETTINGS[name]))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_a_draft_models_chains(
+    target: Path, tiny_draft: Path, wanted: Callable[[str], Expected], setting: str, rounds: str
+) -> None:
+    crowd = Crowd(target, f"model:{tiny_draft}", rounds=rounds)
+    tokens = crowd.tokens(asked(SETTINGS[setting], "model"), REQUESTS)
+    assert wanted(setting).p_value(tokens) > ALWAYS
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("shape", ["tree", "merged, by turns"])
+def test_drawn_and_merged_trees(target: Path, wanted: Callable[[str], Expected], setting: str, shape: str) -> None:
+    crowd = Crowd(target, Drawing(SHAPES[shape], SETTINGS[setting]))
+    tokens = crowd.tokens(asked(SETTINGS[setting], "drawing"), REQUESTS)
+    assert wanted(setting).p_value(tokens) > ALWAYS
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_copied_trees(target: Path, wanted: Callable[[str], Expected], rounds: str) -> None:
+    setting = "T 0.6, top-p 0.9"
+    tokens = Crowd(target, Copying(), rounds=rounds).tokens(asked(SETTINGS[setting], "copying"), REQUESTS)
+    assert wanted(setting).p_value(tokens) > ALWAYS
+
+
+def generous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "_passes", lambda u, chance, odds: u * odds < chance * 2)
+
+
+def from_p_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "_residual", lambda p, q: p.clone())
+
+
+@pytest.mark.parametrize("mistake", [generous, from_p_again])
+@pytest.mark.parametrize("drafter", ["model", "tree", "merged, drawn first"])
+def test_mistakes_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    target: Path,
+    tiny_draft: Path,
+    wanted: Callable[[str], Expected],
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    drafter: str,
+) -> None:
+    mistake(monkeypatch)
+    setting, name = "T 1, top-k 6", "model" if drafter == "model" else "drawing"
+    guesser = f"model:{tiny_draft}" if drafter == "model" else Drawing(SHAPES[drafter], SETTINGS[setting])
+    tokens = Crowd(target, guesser).tokens(asked(SETTINGS[setting], name), 12)
+    assert wanted(setting).p_value(tokens) < FOUND
+
+
+def accepted(answers: Sequence[CompletionOutput]) -> float:
+    return sum(a.speculation.accepted for a in answers) / sum(a.speculation.drafted for a in answers)
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_a_draft_like_the_target_is_always_believed(target: Path, rounds: str) -> None:
+    """Only where the drafter's true q gets to the verifier: with q = 1 half of it would fall."""
+    crowd = Crowd(target, f"model:{target}", rounds=rounds, draft_tokens=4)
+    one = replace(LONG, presence_penalty=0.4, speculation=SpeculationParams(verifier="rejection"))
+    answers = crowd.answers([replace(one, seed=seed) for seed in range(6)])
+    assert accepted(answers) > 0.99
+    plain = crowd.answers([replace(one, seed=seed, speculation=PLAIN) for seed in range(6)])
+    assert all(a.token_ids != b.token_ids for a, b in zip(answers, plain, strict=True))
+
+
+def test_telling_what_was_drawn_brings_more(target: Path) -> None:
+    drafter = Drawing(SHAPES["chain"], SETTINGS["T 1, top-k 6"])
+    crowd = Crowd(target, drafter)
+    params = [replace(LONG, seed=s, speculation=SpeculationParams(verifier="rejection")) for s in range(40)]
+    told = accepted(crowd.answers(params))
+    drafter.told = False
+    assert told > 1.2 * accepted(crowd.answers(params))
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_each_request_has_its_own(target: Path, tiny_draft: Path, rounds: str) -> None:
+    """In company: exact requests give plain tokens, the others what they give alone; greedy ones are the same twice."""
+    crowd = Crowd(target, [f"model:{tiny_draft}", Copying()], rounds=rounds, draft_tokens=4)
+    rejecting, exact = SpeculationParams(verifier="rejection"), SpeculationParams()
+    copied = SpeculationParams(verifier="rejection", drafter="copying")
+    plans = [rejecting, exact, copied, rejecting, exact, rejecting, exact]
+    params = [replace(LONG, seed=s, temperature=min(s, 1), speculation=how) for s, how in enumerate(plans)]
+    together = [a.token_ids for a in crowd.answers(params)]
+    plain = [crowd.answers([replace(one, speculation=PLAIN)])[0].token_ids for one in params]
+    alone = [crowd.answers([one])[0].token_ids for one in params]
+    assert [a == b for a, b in zip(together, plain, strict=True)] == [True, True, False, False, True, False, True]
+    assert together == alone
+
+
+def test_both_engines_give_the_same_answer(target: Path, tiny_draft: Path) -> None:
+    """But for the end, where the engine that works ahead drafts less."""
+    params = [replace(LONG, seed=s, speculation=SpeculationParams(verifier="rejection")) for s in range(5)]
+    found = [
+        [a.token_ids[:25] for a in Crowd(target, f"model:{tiny_draft}", rounds=rounds, draft_tokens=4).answers(params)]
+        for rounds in ("eager", "queued")
+    ]
+    assert found[0] == found[1]
+
+
+def test_without_a_draft_it_is_plain_decoding(target: Path) -> None:
+    one = replace(LONG, seed=2, speculation=SpeculationParams(verifier="rejection", draft_tokens=0))
+    crowd = Crowd(target, Copying())
+    assert crowd.answers([one])[0].token_ids == crowd.answers([replace(one, speculation=PLAIN)])[0].token_ids
+
+
+def test_no_value_is_looked_at_in_a_round() -> None:
+    """Tensors without values go through all that a captured round does, top-k and top-p included."""
+    table = SamplingTable(4, 50, "meta")
+    names = ("temperature", "top_k", "top_p", "log_min_p", "streams", "rejects")
+    assert all(getattr(table, name).device.type == "meta" for name in names)
+    row = torch.zeros(12, dtype=torch.int64, device="meta")
+    nodes = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    for is_chain in (True, False):
+        draft = Draft(nodes, nodes, nodes[:, 0], is_chain, torch.zeros(2, 5, 50, device="meta"))
+        features = Features(sampled=True, top_k=True, top_p=True, min_p=True, rejection=True)
+        found = mixed_choices(
+            row.view(2, 6),
+            torch.zeros(12, 50, device="meta"),
+            SampleRows(row, row, row),
+            row.view(2, 6),
+            draft,
+            table,
+            features,
+            nodes > 0,
+        )
+        assert found.shape == (2, 6)
+
+
+def test_a_verifier_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="verifier='typical': must be one of exact, rejection"):
+        SpeculationParams(verifier="typical")  # type: ignore[arg-type]
