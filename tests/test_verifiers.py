@@ -57,6 +57,16 @@ def test_drawn_and_merged_trees(target: Path, wanted: Callable[[str], Expected],
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_a_draft_model_and_copied_trees_together(
+    target: Path, tiny_draft: Path, wanted: Callable[[str], Expected], rounds: str
+) -> None:
+    setting = "T 0.6, top-p 0.9"
+    crowd = Crowd(target, [Copying(), f"model:{tiny_draft}"], rounds=rounds)
+    params = asked(SETTINGS[setting], "copying+model")
+    assert wanted(setting).p_value(crowd.tokens(params, REQUESTS)) > ALWAYS
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
 def test_copied_trees(target: Path, wanted: Callable[[str], Expected], rounds: str) -> None:
     setting = "T 0.6, top-p 0.9"
     tokens = Crowd(target, Copying(), rounds=rounds).tokens(asked(SETTINGS[setting], "copying"), REQUESTS)
@@ -114,7 +124,10 @@ def test_telling_what_was_drawn_brings_more(target: Path) -> None:
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
 def test_each_request_has_its_own(target: Path, tiny_draft: Path, rounds: str) -> None:
-    """In company: exact requests give plain tokens, the others what they give alone; greedy ones are the same twice."""
+    """In company: exact and greedy requests give plain tokens, the others what they give alone.
+
+    But for the end, where an engine that works ahead drafts less.
+    """
     crowd = Crowd(target, [f"model:{tiny_draft}", Copying()], rounds=rounds, draft_tokens=4)
     rejecting, exact = SpeculationParams(verifier="rejection"), SpeculationParams()
     copied = SpeculationParams(verifier="rejection", drafter="copying")
@@ -124,16 +137,17 @@ def test_each_request_has_its_own(target: Path, tiny_draft: Path, rounds: str) -
     plain = [crowd.answers([replace(one, speculation=PLAIN)])[0].token_ids for one in params]
     alone = [crowd.answers([one])[0].token_ids for one in params]
     assert [a == b for a, b in zip(together, plain, strict=True)] == [True, True, False, False, True, False, True]
-    assert together == alone
+    assert [tokens[:25] for tokens in together] == [tokens[:25] for tokens in alone]
 
 
 def test_both_engines_give_the_same_answer(target: Path, tiny_draft: Path) -> None:
     """But for the end, where the engine that works ahead drafts less."""
-    params = [replace(LONG, seed=s, speculation=SpeculationParams(verifier="rejection")) for s in range(5)]
-    found = [
-        [a.token_ids[:25] for a in Crowd(target, f"model:{tiny_draft}", rounds=rounds, draft_tokens=4).answers(params)]
-        for rounds in ("eager", "queued")
-    ]
+    plans = [SpeculationParams(verifier="rejection", drafter=name) for name in ("model", "copying", "copying+model")]
+    params = [replace(LONG, seed=s, speculation=how) for how in plans for s in range(4)]
+    found = []
+    for rounds in ("eager", "queued"):
+        crowd = Crowd(target, [Copying(), f"model:{tiny_draft}"], rounds=rounds, draft_tokens=6)
+        found.append([a.token_ids[:20] for a in crowd.answers(params)])
     assert found[0] == found[1]
 
 
