@@ -208,6 +208,16 @@ def test_beside_another_drafter(open_llm: Callable[..., LLM], knowing: Path, rou
     assert sum(a.speculation.accepted for a in got[::2]) > 0
 
 
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_merged_with_another_drafter(open_llm: Callable[..., LLM], knowing: Path, rounds: str) -> None:
+    llm = open_llm(drafter=f"ngram+medusa:{knowing}", planner="fixed", rounds=rounds)
+    batch = [case for case in cases() if case.few]
+    expected = plain(llm, batch)
+    got = run(llm, batch, "ngram+medusa")
+    assert not differences(batch, expected, got)
+    assert sum(a.speculation.by_drafter["medusa"].accepted for a in got) > 0
+
+
 def test_a_prompt_of_one_token(open_llm: Callable[..., LLM], knowing: Path) -> None:
     llm = open_llm(drafter=f"medusa:{knowing}", planner="fixed")
     batch = [Case("one", (7,), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))]

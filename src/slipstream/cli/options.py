@@ -150,8 +150,8 @@ class Common:
             panel=SPECULATION,
             help="Who guesses ahead. ngram: what the text already said; prediction: the text of --prediction; "
             "model:PATH: a smaller model with the same tokenizer, such as model:path/to/small; medusa:PATH: heads that "
-            "were trained for the model; A+B: both, their drafts merged; none: nobody. May be "
-            f"repeated to load several. Default: {DEFAULT_DRAFTER}.",
+            "were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts merged; "
+            f"none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
     draft_tokens: Annotated[
