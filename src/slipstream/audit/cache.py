@@ -82,6 +82,7 @@ class Cache(Stage):
             allowed = 2 * bound  # the logit's, and that of the sum over all
             error = max(abs(entry.logprob - float(right[at, token])) for token, entry in told.items())
             self._worst, self._worst_part = max(self._worst, error), max(self._worst_part, error / allowed)
+            bench.errors[self._mode.name] = max(self._worst, bench.errors.get(self._mode.name, 0.0))
             self._same += error <= allowed
             if not error <= allowed and len(self._strays) < MAX_FINDINGS:
                 why = "The log probabilities over the continued cache are not those of a fresh pass."

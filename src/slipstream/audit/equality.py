@@ -5,6 +5,7 @@ Plain decoding of one request at a time is what everything is measured by.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -60,6 +61,7 @@ class Equality(Stage):
         for asked in ask(bench.llm, bench.prompts, with_seeds(params, self.size), self._at_once):
             for one in asked:
                 self._tally.add(one.answer)
+                bench.drafted.setdefault(self._mode.name, Counter())[one.index] += one.answer.speculation.drafted
                 finding = self._compare(one, plain[one.index])
                 self._tally.same += finding is None
                 if finding is not None:

@@ -29,6 +29,8 @@ drafter, alone and in a batch, and compared every token.
   acceptance and rejection are tried often, however good the drafters above are.
 * **cache against …** rows: the log probabilities that speculation saw over its cache, against those of a fresh pass
   over the same tokens.
+* **rejection sampling** is the other verifier, for requests that ask for it. Its tokens need not be those of plain
+  decoding, but must have the model's distribution: a p-value below 0.00001 means that they have not.
 * A **near-tie** is a place where two tokens were so close that rounding decides between them. A **BUG** is a
   difference that rounding cannot explain."""
 
@@ -77,13 +79,20 @@ def _checks(audit: Audit) -> str:
         cells = (
             check.title,
             MARKS[check.outcome],
-            f"{check.same} of {check.compared} {check.unit}{figures(check)}",
+            f"{compared(check)}{figures(check)}",
             f"{check.tokens}",
             f"{check.drafted}" if check.drafter else "",
             f"{check.accepted}" if check.drafter else "",
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def compared(check: Check) -> str:
+    """How much was compared, and how much of it was the same. Of draws only all together can be right or wrong."""
+    if check.kind == "distribution":
+        return f"{check.compared} {check.unit}"
+    return f"{check.same} of {check.compared} {check.unit}"
 
 
 def figures(check: Check) -> str:

@@ -48,7 +48,7 @@ class Finding:
 class Check:
     """One check, done or stopped on the way."""
 
-    kind: str  # "equality", "cache", "transformers", "distribution"
+    kind: str  # "equality", "cache" or "distribution"
     title: str
     drafter: str | None  # None: plain decoding
     compared: int  # answers, or what `unit` says
@@ -69,7 +69,8 @@ class Check:
             return Outcome.BUG
         if not self.complete:
             return Outcome.STOPPED
-        if not self.compared or (self.kind == "equality" and self.drafter is not None and not self.drafted):
+        about_drafts = self.kind in ("equality", "distribution") and self.drafter is not None
+        if not self.compared or (about_drafts and not self.drafted):
             return Outcome.UNTESTED
         return Outcome.NEAR_TIE if self.findings else Outcome.PASS
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from slipstream.audit.answers import AuditPrompt, Mode
 from slipstream.audit.cache import Cache
+from slipstream.audit.drawn import Drawn
 from slipstream.audit.equality import Equality, Reference
 from slipstream.audit.fresh import Transformers, fits_twice
 from slipstream.audit.probe import PROBE, Probe
 from slipstream.audit.results import Audit, Check
+from slipstream.audit.rule import SHAPES, Rule
 from slipstream.audit.stage import Bench, Setting, Stage
 from slipstream.core.params import SamplingParams
 
@@ -31,6 +33,7 @@ class AuditConfig:
     settings: tuple[Setting, ...]  # the first is greedy
     at_once: int = 8
     draft_tokens: int | None = None
+    samples: int = 512  # answers drawn for each test of a distribution; 0: none is tested
     transformers: bool = True
     trust_remote_code: bool = False
 
@@ -107,6 +110,12 @@ def plan(bench: Bench, config: AuditConfig, note: Callable[[str], None]) -> Iter
             for mode in modes:
                 yield Cache(bench, greedy, mode, bench.fresh)
             yield from _against_transformers(bench, greedy, modes[0], config, note)
+    if config.samples:
+        sampled = next(setting.params for setting in config.settings if not setting.params.greedy)
+        for shape in SHAPES:
+            yield Rule(bench, shape, sampled.temperature)
+        for mode in modes:
+            yield Drawn(bench, greedy, mode, sampled.temperature, sampled.seed or 0, config.samples)
 
 
 def _against_transformers(

@@ -7,11 +7,12 @@ that is interrupted loses nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.audit.answers import AuditPrompt
+from slipstream.audit.answers import AuditPrompt, Mode
 from slipstream.audit.fresh import FreshPrompt
 from slipstream.audit.probe import Probe
 from slipstream.audit.results import Check, Token
@@ -21,6 +22,9 @@ from slipstream.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
+
+UNLIKELY = 1e-5
+"""A p-value below it is no chance: of a hundred thousand audits of a right engine one would say so."""
 
 MAX_FINDINGS = 20
 """Of one check; more would tell nothing new, and each costs a pass."""
@@ -45,6 +49,8 @@ class Bench:
     fresh: FreshPrompt = field(init=False)
     rounding: Rounding = field(init=False)
     plain: dict[str, list[CompletionOutput]] = field(default_factory=dict)  # by setting
+    drafted: dict[str, Counter[int]] = field(default_factory=dict)  # by mode: guesses for each prompt
+    errors: dict[str, float] = field(default_factory=dict)  # by mode: how far log probabilities are from fresh ones
 
     def __post_init__(self) -> None:
         self.fresh = FreshPrompt(self.llm)
@@ -53,6 +59,11 @@ class Bench:
 
     def token(self, token: int) -> Token:
         return Token(token, str(self.llm.tokenizer.decode([token], skip_special_tokens=False)))
+
+    def liveliest(self, mode: Mode) -> int:
+        """The prompt that this mode guessed most for."""
+        most = self.drafted.get(mode.name, Counter()).most_common(1)
+        return most[0][0] if most else 0
 
     def company(self, at_once: int) -> str:
         at_once = min(at_once, len(self.prompts))

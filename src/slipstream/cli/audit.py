@@ -70,6 +70,16 @@ def audit(
             help="Requests in a batch. Every check is made alone and in a batch; with 1 only alone.",
         ),
     ] = 8,
+    samples: Annotated[
+        int,
+        option(
+            metavar="N",
+            min=0,
+            panel=CHECKING,
+            help="Answers to draw with each drafter for the test of rejection sampling, the verifier that keeps the "
+            "distribution instead of the tokens; such as 4096 for a sharper one, 0 for none.",
+        ),
+    ] = 512,
     strict: Annotated[
         bool,
         option("--strict", panel=CHECKING, help="Let near-ties, which rounding explains, fail the audit as well."),
@@ -100,7 +110,7 @@ def audit(
     sampled for the same seeds (at temperature 1, without and with top-p; or as --temperature, --top-p, --top-k and
     --min-p say). Every token must be the same. Where one differs, the margin between the two tokens tells a tie that
     rounding decides from a bug. Also compares the cache that speculation leaves behind with a fresh prompt, and
-    with transformers.
+    with transformers, and tests whether rejection sampling draws from the model's distribution.
 
     Exit status: 0 lossless, 1 not (or not shown), 2 a bad option, 130 stopped by Ctrl-C; the report of what was
     done is written all the same. The last line on stdout is the report as JSON.
@@ -124,6 +134,7 @@ def audit(
             settings=run.settings(max_tokens, seed, None if own.greedy else own),
             at_once=concurrency,
             draft_tokens=common.draft_tokens,
+            samples=samples,
             transformers=not no_transformers,
             trust_remote_code=common.trust_remote_code,
         )
@@ -241,7 +252,7 @@ def show(result: Audit, files: Mapping[str, Sequence[Path]]) -> None:
         table.add_row(
             check.title,
             check.outcome.upper() if check.outcome is Outcome.BUG else check.outcome,
-            f"{check.same}/{check.compared}",
+            f"{check.compared}" if check.kind == "distribution" else f"{check.same}/{check.compared}",
             f"{check.drafted}" if check.drafter else "",
             f"{check.accepted}" if check.drafter else "",
         )
