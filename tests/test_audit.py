@@ -28,20 +28,20 @@ from slipstream.sampling.choose import choose
 from slipstream.verify.exact import verify_exact
 
 TEXTS = ("abcabcabcabc", "one two one two one two", "x", "to be or not to be, that is")
-CONFIG = AuditConfig(("ngram",), settings(14, seed=5), at_once=3, transformers=False)
+CONFIG = AuditConfig(("ngram",), settings(14, seed=5), at_once=3, samples=0, transformers=False)
 GREEDY = replace(CONFIG, settings=CONFIG.settings[:1])
 
 
 class Audited:
     """A tiny engine with its probe."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, drafter: str = "ngram", **options: Any) -> None:
         self.probe = Probe()
         self.llm = LLM(
             model,
             **{
                 "device": "cpu",
-                "drafter": ["ngram", self.probe],
+                "drafter": [drafter, self.probe],
                 "planner": "fixed",
                 "max_num_seqs": 4,
                 "memory": "64MiB",

@@ -40,9 +40,10 @@ def run(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     prompts.write_text("\n".join(json.dumps(prompt) for prompt in PROMPTS))
 
     def call(*arguments: str) -> Ran:
-        quick = ("--device", "cpu", "--memory", "64MiB", "--max-tokens", "8", "--concurrency", "2", "--no-transformers")
+        small = ("--device", "cpu", "--memory", "64MiB")
+        quick = ("--max-tokens", "8", "--concurrency", "2", "--samples", "64", "--no-transformers")
         with pytest.raises(SystemExit) as ended:
-            main(["audit", "--model", str(tiny_target), "--prompts", str(prompts), *quick, *arguments])
+            main(["audit", "--model", str(tiny_target), "--prompts", str(prompts), *small, *quick, *arguments])
         captured = capsys.readouterr()
         return Ran(ended.value.code if isinstance(ended.value.code, int) else 0, captured.out, captured.err)
 
