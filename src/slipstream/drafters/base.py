@@ -131,6 +131,11 @@ class HostDrafter(Drafter):
     bounded: ClassVar[bool] = False
     """True where `propose` cannot hang: the engine then calls it in place instead of under a deadline."""
 
+    whole: ClassVar[bool] = False
+    """True where trees have nodes that it learns from, whatever their chance: the planner takes a tree whole or not at
+    all, by what such trees brought in the rounds before. So nodes keep their numbers; where pages are short, the last
+    ones are missing."""
+
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
         """One tree a request, of at most `budget[i]` nodes; an empty tree is plain decoding. Does not block."""

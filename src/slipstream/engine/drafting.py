@@ -214,6 +214,7 @@ class Drafting:
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
         most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
         share = min(self._max_rows // requests - 1, MAX_NODES)
+        wide = self._is_whole(name)  # its trees are no deeper for having more nodes
         caps: list[int] = []
         for answer, before in zip(answers, used, strict=True):
             params, length = answer.params, len(answer.tokens)
@@ -222,16 +223,14 @@ class Drafting:
             usual = self._draft_tokens if wanted is None else wanted
             if usual is None:
                 usual = self._usual(answer) if several else drafter.default_draft_tokens
-            useful = min(
-                usual,
-                share,
-                params.max_tokens - (length - answer.prompt_length) - answer.queued - 1,
-                self._max_len - 1 - length - answer.coming,
-            )
+            left = params.max_tokens - (length - answer.prompt_length) - answer.queued - 1
+            useful = min(usual, share, self._max_len - 1 - length - answer.coming)
+            if not wide:
+                useful = min(useful, left)
             if several:
                 useful -= before + self._others(name, answer, useful)
             useful = min(useful, most if ends is None else min(most, ends - length - answer.coming))
-            caps.append(0 if useful < 0 or answer.doubted else useful)
+            caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
 
     def _usual(self, answer: Answer) -> int:
@@ -295,13 +294,24 @@ class Drafting:
                     answer.refused[name] = failures.pop(answer.id)
                     answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
         ids = [answer.id for answer in answers]
-        trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
+        if self._is_whole(name):
+            trees = self.planner.take(name, ids, proposals.trees, rows)
+        else:
+            trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
         return [
             self._fitting(answer, before, tree) if tree.tokens else tree
             for answer, before, tree in zip(answers, used, trees, strict=True)
         ]
 
+<<<<<<< HEAD
     def _fitting(self, answer: Answer, used: int, tree: Tree) -> Tree:
+=======
+    def _is_whole(self, name: str) -> bool:
+        drafter = self.drafters[name]
+        return isinstance(drafter, HostDrafter) and drafter.whole
+
+    def _fitting(self, answer: Answer, tree: Tree) -> Tree:
+>>>>>>> cce31b1 (Lookahead decoding: the lookahead drafter; drafts that are taken whole)
         """As much of the tree as there are pages for: the first nodes of a tree are a tree too."""
         fits = self._fit(answer, used, len(tree))
         return tree if fits == len(tree) else Tree(tree.tokens[:fits], tree.parents[:fits])

@@ -71,6 +71,10 @@ class PassCost:
             for low in known:
                 self.steps(low, len(self._table))
 
+    def seen(self, rows: int) -> bool:
+        """Was a pass of about this size seen lately?"""
+        return self._edge(self._next(rows) if self.padded else rows) in self._seen
+
     def unseen(self, low: int, high: int) -> int | None:
         """The largest size for `low` rows or more, but below that of `high`, of which it would be good to know more."""
         if self._edge(self._next(low)) in self._seen and self.seconds(high) <= _FLAT * self.seconds(low):

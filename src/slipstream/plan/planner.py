@@ -15,6 +15,7 @@ import numpy as np
 from slipstream.core.draft import ROOT, Tree
 from slipstream.plan.acceptance import Acceptance
 from slipstream.plan.cost import PassCost
+from slipstream.plan.investment import Investment, most_worth
 
 _FIRST_PROBE = 16
 _LAST_PROBE = 256
@@ -66,6 +67,10 @@ class Planner:
         rows: int,
     ) -> list[Tree]:
         """What to keep of guesses that cost nothing to have."""
+        return list(trees)
+
+    def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
+        """What to keep of guesses that are only of use as a whole."""
         return list(trees)
 
     def rests(self, drafter: str, rows: int) -> bool:
@@ -138,6 +143,7 @@ class AdaptivePlanner(Planner):
         self._idle: dict[str, int] = {}  # rounds since the drafter last drafted
         self._patience: dict[str, int] = {}  # idle rounds before the next probe
         self._waits: dict[str, _Waits] = {}  # of the drafters that rounds wait for
+        self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._rounds = 0
 
     def rests(self, drafter: str, rows: int) -> bool:
@@ -219,6 +225,25 @@ class AdaptivePlanner(Planner):
             trimmed.append(_cut(tree, kept[begin:end]))
         return trimmed
 
+    def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
+        """Keep the drafts that pay by what drafts of this drafter brought; now and then all of them, for a stretch."""
+        invested = self._investments.setdefault(drafter, Investment())
+        gains = [invested.gain(request_id) for request_id in request_ids]
+        sizes = [len(tree.tokens) for tree in trees]
+        order = most_worth(gains, sizes)
+        nodes = list(accumulate((sizes[i] for i in order), initial=0))
+        costs = self._cost.curve(rows, rows + nodes[-1])[nodes] + self._wait(drafter)
+        rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
+        best = int(rates.argmax())
+        pays = bool(rates[best] > rates[0] * _MARGIN)
+        self._weigh(drafter, rows, float(rates[best]))
+        if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
+            return [_NOTHING] * len(trees)
+        if self._rounds % _EXPLORE == _EXPLORE - 1 and not self._cost.seen(rows):
+            return [_NOTHING] * len(trees)  # what a plain pass costs must be known, too
+        taken = set(order[: best if pays else len(order)])
+        return [tree if i in taken else _NOTHING for i, tree in enumerate(trees)]
+
     def _best(self, drafter: str, rows: int, expected: Sequence[float]) -> int:
         """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes."""
         most, wait_s = len(expected) - 1, self._wait(drafter)
@@ -252,10 +277,14 @@ class AdaptivePlanner(Planner):
             self._estimate(drafter).observe(request_id, drafted, accepted)
             if accepted:
                 self._patience.pop(drafter, None)
+            if drafter in self._investments:
+                self._investments[drafter].observe(request_id, accepted)
 
     def forget(self, request_id: str) -> None:
         for estimate in self._acceptance.values():
             estimate.forget(request_id)
+        for invested in self._investments.values():
+            invested.forget(request_id)
         for waits in self._waits.values():
             waits.gone += 1
 

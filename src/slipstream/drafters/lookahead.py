@@ -1,0 +1,245 @@
+"""Lookahead decoding: the target itself writes the n-grams that are drafted, in the rows that a pass has to spare.
+
+Beside the candidates of a round, the pass carries a window of guesses at tokens further on. What the target chooses
+behind them makes n-grams, which are kept and become candidates as soon as the text comes to their first token. No
+weights, no second model. See docs/drafters/lookahead.md.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from slipstream.core.draft import MAX_NODES, ROOT, Tree
+from slipstream.core.errors import ConfigError
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DraftRequest, HostDrafter, Needs
+
+_WINDOW_SHARE = 0.75
+"""Of the nodes of a draft, the window has so many at most: n-grams that are never drafted bring nothing."""
+
+
+class NgramPool:
+    """N-grams by their first token; the one met last comes first, and those not met for longest are forgotten.
+
+    per_token: most that are kept for one first token. size: most of all.
+    """
+
+    def __init__(self, per_token: int, size: int) -> None:
+        self._per_token = per_token
+        self._size = size
+        self._count = 0
+        self._followers: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, gram: Sequence[int]) -> None:
+        first, rest = gram[0], tuple(gram[1:])
+        followers = self._followers.setdefault(first, OrderedDict())
+        self._followers.move_to_end(first)
+        self._count += rest not in followers
+        followers[rest] = None
+        followers.move_to_end(rest)
+        if len(followers) > self._per_token:
+            followers.popitem(last=False)
+            self._count -= 1
+        if self._count > self._size:
+            token, oldest = next(iter(self._followers.items()))
+            oldest.popitem(last=False)
+            self._count -= 1
+            if not oldest:
+                del self._followers[token]
+
+    def after(self, token: int) -> Iterator[tuple[int, ...]]:
+        """What followed this token, the latest first."""
+        return reversed(self._followers.get(token, ()))
+
+
+class Growing:
+    """A tree in the making: siblings with the same token are one node."""
+
+    def __init__(self, budget: int) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._budget = budget
+
+    def add(self, parent: int, token: int) -> int | None:
+        """The node of this token under this parent; None where there is no room for it."""
+        node = self._nodes.get((parent, token))
+        if node is None and len(self._tokens) < self._budget:
+            node = self._nodes[parent, token] = len(self._tokens)
+            self._tokens.append(token)
+            self._parents.append(parent)
+        return node
+
+    def add_path(self, path: Sequence[int]) -> None:
+        parent = ROOT
+        for token in path:
+            node = self.add(parent, token)
+            if node is None:
+                return
+            parent = node
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def tree(self) -> Tree:
+        return Tree(tuple(self._tokens), tuple(self._parents))
+
+
+class Window:
+    """Guesses at the tokens to come, in columns: level j of column i stands i + j tokens behind the root.
+
+    The first level is a chain from the root, which is its column 0; below each of its tokens hangs the rest of its
+    column. Each round brings what the target chooses behind every column: that is an n-gram, and the column, without
+    its first level, goes on with it.
+    """
+
+    def __init__(self) -> None:
+        self.columns: list[list[int]] = []  # [W][N - 1]
+        self._nodes: list[int] = []  # [W]: the last node of each column, while the tree is out
+
+    def plant(self, tree: Growing, root: int) -> None:
+        """Hang the columns from the root of an empty tree, which has room for them."""
+        heads: list[int] = [ROOT]
+        self.columns[0][0] = root
+        for column in self.columns[1:]:
+            heads.append(_placed(tree.add(heads[-1], column[0])))
+        self._nodes = []
+        for head, column in zip(heads, self.columns, strict=True):
+            node = head
+            for token in column[1:]:
+                node = _placed(tree.add(node, token))
+            self._nodes.append(node)
+
+    def advance(self, choices: Sequence[int], emitted: int) -> list[list[int]]:
+        """The target chose `choices` (behind the root, then behind each node) and `emitted` tokens came of it.
+
+        Gives the n-grams. The columns move on with the root; those that it has passed are gone.
+        """
+        if len(choices) <= max(self._nodes, default=ROOT) + 1:
+            return []  # some of it was not verified
+        grams = [[*column, choices[1 + node]] for column, node in zip(self.columns, self._nodes, strict=True)]
+        self._nodes = []
+        usable = [gram for gram in grams if gram[-1] >= 0]
+        self.columns = [gram[1:] for gram in grams[emitted - 1 :]] if len(usable) == len(grams) else []
+        return usable
+
+
+def _placed(node: int | None) -> int:
+    assert node is not None, "the window is cut to the budget before it is planted"
+    return node
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the drafter knows of one request."""
+
+    pool: NgramPool
+    dice: random.Random
+    window: Window = field(default_factory=Window)
+    read: int = 0  # tokens of the request whose n-grams are in the pool
+
+
+class LookaheadDrafter(HostDrafter):
+    """Drafts n-grams that the target wrote while it was decoding.
+
+    window: columns of guesses that a pass carries; fewer where a request has less rows.
+    ngram: tokens of an n-gram; the first of them is the one it is found by.
+    candidates: most n-grams kept for one first token.
+    pool_size: most n-grams kept for one request.
+    from_text: n-grams of the prompt and the answer are candidates, too.
+    """
+
+    name: ClassVar[str] = "lookahead"
+    needs: ClassVar[Needs] = Needs(choices=True)
+    bounded: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    default_draft_tokens: ClassVar[int] = MAX_NODES
+
+    def __init__(
+        self,
+        window: int = 11,
+        ngram: int = 4,
+        candidates: int = 12,
+        pool_size: int = 20_000,
+        from_text: bool = True,
+    ) -> None:
+        if not 2 <= ngram <= 16:
+            raise ConfigError(f"ngram={ngram}: must be 2 to 16")
+        if not 1 <= window * (ngram - 1) <= MAX_NODES + 1:
+            most = (MAX_NODES + 1) // (ngram - 1)
+            raise ConfigError(f"window={window}: must be 1 to {most} with ngram={ngram}, so that a pass has the rows")
+        if candidates < 1:
+            raise ConfigError(f"candidates={candidates}: must be 1 or more")
+        if pool_size < 1:
+            raise ConfigError(f"pool_size={pool_size}: must be 1 or more")
+        self._window = window
+        self._levels = ngram - 1
+        self._candidates = candidates
+        self._pool_size = pool_size
+        self._from_text = from_text
+        self._texts: dict[str, _Text] = {}
+
+    def start(self, request: DraftRequest) -> None:
+        # seeded by what is known of the request, so that the same request gives the same drafts
+        dice = random.Random(len(request.tokens))
+        self._texts[request.id] = _Text(NgramPool(self._candidates, self._pool_size), dice)
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        return [self._propose(request, nodes) for request, nodes in zip(requests, budget, strict=True)]
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            text = self._texts.get(verdict.request_id)
+            if text is not None and verdict.drafted and verdict.choices:
+                for gram in text.window.advance(verdict.choices, len(verdict.tokens)):
+                    text.pool.add(gram)
+
+    def stop(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    def _propose(self, request: DraftRequest, budget: int) -> Tree:
+        tokens = request.tokens
+        if request.id not in self._texts:
+            self.start(request)
+        text = self._texts[request.id]
+        if self._from_text:
+            self._read(text, tokens)
+        tree = Growing(budget)
+        columns = min(self._window, (int(budget * _WINDOW_SHARE) + 1) // self._levels)
+        self._fill(text, tokens, columns)
+        if columns:
+            text.window.plant(tree, tokens[-1])
+        for rest in self._found(text.pool, tokens):
+            tree.add_path(rest)
+        return tree.tree()
+
+    @staticmethod
+    def _found(pool: NgramPool, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Candidates: what agrees in two tokens goes first."""
+        if len(tokens) > 1:
+            for rest in pool.after(tokens[-2]):
+                if rest[0] == tokens[-1]:
+                    yield rest[1:]
+        yield from pool.after(tokens[-1])
+
+    def _read(self, text: _Text, tokens: Sequence[int]) -> None:
+        size = self._levels + 1
+        for begin in range(max(0, text.read - size + 1), len(tokens) - size + 1):
+            text.pool.add(tokens[begin : begin + size])
+        text.read = len(tokens)
+
+    def _fill(self, text: _Text, tokens: Sequence[int], columns: int) -> None:
+        """Make the window so wide: new columns begin as pieces of the text, which the target soon replaces."""
+        window = text.window.columns
+        del window[columns:]
+        while len(window) < columns:
+            begin = text.dice.randrange(max(1, len(tokens) - self._levels + 1))
+            piece = list(tokens[begin : begin + self._levels])
+            window.append(piece + piece[-1:] * (self._levels - len(piece)))

@@ -1,0 +1,236 @@
+"""The lookahead drafter: its pool, its window, what it learns from choices, and that it never changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exactness import FEW, Case, cases, differences, plain, run
+from slipstream import LLM, SamplingParams
+from slipstream.core.draft import MAX_NODES, ROOT, Tree
+from slipstream.core.errors import ConfigError
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DraftRequest
+from slipstream.drafters.lookahead import Growing, LookaheadDrafter, NgramPool, Window
+from stepping import Arrival, Stepper
+
+Ids = tuple[int, ...]
+few = st.integers(0, 3)
+
+
+def ask(drafter: LookaheadDrafter, tokens: Sequence[int], budget: int = MAX_NODES) -> Tree:
+    (tree,) = drafter.propose([DraftRequest("a", tokens, 1, SamplingParams(), slot=0)], [budget])
+    tree.check(vocab_size=100_000, budget=budget)
+    return tree
+
+
+def paths_of(tree: Tree) -> list[Ids]:
+    """The tokens from the root to each node."""
+    paths: list[Ids] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(() if parent == ROOT else paths[parent]), token))
+    return paths
+
+
+def follow(drafter: LookaheadDrafter, said: Callable[[Ids], int], prompt: Sequence[int], rounds: int) -> list[Verdict]:
+    """Let it draft for a target that says `said` behind a text."""
+    tokens = list(prompt)
+    drafter.start(DraftRequest("a", tokens, len(prompt), SamplingParams(), slot=0))
+    verdicts: list[Verdict] = []
+    for _ in range(rounds):
+        tree = ask(drafter, tokens)
+        paths = paths_of(tree)
+        choices = tuple(said((*tokens, *path)) for path in [(), *paths])
+        path: list[int] = []
+        emitted = [choices[0]]
+        while (*emitted,) in paths:
+            path.append(paths.index((*emitted,)))
+            emitted.append(choices[1 + path[-1]])
+        tokens += emitted
+        verdicts.append(Verdict("a", tuple(emitted), len(tree), len(path), tuple(path), choices))
+        drafter.observe(verdicts[-1:])
+    return verdicts
+
+
+class TestPool:
+    @settings(max_examples=200)
+    @given(st.lists(st.tuples(few, few, few), max_size=60), st.integers(1, 4), st.integers(1, 8))
+    def test_it_keeps_the_latest(self, grams: list[Ids], per_token: int, size: int) -> None:
+        pool = NgramPool(per_token, size)
+        kept: list[Ids] = []  # a slow twin: in the order in which they were met
+        touched: list[int] = []  # first tokens in the order in which they were met
+        for gram in grams:
+            pool.add(gram)
+            first = gram[0]
+            kept = [g for g in kept if g != gram] + [gram]
+            touched = [t for t in touched if t != first] + [first]
+            mine = [g for g in kept if g[0] == first]
+            if len(mine) > per_token:
+                kept.remove(mine[0])
+            if len(kept) > size:
+                stale = next(t for t in touched if any(g[0] == t for g in kept))
+                kept.remove(next(g for g in kept if g[0] == stale))
+            assert len(pool) == len(kept) <= size
+            for token in range(4):
+                assert list(pool.after(token)) == [g[1:] for g in reversed(kept) if g[0] == token]
+
+    def test_nothing_follows_an_unknown_token(self) -> None:
+        assert list(NgramPool(2, 2).after(7)) == []
+
+
+class TestWindow:
+    @settings(max_examples=200)
+    @given(st.data(), st.integers(1, 5), st.integers(1, 4))
+    def test_every_column_stands_where_it_should(self, data: st.DataObject, width: int, levels: int) -> None:
+        """Level j of column i is reached by the first i heads behind the root and then its own column."""
+        columns = data.draw(st.lists(st.lists(few, min_size=levels, max_size=levels), min_size=width, max_size=width))
+        root = data.draw(few)
+        window, growing = Window(), Growing(MAX_NODES)
+        window.columns = [list(column) for column in columns]
+        window.plant(growing, root)
+        tree = growing.tree()
+        tree.check(vocab_size=4, budget=MAX_NODES)
+        assert len(tree) <= width * levels - 1
+        paths = paths_of(tree)
+        heads = [column[0] for column in columns][1:]
+        want = [(*heads[:i], *columns[i][1 : 1 + j]) for i in range(width) for j in range(levels)]
+        assert {path for path in want if path} == set(paths)
+
+        # the target's choice behind a row says where the row stands: its number in base 4, as it were
+        choices = [100 + row for row in range(1 + len(tree))]
+        emitted = data.draw(st.integers(1, width + 2))
+        grams = window.advance(choices, emitted)
+        assert len(grams) == width
+        for i, gram in enumerate(grams):
+            own = [root if i == 0 else columns[i][0], *columns[i][1:]]
+            end = (*heads[:i], *columns[i][1:])
+            row = 0 if not end else 1 + paths.index(end)
+            assert gram == [*own, 100 + row]
+        # what stands i + j behind the new root stood `emitted` further behind the old one
+        assert window.columns == [gram[1:] for gram in grams[emitted - 1 :]]
+
+    def test_what_was_not_verified_is_not_learned(self) -> None:
+        window, growing = Window(), Growing(9)
+        window.columns = [[1, 2], [3, 4]]
+        window.plant(growing, 9)
+        assert window.advance([5, 6, 7], 1) == []  # pages for two of three nodes
+        assert window.columns == [[9, 2], [3, 4]]
+
+    def test_an_unusable_choice_ends_the_window(self) -> None:
+        window, growing = Window(), Growing(9)
+        window.columns = [[1, 2], [3, 4]]
+        window.plant(growing, 9)
+        nodes = {path: 1 + node for node, path in enumerate(paths_of(growing.tree()))}
+        choices = [0] * 4
+        choices[nodes[3, 4]] = -1
+        assert window.advance(choices, 1) == [[9, 2, 0]]
+        assert window.columns == []
+
+
+class TestDrafter:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(few, min_size=1, max_size=8),
+        st.lists(st.integers(0, MAX_NODES), min_size=1, max_size=12),
+        st.integers(1, 8),
+        st.integers(2, 6),
+    )
+    def test_trees_are_sound_at_any_budget(
+        self, prompt: list[int], budgets: list[int], window: int, ngram: int
+    ) -> None:
+        drafter = LookaheadDrafter(window=window, ngram=ngram)
+        tokens = list(prompt)
+        for i, budget in enumerate(budgets):
+            tree = ask(drafter, tokens, budget)  # checked there
+            choices = tuple((7 * row + i) % 4 for row in range(1 + len(tree)))
+            tokens += choices[:1]
+            drafter.observe([Verdict("a", choices[:1], len(tree), 0, (), choices)])
+            assert len(drafter._texts["a"].window.columns) <= window
+
+    def test_it_learns_what_the_target_says_elsewhere(self) -> None:
+        """The target counts up: nothing is ever said twice, but the window has counted further before the text does."""
+
+        def count(text: Ids) -> int:
+            return text[-1] + 1
+
+        verdicts = follow(LookaheadDrafter(window=8, ngram=4, from_text=False), count, [60, 70, 46, 40], 20)
+        assert sum(v.accepted for v in verdicts[:2]) == 0  # nothing to draft from yet
+        assert sum(v.accepted for v in verdicts) >= 3
+
+    def test_n_grams_of_the_text_are_candidates(self) -> None:
+        text = [1, 2, 3, 4, 5, 6, 1, 2]
+        assert (3, 4, 5) in paths_of(ask(LookaheadDrafter(), text))
+        assert (3, 4, 5) not in paths_of(ask(LookaheadDrafter(from_text=False, window=1), text))
+
+    def test_little_room_goes_to_fewer_columns(self) -> None:
+        drafter = LookaheadDrafter(window=8, ngram=4)
+        for budget, columns in ((63, 8), (16, 4), (7, 2), (3, 1), (1, 0), (0, 0)):
+            ask(drafter, [1, 2, 3], budget)
+            assert len(drafter._texts["a"].window.columns) == columns
+
+    def test_what_ended_is_forgotten(self) -> None:
+        drafter = LookaheadDrafter()
+        ask(drafter, [1, 2, 3])
+        drafter.stop("a")
+        drafter.stop("b")
+        assert not drafter._texts
+        drafter.observe([Verdict("a", (1,), 1, 0, (), (1, 2))])
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"ngram": 1}, "ngram=1"),
+            ({"window": 0}, "window=0"),
+            ({"window": 17, "ngram": 5}, "window=17: must be 1 to 16"),
+            ({"candidates": 0}, "candidates=0"),
+            ({"pool_size": 0}, "pool_size=0"),
+        ],
+    )
+    def test_bad_settings_are_refused(self, options: dict[str, Any], named: str) -> None:
+        with pytest.raises(ConfigError, match=named):
+            LookaheadDrafter(**options)
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+class TestExactness:
+    def test_every_parameter_and_temperature_in_a_batch_and_alone(
+        self, open_llm: Callable[..., LLM], rounds: str
+    ) -> None:
+        llm = open_llm(drafter="lookahead", rounds=rounds, planner="fixed")
+        batch = cases()
+        expected = plain(llm, batch)
+        got = run(llm, batch, "lookahead")
+        assert not differences(batch, expected, got)
+        assert sum(a.speculation.accepted for a in got) > 0
+        some = batch[::4]
+        assert not differences(some, expected[::4], run(llm, some, "lookahead", alone=True))
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_long_answers_with_strong_penalties(
+        self, open_llm: Callable[..., LLM], rounds: str, temperature: float
+    ) -> None:
+        llm = open_llm(drafter="lookahead", rounds=rounds, planner="fixed")
+        params = SamplingParams(temperature=temperature, seed=7, max_tokens=60, ignore_eos=True, logit_bias=FEW)
+        strong = replace(params, frequency_penalty=1.5, repetition_penalty=1.3)
+        batch = [Case("plain", (10, 20, 30), params), Case("penalties", (10, 20, 30), strong)]
+        got = run(llm, batch, "lookahead")
+        assert not differences(batch, plain(llm, batch), got)
+        assert all(a.speculation.accepted > 0 for a in got)
+
+    def test_short_of_pages(self, tiny_target: Path, rounds: str) -> None:
+        """Trees are cut, requests are preempted and come back: the same tokens."""
+        arrivals = [
+            Arrival(5 + i, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias=FEW), 2 * i)
+            for i in range(4)
+        ]
+        want = [a.token_ids for a in Stepper(tiny_target, None).run(arrivals)]
+        bench = Stepper(tiny_target, "lookahead", pages=9, page_size=8, max_num_seqs=4, rounds=rounds)
+        got = bench.run(arrivals)
+        assert [a.token_ids for a in got] == want
+        assert sum(a.speculation.accepted for a in got) > 0
