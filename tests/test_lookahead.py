@@ -115,13 +115,6 @@ class TestWindow:
         # what stands i + j behind the new root stood `emitted` further behind the old one
         assert window.columns == [gram[1:] for gram in grams[emitted - 1 :]]
 
-    def test_what_was_not_verified_is_not_learned(self) -> None:
-        window, growing = Window(), Growing(9)
-        window.columns = [[1, 2], [3, 4]]
-        window.plant(growing, 9)
-        assert window.advance([5, 6, 7], 1) == []  # pages for two of three nodes
-        assert window.columns == [[9, 2], [3, 4]]
-
     def test_an_unusable_choice_ends_the_window(self) -> None:
         window, growing = Window(), Growing(9)
         window.columns = [[1, 2], [3, 4]]
@@ -173,6 +166,18 @@ class TestDrafter:
         for budget, columns in ((63, 8), (16, 4), (7, 2), (3, 1), (1, 0), (0, 0)):
             ask(drafter, [1, 2, 3], budget)
             assert len(drafter._texts["a"].window.columns) == columns
+
+    def test_a_tree_that_was_cut_teaches_nothing(self) -> None:
+        drafter = LookaheadDrafter(window=4, ngram=3)
+        tree = ask(drafter, [1, 2, 3])
+        before = [list(column) for column in drafter._texts["a"].window.columns]
+        known = len(drafter._texts["a"].pool)
+        nodes = len(tree) - 1  # pages were short
+        drafter.observe([Verdict("a", (50,), nodes, 0, (), (50,) * (1 + nodes))])
+        assert drafter._texts["a"].window.columns == before
+        assert len(drafter._texts["a"].pool) == known
+        drafter.observe([Verdict("a", (50,), len(tree), 0, (), (50,) * (1 + len(tree)))])
+        assert all(column[-1] == 50 for column in drafter._texts["a"].window.columns)
 
     def test_what_ended_is_forgotten(self) -> None:
         drafter = LookaheadDrafter()

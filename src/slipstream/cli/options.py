@@ -148,7 +148,8 @@ class Common:
             "-d",
             metavar="NAME[:PATH]",
             panel=SPECULATION,
-            help="Who guesses ahead. ngram: what the text already said; prediction: the text of --prediction; "
+            help="Who guesses ahead. ngram: what the text already said; lookahead: what the model says further on; "
+            "prediction: the text of --prediction; "
             "model:PATH: a smaller model with the same tokenizer, such as model:path/to/small; medusa:PATH: heads that "
             "were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts merged; "
             f"none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",

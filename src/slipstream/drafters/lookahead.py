@@ -122,8 +122,6 @@ class Window:
 
         Gives the n-grams. The columns move on with the root; those that it has passed are gone.
         """
-        if len(choices) <= max(self._nodes, default=ROOT) + 1:
-            return []  # some of it was not verified
         grams = [[*column, choices[1 + node]] for column, node in zip(self.columns, self._nodes, strict=True)]
         self._nodes = []
         usable = [gram for gram in grams if gram[-1] >= 0]
@@ -143,6 +141,7 @@ class _Text:
     pool: NgramPool
     dice: random.Random
     window: Window = field(default_factory=Window)
+    drafted: int = 0  # nodes of the tree that is out
     read: int = 0  # tokens of the request whose n-grams are in the pool
 
 
@@ -164,7 +163,7 @@ class LookaheadDrafter(HostDrafter):
 
     def __init__(
         self,
-        window: int = 11,
+        window: int = 15,
         ngram: int = 4,
         candidates: int = 12,
         pool_size: int = 20_000,
@@ -197,7 +196,8 @@ class LookaheadDrafter(HostDrafter):
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
             text = self._texts.get(verdict.request_id)
-            if text is not None and verdict.drafted and verdict.choices:
+            # where nodes were cut, nobody says which: what the target chose there is not known to be behind the window
+            if text is not None and verdict.choices and verdict.drafted == text.drafted > 0:
                 for gram in text.window.advance(verdict.choices, len(verdict.tokens)):
                     text.pool.add(gram)
 
@@ -218,6 +218,7 @@ class LookaheadDrafter(HostDrafter):
             text.window.plant(tree, tokens[-1])
         for rest in self._found(text.pool, tokens):
             tree.add_path(rest)
+        text.drafted = len(tree)
         return tree.tree()
 
     @staticmethod

@@ -303,15 +303,11 @@ class Drafting:
             for answer, before, tree in zip(answers, used, trees, strict=True)
         ]
 
-<<<<<<< HEAD
-    def _fitting(self, answer: Answer, used: int, tree: Tree) -> Tree:
-=======
     def _is_whole(self, name: str) -> bool:
         drafter = self.drafters[name]
         return isinstance(drafter, HostDrafter) and drafter.whole
 
-    def _fitting(self, answer: Answer, tree: Tree) -> Tree:
->>>>>>> cce31b1 (Lookahead decoding: the lookahead drafter; drafts that are taken whole)
+    def _fitting(self, answer: Answer, used: int, tree: Tree) -> Tree:
         """As much of the tree as there are pages for: the first nodes of a tree are a tree too."""
         fits = self._fit(answer, used, len(tree))
         return tree if fits == len(tree) else Tree(tree.tokens[:fits], tree.parents[:fits])
