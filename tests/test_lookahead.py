@@ -216,6 +216,13 @@ class TestExactness:
         some = batch[::4]
         assert not differences(some, expected[::4], run(llm, some, "lookahead", alone=True))
 
+    def test_merged_with_another(self, open_llm: Callable[..., LLM], rounds: str) -> None:
+        llm = open_llm(drafter="ngram+lookahead", rounds=rounds, planner="fixed")
+        batch = cases()[::3]
+        got = run(llm, batch, "ngram+lookahead")
+        assert not differences(batch, plain(llm, batch), got)
+        assert all("lookahead" in a.speculation.by_drafter for a in got)
+
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_long_answers_with_strong_penalties(
         self, open_llm: Callable[..., LLM], rounds: str, temperature: float
