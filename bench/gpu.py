@@ -10,6 +10,7 @@
     tree       a verify pass over a tree of 64 rows, passes over 1 to 128 requests, the plain step over its bytes
     small      `tokens` of a small model by itself, plain
     long       the plain step at 8,000 and 32,000 tokens of context, of a random model of the target's shape
+    heads      the draft of an EAGLE-3 head, and its bytes
     sampling   the step with the choice of its token, of that model
     prefill    reading a prompt of 8,000 tokens; the first token after 1,024
     idle       how much of the time the device waits, in every mode
@@ -38,7 +39,7 @@ from gpu_report import Report
 
 from slipstream.core.errors import ConfigError
 
-PARTS = ("tokens", "tree", "small", "long", "sampling", "prefill", "idle", "peers")
+PARTS = ("tokens", "tree", "small", "long", "heads", "sampling", "prefill", "idle", "peers")
 
 
 def chosen(key: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

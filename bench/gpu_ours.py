@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_heads
 import gpu_passes
 import gpu_tokens
 import torch
@@ -23,7 +24,7 @@ from transformers import PreTrainedConfig
 from slipstream.models.load import load_config
 from slipstream.models.resolve import resolve
 
-PARTS = ("tokens", "tree", "small", "long", "sampling", "prefill", "idle")
+PARTS = ("tokens", "tree", "small", "long", "heads", "sampling", "prefill", "idle")
 IDLE_WARMUPS = 3
 """Answers before the one that is watched: sizes of rounds are captured when they first come, and guesses learn."""
 
@@ -61,10 +62,10 @@ def measure(plan: Plan, report: Report, clock: Clock | None = None) -> None:
     """All parts of the plan. One that fails is noted, and the others go on."""
     clock = clock or clock_of(plan.device)
     stages: dict[str, tuple[bool, Callable[[Plan, Report, Clock], None]]] = {
-        "copy": (plan.has("tree", "long"), _copy),
+        "copy": (plan.has("tree", "long", "heads"), _copy),
         "first opening": (plan.has("tokens", "tree"), _first_opening),
         "small": (plan.small is not None and plan.has("small"), _small),
-        "random model": (plan.has("long", "sampling"), _random_model),
+        "random model": (plan.has("long", "heads", "sampling"), _random_model),
         "second opening": (plan.has("prefill", "idle"), _second_opening),
     }
     if plan.has("tokens", "tree", "prefill", "idle"):
@@ -109,6 +110,9 @@ def _random_model(plan: Plan, report: Report, clock: Clock) -> None:
         with report.part("long"):
             steps = gpu_passes.long_part(runner, report.results["copy_bytes_per_s"], clock)
             report.put([asdict(step) for step in steps], "long")
+    if plan.has("heads"):
+        with report.part("heads"):
+            report.put(asdict(gpu_heads.head_part(runner, report.results["copy_bytes_per_s"], clock)), "heads")
     if plan.has("sampling"):
         with report.part("sampling"):
             report.put([asdict(step) for step in gpu_passes.sampling_part(runner, clock)], "sampling")

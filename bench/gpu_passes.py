@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from gpu_clock import Clock
@@ -74,6 +74,27 @@ def random_cache(runner: Runner, requests: int, tokens: int) -> KVCache:
     return cache
 
 
+class LanesAt(NamedTuple):
+    """Requests that stand somewhere in their texts, and the one that stands for nobody behind them."""
+
+    state: LaneState
+    lanes: Tensor  # [B] int64
+
+
+def lane_state(runner: Runner, requests: int, context: int, reach: int) -> LanesAt:
+    """So many requests, each with so many tokens in the cache and so many pages. The last one's are not there."""
+    ids = torch.arange(requests + 1, device=runner.device)
+    state = LaneState(
+        last=(17 * ids + 5) % runner.vocab_size,
+        previous=torch.zeros_like(ids),
+        length=torch.full_like(ids, context),
+        generated=torch.zeros_like(ids),
+        pages=torch.arange((requests + 1) * reach, dtype=torch.int32, device=runner.device).view(-1, reach),
+        recent=torch.zeros((requests + 1, RECENT), dtype=torch.int64, device=runner.device),
+    )
+    return LanesAt(state, ids[:requests])
+
+
 @torch.inference_mode()
 def lay_out(runner: Runner, cache: KVCache, trees: Sequence[Tree], context: int) -> FixedPass:
     """The pass of one round: a request a tree, each with so many tokens in the cache before it."""
@@ -89,16 +110,8 @@ def lay_out(runner: Runner, cache: KVCache, trees: Sequence[Tree], context: int)
         version=0,
         keeps_logits=False,
     )
-    ids = torch.arange(requests + 1, device=device)
-    state = LaneState(
-        last=(17 * ids + 5) % runner.vocab_size,
-        previous=torch.zeros_like(ids),
-        length=torch.full_like(ids, context),
-        generated=torch.zeros_like(ids),
-        pages=torch.arange((requests + 1) * reach, dtype=torch.int32, device=device).view(-1, reach),
-        recent=torch.zeros((requests + 1, RECENT), dtype=torch.int64, device=device),
-    )  # the trash lane's pages are not there, and never read
-    lanes, draft = ids[:requests], Draft.pack(trees, device)
+    state, lanes = lane_state(runner, requests, context, reach)
+    draft = Draft.pack(trees, device)
     rows = PassRows.empty(requests, draft.width, shape.rows, tree=shape.is_tree, device=device)
     trash_slot = (cache.num_pages - 1) * PAGE
     pack_rows(state, lanes, draft, rows, page_size=PAGE, trash_slot=trash_slot)

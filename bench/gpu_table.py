@@ -38,6 +38,7 @@ def rows_of(results: Mapping[str, Any]) -> list[Row]:
         *_token_rows(results),
         *_pass_rows(results),
         *_long_rows(results),
+        *_head_rows(results),
         *_sampling_rows(results),
         *_prompt_rows(results),
         *_start_rows(results),
@@ -85,6 +86,15 @@ def _long_rows(results: Mapping[str, Any]) -> list[Row]:
         Row(f"step at {step['context']:,} tokens, ms", f"{step['ms']:.3f} ({step['over_bytes']:.3f} times its bytes)")
         for step in results.get("long", ())
     ]
+
+
+def _head_rows(results: Mapping[str, Any]) -> list[Row]:
+    found = results.get("heads")
+    if not found:
+        return []
+    what = f"draft of an EAGLE-3 head, depth {found['depth']}, {found['nodes']} nodes"
+    rows = [Row(f"{what}, {n} at once, ms", f"{ms:.3f}") for n, ms in found["ms"].items()]
+    return [*rows, Row(f"{what}, over its bytes at copy bandwidth", f"{found['over_bytes']:.3f}")]
 
 
 def _sampling_rows(results: Mapping[str, Any]) -> list[Row]:

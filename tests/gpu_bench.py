@@ -13,8 +13,9 @@ import torch
 
 ROOT_FOLDER = Path(__file__).parent.parent
 sys.path.append(str(ROOT_FOLDER / "bench"))
-_NAMES = ("gpu", "gpu_clock", "gpu_ours", "gpu_passes", "gpu_peers", "gpu_report", "gpu_table", "gpu_tokens", "widen")
-gpu, clocks, ours, passes, peers, reports, tables, tokens, widen = (import_module(name) for name in _NAMES)
+_PARTS = ("clock", "heads", "ours", "passes", "peers", "report", "table", "tokens")
+_NAMES = ("gpu", *(f"gpu_{part}" for part in _PARTS), "widen")
+gpu, clocks, heads, ours, passes, peers, reports, tables, tokens, widen = (import_module(name) for name in _NAMES)
 
 CPU = torch.device("cpu")
 

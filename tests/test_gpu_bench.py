@@ -20,6 +20,7 @@ from gpu_bench import (
     FakeClock,
     FakeTime,
     clocks,
+    heads,
     passes,
     tokens,
     write_prompts,
@@ -319,6 +320,19 @@ def test_long_contexts_read_their_cache() -> None:
     assert long.over_bytes == pytest.approx(0.003 / (long.step_bytes / 1e9))
     assert (short.context, short.ms, long.ms) == (40, 2.0, 3.0)
     assert not torch.equal(clock.seen[0]["40"], clock.seen[0]["520"])
+
+
+def test_the_draft_of_a_head_and_its_bytes() -> None:
+    runner = passes.random_runner(tiny_llama(), torch.float32, CPU, 128)
+    clock = FakeClock({"1": 0.002, "3": 0.003})
+    found = heads.head_part(runner, 1e6, clock, context=40, depth=2, width=3, nodes=9, requests=(1, 3))
+    head = heads.random_head(runner)
+    fc, cache = 4 * 32 * 96, 4 * 40 * head.layers[0].numel
+    assert found.ms == {"1": 2.0, "3": 3.0}
+    assert found.over_bytes == pytest.approx(0.002 / (found.bytes / 1e6))
+    assert found.bytes == fc + 2 * (head.weights_bytes - fc + cache)
+    for name, tree in clock.seen[0].items():
+        assert tree.tokens.shape == tree.parents.shape == (int(name), 9)
 
 
 def test_every_way_to_choose_by_two_vocabularies() -> None:

@@ -159,7 +159,7 @@ def test_ours_from_end_to_end(
     """Every part that a CPU can do, on tiny models."""
     few = tmp_path / "few.jsonl"
     few.write_text("".join(line + "\n" for line in prompts_file.read_text().splitlines()[:25]))
-    parts = ("tokens", "tree", "small", "long", "sampling", "prefill")
+    parts = ("tokens", "tree", "small", "long", "heads", "sampling", "prefill")
     plan = ours.Plan(str(tiny_target), str(tiny_draft), str(tiny_draft), few, 3, CPU, parts)
     report = reports.Report({}, tmp_path / "results.json")
     ours.measure(plan, report, FakeClock())
@@ -172,12 +172,13 @@ def test_ours_from_end_to_end(
     assert list(found["small"]) == ["plain"]
     assert found["tree"]["context"] == 192, "as far as the model goes"
     assert [step["context"] for step in found["long"]] == [8000, 32000]
+    assert found["heads"]["nodes"] == 63
     assert [step["vocab_size"] for step in found["sampling"]] == [300, 151936]
     assert (found["prefill"]["tokens"], found["prefill"]["first_tokens"]) == (255, 255)
     assert len(found["starts"]) == 2
     table = tables.markdown(found)
     assert "failed" not in table
-    assert table.count("\n") == 1 + 12 + 3 + 6 + 2 + 6 + 2 + 2
+    assert table.count("\n") == 1 + 12 + 3 + 6 + 2 + 3 + 6 + 2 + 2
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -236,6 +237,7 @@ def test_passes_in_the_table() -> None:
             "step_over_bytes": 1.2,
         },
         "long": [{"context": 32000, "ms": 5.0, "over_bytes": 1.31}],
+        "heads": {"depth": 6, "nodes": 63, "ms": {"1": 1.5}, "over_bytes": 1.25},
         "sampling": [{"vocab_size": 151936, "ms": {"greedy": 4.0, "T=1": 4.1}, "over_greedy": {"T=1": 1.025}}],
     }
     assert [(row.what, row.ours) for row in tables.rows_of(results)] == [
@@ -243,6 +245,8 @@ def test_passes_in_the_table() -> None:
         ("pass over a tree of 64 rows, at 300 tokens, ms", "4.100 (1.051 plain steps)"),
         ("plain step over its bytes at copy bandwidth", "1.200"),
         ("step at 32,000 tokens, ms", "5.000 (1.310 times its bytes)"),
+        ("draft of an EAGLE-3 head, depth 6, 63 nodes, 1 at once, ms", "1.500"),
+        ("draft of an EAGLE-3 head, depth 6, 63 nodes, over its bytes at copy bandwidth", "1.250"),
         ("step with its choice, greedy, 151,936 tokens to choose from, ms", "4.000"),
         ("step with its choice, T=1, 151,936 tokens to choose from, ms", "4.100 (1.025 greedy steps)"),
     ]
