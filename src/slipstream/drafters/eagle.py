@@ -1,0 +1,58 @@
+"""EAGLE-1, 2 and 3: a head of one layer that goes on from the target's hidden states, in chains or in trees.
+
+What such a head computes is in `models/heads/eagle.py`, how a head drafts in `features.py`; here is how one is named.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import parse_qsl
+
+from slipstream.core.draft import MAX_NODES
+from slipstream.core.errors import ConfigError
+from slipstream.drafters.base import Opening
+from slipstream.drafters.features import FeatureDrafter
+from slipstream.models.heads.base import Head
+
+if TYPE_CHECKING:
+    from slipstream.models.runner import Runner
+
+OPTIONS = ("depth", "width", "nodes")
+
+
+class EagleDrafter(FeatureDrafter):
+    """Drafts with an EAGLE head: chains where width is 1, else trees, deep where it is sure and broad elsewhere."""
+
+    name: ClassVar[str] = "eagle"
+
+    def __init__(self, head: Head, *, depth: int = 6, width: int = 8, nodes: int = MAX_NODES) -> None:
+        super().__init__(head, depth=depth, width=width, nodes=nodes)
+
+    @classmethod
+    def check(cls, opening: Opening) -> None:
+        from slipstream.models.heads.checkpoint import read_config
+
+        assert opening.path is not None  # `parse_spec` refuses one without
+        folder, _, options = opening.path.partition("?")
+        parse_options(options)
+        read_config(opening.resolve(folder))
+
+    @classmethod
+    def open(cls, opening: Opening, target: Runner) -> EagleDrafter:
+        from slipstream.models.heads.eagle import EagleHead
+
+        assert opening.path is not None
+        folder, _, options = opening.path.partition("?")
+        return cls(EagleHead.open(opening.resolve(folder), target), **parse_options(options))
+
+
+def parse_options(text: str) -> dict[str, int]:
+    """Read `depth=6&width=8&nodes=32`; what is not named keeps its default."""
+    found: dict[str, int] = {}
+    for key, value in parse_qsl(text, keep_blank_values=True):
+        if key not in OPTIONS:
+            raise ConfigError(f"eagle:PATH?{text}: {key!r} is unknown, must be one of {', '.join(OPTIONS)}")
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"eagle:PATH?{text}: {key}={value!r}, must be a whole number of at least 1")
+        found[key] = int(value)
+    return found

@@ -1,0 +1,266 @@
+"""The EAGLE drafter: never another token, and guesses that are those of its head, computed by hand from the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import eagle_scenes
+from conftest import save_model, tiny_llama
+from eagle_scenes import ByHand, Stored
+from exactness import Case, cases, differences, plain, run
+from families import load_reference
+from slipstream import LLM, CompletionOutput, SamplingParams
+from slipstream.core.draft import Draft
+from slipstream.core.errors import ConfigError, DrafterError, ModelError, ModelNotFound
+from slipstream.drafters import parse_spec
+from slipstream.drafters.base import DraftRequest
+from slipstream.drafters.eagle import EagleDrafter, parse_options
+
+HEADS: dict[str, Callable[[], Stored]] = {
+    "eagle1": eagle_scenes.eagle1,
+    "eagle3": eagle_scenes.eagle3,
+    "speculators": lambda: eagle_scenes.speculators(taps=(3, 0, 1), norm_before_residual=True),
+    "eagle3.1": lambda: eagle_scenes.specforge(taps=(0, 1, 2), fc_norm=True, norm_output=True),
+}
+TAPS = {"eagle3": (2, 1, 0), "speculators": (3, 0, 1), "eagle3.1": (1, 2, 3)}
+"""Of a target with three layers: how many of them the tapped states have passed."""
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("heads")
+    return {name: make().write(folder / name) for name, make in HEADS.items()}
+
+
+@pytest.mark.parametrize(
+    ("head", "how", "rounds"),
+    [
+        ("eagle1", "?width=1&depth=4", "eager"),
+        ("eagle1", "?width=3&depth=3&nodes=9", "queued"),
+        ("eagle3", "?width=1&depth=3", "queued"),
+        ("eagle3", "", "eager"),
+        ("eagle3", "", "queued"),
+        ("speculators", "?width=2&depth=4&nodes=12", "eager"),
+        ("eagle3.1", "?width=4&depth=2", "queued"),
+    ],
+)
+def test_the_same_tokens_in_a_batch(
+    head: str, how: str, rounds: str, heads: dict[str, Path], open_llm: Callable[..., LLM]
+) -> None:
+    """Every parameter at every temperature, 24 requests on 8 seats."""
+    llm = open_llm(drafter=f"eagle:{heads[head]}{how}", planner="fixed", rounds=rounds)
+    batch = cases()
+    expected = plain(llm, batch)
+    got = run(llm, batch, "eagle")
+    assert not differences(batch, expected, got)
+    drafted, accepted = (sum(getattr(o.speculation, what) for o in got) for what in ("drafted", "accepted"))
+    assert 0 < accepted < drafted
+    assert not differences(batch[::5], expected[::5], run(llm, batch[::5], "eagle", alone=True))
+
+
+def test_both_engines_guess_alike(heads: dict[str, Path], open_llm: Callable[..., LLM]) -> None:
+    """As many guesses are accepted where rounds are queued: they are the same guesses."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for rounds in ("eager", "queued"):
+        llm = open_llm(drafter=f"eagle:{heads['eagle3']}?width=3&depth=3", planner="fixed", rounds=rounds)
+        outputs = run(llm, few(), "eagle", alone=True)
+        found[rounds] = [(output.speculation.rounds, output.speculation.accepted) for output in outputs]
+    assert found["eager"] == found["queued"]
+    assert sum(accepted for _, accepted in found["eager"]) > 0
+
+
+def few() -> list[Case]:
+    return [case for case in cases() if case.name.startswith(("plain", "logit_bias"))]
+
+
+class Target:
+    """The target as transformers runs it: its hidden states behind any text."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: PreTrainedModel = load_reference(folder)
+
+    @torch.inference_mode()
+    def taps(self, tokens: Sequence[int], head: str) -> Tensor:  # [N, F]
+        out: Any = self.model(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True)
+        if head == "eagle1":
+            return torch.as_tensor(out.hidden_states[-1][0])  # the last is after the final norm
+        states = list(out.hidden_states)
+        states[-1] = self._before_the_norm(tokens)
+        return torch.cat([states[layer][0] for layer in TAPS[head]], dim=1)
+
+    def _before_the_norm(self, tokens: Sequence[int]) -> Tensor:
+        kept: list[Tensor] = []
+        norm: Any = self.model.get_submodule("model.norm")
+        with norm.register_forward_pre_hook(lambda module, given: kept.append(given[0])):
+            self.taps(tokens, "eagle1")
+        return kept[0]
+
+    def by_hand(self, stored: Stored) -> ByHand:
+        model: Any = self.model
+        return ByHand(stored, model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach())
+
+
+class Guesser:
+    """What a head guesses behind a text, with nothing kept from one guess to the next."""
+
+    def __init__(self, target: Target, head: str, tokens: Sequence[int]) -> None:
+        self.hand = target.by_hand(HEADS[head]())
+        taps = target.taps(tokens[:-1], head)
+        # the row of the token at q reads the target's states at q - 1
+        self.ids, self.features = list(tokens[1:]), [self.hand.features(state) for state in taps]
+        self._done: dict[tuple[int, ...], Tensor] = {}
+        stored = self.hand.stored.tensors
+        self.vocab = (torch.arange(len(stored["d2t"])) + stored["d2t"]).tolist() if "d2t" in stored else None
+
+    def scores(self, path: tuple[int, ...]) -> dict[int, float]:
+        """Token -> log q behind this path of guesses."""
+        found = self.hand.logits(self._hidden(path)).log_softmax(0).tolist()
+        return {token if self.vocab is None else self.vocab[token]: score for token, score in enumerate(found)}
+
+    def _hidden(self, path: tuple[int, ...]) -> Tensor:
+        if path not in self._done:
+            own = [self._hidden(path[:depth]) for depth in range(len(path))]  # a guess reads the head's own state
+            self._done[path] = self.hand.hidden([*self.ids, *path], [*self.features, *own])[-1]
+        return self._done[path]
+
+
+Seen = list[tuple[list[int], list[int], list[int]]]
+"""Of each draft: the text, the guesses, their parents."""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found: Seen = []
+    propose = EagleDrafter.propose
+
+    def noted(self: EagleDrafter, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        draft = propose(self, requests, budget)
+        for i, request in enumerate(requests):
+            count = int(draft.counts[i])
+            found.append((list(request.tokens), draft.tokens[i, :count].tolist(), draft.parents[i, :count].tolist()))
+        return draft
+
+    monkeypatch.setattr(EagleDrafter, "propose", noted)
+    return found
+
+
+def generate(llm: LLM) -> list[CompletionOutput]:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logit_bias={10: 3.0, 20: 3.0})
+    plain_params = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
+    prompts = [[7, 8, 9, 10, 11], [40], list(range(60, 69))]
+    return [out.outputs[0] for out in llm.generate(prompts, [plain_params, params, plain_params])]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_chains_are_those_of_the_head(
+    head: str, heads: dict[str, Path], open_llm: Callable[..., LLM], tiny_target: Path, seen: Seen
+) -> None:
+    """Prompts, drafts that were accepted and drafts that were not: each guess is what the head says by itself."""
+    generate(open_llm(drafter=f"eagle:{heads[head]}?width=1&depth=3", planner="fixed", rounds="eager"))
+    target, checked = Target(tiny_target), 0
+    for tokens, guesses, _ in seen:
+        if tokens[0] == 40:  # this one has a bias
+            continue
+        guesser = Guesser(target, head, tokens)
+        for depth, guess in enumerate(guesses):
+            scores = guesser.scores(tuple(guesses[:depth]))
+            assert scores[guess] > max(scores.values()) - 1e-4
+            checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3", "eagle3.1"])
+def test_trees_are_the_surest_guesses_of_the_head(
+    head: str, heads: dict[str, Path], open_llm: Callable[..., LLM], tiny_target: Path, seen: Seen
+) -> None:
+    width, depth, nodes = 3, 3, 5
+    how = f"?width={width}&depth={depth}&nodes={nodes}"
+    generate(open_llm(drafter=f"eagle:{heads[head]}{how}", planner="fixed", rounds="eager"))
+    target, checked = Target(tiny_target), 0
+    for tokens, guesses, parents in seen:
+        if tokens[0] == 40 or len(guesses) < nodes:
+            continue
+        candidates = by_beam(Guesser(target, head, tokens), width, depth)
+        paths: list[tuple[int, ...]] = []
+        for guess, parent in zip(guesses, parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), guess))
+        have = sorted((candidates[path] for path in paths), reverse=True)
+        want = sorted(candidates.values(), reverse=True)[:nodes]
+        torch.testing.assert_close(torch.tensor(have), torch.tensor(want), rtol=1e-3, atol=1e-3)
+        checked += 1
+    assert checked > 2
+
+
+def by_beam(guesser: Guesser, width: int, depth: int) -> dict[tuple[int, ...], float]:
+    """All that a beam finds: path -> log q of the whole path."""
+    beam: list[tuple[int, ...]] = [()]
+    found: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        level: dict[tuple[int, ...], float] = {}
+        for path in beam:
+            scores = guesser.scores(path)
+            for token in sorted(scores, key=lambda token: -scores[token])[:width]:
+                level[(*path, token)] = found[path] + scores[token]
+        found |= level
+        beam = sorted(level, key=lambda path: -level[path])[:width]
+    del found[()]
+    return found
+
+
+def test_a_head_that_is_right_is_accepted_whole(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
+    """A target that looks at its last token only, and an EAGLE-1 head that knows this."""
+    folder = save_model(tmp_path / "target", tiny_llama(tie_word_embeddings=False))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    model.save_pretrained(folder)
+    stored = eagle_scenes.eagle1(bias=False, embeds=False)
+    # the token and nothing else; large, so that it is sure: a beam goes on with what is sure, not with what is best
+    stored.tensors["fc.weight"] = torch.cat((50 * torch.eye(32), torch.zeros(32, 32)), dim=1)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        stored.tensors[f"layers.0.{name}.weight"].zero_()
+    path = stored.write(tmp_path / "head")
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True)
+    for how, rounds, most in (("1", "eager", 5), ("1", "queued", 5), ("2", "eager", 6), ("2", "queued", 6)):
+        llm = open_llm(folder, drafter=f"eagle3:{path}?depth=4&width={how}", planner="fixed", rounds=rounds)
+        (output,) = llm.generate([[5, 6, 7]], params)
+        stats = output.outputs[0].speculation
+        # the first token, and four rounds of five; a tree near the end has few nodes, and not all on one path
+        assert stats.rounds <= most
+        assert stats.rounds + stats.accepted == 21
+
+
+def test_names_and_options() -> None:
+    assert str(parse_spec("eagle3:some/where?depth=2")) == "eagle:some/where?depth=2"
+    assert parse_options("depth=6&width=8&nodes=32") == {"depth": 6, "width": 8, "nodes": 32}
+    assert parse_options("") == {}
+    with pytest.raises(ConfigError, match=r"'topk' is unknown, must be one of depth, width, nodes"):
+        parse_options("topk=3")
+    with pytest.raises(ConfigError, match="width='0', must be a whole number of at least 1"):
+        parse_options("width=0")
+    with pytest.raises(ConfigError, match="eagle:PATH"):
+        parse_spec("eagle")
+
+
+def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        open_llm(drafter=f"eagle:{tmp_path}/nowhere.gguf")
+    stored = eagle_scenes.eagle3()
+    del stored.tensors["norm.weight"]
+    with pytest.raises(ModelError, match=r"missing: norm\.weight \[32\]"):
+        open_llm(drafter=f"eagle:{stored.write(tmp_path / 'torn')}")
+    stored = eagle_scenes.eagle3()
+    stored.config["vocab_size"] = 128
+    with pytest.raises(DrafterError, match="trained for this target"):
+        open_llm(drafter=f"eagle:{stored.write(tmp_path / 'other')}")
+    good = eagle_scenes.eagle3().write(tmp_path / "good")
+    with pytest.raises(ConfigError, match="depth=64"):
+        open_llm(drafter=f"eagle:{good}?depth=64")
