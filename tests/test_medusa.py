@@ -13,6 +13,7 @@ import torch
 from exactness import FEW, Case, cases, differences, plain, run
 from fresh import prefill
 from medusa_checkpoints import head_tensors, knowing_medusa, save_heads, tiny_medusa
+from queueing import Queue
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft
 from slipstream.core.errors import ConfigError, ModelNotFound
@@ -21,6 +22,7 @@ from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import best_tree
 from slipstream.models.resolve import resolve
+from slipstream.plan.planner import Planner
 from stepping import Arrival, Stepper
 
 OFF = SpeculationParams(enabled=False)
@@ -216,6 +218,24 @@ def test_merged_with_another_drafter(open_llm: Callable[..., LLM], knowing: Path
     got = run(llm, batch, "ngram+medusa")
     assert not differences(batch, expected, got)
     assert sum(a.speculation.by_drafter["medusa"].accepted for a in got) > 0
+
+
+def test_it_misses_nothing_where_it_rests(tiny_target: Path, knowing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps nothing of its own, so nobody waits for it to catch up."""
+
+    class Moody(Planner):
+        rounds = 0
+
+        def budget_trees(self, drafter: str, ids: Sequence[str], caps: Sequence[int], *_: Any, **__: Any) -> list[int]:
+            self.rounds += 1
+            return [0 if self.rounds % 4 else cap for cap in caps]
+
+    monkeypatch.setattr(MedusaDrafter, "catch_up", lambda *_: pytest.fail("there was nothing to read"))
+    bench = Queue(tiny_target, f"medusa:{knowing}", draft_tokens=6)
+    bench.engine.drafting.planner = Moody()
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={10: 1000.0})
+    (answer,) = bench.run([Arrival(4, params)])
+    assert answer.speculation.accepted > 8
 
 
 def test_a_prompt_of_one_token(open_llm: Callable[..., LLM], knowing: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,12 +17,14 @@ from families import CPU, random_tokens
 from mtp_checkpoints import MTP, Reference, save_with_modules
 from queueing import Queue
 from slipstream import LLM, SamplingParams, SpeculationParams
+from slipstream.core.draft import Tree
 from slipstream.core.errors import ConfigError, DrafterError
-from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound
+from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, HostDrafter
 from slipstream.drafters.mtp import MtpDrafter
 from slipstream.engine import build
 from slipstream.models.heads.mtp import MtpHead
 from slipstream.models.parity import open_model
+from slipstream.plan.planner import Planner
 from stepping import Arrival, Stepper
 
 OFF = SpeculationParams(enabled=False)
@@ -105,11 +107,20 @@ class Noting(MtpDrafter):
                 self.noted.append((self.at_slot[lane].tokens, length, line))
         return made
 
+    def hold_to(self, reference: Modules, least: int) -> None:
+        checked = 0
+        for text, length, guesses in self.noted:
+            if length + 1 <= len(text):  # else it was a round too many
+                assert guesses == reference.chain(text, length, len(guesses)), (list(text), length)
+                checked += 1
+        assert checked > least
+
 
 class Modules:
     """The guesses by the formula: module k at place i reads the token at i + k and module k - 1's state of place i."""
 
-    def __init__(self, folder: Path, family: str, modules: int, scratch: Path) -> None:
+    def __init__(self, folder: Path, family: str, modules: int, scratch: Path, bias: Mapping[int, float] = FEW) -> None:
+        self.bias = bias
         self.parts = [Reference(folder, MTP[family], i, scratch / f"module-{i}") for i in range(modules)]
         self.target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -128,31 +139,73 @@ class Modules:
                 given, ids = torch.cat((given, inner[-1:])), [*ids, tokens[-1]]
                 inner = module.hidden(ids, given)
             logits = module.logits(inner[-1:])[0]
-            logits[list(FEW)] += torch.tensor(list(FEW.values()))
+            for token, bias in self.bias.items():
+                logits[token] += bias
             tokens.append(int(logits.argmax()))
         return tokens[length + 1 :]
 
 
+class Moody(Planner):
+    """Wants one guess only in most rounds."""
+
+    rounds = 0
+
+    def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+        self.rounds += 1
+        return [cap if self.rounds % 6 == 0 else min(cap, 1) for cap in caps]
+
+
 @pytest.mark.parametrize("kind", [Stepper, Queue])
+@pytest.mark.parametrize("moody", [False, True])
 @pytest.mark.parametrize(("family", "modules", "depth"), [("deepseek", 1, 3), ("mimo", 2, 2), ("mimo", 3, 5)])
-def test_every_guess_is_the_modules_own(tmp_path: Path, kind: Any, family: str, modules: int, depth: int) -> None:
+def test_every_guess_is_the_modules_own(
+    tmp_path: Path, kind: Any, moody: bool, family: str, modules: int, depth: int
+) -> None:
     """No row is missing, stale or out of place: after prompts in chunks, beside others, after right guesses."""
     folder = save_with_modules(tmp_path / "target", MTP[family], modules)
-    head = MtpHead.open(folder, open_model(folder, torch.float32, CPU))
-    drafter = Noting(head, depth=depth)
+    drafter = Noting(MtpHead.open(folder, open_model(folder, torch.float32, CPU)), depth=depth)
     bench = kind(folder, drafter, page_size=4, max_num_seqs=4, max_batch_tokens=6)
+    if moody:
+        bench.engine.drafting.planner = Moody()
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=FEW)
     answers = bench.run([Arrival(length, params, joins) for length, joins in ((1, 0), (23, 0), (5, 2))])
-    reference = Modules(folder, family, modules, tmp_path)
-    checked = 0
-    for text, length, guesses in drafter.noted:
-        if length + 1 > len(text):
-            continue  # a round too many
-        assert guesses == reference.chain(text, length, len(guesses)), (list(text), length)
-        checked += 1
-    assert checked > 20
+    drafter.hold_to(Modules(folder, family, modules, tmp_path), 20)
     accepted, drafted = (sum(getattr(a.speculation, key) for a in answers) for key in ("accepted", "drafted"))
     assert 10 < accepted < 0.9 * drafted
+
+
+class Knows(HostDrafter):
+    """Guesses one to five tokens, all of them right: answers by the length of the prompt."""
+
+    name: ClassVar[str] = "knows"
+    bounded: ClassVar[bool] = True
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self.answers = answers
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        trees = []
+        for request, nodes in zip(requests, budget, strict=True):
+            at = len(request.tokens) - request.prompt_length
+            trees.append(Tree.chain(self.answers[request.prompt_length][at : at + min(nodes, 1 + at % 5)]))
+        return trees
+
+
+@pytest.mark.parametrize("kind", [Stepper, Queue])
+@pytest.mark.parametrize("modules", [1, 3])
+def test_tokens_that_others_guessed_are_read_too(tmp_path: Path, kind: Any, modules: int) -> None:
+    """However many they were, and where the modules had guessed others."""
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"], modules)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    jobs = [Arrival(length, params, joins) for length, joins in ((9, 0), (4, 2))]
+    answers = [list(answer.token_ids) for answer in Stepper(folder, None).run(jobs)]
+    drafter = Noting(MtpHead.open(folder, open_model(folder, torch.float32, CPU)), depth=3)
+    bench = kind(folder, [drafter, Knows(dict(zip((9, 4), answers, strict=True)))], page_size=4, max_num_seqs=4)
+    how = SpeculationParams(drafter="mtp+knows", draft_tokens=12)
+    got = bench.run([replace(job, params=replace(params, speculation=how)) for job in jobs])
+    assert [list(answer.token_ids) for answer in got] == answers
+    drafter.hold_to(Modules(folder, "mimo", modules, tmp_path, {}), 20)
+    assert sum(a.speculation.by_drafter["knows"].accepted for a in got) > 60
 
 
 @pytest.mark.parametrize("modules", [1, 2])

@@ -162,7 +162,7 @@ class FeatureDrafter(DeviceDrafter):
         pool, device = self._services.pool, self._cache.device
         asked = [i for i, nodes in enumerate(budget) if nodes]
         views = [requests[i] for i in asked]
-        behind = [view for view in views if self._known[view.id] < len(view.tokens) - 1 - self.depth]
+        behind = [view for view in views if self._known[view.id] < len(view.tokens) - self.rereads]
         self.catch_up(behind, [self._known[view.id] for view in behind])
         standing = []
         for view in views:

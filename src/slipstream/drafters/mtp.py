@@ -40,10 +40,12 @@ class MtpDrafter(FeatureDrafter):
     name: ClassVar[str] = "mtp"
 
     def __init__(self, head: MtpHead, *, depth: int | None = None, width: int = 1, nodes: int = 16) -> None:
-        self.modules = len(head.layers)
+        depth = max(_DEPTH, len(head.layers)) if depth is None else depth
+        self.modules = min(len(head.layers), depth)
         if width > 1 and self.modules > 1:
             raise ConfigError(f"width={width}: {self.modules} modules guess chains; use width=1")
-        super().__init__(head, depth=max(_DEPTH, self.modules) if depth is None else depth, width=width, nodes=nodes)
+        super().__init__(head, depth=depth, width=width, nodes=nodes)
+        self.rereads -= self.modules - 1  # a module's last places had tokens that were guessed
         self._kept = (self.modules - 1) * head.hidden_size  # numbers of a place that the next modules read
         self._states: KVCache | None = None
 
@@ -116,19 +118,23 @@ class MtpDrafter(FeatureDrafter):
         return super().draft(round) if self._states is None else self._by_modules(round)
 
     def _by_modules(self, round: DraftRound) -> Tensor:  # [B, depth]
-        """Each module over the last places again, one token further on; the last module goes on alone."""
-        state, lanes, device = round.state, round.lanes, round.lanes.device
-        guesses = torch.zeros((round.depth, lanes.shape[0]), dtype=torch.int64, device=device)
+        """Each module over the last places again, one token further on; the last module goes on alone.
+
+        All of them, however few guesses are wanted: what one does not read now it would miss later.
+        """
+        state, lanes = round.state, round.lanes
+        most = max(round.depth, self.modules)
+        guesses = torch.zeros((most, lanes.shape[0]), dtype=torch.int64, device=lanes.device)
         rows = self._last_rows(round)
         hidden = self._features(rows.seen)  # [B * rows, H]
         length = state.length[lanes, None]  # [B, 1]
-        for step in range(min(round.depth, self.modules)):
+        for step in range(self.modules):
             token = rows.token + step  # [B, rows]
-            guessed = guesses.T.gather(1, (token - length - 1).clamp(0, round.depth - 1))
+            guessed = guesses.T.gather(1, (token - length - 1).clamp(0, most - 1))
             ids = torch.where(token <= length, state.recent[lanes[:, None], token % RECENT], guessed)
             context = self._context(round, rows.place, rows.slots, rows.starts)
             hidden = self.head.run(ids.flatten(), hidden, context, rows.place, step)
             self._keep(step, rows.slots, hidden)
             self._guess(round, guesses, step, hidden[rows.last])
         self._go_on(round, guesses, self.modules, hidden[rows.last])
-        return guesses.T
+        return guesses[: round.depth].T

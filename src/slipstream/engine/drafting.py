@@ -46,6 +46,7 @@ class Drafting:
         self.planner = planner
         self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
+        self._following = frozenset(n for n in self._on_device if drafters[n].needs.own_cache)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
@@ -146,7 +147,7 @@ class Drafting:
 
         Where it guesses for one, it reads the last tokens of all.
         """
-        idle = self._on_device - {name for name, _ in plan.drafts}
+        idle = self._following - {name for name, _ in plan.drafts}
         if not idle:
             return
         for answer in answers:
@@ -159,7 +160,7 @@ class Drafting:
         if verdict.accepted < 2 or len(answer.drafters) < 2:
             return
         for name in answer.drafters:
-            if name in self._on_device and name not in answer.behind:
+            if name in self._following and name not in answer.behind:
                 share, drafter = verdict.share(name), cast(DeviceDrafter, self.drafters[name])
                 kept = max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
                 # one that reads the target's hidden states must read its own guesses again as well
