@@ -17,8 +17,8 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
-from slipstream.drafters.beam import Beam
 from slipstream.drafters.head_rows import Standing, Stretch, head_batch, lane_state, read_along
+from slipstream.kernels.grow_tree import Growth
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import RECENT
@@ -238,42 +238,41 @@ class FeatureDrafter(DeviceDrafter):
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._cache.page_size
         starts = torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
+        ahead = torch.arange(round.depth - known, device=lanes.device)[:, None]
+        places = (state.length[lanes] + ahead).clamp_(0, self._last_place(round))  # [depth - known, B]
+        slots = state.pages[lanes, places // size].long() * size + places % size
         for step in range(known, round.depth):
-            at = (state.length[lanes] + step - known).clamp_(0, self._last_place(round))  # [B]
-            slots = state.pages[lanes, at // size].long() * size + at % size
-            hidden = self.head.run(guesses[step - 1], hidden, self._context(round, at, slots, starts), at, step)
+            at = places[step - known]
+            context = self._context(round, at, slots[step - known], starts)
+            hidden = self.head.run(guesses[step - 1], hidden, context, at, step)
             self._guess(round, guesses, step, hidden)
 
     def _tree(self, round: DraftRound, hidden: Tensor) -> DeviceTree:
         """Level by level, each a pass of `width` rows a request. The surest of all that was offered is the tree."""
-        lanes, width = round.lanes, self.width
-        requests, device = lanes.shape[0], lanes.device
-        beam = Beam(width)
-        level = beam.grow(self._offer(hidden, self._rows(round, lanes, 0, None), round.features), round.depth > 1)
-        features = hidden[:, None].expand(-1, width, -1)  # [B, width, H]
-        each = lanes[:, None].expand(-1, width).flatten()  # [B * width]
-        starts = width * torch.arange(requests + 1, dtype=torch.int32, device=device)
-        # padding requests beyond those that there can be share the last one's places
-        nobody = self._guests.shape[0] // max(self._guests_each, 1) - 1
-        base = torch.arange(requests, device=device).clamp_max(nobody)[:, None] * self._guests_each  # [B, 1]
-        above = torch.empty((requests, width, 0), dtype=torch.int64, device=device)  # guests on the way to each row
-        path = torch.empty((requests, width, 0), dtype=torch.int64, device=device)  # and their tokens
+        state, lanes = round.state, round.lanes
+        growth = Growth(
+            state,
+            lanes,
+            self.width,
+            round.depth,
+            last_place=self._last_place(round),
+            guests=self._guests_each,
+            most=self._guests.shape[0] // max(self._guests_each, 1),  # padding beyond them shares the last one's
+        )
+        starts = self.width * torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
+        path = torch.empty((lanes.shape[0], 0), dtype=torch.int64, device=lanes.device)
+        level = growth.grow(*self._offer(hidden, self._rows(round, lanes, 0, None), round.features), None)
         step = 0
         while level is not None:
             step += 1
-            guest = base + (step - 1) * width + torch.arange(width, device=device)  # [B, width]
-            up = level.parents[..., None].expand(-1, -1, step - 1)
-            above = torch.cat((above.gather(1, up), guest[..., None]), dim=2)  # [B, width, step]
-            path = torch.cat((path.gather(1, up), level.tokens[..., None]), dim=2)
-            place = (round.state.length[each] + step - 1).clamp_(0, self._last_place(round))  # [B * width]
-            context = self._context(round, place, self._guests[guest.flatten()], starts, above.flatten(0, 1))
-            hidden = self.head.run(level.tokens.flatten(), features.flatten(0, 1), context, place, step)
-            rows = self._rows(round, each, step, path.flatten(0, 1) if _wants_path(round.features) else None)
-            level = beam.grow(self._offer(hidden, rows, round.features), step + 1 < round.depth)
-            if level is not None:
-                states = hidden.view(requests, width, -1)
-                features = states.gather(1, level.parents[..., None].expand(-1, -1, states.shape[2]))
-        return beam.tree(round.nodes)
+            context = self._context(round, level.places, self._guests[level.guests], starts, level.ancestors)
+            hidden = self.head.run(level.tokens, hidden[level.rows], context, level.places, step)
+            if _wants_path(round.features):
+                path = torch.cat((path[level.rows], level.tokens[:, None]), dim=1)
+            wanted = path if path.shape[1] else None
+            rows = SampleRows(level.lanes, level.positions, level.generated, wanted)
+            level = growth.grow(*self._offer(hidden, rows, round.features), level)
+        return DeviceTree(*growth.tree(round.nodes))
 
     def _context(
         self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor, ancestors: Tensor | None = None
@@ -286,7 +285,7 @@ class FeatureDrafter(DeviceDrafter):
             lanes=round.lanes,
             lengths=round.state.length,
             pages=round.state.pages,
-            ancestors=None if ancestors is None else ancestors.to(torch.int32),
+            ancestors=ancestors,
             page_size=self._cache.page_size,
             max_keys=round.keys,
             guests=None if ancestors is None else self._guests,

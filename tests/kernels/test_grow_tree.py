@@ -1,0 +1,149 @@
+"""Trees grown by confidence: as by a plain search, parents first, surest first; the kernels as their twins."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from interpreted import DEVICE
+from slipstream.kernels.grow_tree import Grown, Growth, Level
+from slipstream.kernels.pack_rows import RECENT, LaneState
+
+VOCAB = 7
+LENGTHS, EMITTED, LAST = (10, 30, 55, 4), (1, 2, 3, 4), 56
+
+
+def scores_of(path: tuple[int, ...], seed: int) -> Tensor:  # [VOCAB]
+    """A made-up guesser: log shares behind a path. Few values, so that there are ties."""
+    generator = torch.Generator().manual_seed(hash((path, seed)) % 2**31)
+    return torch.randint(0, 4, (VOCAB,), generator=generator).float().log_softmax(0)
+
+
+def state() -> LaneState:
+    lengths, emitted = torch.tensor(LENGTHS, device=DEVICE), torch.tensor(EMITTED, device=DEVICE)
+    nothing = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    recent = torch.zeros((4, RECENT), dtype=torch.int64, device=DEVICE)
+    return LaneState(nothing, nothing, lengths, emitted, nothing[:, None].int(), recent)
+
+
+class Kernels(Growth):
+    """By the kernels, for real or interpreted."""
+
+    def grow(self, tokens: Tensor, scores: Tensor, above: Level | None) -> Level | None:
+        self._step += 1
+        last = self._step == self.depth
+        level = None if last else Level.empty(self._lanes.shape[0] * self.width, self._step, DEVICE)
+        self._launch(tokens, scores, above, level)
+        return level
+
+    def tree(self, nodes: int) -> Grown:
+        out = Grown(*torch.empty((2, self.tokens.shape[0], nodes), dtype=torch.int64, device=DEVICE).unbind(0))
+        self._launch_tree(nodes, out)
+        return out
+
+
+class Grower:
+    """Grows the trees of requests with these seeds, as a drafter does, and keeps every level."""
+
+    def __init__(self, kind: type[Growth], width: int, depth: int, seeds: list[int]) -> None:
+        lanes = torch.tensor([3, 0, 2][: len(seeds)], device=DEVICE)
+        self.growth = kind(state(), lanes, width, depth, last_place=LAST, guests=width * (depth - 1), most=2)
+        self.levels: list[Level] = []
+        paths: list[tuple[int, ...]] = [() for _ in seeds]
+        whose = list(seeds)
+        level: Level | None = None
+        while True:
+            best = [scores_of(path, seed).topk(width) for path, seed in zip(paths, whose, strict=True)]
+            tokens, scores = torch.stack([b.indices for b in best]), torch.stack([b.values for b in best])
+            level = self.growth.grow(tokens.to(DEVICE), scores.to(DEVICE), level)
+            if level is None:
+                return
+            self.levels.append(level)
+            rows = level.rows.tolist()
+            paths = [(*paths[row], token) for row, token in zip(rows, level.tokens.tolist(), strict=True)]
+            whose = [whose[row] for row in rows]
+
+
+def searched(width: int, depth: int, seed: int) -> dict[tuple[int, ...], float]:
+    """All candidates by hand: path -> score."""
+    beam: list[tuple[int, ...]] = [()]
+    found: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        level = {}
+        for path in beam:
+            best = scores_of(path, seed).topk(width)
+            for token, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                level[(*path, token)] = float(torch.tensor(found[path]) + torch.tensor(score))
+        found |= level
+        beam = sorted(level, key=lambda path: -level[path])[:width]  # of equals the first
+    del found[()]
+    return found
+
+
+def paths_of(tree: Grown, request: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens[request].tolist(), tree.parents[request].tolist(), strict=True):
+        assert -1 <= parent < len(paths)  # parents come first
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert len(set(paths)) == len(paths)  # no two siblings are alike
+    return paths
+
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4))
+SEEDS = st.lists(st.integers(0, 10**6), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, SEEDS, st.integers(1, 20))
+def test_the_surest_candidates_are_the_tree(shape: tuple[int, int], seeds: list[int], nodes: int) -> None:
+    width, depth = shape
+    growth = Grower(Growth, width, depth, seeds).growth
+    nodes = min(nodes, growth.size)
+    tree = growth.tree(nodes)
+    assert tree.tokens.shape == tree.parents.shape == (len(seeds), nodes)
+    for request, seed in enumerate(seeds):
+        candidates = searched(width, depth, seed)
+        have = [candidates[path] for path in paths_of(tree, request)]
+        want = sorted(candidates.values(), reverse=True)[:nodes]
+        torch.testing.assert_close(torch.tensor(have), torch.tensor(want))  # surest first, and none was passed over
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, SEEDS)
+def test_the_kernels_match_the_twins(shape: tuple[int, int], seeds: list[int]) -> None:
+    ours, twin = Grower(Kernels, *shape, seeds), Grower(Growth, *shape, seeds)
+    for a, b in zip(ours.levels, twin.levels, strict=True):
+        for field in fields(Level):
+            assert torch.equal(getattr(a, field.name), getattr(b, field.name)), field.name
+    for nodes in {1, ours.growth.size // 2 + 1, ours.growth.size}:
+        for mine, theirs in zip(ours.growth.tree(nodes), twin.growth.tree(nodes), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_level_knows_where_its_rows_stand() -> None:
+    """The first request is in lane 3, which has 4 tokens; the third shares the second's entries: there are but two."""
+    first, second = Grower(Growth, 2, 3, [1, 2, 3]).levels
+    assert first.lanes.tolist() == [3, 3, 0, 0, 2, 2]
+    assert first.rows.tolist() == [0, 0, 1, 1, 2, 2]
+    assert first.places.tolist() == [4, 4, 10, 10, 55, 55]
+    assert second.places.tolist() == [5, 5, 11, 11, 56, 56]
+    assert second.positions.tolist() == [7, 7, 13, 13, 58, 58]  # behind the text, its next token and two guesses
+    assert second.generated.tolist() == [6, 6, 3, 3, 5, 5]
+    assert first.guests.tolist() == [0, 1, 4, 5, 4, 5]
+    assert second.guests.tolist() == [2, 3, 6, 7, 6, 7]
+    assert second.ancestors[:, 1].tolist() == second.guests.tolist()
+    assert second.ancestors[:, 0].tolist() == [first.guests[row] for row in second.rows.tolist()]
+
+
+def test_a_beam_of_one_is_a_chain() -> None:
+    assert Grower(Growth, 1, 4, [5, 6]).growth.tree(4).parents.tolist() == [[-1, 0, 1, 2]] * 2
+
+
+def test_more_nodes_than_candidates_are_refused() -> None:
+    with pytest.raises(AssertionError, match="5 nodes of 2"):
+        Grower(Growth, 2, 1, [3]).growth.tree(5)
