@@ -238,7 +238,7 @@ class FeatureDrafter(DeviceDrafter):
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._cache.page_size
         starts = torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
-        ahead = torch.arange(round.depth - known, device=lanes.device)[:, None]
+        ahead = torch.arange(max(0, round.depth - known), device=lanes.device)[:, None]
         places = (state.length[lanes] + ahead).clamp_(0, self._last_place(round))  # [depth - known, B]
         slots = state.pages[lanes, places // size].long() * size + places % size
         for step in range(known, round.depth):
