@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +14,9 @@ from exactness import FEW, Case, cases, differences, plain, run
 from fresh import cache_error, prefill
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft
-from slipstream.core.errors import ConfigError, DrafterError
+from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.model import ModelDrafter
-from slipstream.engine import build
-from slipstream.models.parity import open_model
 from slipstream.models.runner import Runner
 from stepping import Arrival, Stepper
 
@@ -213,33 +209,6 @@ def test_vocabularies_padded_to_other_widths(
     got = run(llm, batch, "model")
     assert not differences(batch, expected, got)
     assert sum(answer.speculation.accepted for answer in got) > 0
-
-
-@pytest.mark.parametrize("change", ["other ids", "one more", "one fewer"])
-def test_another_vocabulary_is_refused_before_its_weights_are_read(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    draft = save_model(tmp_path / "draft", tiny_llama())
-    file = draft / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    vocabulary, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
-    if change == "other ids":
-        vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
-    elif change == "one more":
-        special.append({**special[-1], "id": special[-1]["id"] + 1, "content": "<|tool|>"})
-    else:
-        del special[-1]
-    file.write_text(json.dumps(tokenizer))
-    opened: list[Path] = []
-
-    def note(path: Path, *args: Any, **options: Any) -> Runner:
-        opened.append(path)
-        return open_model(path, *args, **options)
-
-    monkeypatch.setattr(build, "open_model", note)
-    with pytest.raises(DrafterError, match=r"vocabulary .* is not the target's .*Use a draft model with the target's"):
-        LLM(tiny_target, drafter=f"model:{draft}", memory="64MiB")
-    assert draft not in opened
 
 
 def test_a_model_drafter_needs_a_model(tiny_target: Path) -> None:

@@ -150,9 +150,9 @@ class Common:
             panel=SPECULATION,
             help="Who guesses ahead. ngram: what the text already said; lookahead: what the model says further on; "
             "prediction: the text of --prediction; "
-            "model:PATH: a smaller model with the same tokenizer, such as model:path/to/small; medusa:PATH: heads that "
-            "were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts merged; "
-            f"none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
+            "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH: "
+            "heads that were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts "
+            f"merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
     draft_tokens: Annotated[

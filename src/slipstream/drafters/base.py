@@ -59,11 +59,12 @@ class Opening:
     resolve: Callable[[str], Path]  # where a model lies that is named as users name them; fetches it
     load_tokenizer: Callable[[Path], Any]
     open_runner: Callable[[Path], Runner]  # another model beside the target, checked and swapped as it is
+    say: Callable[[str], None] = lambda _: None  # what is worth knowing while things load
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the engine lends a device drafter. It reads these, and changes none of them."""
+    """What the engine lends a drafter. It reads these, and changes none of them."""
 
     pool: PagePool  # a cache of its own hangs on the target's pages
     page_table: Callable[[str], PageTable]  # of a request, by id
@@ -105,6 +106,7 @@ class Drafter(ABC):
     needs: ClassVar[Needs] = Needs()
     default_draft_tokens: ClassVar[int] = 5
     max_positions: int | None = None  # the longest context it can draft in; None: any
+    weights_bytes: int = 0  # of its own weights, beside the target's
 
     @classmethod  # noqa: B027
     def check(cls, opening: Opening) -> None:
@@ -114,6 +116,13 @@ class Drafter(ABC):
     def open(cls, opening: Opening, target: Runner) -> Drafter:
         """Make it for this target. Those with weights load them here."""
         return cls()
+
+    def page_bytes(self, page_size: int) -> int:
+        """What its own cache takes for each page of the target's, if it has one: memory is planned beforehand."""
+        return 0
+
+    def attach(self, services: Services) -> None:  # noqa: B027
+        """The engine is built: what it lends is ready. Called once, before any request."""
 
     def start(self, request: DraftRequest) -> None:  # noqa: B027 - most drafters need not know
         """A request was admitted: its prompt is known, and computed in the rounds to come."""
@@ -130,6 +139,8 @@ class HostDrafter(Drafter):
 
     bounded: ClassVar[bool] = False
     """True where `propose` cannot hang: the engine then calls it in place instead of under a deadline."""
+    costly: ClassVar[bool] = False
+    """True where guesses take time: the planner then says beforehand how many pay."""
 
     whole: ClassVar[bool] = False
     """True where trees have nodes that it learns from, whatever their chance: the planner takes a tree whole or not at
@@ -155,19 +166,11 @@ class DeviceDrafter(Drafter):
     makes_trees: bool = False  # `draft` gives a `DeviceTree` of `round.nodes`, not a chain
     depth: int = 0  # of a tree: its levels, as far as its nodes allow; chains are as long as they may be
     most_nodes: int = MAX_NODES  # it never guesses more for a request
-    weights_bytes: int = 0  # of its own weights, beside the target's
     rereads: int = 2  # last tokens that every draft reads, whatever was read before: it may be behind by as many
-
-    def page_bytes(self, page_size: int) -> int:
-        """What a page of its own cache takes, if it has one: memory is planned before the first request."""
-        return 0
 
     def workspace_bytes(self, requests: int) -> int:
         """What it needs besides, where so many requests may run at a time."""
         return 0
-
-    def attach(self, services: Services) -> None:
-        """The engine is built: what it lends is ready. Called once, before any request."""
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Requests were forked: copy these pages in the drafter's own cache, if it has one."""

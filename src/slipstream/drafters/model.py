@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.core.errors import DrafterError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Needs, Opening, Services
+from slipstream.drafters.translated import TranslatedDrafter
 from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
@@ -58,31 +58,25 @@ class ModelDrafter(DeviceDrafter):
 
     @classmethod
     def check(cls, opening: Opening) -> None:
-        own: Any = opening.load_tokenizer(cls._folder(opening))
-        cls.check_vocabulary(own.get_vocab(), opening.tokenizer.get_vocab())
+        opening.load_tokenizer(cls._folder(opening))
 
     @classmethod
-    def open(cls, opening: Opening, target: Runner) -> ModelDrafter:
-        return cls(opening.open_runner(cls._folder(opening)))
+    def open(cls, opening: Opening, target: Runner) -> ModelDrafter | TranslatedDrafter:
+        """One that shares the target's vocabulary, or one that translates."""
+        folder = cls._folder(opening)
+        own: Any = opening.load_tokenizer(folder)
+        runner = opening.open_runner(folder)
+        if own.get_vocab() == opening.tokenizer.get_vocab():
+            return cls(runner)
+        drafter = TranslatedDrafter(runner, own, opening.tokenizer, target.vocab_size)
+        how = "ids are mapped" if drafter.alike else "it drafts through the text"
+        opening.say(f"{folder.name} has another vocabulary than the target: {how}")
+        return drafter
 
     @staticmethod
     def _folder(opening: Opening) -> Path:
         assert opening.path is not None  # it is registered as one that takes a path
         return opening.resolve(opening.path)
-
-    @staticmethod
-    def check_vocabulary(own: dict[str, int], targets: dict[str, int]) -> None:
-        """Refuse a draft whose token ids mean something else than the target's."""
-        if own == targets:
-            return
-        wrong = sorted(t for t in targets if own.get(t) != targets[t])
-        example = (
-            f"{wrong[0]!r} is {targets[wrong[0]]} in the target, {own.get(wrong[0])} in the draft" if wrong else ""
-        )
-        raise DrafterError(
-            f"the draft's vocabulary ({len(own)} tokens) is not the target's ({len(targets)}): "
-            f"{example or 'it has more'}. Use a draft model with the target's tokenizer"
-        )
 
     def page_bytes(self, page_size: int) -> int:
         return KVCache.bytes_per_page(self.runner.layers, page_size, self.runner.dtype)

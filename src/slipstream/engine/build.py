@@ -12,7 +12,7 @@ import torch
 
 from slipstream.core.errors import ConfigError
 from slipstream.drafters import DrafterSpec, drafter_factory, parse_merged, parse_specs
-from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
+from slipstream.drafters.base import Drafter, Opening
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import plan_memory
@@ -74,6 +74,7 @@ def build(
         resolve=cache(lambda name: resolve(name, progress, trust_remote_code=trust_remote_code)),
         load_tokenizer=lambda folder: load_tokenizer(folder, trust_remote_code),
         open_runner=open_runner,
+        say=say,
     )
     for choice in choices:
         kind = _class_of(choice)
@@ -99,8 +100,7 @@ def build(
     default = "+".join(one.name for one in merged[0]) if merged else None
     if "prediction" not in drafters and drafters:  # costs nothing until a request brings a prediction
         drafters["prediction"] = drafter_factory("prediction")()
-    drafts = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]
-    plan = plan_memory(target, drafts, config)
+    plan = plan_memory(target, list(drafters.values()), config)
     given: dict[str, Any] = {"default_drafter": default, "plan": plan, "config": config, "decoder": tokenizer}
     if config.rounds == "queued" or (config.rounds is None and has_kernels(where)):
         engine: Engine = QueuedEngine(target, drafters, graphs=config.graphs, progress=progress, **given)

@@ -285,8 +285,14 @@ class Drafting:
         self, name: str, answers: Sequence[Answer], caps: Sequence[int], used: Sequence[int], rows: int
     ) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""
-        views = [cast(DraftRequest, answer.view) for answer in answers]
+        views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
+        costly = self.guards[name].drafter.costly
+        if costly:
+            caps = self.planner.budget(name, ids, caps, rows)
+        started = time.perf_counter()
         proposals = self.guards[name].propose(views, caps, self.round_s)
+        if costly and any(caps):
+            self.planner.observe_draft(name, max(caps), time.perf_counter() - started)
         failures = self._failures.setdefault(name, {})
         failures.update(proposals.failures)  # also of requests whose prompt is still being computed
         if failures:
@@ -294,7 +300,6 @@ class Drafting:
                 if answer.id in failures:
                     answer.refused[name] = failures.pop(answer.id)
                     answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
-        ids = [answer.id for answer in answers]
         if self._is_whole(name):
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:

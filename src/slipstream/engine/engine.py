@@ -104,8 +104,9 @@ class Engine:
             plan.num_pages + self.spare,
         )
         features = self.cache.features
-        for drafter in on_device:
-            view = TapView.of(drafter.taps, target.taps, features) if drafter.taps and features is not None else None
+        for drafter in drafters.values():
+            taps = drafter.taps if isinstance(drafter, DeviceDrafter) else None
+            view = TapView.of(taps, target.taps, features) if taps and features is not None else None
             drafter.attach(replace(services, taps=view))
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import CapacityError, InvalidRequest
-from slipstream.drafters.base import DeviceDrafter
+from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.config import EngineConfig
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.paged import kept_bytes
@@ -58,7 +58,7 @@ class MemoryPlan:
         )
 
 
-def plan_memory(target: Runner, drafts: Sequence[DeviceDrafter], config: EngineConfig) -> MemoryPlan:
+def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> MemoryPlan:
     """Divide the budget into workspace and pages. Raises `CapacityError` where what was asked for does not fit."""
     budget = _budget(target.device) if config.memory is None else config.memory
     workspace = config.draft_rows * target.vocab_size * 4 * _LOGIT_COPIES
@@ -90,9 +90,9 @@ def plan_memory(target: Runner, drafts: Sequence[DeviceDrafter], config: EngineC
     )
 
 
-def _page_bytes(target: Runner, drafts: Sequence[DeviceDrafter], config: EngineConfig) -> int:
+def _page_bytes(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> int:
     """Of the target's cache, with the hidden states that drafters read, and of the drafters' own."""
-    features = target.width_of(Taps.union([draft.taps for draft in drafts]))
+    features = target.width_of(Taps.union([draft.taps for draft in drafts if isinstance(draft, DeviceDrafter)]))
     own = KVCache.bytes_per_page(target.layers, config.page_size, target.dtype, features)
     return own + sum(draft.page_bytes(config.page_size) for draft in drafts)
 
