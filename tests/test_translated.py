@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     order = torch.randperm(384, generator=torch.Generator().manual_seed(3))
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weights: torch.Tensor = layer.weight.data
+        weights = cast(torch.Tensor, layer.weight.data)
         moved = torch.empty_like(weights)
         moved[order] = weights
         layer.weight.data = moved
