@@ -121,6 +121,10 @@ class Drafter(ABC):
         """What its own cache takes for each page of the target's, if it has one: memory is planned beforehand."""
         return 0
 
+    def workspace_bytes(self, requests: int) -> int:
+        """What it needs besides, where so many requests may run at a time."""
+        return 0
+
     def attach(self, services: Services) -> None:  # noqa: B027
         """The engine is built: what it lends is ready. Called once, before any request."""
 
@@ -167,10 +171,6 @@ class DeviceDrafter(Drafter):
     depth: int = 0  # of a tree: its levels, as far as its nodes allow; chains are as long as they may be
     most_nodes: int = MAX_NODES  # it never guesses more for a request
     rereads: int = 2  # last tokens that every draft reads, whatever was read before: it may be behind by as many
-
-    def workspace_bytes(self, requests: int) -> int:
-        """What it needs besides, where so many requests may run at a time."""
-        return 0
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Requests were forked: copy these pages in the drafter's own cache, if it has one."""
