@@ -22,7 +22,7 @@ from slipstream.cli import options
 from slipstream.cli.bench import startup_options
 from slipstream.core.errors import CapacityError, ConfigError, ModelError, ModelNotFound
 from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing, parting
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -227,6 +227,22 @@ def test_sampled_prompts_have_own_seeds() -> None:
     params = SamplingParams(temperature=1, seed=40, max_tokens=4)
     work = bench.plan_work(fake_llm(), prompts, params, concurrency=2)
     assert [p.seed for p in work.units[0].params] == [40, 41]
+
+
+def test_rejection_sampling_runs_beside_the_exact_verifier() -> None:
+    asked = SpeculationParams(draft_tokens=4, verifier="rejection")
+    both = bench.engine_runners(fake_llm(), ["ngram", "model:x"], asked)
+    found = [(r.name, r.speculation.enabled, r.speculation.drafter, r.speculation.verifier) for r in both]
+    assert found == [
+        ("plain", False, None, "exact"),
+        ("ngram", True, "ngram", "exact"),
+        ("ngram, rejection", True, "ngram", "rejection"),
+        ("model:x", True, "model", "exact"),
+        ("model:x, rejection", True, "model", "rejection"),
+    ]
+    assert {r.speculation.draft_tokens for r in both[1:]} == {4}
+    exact = bench.engine_runners(fake_llm(), ["ngram"], SpeculationParams())
+    assert [r.name for r in exact] == ["plain", "ngram"]
 
 
 def test_memory_ratio() -> None:

@@ -124,8 +124,8 @@ def test_generate_several_answers(run: Run, llm: FakeLLM) -> None:
 def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path) -> None:
     (tmp_path / "old.py").write_text("print(1)\n")
     arguments = (
-        "generate - --raw --model org/name --drafter ngram --drafter model:small --draft-tokens 4 --temperature 0.5 "
-        "--top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --max-tokens 9 --stop END --stop ### --presence-penalty 1 "
+        "generate - --raw --model org/name --drafter ngram --drafter model:small --draft-tokens 4 --verifier rejection "
+        "--temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --max-tokens 9 --stop END --stop ### --presence-penalty 1 "
         "--frequency-penalty 0.5 --repetition-penalty 1.1 --dtype bfloat16 --device cpu --memory 1GiB "
         f"--max-model-len 100 --trust-remote-code --prediction {tmp_path / 'old.py'}"
     )
@@ -144,7 +144,7 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
         frequency_penalty=0.5,
         repetition_penalty=1.1,
         prediction="print(1)\n",
-        speculation=slipstream.SpeculationParams(draft_tokens=4),
+        speculation=slipstream.SpeculationParams(draft_tokens=4, verifier="rejection"),
     )
     common = llm.made_with["common"]
     assert llm.made_with["drafters"] == ("ngram", "model:small")
@@ -194,6 +194,7 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ("generate \t", "PROMPT is empty: say what to ask"),
         ("generate Hi --prediction no/such/file", "--prediction no/such/file: cannot be read"),
         ("generate Hi --draft-tokens 64", "63"),
+        ("generate Hi --verifier typical", "verifier='typical': must be one of exact, rejection"),
         ("generate Hi --no-such-option", "--no-such-option"),
         ("chat --min-p 3", "min_p=3.0"),
         ("bench --peers nobody", "--peers nobody: unknown; must be transformers"),

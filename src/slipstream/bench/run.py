@@ -80,12 +80,17 @@ class EngineRunner:
         return Measured(tuple(answers), wall_s)
 
 
-def engine_runners(llm: LLM, drafters: Sequence[str], draft_tokens: int | None) -> list[Runner]:
-    """Plain decoding first, then one mode a drafter, named as on the command line (`model:PATH`)."""
-    runners: list[Runner] = [EngineRunner(PLAIN, llm, SpeculationParams(enabled=False))]
+def engine_runners(llm: LLM, drafters: Sequence[str], speculation: SpeculationParams) -> list[EngineRunner]:
+    """Plain decoding first, then one mode a drafter, named as on the command line (`model:PATH`).
+
+    Where `speculation` asks for rejection sampling, each drafter has a second mode with it beside the exact one.
+    """
+    runners = [EngineRunner(PLAIN, llm, SpeculationParams(enabled=False))]
     for drafter in drafters:
-        speculation = SpeculationParams(drafter=merged_name(parse_merged(drafter)), draft_tokens=draft_tokens)
-        runners.append(EngineRunner(drafter, llm, speculation))
+        own = replace(speculation, drafter=merged_name(parse_merged(drafter)))
+        runners.append(EngineRunner(drafter, llm, replace(own, verifier="exact")))
+        if own.verifier != "exact":
+            runners.append(EngineRunner(f"{drafter}, {own.verifier}", llm, own))
     return runners
 
 

@@ -122,12 +122,14 @@ def bench(
             "dtype": common.dtype,
             "device": common.device,
             "draft_tokens": common.draft_tokens,
+            "verifier": common.verifier,
         },
     }
     console = Console()
     with loaded(common, drafters, max_num_seqs=concurrency) as llm, ExitStack() as stack:
         work = run.plan_work(llm, chosen, params, concurrency)
-        runners = run.engine_runners(llm, drafters, common.draft_tokens)
+        ours = run.engine_runners(llm, drafters, params.speculation)
+        runners: list[run.Runner] = [*ours]
         eos: frozenset[int] = frozenset()
         if peers:
             same = baseline.same_as_ours(
@@ -150,7 +152,8 @@ def bench(
             if peers:
                 hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
                 result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
-    incomparable = (baseline.NAME,) if not params.greedy else ()
+    rejecting = [runner.name for runner in ours if runner.speculation.verifier == "rejection"]
+    incomparable = (baseline.NAME, *rejecting) if not params.greedy else ()
     summary = report.summarize(work.units, samples, modes, eos=eos, incomparable=incomparable)
     result |= {
         "prompts": sum(len(unit.prompts) for unit in work.units),

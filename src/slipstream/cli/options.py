@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 
 from slipstream.core.errors import ConfigError, InvalidRequest
-from slipstream.core.params import SamplingParams, SpeculationParams
+from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.drafters import parse_specs
 from slipstream.engine.config import EngineConfig, parse_bytes
 from slipstream.models.names import AUTO, check_device_name, check_dtype_name
@@ -27,7 +27,7 @@ from slipstream.models.resolve import find_local
 DEFAULT_DRAFTER = "ngram"
 
 MODEL = "Model"
-SPECULATION = "Speculation (changes the speed, never the tokens)"
+SPECULATION = "Speculation (changes the speed, never the tokens, unless --verifier says so)"
 SAMPLING = "Sampling"
 OUTPUT = "Output"
 
@@ -166,6 +166,15 @@ class Common:
             "the drafter's own.",
         ),
     ] = None
+    verifier: Annotated[
+        str,
+        option(
+            metavar="NAME",
+            panel=SPECULATION,
+            help="How sampled guesses are judged. exact: the tokens are those of plain decoding. rejection: other "
+            "tokens of the same distribution, and more guesses of a draft model stand; bench runs it beside exact.",
+        ),
+    ] = "exact"
     no_speculation: Annotated[
         bool,
         option(
@@ -264,7 +273,11 @@ class Common:
                 min_p=self.min_p,
                 seed=seed,
                 max_tokens=self.max_tokens if self.max_tokens is not None else max_tokens,
-                speculation=SpeculationParams(enabled=not self.no_speculation, draft_tokens=self.draft_tokens),
+                speculation=SpeculationParams(
+                    enabled=not self.no_speculation,
+                    draft_tokens=self.draft_tokens,
+                    verifier=cast(VerifierName, self.verifier),  # which it checks
+                ),
                 **more,
             )
         except InvalidRequest as error:  # it came from the command line: a bad option
