@@ -125,9 +125,9 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
     (tmp_path / "old.py").write_text("print(1)\n")
     arguments = (
         "generate - --raw --model org/name --drafter ngram --drafter model:small --draft-tokens 4 --verifier rejection "
-        "--temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --max-tokens 9 --stop END --stop ### --presence-penalty 1 "
-        "--frequency-penalty 0.5 --repetition-penalty 1.1 --dtype bfloat16 --device cpu --memory 1GiB "
-        f"--max-model-len 100 --trust-remote-code --prediction {tmp_path / 'old.py'}"
+        "--temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --max-tokens 9 --stop END --stop ### "
+        "--presence-penalty 1 --frequency-penalty 0.5 --repetition-penalty 1.1 --dtype bfloat16 --device cpu "
+        f"--memory 1GiB --max-model-len 100 --trust-remote-code --prediction {tmp_path / 'old.py'}"
     )
     assert run(*arguments.split(), stdin="some text").code == 0
     prompt, params = llm.asked[0]
