@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import save_model, tiny_llama
+from conftest import VOCAB, save_model, tiny_llama
 from rejection_scenes import SHAPES
 from slipstream import CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft
 from slipstream.core.errors import InvalidRequest
 from slipstream.sampling import Features, SampleRows, SamplingTable
-from slipstream.verify import rejection
+from slipstream.verify import mixed, rejection
 from slipstream.verify.mixed import mixed_choices
 from verifier_scenes import ALWAYS, ONLY, SETTINGS, Copying, Crowd, Drawing, Expected, asked, expected
 
@@ -183,3 +183,13 @@ def test_no_value_is_looked_at_in_a_round() -> None:
 def test_a_verifier_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="verifier='typical': must be one of exact, rejection"):
         SpeculationParams(verifier="typical")  # type: ignore[arg-type]
+
+
+def test_how_many_requests_are_judged_together_changes_nothing(
+    target: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [replace(LONG, seed=s, speculation=SpeculationParams(verifier="rejection")) for s in range(5)]
+    crowd = Crowd(target, f"model:{tiny_draft}", draft_tokens=4)
+    together = [a.token_ids for a in crowd.answers(params)]
+    monkeypatch.setattr(mixed, "_ROOM", 2 * 5 * VOCAB)
+    assert [a.token_ids for a in crowd.answers(params)] == together

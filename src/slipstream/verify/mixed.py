@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
+from slipstream.sampling.blocks import rows_where
 from slipstream.sampling.choose import processed
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
 from slipstream.verify.rejection import rejection_choices, rejection_keys
+
+_ROOM = 2**24
+"""Probabilities that are looked at together. Their memory is not planned for, so a large round is judged in parts."""
 
 
 def mixed_choices(
@@ -28,10 +32,25 @@ def mixed_choices(
     drawn: Tensor | None = None,  # [B, K] bool: False: this node's row of `draft.q` means nothing
 ) -> Tensor:
     """The choices [B, K + 1] that decide. Off the accepted path they are the target's own. Looks at no value."""
-    root = row_of[:, 0]  # [B]
-    slots = rows.slots[root]
-    p = processed(logits, rows, table, features).softmax(1)[row_of]  # [B, K + 1, V]
-    keys = rejection_keys(table.streams[slots], rows.positions[root], draft.width + 1)
-    found = rejection_choices(draft, p, keys, draft.q, drawn)  # [B, K + 1], -1 off the path
+    slots = rows.slots[row_of[:, 0]]  # [B]
     asked = table.rejects[slots] & (draft.counts > 0)  # [B]
-    return torch.where(asked[:, None] & (found >= 0), found, choices)
+    index = rows_where(asked)
+    room = max(1, _ROOM // ((draft.width + 1) * logits.shape[1]))  # requests at a time
+    for part in index.split(room) if index.shape[0] else ():
+        own = Draft(draft.tokens[part], draft.parents[part], draft.counts[part], draft.is_chain, _at(draft.q, part))
+        mine = _rows_at(rows, row_of[part].flatten())  # [b * (K + 1)]
+        p = processed(logits[row_of[part].flatten()], mine, table, features).softmax(1)
+        first = mine.positions.view(own.tokens.shape[0], -1)[:, 0]  # [b]
+        keys = rejection_keys(table.streams[slots[part]], first, draft.width + 1)
+        found = rejection_choices(own, p.view(*keys.shape[:2], -1), keys, own.q, _at(drawn, part))  # -1 off the path
+        decided = asked[part, None] & (found >= 0)  # [b, K + 1]
+        choices = choices.index_copy(0, part, torch.where(decided, found, choices[part]))
+    return choices
+
+
+def _rows_at(rows: SampleRows, index: Tensor) -> SampleRows:
+    return SampleRows(rows.slots[index], rows.positions[index], rows.generated[index], _at(rows.path, index))
+
+
+def _at(values: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if values is None else values[index]
