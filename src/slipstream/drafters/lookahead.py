@@ -188,7 +188,8 @@ class LookaheadDrafter(HostDrafter):
     def start(self, request: DraftRequest) -> None:
         # seeded by what is known of the request, so that the same request gives the same drafts
         dice = random.Random(len(request.tokens))
-        self._texts[request.id] = _Text(NgramPool(self._candidates, self._pool_size), dice)
+        text = self._texts[request.id] = _Text(NgramPool(self._candidates, self._pool_size), dice)
+        self._read(text, request.tokens)  # now, and not when a round waits for its draft
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
         return [self._propose(request, nodes) for request, nodes in zip(requests, budget, strict=True)]
@@ -209,8 +210,7 @@ class LookaheadDrafter(HostDrafter):
         if request.id not in self._texts:
             self.start(request)
         text = self._texts[request.id]
-        if self._from_text:
-            self._read(text, tokens)
+        self._read(text, tokens)
         tree = Growing(budget)
         columns = min(self._window, (int(budget * _WINDOW_SHARE) + 1) // self._levels)
         self._fill(text, tokens, columns)
@@ -231,6 +231,9 @@ class LookaheadDrafter(HostDrafter):
         yield from pool.after(tokens[-1])
 
     def _read(self, text: _Text, tokens: Sequence[int]) -> None:
+        """Take in the n-grams that are new in the text."""
+        if not self._from_text:
+            return
         size = self._levels + 1
         for begin in range(max(0, text.read - size + 1), len(tokens) - size + 1):
             text.pool.add(tokens[begin : begin + size])
