@@ -16,6 +16,16 @@ from slipstream.models.attention import running_pass
 
 def hook(model: PreTrainedModel, num_layers: int) -> None:
     """From now on passes of this model keep what their taps ask for."""
+    trunk, layers = decoder_layers(model, num_layers)
+    for depth, layer in enumerate(layers):
+        if not depth:
+            layer.register_forward_pre_hook(_before, with_kwargs=True)
+        layer.register_forward_hook(_Behind(depth + 1))
+    trunk.register_forward_hook(_normed)
+
+
+def decoder_layers(model: PreTrainedModel, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that holds the decoder's layers (its output is normed), and the layers."""
     found = [
         (trunk, part)
         for trunk in model.modules()
@@ -27,12 +37,7 @@ def hook(model: PreTrainedModel, num_layers: int) -> None:
             f"{type(model).__name__}: its {num_layers} decoder layers are not one list, so hidden states cannot be "
             "read from it; use a drafter that needs none (ngram, suffix, model)"
         )
-    trunk, layers = found[0]
-    for depth, layer in enumerate(layers):
-        if not depth:
-            layer.register_forward_pre_hook(_before, with_kwargs=True)
-        layer.register_forward_hook(_Behind(depth + 1))
-    trunk.register_forward_hook(_normed)
+    return found[0]
 
 
 def _holds_layers(part: nn.ModuleList, num_layers: int) -> bool:
