@@ -202,6 +202,7 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ("bench --drafter nonsense", "nonsense"),
         ("generate Hi --drafter bogus", "drafter 'bogus' is unknown: must be one of"),
         ("generate Hi --drafter model", "drafter 'model' needs a model: write model:PATH"),
+        ("generate Hi --material x", "--material x: only suffix drafts from it; add --drafter suffix"),
         ("generate Hi --drafter prediction", "there is no prediction to follow; give `generate` one with --prediction"),
         ("chat --drafter prediction", "there is no prediction to follow"),
         ("bench --drafter ngram --drafter prediction", "there is no prediction to follow"),
@@ -355,3 +356,12 @@ def test_bench_concurrency_runs_a_category_together(run: Run, llm: FakeLLM) -> N
     assert llm.made_with["max_num_seqs"] == 4
     assert done.json["modes"] == ["plain"]
     assert done.json["all"]["plain"]["prompts"] == 6
+
+
+def test_material_goes_along_with_the_request(run: Run, llm: FakeLLM, tmp_path: Path) -> None:
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for file in files:
+        file.write_text(f"in {file.stem}")
+    asked = " ".join(f"--material {file}" for file in files)
+    assert run(*f"generate Hi --drafter ngram+suffix {asked}".split()).code == 0
+    assert llm.asked[0][1].speculation.material == ("in one", "in two")

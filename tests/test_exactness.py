@@ -15,7 +15,7 @@ from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.drafters import guard
 from slipstream.drafters.base import Drafter
 
-OURS = ("ngram", "prediction", "model")
+OURS = ("ngram", "suffix", "prediction", "model")
 SEATS = 8
 
 
@@ -40,7 +40,7 @@ class Bench:
 def bench(request: pytest.FixtureRequest, tiny_target: Path, tiny_draft: Path) -> Iterator[Bench]:
     answers = Answers()
     scripted = dict(all_scripted(answers))
-    drafters: list[str | Drafter] = [*scripted.values(), "ngram", "prediction", f"model:{tiny_draft}"]
+    drafters: list[str | Drafter] = [*scripted.values(), "ngram", "suffix", "prediction", f"model:{tiny_draft}"]
     with LLM(
         tiny_target, device="cpu", drafter=drafters, planner=request.param, max_num_seqs=SEATS, memory="64MiB"
     ) as llm:
@@ -228,7 +228,7 @@ def test_without_a_seed_answers_differ(bench: Bench) -> None:
 
 
 @fixed
-@pytest.mark.parametrize("drafter", ["right", "bushy", "ngram", "model"])
+@pytest.mark.parametrize("drafter", ["right", "bushy", "ngram", "suffix", "model"])
 @pytest.mark.parametrize("extra", [{}, {"frequency_penalty": 1.0, "logit_bias": FEW}], ids=["plain", "penalties"])
 def test_n_samples(bench: Bench, drafter: str, extra: dict[str, Any]) -> None:
     """Each of n samples is its own answer, and the same with speculation."""

@@ -134,3 +134,14 @@ def test_right_draft_sizes(nodes: int | None) -> None:
 def test_wrong_draft_sizes(nodes: Any) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(f"draft_tokens={nodes!r}: must be 0 to 63")):
         SpeculationParams(draft_tokens=nodes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"tenant": 3}, "tenant=3: must be a text"), ({"material": [3]}, "material=.* must be a text or a list of texts")],
+)
+def test_tenant_and_material_are_texts(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SpeculationParams(**given)
+    assert SpeculationParams(material="one").material == ("one",)
+    assert SpeculationParams(material=["one", "two"]).material == ("one", "two")

@@ -45,7 +45,7 @@ class Bench:
 def bench(tiny_target: Path, tiny_draft: Path) -> Iterator[Bench]:
     answers = Answers()
     scripted = dict(all_scripted(answers))
-    drafters: list[str | Drafter] = [*scripted.values(), "ngram", "prediction", f"model:{tiny_draft}"]
+    drafters: list[str | Drafter] = [*scripted.values(), "ngram", "suffix", "prediction", f"model:{tiny_draft}"]
     common: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "memory": "64MiB"}
     with (
         LLM(tiny_target, drafter=None, rounds="eager", **common) as eager,
@@ -65,7 +65,7 @@ def bench(tiny_target: Path, tiny_draft: Path) -> Iterator[Bench]:
         assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
 
 
-NAMES = [None, *(kind.name for kind in GOOD), "ngram", "prediction", "model"]
+NAMES = [None, *(kind.name for kind in GOOD), "ngram", "suffix", "prediction", "model"]
 
 
 @pytest.mark.parametrize("drafter", NAMES)
@@ -73,7 +73,7 @@ def test_the_same_tokens_in_a_batch(bench: Bench, drafter: str | None) -> None:
     """24 requests on 8 seats: they join as others leave."""
     got = bench.speculate(bench.cases, drafter)
     accepted = sum(output.speculation.accepted for output in got)
-    if drafter in ("right", "bushy", "ngram", "prediction", "model"):
+    if drafter in ("right", "bushy", "ngram", "suffix", "prediction", "model"):
         assert accepted > 0
     if drafter in (None, "wrong", "bushy_wrong"):
         assert accepted == 0
@@ -106,7 +106,7 @@ def test_accepted_paths_are_those_that_were_due(bench: Bench) -> None:
     assert sum(output.speculation.accepted for output in got) == drafter.due
 
 
-@pytest.mark.parametrize("drafter", [None, "right", "bushy", "ngram", "model"])
+@pytest.mark.parametrize("drafter", [None, "right", "bushy", "ngram", "suffix", "model"])
 @pytest.mark.parametrize("extra", [{}, {"frequency_penalty": 1.0, "logit_bias": FEW}], ids=["plain", "penalties"])
 def test_n_samples(bench: Bench, drafter: str | None, extra: dict[str, Any]) -> None:
     prompt = list(range(20, 45))

@@ -102,7 +102,7 @@ def test_the_same_answers_as_plain_rounds_give(tiny_target: Path, tiny_draft: Pa
     drafters, names = dice.choice(
         [
             ([model], ["model", None]),
-            (["ngram"], ["ngram", None]),
+            (["ngram", "suffix"], ["ngram", "suffix", None]),
             ([model, Echo(), Letters(), "ngram"], ["model", "echo", "letters", "ngram", None]),
         ]
     )

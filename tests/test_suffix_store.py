@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +41,6 @@ def scan(texts: Texts, query: Sequence[int]) -> tuple[int, Counter[int]]:
 def found(store: SuffixStore, query: Sequence[int], tenant: str = "", most: int = 10_000) -> tuple[int, Counter[int]]:
     match = store.longest(tenant, query, most=most)
     index = store.index(tenant)
-    assert match.total >= len(match.places)
     return match.length, Counter(index.text[list(match.places)].tolist() if index else [])
 
 
@@ -150,13 +150,31 @@ def test_tenants_never_see_each_other() -> None:
     assert found(store, [5], "one") == (0, Counter())
 
 
-def test_many_places_are_sampled_evenly() -> None:
+def test_of_many_places_with_one_context_the_latest_are_given() -> None:
     store = SuffixStore()
     for i in range(1000):
         store.insert("", [7, 8, 100 + i % 2])
     match = store.longest("", [7, 8], most=10)
-    assert (match.length, match.total, len(match.places)) == (2, 1000, 10)
-    assert list(match.places) == [3 + 4 * (100 * i) for i in range(10)]
+    assert match.length == 2
+    assert list(match.places) == [3 + 4 * i for i in range(999, 989, -1)]
+
+
+@settings(deadline=None)
+@given(st.lists(sequences, max_size=8), st.lists(letters, max_size=45), st.integers(1, 30), st.integers(1, 5))
+def test_places_come_by_how_far_they_agree(texts: Texts, query: list[int], most: int, deep: int) -> None:
+    index = SuffixIndex()
+    for text in texts:
+        index.append([*text, -1])
+    other = np.array([-1, *query], np.int32)
+    places, lengths = np.empty(most, np.int32), np.empty(most, np.int32)
+    count, longest = code.gather(index.data, other, len(other), 1, deep, places, lengths)
+    agreeing = sorted((agreement(t, p, query) for t in texts for p in range(1, len(t))), reverse=True)
+    wanted = [length for length in agreeing if length and length * deep >= agreeing[0]][:most]
+    assert lengths[:count].tolist() == wanted
+    assert longest == max(wanted, default=0)
+    assert len(set(places[:count].tolist())) == count
+    whole = index.text.tolist()
+    assert [agreement(whole, p, query) for p in places[:count].tolist()] == wanted
 
 
 def test_too_long_a_sequence_keeps_its_end() -> None:

@@ -48,6 +48,15 @@ def generate(
             "'-' reads it from stdin.",
         ),
     ] = None,
+    material: Annotated[
+        list[str] | None,
+        option(
+            metavar="FILE",
+            panel=SPECULATION,
+            help="With --drafter suffix: a text that the answer may quote from though it is not in the prompt, such as "
+            "a file that a tool found. May be repeated.",
+        ),
+    ] = None,
     n: Annotated[
         int,
         option(
@@ -98,6 +107,8 @@ def generate(
         raise ConfigError("--system with --raw: a raw prompt has no roles; put the text into the prompt")
     if prompt == "-" and prediction == "-":
         raise ConfigError("--prediction -: stdin already holds the prompt; name a file")
+    if material and not any("suffix" in name.split("+") for name in common.drafters):
+        raise ConfigError(f"--material {material[0]}: only suffix drafts from it; add --drafter suffix")
     if logprobs is not None and not as_json:
         raise ConfigError(f"--logprobs {logprobs}: log probabilities are shown in the JSON only; add --json")
     text = read_text("-", "PROMPT") if prompt == "-" else prompt
@@ -113,6 +124,9 @@ def generate(
         logprobs=logprobs,
         prediction=read_text(prediction, "--prediction") if prediction is not None else None,
     )
+    if material:
+        texts = tuple(read_text(source, "--material") for source in material)
+        params = replace(params, speculation=replace(params.speculation, material=texts))
     drafters = () if common.no_speculation else common.drafters
     with loaded(common, drafters) as llm:
         request = text if raw else llm.chat_prompt(messages(system, text))

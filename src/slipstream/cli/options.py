@@ -148,8 +148,8 @@ class Common:
             "-d",
             metavar="NAME[:PATH]",
             panel=SPECULATION,
-            help="Who guesses ahead. ngram: what the text already said; lookahead: what the model says further on; "
-            "prediction: the text of --prediction; "
+            help="Who guesses ahead. ngram: what the text already said; suffix: that, and earlier answers; lookahead: "
+            "what the model says further on; prediction: the text of --prediction; "
             "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH: "
             "heads that were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts "
             f"merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
@@ -247,7 +247,7 @@ class Common:
         if prediction is None and any(spec.name == "prediction" for spec in specs):
             raise ConfigError(
                 "--drafter prediction: there is no prediction to follow; give `generate` one with --prediction FILE, "
-                "or choose ngram, model:PATH or none"
+                "or choose ngram, suffix, model:PATH or none"
             )
         if prediction is not None and not specs:
             why = "--no-speculation" if self.no_speculation else "--drafter none"

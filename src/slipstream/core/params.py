@@ -36,12 +36,17 @@ class SpeculationParams:
     draft_tokens: most nodes a draft of this request may have; None takes the drafter's default.
     verifier: "exact" gives the tokens of plain decoding; "rejection" tokens of the same distribution, and a few more
         guesses accepted of a drafter that tells its probabilities. At temperature 0 they are the same.
+    tenant: whose request it is. Drafters that remember answers draft from those of the same tenant only.
+    material: texts that the answer may quote without their being in the prompt: what a tool gave back, retrieved files.
+        Drafted from by drafters that take it (`suffix`), never trusted, and forgotten with the request.
     """
 
     enabled: bool = True
     drafter: str | None = None
     draft_tokens: int | None = None
     verifier: VerifierName = "exact"
+    tenant: str = ""
+    material: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         wanted = self.draft_tokens
@@ -51,6 +56,13 @@ class SpeculationParams:
             raise InvalidRequest(f"enabled={self.enabled!r}: must be True or False")
         if self.verifier not in get_args(VerifierName):
             raise InvalidRequest(f"verifier={self.verifier!r}: must be one of {', '.join(get_args(VerifierName))}")
+        if not isinstance(self.tenant, str):
+            raise InvalidRequest(f"tenant={self.tenant!r}: must be a text, the same for all requests of a tenant")
+        given = (self.material,) if isinstance(self.material, str) else self.material
+        texts = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"material={self.material!r}: must be a text or a list of texts")
+        object.__setattr__(self, "material", texts)
 
 
 @dataclass(frozen=True, slots=True)

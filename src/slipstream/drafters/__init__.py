@@ -125,6 +125,7 @@ def drafter_factory(name: str) -> DrafterFactory:
 register("ngram", "slipstream.drafters.ngram:NgramDrafter")
 register("lookahead", "slipstream.drafters.lookahead:LookaheadDrafter")
 register("prediction", "slipstream.drafters.prediction:PredictionDrafter")
+register("suffix", "slipstream.drafters.suffix:SuffixDrafter")
 register("model", "slipstream.drafters.model:ModelDrafter", takes_path=True, aliases=("draft",))
 register("medusa", "slipstream.drafters.medusa:MedusaDrafter", takes_path=True)
 register("mtp", "slipstream.drafters.mtp:MtpDrafter")

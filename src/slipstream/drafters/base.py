@@ -47,6 +47,7 @@ class DraftRequest:
     params: SamplingParams
     slot: int  # the request's row in the engine's static tensors
     prediction: Sequence[int] = ()  # the user's own guess at the answer, as tokens
+    material: Sequence[Sequence[int]] = ()  # texts that the answer may quote, as tokens
 
 
 @dataclass(frozen=True, slots=True)

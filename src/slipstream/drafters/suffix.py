@@ -6,7 +6,7 @@ the latest tokens, there or here, is counted; the draft is a tree of what follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,22 +20,21 @@ from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.promise import PromiseTable
 from slipstream.drafters.suffix_code import LONGEST, take_out
 from slipstream.drafters.suffix_store import SuffixIndex, SuffixStore
-from slipstream.drafters.suffix_tree import BUDGET, FIELDS, KINDS, STATES, STEPS, draft_round
+from slipstream.drafters.suffix_tree import BUDGET, FIELDS, STATES, draft_round
 
-# The chance of a token before anything was seen: by how many tokens agree before it, times a factor for the votes.
-_BY_LENGTH = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-_BY_VOTES = (1.0, 0.95, 0.75, 0.4, 0.15)
-_PRIORS = [length * votes for length in _BY_LENGTH for votes in _BY_VOTES]
-assert len(_BY_LENGTH) == len(STEPS)
-assert len(_BY_VOTES) == KINDS
+# The chance of a token before anything was seen: by its origin (near where the answer was copying, elsewhere in its
+# text, in past outputs) and by how many tokens agree before it, times a factor for the votes.
+_BY_LENGTH = (
+    (0.20, 0.70, 0.80, 0.85, 0.87, 0.90, 0.92, 0.94, 0.96, 0.97),
+    (0.05, 0.45, 0.65, 0.77, 0.82, 0.87, 0.91, 0.94, 0.96, 0.98),
+    (0.03, 0.10, 0.25, 0.40, 0.45, 0.50, 0.60, 0.75, 0.85, 0.95),
+)
+_BY_VOTES = (1.0, 0.97, 0.7, 0.45, 0.25, 0.08)
+_PRIORS = [chance * votes for chances in _BY_LENGTH for chance in chances for votes in _BY_VOTES]
+assert len(_PRIORS) == STATES
 
 _NOTHING = Tree()
 _EMPTY = SuffixIndex()
-
-
-def tenant_of(request: DraftRequest) -> str:
-    """Whose request it is. What one tenant was answered is never drafted for another."""
-    return str(getattr(request, "tenant", ""))
 
 
 @dataclass(slots=True)
@@ -44,6 +43,7 @@ class _Text:
 
     request: DraftRequest
     tenant: str
+    before: int  # numbers in the index's text before the request's tokens: a -1, and each text of its material with one
     answer: int  # where the part of the answer begins that the store does not have
     index: SuffixIndex
     tree: Tree = _NOTHING
@@ -53,27 +53,25 @@ class _Text:
 class SuffixDrafter(HostDrafter):
     """Follows the longest match of the latest tokens, and takes what followed it most often.
 
-    min_match: fewest agreeing tokens to draft from.
+    min_match: fewest agreeing tokens to draft from; 0 also guesses where nothing agrees.
     min_chance: no node whose whole path is less likely than this to be accepted.
     candidates: most places counted in the request's own text, and as many in past outputs.
     store_tokens: past outputs that are kept, in tokens, over all tenants; 0 keeps none.
-    tenant_of: whose request it is.
     """
 
     name: ClassVar[str] = "suffix"
     bounded: ClassVar[bool] = True
-    default_draft_tokens: ClassVar[int] = 16
+    default_draft_tokens: ClassVar[int] = 32
 
     def __init__(
         self,
-        min_match: int = 1,
-        min_chance: float = 0.03,
+        min_match: int = 0,
+        min_chance: float = 0.002,
         candidates: int = 32,
         store_tokens: int = 1_000_000,
-        tenant_of: Callable[[DraftRequest], str] = tenant_of,
     ) -> None:
-        if not 1 <= min_match <= LONGEST:
-            raise ConfigError(f"min_match={min_match}: must be 1 to {LONGEST}")
+        if not 0 <= min_match <= LONGEST:
+            raise ConfigError(f"min_match={min_match}: must be 0 to {LONGEST}")
         if not 0 < min_chance <= 1:
             raise ConfigError(f"min_chance={min_chance}: must be above 0, at most 1")
         if not 1 <= candidates <= 1024:
@@ -82,7 +80,6 @@ class SuffixDrafter(HostDrafter):
         self._min_match = min_match
         self._min_chance = min_chance
         self._candidates = candidates
-        self._tenant_of = tenant_of
         self._texts: dict[str, _Text] = {}
         self._table = PromiseTable(_PRIORS)
         self._chances: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
@@ -99,16 +96,15 @@ class SuffixDrafter(HostDrafter):
         fresh: list[int] = []
         for request, nodes in zip(requests, budget, strict=True):
             tokens = request.tokens
-            length = len(tokens) + 1  # of the index's text: it begins with a -1
             text = self._texts.get(request.id)
-            if text is None or text.index.length > length:  # never started, or it shrank
+            if text is None or text.index.length > text.before + len(tokens):  # never started, or it shrank
                 text = self._texts[request.id] = self._new(request)
             index = text.index
-            known = index.length
+            known, length = index.length, text.before + len(tokens)
             if known < length:
                 if length > index.room:
                     index.reserve(length)
-                fresh += tokens[known - 1 :]
+                fresh += tokens[known - text.before :]
                 index.length = length
             shared = self.store.index(text.tenant) or _EMPTY
             jobs += (index.address, index.size, shared.address, shared.size, length - known, nodes)
@@ -144,7 +140,10 @@ class SuffixDrafter(HostDrafter):
     def _new(self, request: DraftRequest) -> _Text:
         # Where a request begins with a part of its answer it was stopped before, and that part is in the store.
         answer = max(request.prompt_length, len(request.tokens))
-        return _Text(request, self._tenant_of(request), answer, SuffixIndex(2 * len(request.tokens)))
+        before = [token for text in request.material for token in (*text, -1)]
+        index = SuffixIndex(len(before) + 2 * len(request.tokens))
+        index.append(before)
+        return _Text(request, request.params.speculation.tenant, index.length, answer, index)
 
     def _draft(self, texts: Sequence[_Text], jobs: Sequence[int], fresh: Sequence[int]) -> list[Tree]:
         table = np.array(jobs, np.int64).reshape(-1, FIELDS)  # [B, FIELDS]

@@ -22,8 +22,9 @@ LONGEST = 32  # a longer agreement says no more
 WIDTH = 128  # places that a block holds at most
 SPAN = 2 * WIDTH  # offsets in a block go up to WIDTH: rank * SPAN + offset is a spot
 HEAD = 8
-LENGTH, INDEXED, BLOCKS, MOST, ROOM = 0, 1, 2, 3, 4
-"""In the head: numbers in the text; how many of them the index knows; blocks in use, and at most; room for text."""
+LENGTH, INDEXED, BLOCKS, MOST, ROOM, BESIDE, SINCE = 0, 1, 2, 3, 4, 5, 6
+"""In the head: numbers in the text; how many of them the index knows; blocks in use, and at most; room for text; the
+place that the text was copying from, and its own place then (0: it was not)."""
 
 FIRST, LAST = -1, 2**31 - 1
 """Where a search ends among places of one context: before all of them, or behind."""
@@ -197,49 +198,57 @@ def take_out(index: Numbers, begin: int, end: int) -> None:
         remove(index, place)
 
 
-@inner
-def length_at(index: Numbers, rank: int, offset: int, other: Numbers, at: int) -> int:
-    """How far the context of the place at a spot agrees; 0 where no place is."""
-    order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
-    if offset < 0:
-        rank -= 1
-        offset = sizes[order[rank]] - 1 if rank >= 0 else 0
-    elif rank < index[BLOCKS] and offset == sizes[order[rank]]:
-        rank, offset = rank + 1, 0
-    if rank < 0 or rank >= index[BLOCKS]:
-        return 0
-    place = wide(places_of(index)[order[rank] * WIDTH + offset])
-    return agreement(text_of(index), place, other, at, wide(LONGEST))
-
-
 @compiled
-def collect(index: Numbers, other: Numbers, at: int, least: int, found: Numbers) -> tuple[int, int, int]:
-    """The places that agree longest with what stands before `at` in another text: (length, how many, how many given).
+def gather(
+    index: Numbers, other: Numbers, at: int, least: int, deep: int, found: Numbers, lengths: Numbers
+) -> tuple[int, int]:
+    """The places that agree longest with what stands before `at` in another text, longest first: how many were found,
+    and the longest agreement.
 
-    They are written to `found`; where there are more than fit, as many as fit, evenly spread.
+    From where that place would stand itself, agreement only shrinks to either side: so the next one is always one of
+    two. None is taken that agrees in less than `least` tokens, or than one in `deep` of the longest.
     """
     if not index[BLOCKS]:
-        return 0, 0, 0
-    places = places_of(index)
+        return 0, 0
+    text, places = text_of(index), places_of(index)
     order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
     spot = find(index, other, at, wide(LONGEST), wide(LAST))
-    rank, offset = spot // SPAN, spot % SPAN
-    left, right = length_at(index, rank, offset - 1, other, at), length_at(index, rank, offset, other, at)
-    length = max(left, right)
-    if length < least:
-        return 0, 0, 0
-    begin = find(index, other, at, length, wide(FIRST)) if left == length else spot
-    end = find(index, other, at, length, wide(LAST)) if right == length else spot
-    total = end % SPAN - begin % SPAN
-    for rank in range(begin // SPAN, end // SPAN):
-        total += sizes[order[rank]]
-    given = min(total, len(found))
-    rank, offset, passed = begin // SPAN, begin % SPAN, 0
-    for i in range(given):
-        offset += i * total // given - passed
-        passed = i * total // given
-        while offset >= sizes[order[rank]]:
-            offset -= sizes[order[rank]]
-            rank += 1
-        found[i] = places[order[rank] * WIDTH + offset]
-    return length, total, given
+    # two cursors: the block's rank, where in `places`, and how far the place there agrees (0: no more places)
+    right, right_at = spot // SPAN, spot % SPAN
+    left, left_at = right, right_at - 1
+    left_length = right_length = wide(LONGEST)
+    move_left = move_right = True
+    longest, count = wide(0), wide(0)
+    while count < len(found):
+        if move_left:
+            if left_at < 0:
+                left -= 1
+                left_at = wide(sizes[order[left]]) - 1 if left >= 0 else wide(0)
+            left_length = (
+                agreement(text, wide(places[order[left] * WIDTH + left_at]), other, at, left_length)
+                if left >= 0
+                else wide(0)
+            )
+        if move_right:
+            if right < index[BLOCKS] and right_at == sizes[order[right]]:
+                right, right_at = right + 1, wide(0)
+            right_length = (
+                agreement(text, wide(places[order[right] * WIDTH + right_at]), other, at, right_length)
+                if right < index[BLOCKS]
+                else wide(0)
+            )
+        move_left = left_length >= right_length
+        move_right = not move_left
+        length = max(left_length, right_length)
+        if length < least or length * deep < longest:
+            break
+        longest = max(longest, length)
+        lengths[count] = length
+        if move_left:
+            found[count] = places[order[left] * WIDTH + left_at]
+            left_at -= 1
+        else:
+            found[count] = places[order[right] * WIDTH + right_at]
+            right_at += 1
+        count += 1
+    return count, longest

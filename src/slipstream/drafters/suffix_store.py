@@ -15,7 +15,7 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError
 from slipstream.drafters import suffix_code as code
-from slipstream.drafters.suffix_code import BLOCKS, HEAD, INDEXED, LENGTH, MOST, ROOM, WIDTH
+from slipstream.drafters.suffix_code import BESIDE, BLOCKS, HEAD, INDEXED, LENGTH, MOST, ROOM, SINCE, WIDTH
 from slipstream.drafters.suffix_compile import Numbers
 
 _SMALLEST = 1024
@@ -26,7 +26,6 @@ class Match:
     """The places that agree longest with the end of a text."""
 
     length: int = 0  # how many tokens agree; 0: no place
-    total: int = 0  # places that agree so far
     places: tuple[int, ...] = ()  # in the index's text; some of them, where there are more than were asked for
 
 
@@ -61,6 +60,7 @@ class SuffixIndex:
         text, most = self.text, int(self.data[MOST])
         self._make(2 * length)
         blocks, self.data[LENGTH], self.data[INDEXED] = int(head[BLOCKS]), head[LENGTH], head[INDEXED]
+        self.data[BESIDE], self.data[SINCE] = head[BESIDE], head[SINCE]
         now = int(self.data[MOST])
         self.data[BLOCKS] = blocks
         for row in range(4):  # what is known of each block
@@ -79,9 +79,9 @@ class SuffixIndex:
     def longest(self, tokens: Sequence[int], least: int = 1, most: int = 64) -> Match:
         """Where the text agrees longest with the end of these tokens."""
         other = np.array([-1, *tokens[-code.LONGEST :]], np.int32)
-        found = np.empty(most, np.int32)
-        length, total, given = code.collect(self.data, other, len(other), least, found)
-        return Match(length, total, tuple(found[:given].tolist()))
+        found, lengths = np.empty(most, np.int32), np.empty(most, np.int32)
+        given, length = code.gather(self.data, other, len(other), least, 1, found, lengths)
+        return Match(length, tuple(found[:given].tolist()))
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """From places to trees: what followed there, counted, for all requests of a round in one call.
 
-The places that agree longest with a request's text vote on the next token; those that voted for a token vote on the
-one after it. The tree takes the likeliest path next, wherever it hangs, until the budget is spent or no path is likely
-enough: where the votes agree it is a chain, where they are close it branches.
+The places that agree longest with a request's text vote on the next token (`suffix_votes.py`); those that voted for a
+token vote on the one after it. The tree takes the likeliest path next, wherever it hangs, until the budget is spent or
+no path is likely enough: where the votes agree it is a chain, where they are close it branches.
 """
 
 from __future__ import annotations
@@ -11,29 +11,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.drafters.suffix_code import LENGTH, LONGEST, collect, take_in, text_of
+from slipstream.drafters.suffix_code import LENGTH, LONGEST, take_in, text_of
 from slipstream.drafters.suffix_compile import Numbers, compiled, inner, numbers_at, wide
+from slipstream.drafters.suffix_votes import (
+    NEXT,
+    ORIGIN,
+    ORIGINS,
+    PAST,
+    PLACE,
+    REACH,
+    UNASKED,
+    VOTER_ROWS,
+    summon,
+)
 
-STEPS = (1, 2, 3, 4, 6, 8, 12, 20, 32)
+STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 20, 32)
 """Classes of agreement: a token with up to so many agreeing ones before it."""
-KINDS = 5
-"""Classes of votes: all but few of three and more; all but few of less; most; some; few."""
-STATES = len(STEPS) * KINDS
+SHARES = (0.9, 0.5, 0.2, 0.07)
+"""Classes of votes: a token with at least so much of what all votes weigh together."""
+KINDS = len(SHARES) + 2  # one for less than all of these, and a better one for three votes and more that all agree
+STATES = ORIGINS * len(STEPS) * KINDS
 
 _CLASS = np.array(
     [next(i for i, top in enumerate(STEPS) if length <= top) for length in range(LONGEST + 1)], np.int32
 )  # [LONGEST + 1]
-_OTHERS = 0.5  # what all votes from shorter matches weigh together, against those from the longest ones
 
 OWN, OWN_SIZE, SHARED, SHARED_SIZE, NEW, BUDGET, FIELDS = 0, 1, 2, 3, 4, 5, 6
 """Columns of a round's jobs: address and size of the request's index and of its tenant's; tokens that are
 new; nodes that its tree may have."""
 
+# Of each child, that is a token which waits to become a node: itself, its parent, its state, votes, the latest place,
+# the farthest agreement, its first voter, its depth, its best origin. No voter stands for two children, so there are
+# never more of them than voters.
+_TOKEN, _PARENT, _STATE, _VOTES, _NEWEST, _AGREES, _FIRST, _DEPTH, _FROM, _CHILD_ROWS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
+
 
 @inner
-def state_of(length: int, share: float, votes: int) -> int:
-    kind = 4 if share < 0.2 else 3 if share < 0.5 else 2 if share < 0.9 else 1 if votes < 3 else 0
-    return wide(_CLASS[min(length, LONGEST)]) * KINDS + kind
+def state_of(origin: int, length: int, share: float, votes: int) -> int:
+    kind = wide(0)
+    while kind < len(SHARES) and share < SHARES[kind]:
+        kind += 1
+    if kind or votes < 3:
+        kind += 1
+    return (origin * len(STEPS) + wide(_CLASS[min(length, LONGEST)])) * KINDS + kind
 
 
 @inner
@@ -53,73 +73,53 @@ def draft_one(
     bar: float,
     chances: NDArray[np.float64],  # [STATES]
     scratch: Numbers,  # [2, candidates]
-    voters: NDArray[np.int64],  # [10, 2 * candidates or MAX_NODES, whichever is more]: room for what it works with
-    shares: NDArray[np.float64],  # [3, 2 * candidates]
+    voters: NDArray[np.int64],  # [VOTER_ROWS, most voters]
+    children: NDArray[np.int64],  # [_CHILD_ROWS, most voters]
+    weights: NDArray[np.float64],  # [3, most voters]
     tokens: Numbers,  # [budget] out, as the next two
     parents: Numbers,
     states: Numbers,
 ) -> tuple[int, int]:
     """Write a tree; gives how many nodes it has, and the place in the shared text that its first node came from."""
+    if budget < 1:
+        return 0, -1
     text, other = text_of(own), text_of(shared)
     end = wide(own[LENGTH])
-    own_length, _, mine = collect(own, text, end, least, scratch[0])
-    shared_length, _, theirs = collect(shared, text, end, least, scratch[1])
-    count = mine + theirs
-    if not count or not budget:
-        return 0, -1
-    place, at, says = voters[0], voters[1], voters[2]  # where a voter stands, at which node, and its next token
-    weight = shares[0]
-    at[:count] = -1
-    weight[:count] = 1.0
-    for i in range(count):
-        place[i] = scratch[0, i] if i < mine else scratch[1, i - mine]
-    if own_length > shared_length:
-        weight[mine:count] = _OTHERS * mine / max(1, theirs)
-    elif own_length < shared_length:
-        weight[:mine] = _OTHERS * theirs / max(1, mine)
-    # Children that wait to become nodes. No voter stands for two of them, so there are never more than voters.
-    token, parent, state, votes, newest, length = voters[3], voters[4], voters[5], voters[6], voters[7], voters[8]
-    weighs, path = shares[1], shares[2]
-    depth_of = voters[9]
-    waiting, nodes, node, depth, chance, source = 0, 0, -1, wide(0), 1.0, -1
-    while True:
+    token, parent, state, votes = children[_TOKEN], children[_PARENT], children[_STATE], children[_VOTES]
+    newest, agrees, first_voter = children[_NEWEST], children[_AGREES], children[_FIRST]
+    depth_of, origin, following = children[_DEPTH], children[_FROM], voters[NEXT]
+    weight, weighs, path = weights[0], weights[1], weights[2]
+    # `voter`: the first of those that stand at the latest node
+    voter = wide(0) if summon(own, shared, least, scratch, voters, weight) else wide(-1)
+    waiting, nodes, node, depth, chance, source = wide(0), wide(0), wide(-1), wide(0), 1.0, wide(-1)
+    while voter >= 0:
         # the children of the latest node
         first, total = waiting, 0.0
-        for i in range(count):
-            if at[i] != node:
-                continue
-            says[i] = (
-                token_after(text, end, place[i], depth) if i < mine else token_after(other, wide(0), place[i], depth)
-            )
-            if says[i] < 0:  # its text ends here
-                at[i] = -2
+        while voter >= 0:
+            i, voter = voter, following[voter]
+            place, past = voters[PLACE, i], voters[ORIGIN, i] == PAST
+            says = token_after(other, wide(0), place, depth) if past else token_after(text, end, place, depth)
+            if says < 0:  # its text ends here
                 continue
             child = first
-            while child < waiting and token[child] != says[i]:
+            while child < waiting and token[child] != says:
                 child += 1
             if child == waiting:
-                token[child], parent[child] = says[i], node
-                votes[child], newest[child], length[child], weighs[child] = 0, -1, 0, 0.0
+                token[child], parent[child], depth_of[child], first_voter[child] = says, node, depth + 1, -1
+                votes[child], newest[child], agrees[child], origin[child] = 0, -1, 0, ORIGINS
+                weighs[child] = 0.0
                 waiting += 1
+            following[i], first_voter[child] = first_voter[child], i
             votes[child] += 1
             weighs[child] += weight[i]
             total += weight[i]
-            length[child] = max(length[child], own_length if i < mine else shared_length)
-            newest[child] = max(newest[child], place[i] + (LONGEST << 32 if i < mine else 0))
-        kept = first
+            agrees[child] = max(agrees[child], voters[REACH, i])
+            origin[child] = min(origin[child], voters[ORIGIN, i])
+            newest[child] = max(newest[child], place + (0 if past else 1 << 32))
         for child in range(first, waiting):
-            state[child] = state_of(length[child] + depth, weighs[child] / total, votes[child])
+            weighs[child] /= total
+            state[child] = state_of(origin[child], agrees[child] + depth, weighs[child], votes[child])
             path[child] = chance * chances[state[child]]
-            if path[child] >= bar:
-                token[kept], parent[kept], state[kept], path[kept] = (
-                    token[child],
-                    parent[child],
-                    state[child],
-                    path[child],
-                )
-                weighs[kept], newest[kept] = weighs[child] / total, newest[child]
-                kept += 1
-        waiting = kept
         if not waiting or nodes == budget:
             return nodes, source
         # the likeliest of all that wait; of equals the one with more votes, then the latest said
@@ -130,19 +130,23 @@ def draft_one(
                 and (weighs[child] > weighs[best] or (weighs[child] == weighs[best] and newest[child] > newest[best]))
             ):
                 best = child
+        if path[best] < bar:
+            return nodes, source
         node = nodes
         nodes += 1
         tokens[node], parents[node], states[node] = token[best], parent[best], state[best]
-        chance = path[best]
-        depth = depth_of[node] = 1 if parent[best] < 0 else depth_of[parent[best]] + 1
-        for i in range(count):
-            if at[i] == parent[best] and says[i] == token[best]:
-                at[i] = node
-                if not node and i >= mine:
-                    source = max(source, place[i])
+        chance, depth, voter = path[best], depth_of[best], first_voter[best]
+        if not node:
+            i = voter
+            while i >= 0:
+                if voters[ORIGIN, i] == PAST:
+                    source = max(source, voters[PLACE, i])
+                i = following[i]
         waiting -= 1
-        token[best], parent[best], state[best] = token[waiting], parent[waiting], state[waiting]
-        path[best], weighs[best], newest[best] = path[waiting], weighs[waiting], newest[waiting]
+        for row in range(_CHILD_ROWS):
+            children[row, best] = children[row, waiting]
+        path[best], weighs[best] = path[waiting], weighs[waiting]
+    return nodes, source
 
 
 @compiled
@@ -157,9 +161,11 @@ def draft_round(
     results: NDArray[np.int64],  # [3, B] out: nodes; 1 for a chain; a place in the tenant's text it came from, or -1
 ) -> int:
     """Take in what is new of each request's text and draft for it. Gives the number of nodes together."""
+    most = 2 * candidates + UNASKED
     scratch = np.empty((2, candidates), np.int32)
-    voters = np.empty((10, max(2 * candidates, MAX_NODES)), np.int64)
-    shares = np.empty((3, 2 * candidates))
+    voters = np.empty((VOTER_ROWS, most), np.int64)
+    children = np.empty((_CHILD_ROWS, most), np.int64)
+    weights = np.empty((3, most))
     read, written = 0, 0
     for b in range(len(jobs)):
         own = numbers_at(jobs[b, OWN], jobs[b, OWN_SIZE])
@@ -173,7 +179,7 @@ def draft_round(
         budget = max(0, min(jobs[b, BUDGET], MAX_NODES))
         to = slice(written, written + budget)
         tree = nodes[0, to], nodes[1, to], nodes[2, to]
-        count, source = draft_one(own, shared, budget, least, bar, chances, scratch, voters, shares, *tree)
+        count, source = draft_one(own, shared, budget, least, bar, chances, scratch, voters, children, weights, *tree)
         is_chain = 1
         for node in range(count):
             is_chain &= tree[1][node] == node - 1

@@ -68,7 +68,13 @@ class Drafting:
         if not names:
             return
         view = answer.view = DraftRequest(
-            answer.id, answer.tokens, answer.prompt_length, answer.params, answer.slot, answer.prediction
+            answer.id,
+            answer.tokens,
+            answer.prompt_length,
+            answer.params,
+            answer.slot,
+            answer.prediction,
+            answer.material,
         )
         for name in names:
             self._guarded(name, [answer], functools.partial(self._voice(name).start, view))

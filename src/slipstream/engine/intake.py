@@ -46,6 +46,7 @@ class Intake:
         seed = secrets.randbits(64) if params.seed is None else int(params.seed)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         prediction = tuple(self._encode(params.prediction)) if params.prediction else ()
+        material = tuple(tuple(self._encode(text)) for text in params.speculation.material)
         bad_words = self._bad_words(params.bad_words)
         self._check_ids("bad_words", (token for word in bad_words for token in word))
         for sample in range(params.n):
@@ -63,6 +64,7 @@ class Intake:
                 ),
                 output=CompletionOutput(sample, logprobs=None if params.logprobs is None else []),
                 prediction=prediction,
+                material=material,
                 bad_words=bad_words,
                 end_ids=ends,
                 leader=job.answers[0] if sample else None,

@@ -31,9 +31,9 @@ class LLM:
     """A language model that speculates.
 
     model: `default`, a folder or hub id in Hugging Face format, or a GGUF file.
-    drafter: `ngram`, `prediction`, `model:PATH`, several of them, a `Drafter` of your own, or None for plain decoding.
-        `A+B` merges the drafts of two (`ngram+model:PATH`). The first is used unless a request names another; a
-        request with a prediction drafts from that.
+    drafter: `ngram`, `suffix`, `prediction`, `model:PATH`, several of them, a `Drafter` of your own, or None for plain
+        decoding. `A+B` merges the drafts of two (`ngram+model:PATH`). The first is used unless a request names
+        another; a request with a prediction drafts from that.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
@@ -283,10 +283,10 @@ def _from_vllm(config: Mapping[str, Any]) -> tuple[DrafterChoice, int | None]:
         raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(known)}")
     method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
     tokens = config.get("num_speculative_tokens")
-    if method == "ngram":
-        return "ngram", tokens
+    if method in ("ngram", "suffix"):
+        return method, tokens
     if method == "draft_model" and model:
         return f"model:{model}", tokens
     raise ConfigError(
-        f"speculative_config: method={method!r}, model={model!r}; known are ngram, and draft_model with a model"
+        f"speculative_config: method={method!r}, model={model!r}; known are ngram, suffix, and draft_model with a model"
     )

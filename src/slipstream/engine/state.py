@@ -42,6 +42,7 @@ class Answer:
     text: TextStream
     output: CompletionOutput
     prediction: tuple[int, ...] = ()
+    material: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     end_ids: frozenset[int] = frozenset()
     leader: Answer | None = None  # the sibling that computes the shared prompt
