@@ -21,7 +21,7 @@ from slipstream.verify.mixed import mixed_choices
 from verifier_scenes import ALWAYS, ONLY, SETTINGS, Copying, Crowd, Drawing, Expected, asked, expected
 
 FOUND = 1e-6  # p-value of a mistake that is noticed
-REQUESTS = 20  # times the samples of each
+REQUESTS = 12  # times the samples of each: enough to notice the mistakes below
 PLAIN = SpeculationParams(enabled=False)
 LONG = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, top_k=8, logit_bias=ONLY)
 
@@ -94,7 +94,7 @@ def test_mistakes_are_noticed(
     mistake(monkeypatch)
     setting, name = "T 1, top-k 6", "model" if drafter == "model" else "drawing"
     guesser = f"model:{tiny_draft}" if drafter == "model" else Drawing(SHAPES[drafter], SETTINGS[setting])
-    tokens = Crowd(target, guesser).tokens(asked(SETTINGS[setting], name), 12)
+    tokens = Crowd(target, guesser).tokens(asked(SETTINGS[setting], name), REQUESTS)
     assert wanted(setting).p_value(tokens) < FOUND
 
 
