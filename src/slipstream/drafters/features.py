@@ -9,7 +9,7 @@ to know how many were right. Chains stand behind the text, on its pages; the row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, Dr
 from slipstream.drafters.head_rows import Standing, Stretch, head_batch, lane_state, read_along
 from slipstream.kernels.grow_tree import Growth
 from slipstream.kernels.jit import has_kernels
+from slipstream.kernels.last_rows import LastRows, last_rows
 from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.cache import KVCache
@@ -33,17 +34,6 @@ from slipstream.sampling.choose import choose
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features
-
-
-class LastRows(NamedTuple):
-    """The rows that a draft begins with: of each request as many, though a short text has fewer."""
-
-    token: Tensor  # [B, rows] int64: positions of the tokens that are read
-    place: Tensor  # [B * rows] int64
-    seen: Tensor  # [B * rows] int64: slots of the target's hidden states
-    slots: Tensor  # [B * rows] int64: slots of the head's K and V; nobody's where there is no such row
-    starts: Tensor  # [B + 1] int32
-    last: Tensor  # [B] int64: the row of the last token
 
 
 class FeatureDrafter(DeviceDrafter):
@@ -202,24 +192,25 @@ class FeatureDrafter(DeviceDrafter):
     def _read_last(self, round: DraftRound) -> Tensor:  # [B, H]
         """Read the last tokens, and give the head's hidden state behind the last one."""
         rows = self._last_rows(round)
-        ids = round.state.recent[round.lanes[:, None], rows.token % RECENT].flatten()
-        context = self._context(round, rows.place, rows.slots, rows.starts)
-        return self.head.run(ids, self._features(rows.seen), context, rows.place, 0)[rows.last]
+        context = self._context(round, rows.places, rows.slots, self._starts(round.lanes, self.depth + 1))
+        return self.head.run(rows.ids, self._features(rows.seen), context, rows.places, 0)[rows.last]
 
     def _last_rows(self, round: DraftRound) -> LastRows:
         assert self._cache is not None
-        state, lanes, size = round.state, round.lanes, self._cache.page_size
-        count = self.depth + 1
-        length = state.length[lanes, None]  # [B, 1]
-        first = (length - self.depth).clamp_min(1)
-        token = first + torch.arange(count, device=lanes.device)  # [B, rows]
-        real = token <= length  # a short text has fewer
-        place = torch.where(real, token, length).sub_(1).clamp_(0, self._last_place(round))
-        seen = state.pages[lanes[:, None], place // size].long() * size + place % size
-        own = torch.where(real, seen, self._trash_page * size)
-        starts = count * torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
-        last = starts[:-1] + (length - first)[:, 0]
-        return LastRows(token, place.flatten(), seen.flatten(), own.flatten(), starts, last)
+        size = self._cache.page_size
+        return last_rows(
+            round.state,
+            round.lanes,
+            self.depth + 1,
+            page_size=size,
+            trash_slot=self._trash_page * size,
+            last_place=self._last_place(round),
+        )
+
+    @staticmethod
+    def _starts(lanes: Tensor, rows: int) -> Tensor:  # [B + 1] int32
+        """The first row of each request, where all have as many."""
+        return torch.arange(0, rows * (lanes.shape[0] + 1), rows, dtype=torch.int32, device=lanes.device)
 
     def _chain(self, round: DraftRound, hidden: Tensor) -> Tensor:  # [B, depth]
         guesses = torch.zeros((round.depth, round.lanes.shape[0]), dtype=torch.int64, device=round.lanes.device)
@@ -237,7 +228,7 @@ class FeatureDrafter(DeviceDrafter):
         """Behind so many guesses one by one, each a pass of one row a request, behind the text."""
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._cache.page_size
-        starts = torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
+        starts = self._starts(lanes, 1)
         ahead = torch.arange(max(0, round.depth - known), device=lanes.device)[:, None]
         places = (state.length[lanes] + ahead).clamp_(0, self._last_place(round))  # [depth - known, B]
         slots = state.pages[lanes, places // size].long() * size + places % size
@@ -259,7 +250,7 @@ class FeatureDrafter(DeviceDrafter):
             guests=self._guests_each,
             most=self._guests.shape[0] // max(self._guests_each, 1),  # padding beyond them shares the last one's
         )
-        starts = self.width * torch.arange(lanes.shape[0] + 1, dtype=torch.int32, device=lanes.device)
+        starts = self._starts(lanes, self.width)
         path = torch.empty((lanes.shape[0], 0), dtype=torch.int64, device=lanes.device)
         level = growth.grow(*self._offer(hidden, self._rows(round, lanes, 0, None), round.features), None)
         step = 0

@@ -129,11 +129,11 @@ class MtpDrafter(FeatureDrafter):
         hidden = self._features(rows.seen)  # [B * rows, H]
         length = state.length[lanes, None]  # [B, 1]
         for step in range(self.modules):
-            token = rows.token + step  # [B, rows]
+            token = rows.tokens.view(lanes.shape[0], -1) + step  # [B, rows]
             guessed = guesses.T.gather(1, (token - length - 1).clamp(0, most - 1))
             ids = torch.where(token <= length, state.recent[lanes[:, None], token % RECENT], guessed)
-            context = self._context(round, rows.place, rows.slots, rows.starts)
-            hidden = self.head.run(ids.flatten(), hidden, context, rows.place, step)
+            context = self._context(round, rows.places, rows.slots, self._starts(lanes, token.shape[1]))
+            hidden = self.head.run(ids.flatten(), hidden, context, rows.places, step)
             self._keep(step, rows.slots, hidden)
             self._guess(round, guesses, step, hidden[rows.last])
         self._go_on(round, guesses, self.modules, hidden[rows.last])
