@@ -227,7 +227,14 @@ def test_it_misses_nothing_where_it_rests(tiny_target: Path, knowing: Path, monk
         rounds = 0
 
         def budget_trees(
-            self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, *, levels: int
+            self,
+            drafter: str,
+            request_ids: Sequence[str],
+            caps: Sequence[int],
+            rows: int,
+            beside: object = (),
+            *,
+            levels: int,
         ) -> list[int]:
             self.rounds += 1
             return [0 if self.rounds % 4 else cap for cap in caps]

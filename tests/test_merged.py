@@ -13,12 +13,12 @@ from torch import Tensor
 
 from exactness import Case, cases, differences, plain, run
 from queueing import CPU, Echo, First
-from scripted import Answers, Bushy, Raises, Right, RightThenWrong, Scripted, Wrong
+from scripted import Answers, Bushy, Raises, Right, RightThenWrong, Scripted, Wrong, wrong
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, merged_name, parse_merged, parse_specs
-from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, DraftRound, Needs
+from slipstream.drafters.base import DeviceDrafter, DeviceTree, Drafter, DraftRequest, DraftRound, Needs
 
 SEATS = 8
 
@@ -50,6 +50,32 @@ class Oracle(DeviceDrafter):
         return torch.tensor(lines)
 
 
+class Bush(Oracle):
+    """The same as a tree of two levels: beside each right token stands one that is not, and comes first."""
+
+    name: ClassVar[str] = "bush"
+    makes_trees = True
+    depth = 2
+    most_nodes = 4
+    parents = (-1, -1, 1, 1)
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        lines = [self.tokens(self.answers.rest(request)) for request in requests]
+        trees = [Tree(line[:n], self.parents[:n]) for line, n in zip(lines, budget, strict=True)]
+        return Draft.pack(trees, CPU)
+
+    def draft(self, round: DraftRound) -> DeviceTree:  # type: ignore[override]
+        right = super().draft(replace(round, depth=2)).tolist()
+        lines = [self.tokens(line)[: round.nodes] for line in right]
+        shape = torch.tensor(self.parents[: round.nodes]).expand(len(lines), -1)
+        return DeviceTree(torch.tensor(lines), shape)
+
+    @staticmethod
+    def tokens(rest: Sequence[int]) -> tuple[int, ...]:
+        one, two = [*rest, 0, 0][:2]
+        return (wrong(one), one, wrong(two), two)
+
+
 @dataclass(frozen=True)
 class Bench:
     llm: LLM
@@ -79,7 +105,7 @@ class Bench:
 def bench(request: pytest.FixtureRequest, tiny_target: Path, tiny_draft: Path) -> Iterator[Bench]:
     answers = Answers()
     scripted: dict[str, Scripted] = {k.name: k(answers) for k in (Right, Wrong, RightThenWrong, Bushy, Raises)}
-    more: list[str | Drafter] = [Echo(), First(), Oracle(answers), "ngram", f"model:{tiny_draft}"]
+    more: list[str | Drafter] = [Echo(), First(), Oracle(answers), Bush(answers), "ngram", f"model:{tiny_draft}"]
     how: dict[str, Any] = {"rounds": request.param, "planner": "fixed", "device": "cpu", "memory": "64MiB"}
     with LLM(tiny_target, drafter=[*scripted.values(), *more], max_num_seqs=SEATS, **how) as llm:
         batch = cases()
@@ -109,6 +135,9 @@ def whole(outputs: Sequence[CompletionOutput]) -> tuple[int, int]:
         "echo+first",
         "ngram+echo+model",
         "bushy+oracle+first",
+        "bushy+bush",
+        "bush+oracle+ngram",
+        "model+bush",
     ],
 )
 def test_the_same_tokens_in_a_batch(bench: Bench, drafter: str) -> None:
@@ -163,6 +192,15 @@ def test_each_drafter_hears_as_if_it_had_drafted_alone(bench: Bench) -> None:
     assert all(verdict.accepted == min(2, verdict.drafted) for verdict in heard)
     assert all(verdict.path == tuple(range(verdict.accepted)) for verdict in heard)
     assert max(len(verdict.tokens) for verdict in heard) > 3
+
+
+def test_trees_of_host_and_device_are_joined(bench: Bench) -> None:
+    """Beside the right chain every tree of the device adds its wrong nodes only."""
+    got = bench.speculate("right+bush", bench.long, draft_tokens=14)
+    drafted, accepted = total(got, "bush")
+    assert accepted > 0
+    assert abs(drafted - 2 * accepted) <= 2 * len(got)  # near the end there are fewer nodes
+    assert whole(got)[0] - total(got, "right")[0] <= drafted - accepted + len(got)
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 7])
@@ -239,6 +277,6 @@ def test_the_default_may_be_merged(tiny_target: Path, tiny_draft: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias={10: 8.0, 20: 8.0})
         output = llm.generate([[10, 20, 10, 20, 10]], params)[0].outputs[0]
         assert set(output.speculation.by_drafter) == {"ngram", "model"}
-        for wrong in ("ngram+nothing", "ngram+ngram", "ngram+"):
+        for bad in ("ngram+nothing", "ngram+ngram", "ngram+"):
             with pytest.raises(InvalidRequest, match=r"speculation\.drafter"):
-                llm.generate([[1]], replace(params, speculation=SpeculationParams(drafter=wrong)))
+                llm.generate([[1]], replace(params, speculation=SpeculationParams(drafter=bad)))

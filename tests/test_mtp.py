@@ -150,7 +150,9 @@ class Moody(Planner):
 
     rounds = 0
 
-    def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+    def budget(
+        self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, beside: object = ()
+    ) -> list[int]:
         self.rounds += 1
         return [cap if self.rounds % 6 == 0 else min(cap, 1) for cap in caps]
 

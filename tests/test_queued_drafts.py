@@ -90,7 +90,9 @@ class TestModelDrafter:
 
             rounds = 0
 
-            def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+            def budget(
+                self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, beside: object = ()
+            ) -> list[int]:
                 self.rounds += 1
                 return [0 if self.rounds % 4 else cap for cap in caps]
 
@@ -113,7 +115,9 @@ class TestModelDrafter:
 
             rounds = 0
 
-            def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+            def budget(
+                self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, beside: object = ()
+            ) -> list[int]:
                 self.rounds += 1
                 return [cap if i == self.rounds % len(caps) else 0 for i, cap in enumerate(caps)]
 

@@ -20,7 +20,7 @@ from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
-from slipstream.plan.planner import Planner
+from slipstream.plan.planner import Beside, Planner
 
 T = TypeVar("T")
 
@@ -111,19 +111,20 @@ class Drafting:
         self.planner.next_round()
         for name, mine in self._groups(decodes):
             answers = [decodes[i] for i in mine]
-            used = [gathered.used(i) for i in mine]
+            used, beside = [gathered.used(i) for i in mine], gathered.beside(mine)
             caps = self._caps(name, answers, used, len(decodes))
             if not any(caps):
                 continue
             if name in self._on_device:
-                budgets = self._budgets(name, answers, caps, used, len(decodes))
+                budgets = self._budgets(name, answers, caps, used, beside, len(decodes))
                 for i, nodes in zip(mine, budgets, strict=True):
                     gathered.grant(i, name, nodes)
                 if any(budgets):
                     yield name, mine, budgets
             else:
                 gathered.hosts.append(name)
-                for i, tree in zip(mine, self._trees(name, answers, caps, used, len(decodes)), strict=True):
+                trees = self._trees(name, answers, caps, used, beside, len(decodes))
+                for i, tree in zip(mine, trees, strict=True):
                     gathered.add(i, name, tree)
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
@@ -185,13 +186,13 @@ class Drafting:
         return bool(self._reading) and any(not self._reading.isdisjoint(answer.drafters) for answer in answers)
 
     def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int]]]:
-        """For each drafter that may be asked: which requests are its. Those on the host come first."""
+        """For each drafter that may be asked: which requests are its. Those whose guesses are free come first."""
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes):
             for name in answer.drafters:
                 if name not in self._resting and name not in answer.refused:
                     groups.setdefault(name, []).append(i)
-        yield from sorted(groups.items(), key=lambda group: group[0] in self._on_device)
+        yield from sorted(groups.items(), key=lambda group: self._turn(group[0]))
 
     def observe(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
@@ -240,6 +241,11 @@ class Drafting:
             caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
 
+    def _turn(self, name: str) -> int:
+        """When it is asked: on the host before on the device, and first of all what takes no time."""
+        drafter = self.drafters[name]
+        return int(drafter.costly) if isinstance(drafter, HostDrafter) else 2
+
     def _usual(self, answer: Answer) -> int:
         """Nodes that all of a request's drafters together are made for."""
         return sum(self._made_for(name) for name in answer.drafters)
@@ -251,7 +257,7 @@ class Drafting:
 
     def _others(self, name: str, answer: Answer, nodes: int) -> int:
         """How many of the request's nodes are kept for drafters that are asked after this one."""
-        order = sorted(answer.drafters, key=self._on_device.__contains__)
+        order = sorted(answer.drafters, key=self._turn)
         later = [self._made_for(n) for n in order[order.index(name) + 1 :] if n not in answer.refused]
         least = 1 if nodes >= len(order) else 0
         return sum(max(least, nodes * made_for // self._usual(answer)) for made_for in later)
@@ -278,23 +284,35 @@ class Drafting:
         return drafter.depth if isinstance(drafter, DeviceDrafter) and drafter.makes_trees else 0
 
     def _budgets(
-        self, name: str, answers: Sequence[Answer], caps: Sequence[int], used: Sequence[int], rows: int
+        self,
+        name: str,
+        answers: Sequence[Answer],
+        caps: Sequence[int],
+        used: Sequence[int],
+        beside: Sequence[Sequence[Beside]],
+        rows: int,
     ) -> list[int]:
         """How far a device drafter is to go for each request: as far as pays, and as far as there are pages."""
         ids = [answer.id for answer in answers]
         levels = self._levels(name)
         plan = functools.partial(self.planner.budget_trees, levels=levels) if levels else self.planner.budget
-        budget = plan(name, ids, caps, rows)
+        budget = plan(name, ids, caps, rows, beside)
         return [self._fit(*parts) for parts in zip(answers, used, budget, strict=True)]
 
     def _trees(
-        self, name: str, answers: Sequence[Answer], caps: Sequence[int], used: Sequence[int], rows: int
+        self,
+        name: str,
+        answers: Sequence[Answer],
+        caps: Sequence[int],
+        used: Sequence[int],
+        beside: Sequence[Sequence[Beside]],
+        rows: int,
     ) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""
         views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
         costly = self.guards[name].drafter.costly
         if costly:
-            caps = self.planner.budget(name, ids, caps, rows)
+            caps = self.planner.budget(name, ids, caps, rows, beside)
         started = time.perf_counter()
         proposals = self.guards[name].propose(views, caps, self.round_s)
         if costly and any(caps):

@@ -17,6 +17,7 @@ from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.merge import merge_trees
 from slipstream.core.verdict import NOBODY, Authors, author
 from slipstream.engine.draft_loops import Drafts
+from slipstream.plan.planner import Beside
 
 _EMPTY = Tree()
 
@@ -97,6 +98,18 @@ class Gathered:
         """Nodes that the request has or may get so far."""
         shares = self.shares[request]
         return len(self.trees[request].tokens) + (sum([share.nodes for share in shares]) if shares else 0)
+
+    def beside(self, requests: Sequence[int]) -> list[tuple[Beside, ...]]:
+        """Who drafts for these already; nothing where nobody does for any of them."""
+        if not any(self.used(i) for i in requests):
+            return []
+        return [self._beside(i) for i in requests]
+
+    def _beside(self, request: int) -> tuple[Beside, ...]:
+        tree, authors = self.trees[request], self._authors[request]
+        counts = [len(places) for places in authors.places] or [len(tree)]
+        hosts = [Beside(name, count) for name, count in zip(authors.names, counts, strict=False)]
+        return (*hosts, *[Beside(*share) for share in self.shares[request]])
 
     def add(self, request: int, name: str, tree: Tree) -> None:
         """A drafter's tree. Nodes that are there already become a credit to both."""

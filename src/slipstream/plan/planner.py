@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.core.draft import ROOT, Tree
 from slipstream.plan.acceptance import Acceptance
 from slipstream.plan.cost import PassCost
+from slipstream.plan.cutting import along_paths, cut, likeliest
 from slipstream.plan.investment import Investment, most_worth
 
 _FIRST_PROBE = 16
@@ -40,20 +43,42 @@ _LONGEST_REST = 512
 _NOTHING = Tree()
 
 
+class Beside(NamedTuple):
+    """Another drafter that guesses for the same request, and how many nodes it has or may have."""
+
+    drafter: str
+    nodes: int
+
+
 class Planner:
     """Decides sizes before drafting (`budget`) and after it, where the drafter says how sure it is (`trim`).
 
     This one always drafts as much as was asked for: for measurements and tests.
 
     rows: how many requests decode in the pass, those with other drafters or none included: each emits a token anyway.
+    beside: of each request, who drafts for it already; (): nobody for any of them.
     """
 
-    def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+    def budget(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
+        rows: int,
+        beside: Sequence[Sequence[Beside]] = (),
+    ) -> list[int]:
         """Most nodes for each request, for a drafter whose guesses cost time."""
         return list(caps)
 
     def budget_trees(
-        self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, *, levels: int
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
+        rows: int,
+        beside: Sequence[Sequence[Beside]] = (),
+        *,
+        levels: int,
     ) -> list[int]:
         """The same for one whose trees have so many levels, all of them computed whatever is taken."""
         return list(caps)
@@ -133,6 +158,13 @@ class _Waits:
         self.worth, self.asked = 0.0, 0
 
 
+class _Others(NamedTuple):
+    """What others draft beside a drafter."""
+
+    right: NDArray[np.float64]  # [K + 1, B]: the chance that one of them is right to each depth; 0 at depth 0
+    nodes: int  # of all requests together
+
+
 class AdaptivePlanner(Planner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
@@ -153,7 +185,14 @@ class AdaptivePlanner(Planner):
     def pad_passes(self) -> None:
         self._cost.padded = True
 
-    def budget(self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int) -> list[int]:
+    def budget(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
+        rows: int,
+        beside: Sequence[Sequence[Beside]] = (),
+    ) -> list[int]:
         """Sizes for a drafter whose guesses cost time: one depth for all, since its steps run for all together."""
         deepest = max(caps, default=0)
         if deepest == 0:
@@ -161,17 +200,27 @@ class AdaptivePlanner(Planner):
         alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
         depths = np.arange(deepest + 1)[:, None]  # [K + 1, 1]
         drafted = np.minimum(depths, np.array(caps)).sum(1)  # [K + 1]: nodes of all requests together
-        gained = np.where((depths > 0) & (depths <= np.array(caps)), alphas**depths, 0).cumsum(0).sum(1)  # [K + 1]
-        pass_s = self._cost.curve(rows, rows + int(drafted[-1]))[drafted]
+        others = self._others(request_ids, beside, deepest)
+        chances = alphas**depths * (1 - others.right)
+        gained = np.where((depths > 0) & (depths <= np.array(caps)), chances, 0).cumsum(0).sum(1)  # [K + 1]
+        brought, known = rows + others.right.sum(), rows + others.nodes
+        pass_s = self._cost.curve(known, known + int(drafted[-1]))[drafted]
         draft_s = np.concatenate(([0.0], self._drafting(drafter).curve(1, deepest)))
         measured = self._drafting(drafter).observed and self._cost.observed  # else the two have different units
-        rate = (rows + gained) / (pass_s + draft_s * measured)
+        rate = (brought + gained) / (pass_s + draft_s * measured)
         depth = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
         depth = self._probe(drafter, depth, min(2, deepest))
         return [min(depth, cap) for cap in caps]
 
     def budget_trees(
-        self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, *, levels: int
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
+        rows: int,
+        beside: Sequence[Sequence[Beside]] = (),
+        *,
+        levels: int,
     ) -> list[int]:
         """Sizes where the best nodes come first: each doubling of a tree is taken to bring as much as the one before.
 
@@ -181,14 +230,17 @@ class AdaptivePlanner(Planner):
         if most == 0:
             return list(caps)
         alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
-        whole = (alphas[:, None] ** np.arange(1, levels + 1)).sum(1)  # [B]: tokens that a tree of `most` brings
+        others = self._others(request_ids, beside, levels)
+        chances = alphas[:, None] ** np.arange(1, levels + 1) * (1 - others.right[1:].T)
+        whole = chances.sum(1)  # [B]: tokens that a tree of `most` brings
         nodes = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
         gained = (whole * np.log1p(nodes) / np.log1p(most)).sum(1)  # [K + 1]
         drafted = nodes.sum(1)
-        pass_s = self._cost.curve(rows, rows + int(drafted[-1]))[drafted]
+        brought, known = rows + others.right.sum(), rows + others.nodes
+        pass_s = self._cost.curve(known, known + int(drafted[-1]))[drafted]
         measured = self._drafting(drafter).observed and self._cost.observed
         draft_s = np.where(drafted > 0, self._drafting(drafter).seconds(1) * measured, 0.0)
-        rate = (rows + gained) / (pass_s + draft_s)
+        rate = (brought + gained) / (pass_s + draft_s)
         size = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
         size = self._probe(drafter, size, most)  # a small one would not tell what a tree is worth
         return [min(size, cap) for cap in caps]
@@ -205,7 +257,7 @@ class AdaptivePlanner(Planner):
         chances: list[float] = []  # [N]
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
             if tree.tokens:
-                chances += _along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
+                chances += along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
         if not chances:
             self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + self._wait(drafter)))
             return list(trees)
@@ -217,12 +269,12 @@ class AdaptivePlanner(Planner):
             return [_NOTHING] * len(trees)
         if best == len(chances):
             return list(trees)
-        kept = _likeliest(chances, best, ranked[best - 1])
+        kept = likeliest(chances, best, ranked[best - 1])
         trimmed: list[Tree] = []
         end = 0
         for tree in trees:
             begin, end = end, end + len(tree.tokens)
-            trimmed.append(_cut(tree, kept[begin:end]))
+            trimmed.append(cut(tree, kept[begin:end]))
         return trimmed
 
     def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
@@ -288,6 +340,16 @@ class AdaptivePlanner(Planner):
         for waits in self._waits.values():
             waits.gone += 1
 
+    def _others(self, request_ids: Sequence[str], beside: Sequence[Sequence[Beside]], depth: int) -> _Others:
+        """What those who draft already are taken to bring: a guess that they have right brings nothing more."""
+        wrong = np.ones((depth + 1, len(request_ids)))  # [K + 1, B]
+        depths, nodes = np.arange(1, depth + 1), 0
+        for i, (request_id, theirs) in enumerate(zip(request_ids, beside, strict=False)):
+            for name, count in theirs:
+                wrong[1 : count + 1, i] *= 1 - self._estimate(name).alpha(request_id) ** depths[:count]
+                nodes += count
+        return _Others(1 - wrong, nodes)
+
     def _probe(self, drafter: str, chosen: int, small: int) -> int:
         """Nothing pays by the estimates: now and then try a little all the same, ever more rarely while it fails."""
         if chosen:
@@ -336,41 +398,3 @@ class AdaptivePlanner(Planner):
 
     def _drafting(self, drafter: str) -> PassCost:
         return self._draft_cost.setdefault(drafter, PassCost(slope=1.0))
-
-
-def _along_paths(tree: Tree, promise: Sequence[float]) -> list[float]:
-    """A path is at most as likely as any path it goes on from."""
-    if tree.is_chain:
-        return list(accumulate(promise, min))
-    chances: list[float] = []
-    for parent, chance in zip(tree.parents, promise, strict=True):
-        chances.append(chance if parent == ROOT else min(chance, chances[parent]))
-    return chances
-
-
-def _likeliest(chances: list[float], count: int, bar: float) -> list[bool]:
-    """Which nodes are the `count` likeliest, the last of them with chance `bar`; of equals the first: parents are."""
-    kept = [chance > bar for chance in chances]
-    node = -1
-    for _ in range(count - sum(kept)):
-        node = chances.index(bar, node + 1)
-        kept[node] = True
-    return kept
-
-
-def _cut(tree: Tree, kept: list[bool]) -> Tree:
-    """The tree without the nodes that are not kept; a kept node's parent is kept."""
-    count = sum(kept)
-    if count == len(kept):
-        return tree
-    if not count:
-        return _NOTHING
-    if not any(kept[count:]):  # the first nodes, as always of a chain: their parents are among them
-        return Tree(tree.tokens[:count], tree.parents[:count])
-    new_index = [place - 1 for place in accumulate(kept)]
-    nodes = [node for node, keep in enumerate(kept) if keep]
-    parents = [tree.parents[node] for node in nodes]
-    return Tree(
-        tuple(tree.tokens[node] for node in nodes),
-        tuple(ROOT if parent == ROOT else new_index[parent] for parent in parents),
-    )
