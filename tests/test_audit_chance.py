@@ -36,7 +36,7 @@ def outcomes(result: Audit) -> dict[str, Outcome]:
 
 
 RULES = ["rejection sampling, the rule on a chain", "rejection sampling, the rule on a tree"]
-DRAWN = ["rejection sampling · model, 3 at once", f"rejection sampling · {PROBE}, 3 at once"]
+DRAWN = ["rejection sampling · model", f"rejection sampling · {PROBE}"]
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

@@ -28,7 +28,7 @@ class Drawn(Stage):
     """One drafter's answers by rejection sampling."""
 
     def __init__(self, bench: Bench, greedy: Setting, mode: Mode, temperature: float, seed: int, samples: int) -> None:
-        self.title = f"rejection sampling · {mode.name}, {bench.company(bench.at_once)}"
+        self.title = f"rejection sampling · {mode.name}"
         self._bench, self._greedy, self._mode = bench, greedy, mode
         speculation = replace(mode.speculation, verifier="rejection")
         self._params = SamplingParams(

@@ -33,7 +33,7 @@ class AuditConfig:
     settings: tuple[Setting, ...]  # the first is greedy
     at_once: int = 8
     draft_tokens: int | None = None
-    samples: int = 512  # answers drawn for each test of a distribution; 0: none is tested
+    samples: int = 256  # answers drawn for each test of a distribution; 0: none is tested
     transformers: bool = True
     trust_remote_code: bool = False
 
@@ -72,7 +72,7 @@ def audit(
 ) -> Audit:
     """Run all stages. `llm` must have the drafters of `config` and this probe. Ctrl-C ends it early, with a result."""
     progress = progress or Progress()
-    bench = Bench(llm, prompts, config.at_once, probe)
+    bench = Bench(llm, prompts, min(config.at_once, len(prompts)), probe)
     notes: list[str] = []
     stages = list(plan(bench, config, notes.append))
     checks: list[Check] = []

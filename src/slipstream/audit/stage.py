@@ -66,7 +66,6 @@ class Bench:
         return most[0][0] if most else 0
 
     def company(self, at_once: int) -> str:
-        at_once = min(at_once, len(self.prompts))
         return "alone" if at_once == 1 else f"{at_once} at once"
 
 

@@ -79,7 +79,7 @@ def audit(
             help="Answers to draw with each drafter for the test of rejection sampling, the verifier that keeps the "
             "distribution instead of the tokens; such as 4096 for a sharper one, 0 for none.",
         ),
-    ] = 512,
+    ] = 256,
     strict: Annotated[
         bool,
         option("--strict", panel=CHECKING, help="Let near-ties, which rounding explains, fail the audit as well."),

@@ -1,7 +1,8 @@
-"""How `--help` looks: what takes no value shows none, where typer would print `<bool>` or `<str>`."""
+"""How `--help` looks: text flows; what takes no value shows none, where typer would print `<bool>` or `<str>`."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -20,7 +21,15 @@ def _without_values(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+def _flowing(help: str | None) -> str | None:
+    """Paragraphs without their line breaks: the terminal has a width of its own."""
+    return help and "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(help).split("\n\n"))
+
+
 class Command(TyperCommand):
+    def __init__(self, *arguments: Any, help: str | None = None, **more: Any) -> None:
+        super().__init__(*arguments, help=_flowing(help), **more)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_values(super().get_params(ctx))
 
