@@ -28,10 +28,9 @@ class LastRows:
 
     @staticmethod
     def empty(requests: int, count: int, device: torch.device) -> LastRows:
-        tokens, ids, places, seen, slots = torch.empty((5, requests * count), dtype=torch.int64, device=device).unbind(
-            0
-        )
-        return LastRows(tokens, ids, places, seen, slots, torch.empty(requests, dtype=torch.int64, device=device))
+        rows = torch.empty((5, requests * count), dtype=torch.int64, device=device)
+        tokens, ids, places, seen, slots = rows.unbind(0)
+        return LastRows(tokens, ids, places, seen, slots, rows.new_empty(requests))
 
 
 @jit(sizes=["P"], pointers=["lanes_ptr"])
