@@ -49,5 +49,12 @@ class PackedLinear(nn.Module):
         product = torch.ops.mkl._mkl_linear.default  # by its overload: looking one up costs as much as a small product
         return cast(Tensor, product(x, self.weight, self._shape, self.bias, x.shape[0]))
 
+    def refill(self, weight: Tensor) -> None:  # [out, in]
+        """Another weight in place of this one; in the same memory, but where it is packed. The bias stays."""
+        if self.packed:
+            self.weight = torch.ops.mkl._mkl_reorder_linear_weight(weight.to(self.weight.dtype), _PACK_ROWS)
+        else:
+            self.weight.copy_(weight)
+
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, packed={self.packed}"

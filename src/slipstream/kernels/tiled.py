@@ -65,6 +65,13 @@ class TiledLinear(PackedLinear):
             out[:, slab] = F.linear(x, self.code.decode(self.tiles.rows(slab)), bias)
         return out
 
+    def refill(self, weight: Tensor) -> None:  # [out, in]
+        if isinstance(self.tiles, Tensor):
+            self.tiles.copy_(weight)
+        else:  # codes that fit the old weight
+            arena = Arena()
+            self.tiles = self.code.encode([weight], arena) or _joined([weight], arena)
+
     def extra_repr(self) -> str:
         form = f"{self.tiles.bits}-bit codes" if isinstance(self.tiles, Codes) else "plain"
         return f"{self.in_features} -> {self.out_features}, {form}"

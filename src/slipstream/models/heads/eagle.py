@@ -127,6 +127,23 @@ class EagleHead(nn.Module):
             return row_linear(hidden, self._lm_head.weight, self._lm_head.bias, out_dtype=torch.float32)
         return cast(Tensor, self._lm_head(hidden)).float()
 
+    def refill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Other weights in place of those that it was opened with: for heads in training. Vocabulary, biases stay.
+
+        tensors: by our names, all that the shape wants. On a GPU they are written where captured graphs read them.
+        """
+        weights = {name: tensor.to(self._device, self.dtype) for name, tensor in tensors.items()}
+        for name, linear in (("fc", self.fc), ("lm_head", self._lm_head)):
+            if f"{name}.weight" in weights and isinstance(linear, PackedLinear):
+                linear.refill(weights[f"{name}.weight"])
+        for i, layer in enumerate(self._layers):
+            cast(EagleLayer, layer).refill(_below(weights, f"layers.{i}."))
+        norms = {"layers.0.hidden_norm": self.hidden_norm, "norm": self.norm, "input_norm": self.input_norm}
+        norms |= {f"fc_norm.{i}": cast(FusedNorm, norm) for i, norm in enumerate(self.fc_norms)}
+        for name, norm in norms.items():
+            if norm is not None:
+                norm.weight.copy_(weights[f"{name}.weight"])
+
     def _embed(self, ids: Tensor) -> Tensor:  # [N] -> [N, H]
         """What stands in for nobody may hold anything."""
         return cast(Tensor, self._embedding(ids.clamp(0, self._last_id)))

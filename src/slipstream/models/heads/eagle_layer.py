@@ -59,6 +59,24 @@ class EagleLayer(nn.Module):
         out: Tensor = x + self.down(F.silu(gate) * up)
         return out
 
+    def refill(self, weights: Mapping[str, Tensor]) -> None:
+        """Other weights in place of those that it was made with, under the same names."""
+        qkv = [weights[f"self_attn.{name}_proj.weight"] for name in "qkv"]
+        gate_up = [weights[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        self.qkv.refill(torch.cat(qkv))
+        self.gate_up.refill(torch.cat(gate_up))
+        self.o.refill(weights["self_attn.o_proj.weight"])
+        self.down.refill(weights["mlp.down_proj.weight"])
+        norms = {
+            "input_layernorm": self.input_norm,
+            "self_attn.q_norm": self.q_norm,
+            "self_attn.k_norm": self.k_norm,
+            "post_attention_layernorm": self.post_norm,
+        }
+        for name, norm in norms.items():
+            if norm is not None:
+                norm.weight.copy_(weights[f"{name}.weight"])
+
     def on_gpu(self) -> GpuLayer:
         """The same as its kernels want it. Where there is no first norm, the kernels' is not asked for."""
         return GpuLayer(

@@ -1,0 +1,163 @@
+"""An EAGLE-3 head in training: the numbers of `models/heads/eagle.py`, over whole texts and with gradients.
+
+Training-time test: the head first reads the target's states (step 0), then its own of the step before, as it will when
+it guesses ahead, and learns at every step. Tensors have the names that the head is stored with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from slipstream.models.heads.eagle_shape import EagleShape
+from slipstream.train.batch import Batch
+from slipstream.train.chain_attention import Sequences, attend_chain
+
+
+class Eagle3Module(nn.Module):
+    """The head's own weights, fp32. embedding: the target's, frozen, no part of the state dict."""
+
+    def __init__(self, shape: EagleShape, embedding: nn.Module) -> None:
+        super().__init__()
+        self.shape = shape
+        self._embedding = (embedding,)  # kept from being a child
+        tapped = shape.num_taps * shape.target_hidden
+        self.fc = nn.Linear(tapped, shape.hidden, bias=False)
+        if shape.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(shape.target_hidden, shape.norm_eps) for _ in range(shape.num_taps))
+        self.layers = nn.ModuleList([Layer(shape)])
+        self.norm = Norm(shape.hidden, shape.norm_eps)
+        self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
+        config: Any = LlamaConfig(
+            hidden_size=shape.hidden,
+            num_attention_heads=shape.heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.trained_positions,
+            rope_parameters=dict(shape.rope),
+        )
+        self._rotary = (LlamaRotaryEmbedding(config),)  # neither weights nor a state of ours
+
+    def forward(self, batch: Batch, steps: int, sequences: Sequences) -> list[Tensor]:  # steps of [B * T, H], normed
+        """What the LM head reads at each step. The row at p has the token at p + 1, and guesses the one at p + 2.
+
+        At step k the row at p stands k guesses behind a text that ended with the token at p - k + 1; rows with fewer
+        than k tokens before them in their sequence are meaningless, and so is the last row of a sequence.
+        """
+        rows, shape = batch.rows, self.shape
+        token = torch.roll(rows.ids, -1, dims=1).flatten()  # [N]
+        words = self._first.input_layernorm(self._embedding[0](token).float())  # [N, H]
+        rotary = self._rotary[0].to(rows.ids.device)
+        cos, sin = (part[0][:, None] for part in rotary(words, rows.positions.view(1, -1)))  # [N, 1, R] fp32
+        feature = self.combine(batch.taps.flatten(0, 1))
+        text: tuple[Tensor, Tensor] | None = None  # K and V of step 0
+        chain: list[tuple[Tensor, Tensor]] = []  # of steps 1 to k, at the rows that they belong to
+        found = []
+        for _ in range(steps):
+            normed = self._first.hidden_norm(feature)
+            x = normed if shape.norm_before_residual else feature
+            query, key, value = self._first.self_attn(torch.cat((words, normed), dim=1), cos, sin)
+            if text is None:
+                text = key, value
+            else:
+                chain.append((key, value))
+            out = attend_chain(query, *text, *_moved(chain, key), sequences)
+            x = self._first.behind(x, out)
+            last = self.norm(x)
+            found.append(last)
+            feature = torch.roll(last if shape.norm_output else x, 1, dims=0)
+        return found
+
+    def combine(self, taps: Tensor) -> Tensor:  # [N, F] -> [N, H] fp32
+        """What a row reads of the target's hidden states."""
+        if self.shape.fc_norm:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return cast(Tensor, self.fc(taps.to(self.fc.weight.dtype))).float()
+
+    @property
+    def _first(self) -> Layer:
+        return cast(Layer, self.layers[0])
+
+
+def _moved(chain: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor]:  # each [k, N, h, D]
+    """K and V of the chain behind each row: its own step's where it stands, those before it as many rows further up."""
+    if not chain:
+        return like.new_zeros((0, *like.shape)), like.new_zeros((0, *like.shape))
+    back = range(len(chain) - 1, -1, -1)
+    keys = torch.stack([torch.roll(key, by, dims=0) for (key, _), by in zip(chain, back, strict=True)])
+    values = torch.stack([torch.roll(value, by, dims=0) for (_, value), by in zip(chain, back, strict=True)])
+    return keys, values
+
+
+class Norm(nn.Module):
+    """RMS norm, in fp32 whatever comes in."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    """The head's decoder layer. Its attention reads a token and a feature side by side."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
+        self.hidden_norm = Norm(shape.hidden, shape.norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
+        self.self_attn = Projections(shape)
+        self.mlp = Mlp(shape)
+
+    def behind(self, x: Tensor, attended: Tensor) -> Tensor:  # [N, H], [N, h, D] -> [N, H]
+        """The rest of the layer, behind its attention."""
+        x = x + self.self_attn.o_proj(attended.flatten(1))
+        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class Projections(nn.Module):
+    """Queries, keys and values of the layer; its keys and values for all query heads."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden, query, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden, kv, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden, kv, bias=False)
+        self.o_proj = nn.Linear(query, shape.hidden, bias=False)
+        self._dim, self._group = shape.head_dim, shape.heads // shape.kv_heads
+
+    def forward(self, read: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # each [N, h, D]
+        query, key, value = (
+            product(read).unflatten(1, (-1, self._dim)) for product in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        key, value = (x.repeat_interleave(self._group, dim=1) if self._group > 1 else x for x in (key, value))
+        return _turned(query, cos, sin), _turned(key, cos, sin), value
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, h, D]; cos, sin [N, 1, R]
+    """Rotary embedding of the first R numbers of each head."""
+    width = cos.shape[-1]
+    part, rest = x[..., :width], x[..., width:]
+    first, second = part.chunk(2, dim=-1)
+    turned = (part * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -1,0 +1,129 @@
+"""How far guesses are from the target's distribution, without ever holding the logits of a whole batch.
+
+A pass of 32,000 rows and seven steps would have 30 GB of logits. Here some rows at a time go through the LM heads, all
+steps of a row together because they share the target's distribution; loss and gradient are made on the spot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NUMBERS = {"cpu": 1 << 23}
+"""Logits at a time, by device: on others as follows."""
+_MANY = 1 << 27
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What is to be approached."""
+
+    logits: Callable[[Tensor], Tensor]  # [n, H] -> [n, V] fp32: the target's, of its normed states
+    vocab: int  # V
+    ids: Tensor | None = None  # [Vd] int64: the target's id of each guessable id; None: all are, in order
+    variation: float = 0.0  # weight of the total variation, beside a divergence of weight 1
+    sharpen: float = 0.0  # share of the aim that is the target's best token, the rest its distribution
+
+
+@dataclass(frozen=True, slots=True)
+class SoftLoss:
+    """Sums over rows, for S steps; but for the total, over the rows that count."""
+
+    total: Tensor  # scalar fp32 with a gradient: divergence and variation, by the weights that were given
+    divergence: Tensor  # [S]
+    accepted: Tensor  # [S]: sum of min(p, q), what sampling accepts
+    agreed: Tensor  # [S]: rows whose best token is the target's
+
+
+def soft_loss(
+    hidden: Tensor,  # [S, N, H]: behind the last norm
+    lm_head: Tensor,  # [Vd, H]
+    states: Tensor,  # [N, H]: the target's, behind its last norm
+    weights: Tensor,  # [S, N] fp32: of each row in the loss
+    counted: Tensor,  # [S, N] bool: rows that the other sums are over
+    aim: Aim,
+) -> SoftLoss:
+    """Kullback-Leibler divergence of the guesses from the target. What the guesses cannot name, they need not."""
+    return SoftLoss(*_Soft.apply(hidden, lm_head, states, weights, counted, aim))  # type: ignore[no-untyped-call]
+
+
+class _Soft(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, lm_head: Tensor, states: Tensor, weights: Tensor, counted: Tensor, aim: Aim
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        steps, rows, _ = hidden.shape
+        device = hidden.device
+        known = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if known else hidden.dtype
+        head = lm_head.to(dtype)
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_head = torch.zeros(head.shape, device=device) if wants_head else None
+        total = torch.zeros((), device=device)
+        sums = torch.zeros((3, steps), device=device)
+        ours = _inverse(aim, device)
+        few = max(_NUMBERS.get(device.type, _MANY) // aim.vocab, 1)
+        with torch.autocast(device.type, enabled=False):
+            for at in range(0, rows, few):
+                part = slice(at, at + few)
+                seen = aim.logits(states[part])
+                best = ours[seen.argmax(1)]  # [n]
+                p = seen.softmax(1)
+                p = p if aim.ids is None else p[:, aim.ids]  # [n, Vd]
+                goal = _sharpened(p, best, aim.sharpen)
+                mass = goal.sum(1)
+                entropy = torch.special.entr(goal).sum(1)
+                for step in range(steps):
+                    rest = hidden[step, part].to(dtype)
+                    logq = (rest @ head.T).float()
+                    hit = (logq.argmax(1) == best).float()
+                    logq -= logq.logsumexp(1, keepdim=True)
+                    divergence = -(goal * logq).sum(1) - entropy
+                    q = logq.exp_()
+                    shared = torch.minimum(p, q).sum(1)
+                    weight = weights[step, part]
+                    total += (weight * (divergence + aim.variation * (1 - shared))).sum()
+                    sums[:, step] += torch.stack((divergence, shared, hit)) @ counted[step, part].float()
+                    if grad_hidden is None and grad_head is None:
+                        continue
+                    pull = q * mass[:, None] - goal
+                    if aim.variation:
+                        short = q * (q < p)
+                        pull -= aim.variation * (short - q * short.sum(1, keepdim=True))
+                    pull = pull.mul_(weight[:, None]).to(dtype)
+                    if grad_hidden is not None:
+                        grad_hidden[step, part] = (pull @ head).to(hidden.dtype)
+                    if grad_head is not None:
+                        grad_head += pull.T @ rest
+        ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
+        divergences, accepted, agreed = sums.unbind(0)
+        ctx.mark_non_differentiable(divergences, accepted, agreed)
+        return total, divergences, accepted, agreed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grads[0]
+        found = (None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors)
+        return (*found, None, None, None, None)
+
+
+def _inverse(aim: Aim, device: torch.device) -> Tensor:  # [V] int64
+    """The guesses' id of each of the target's; -1: none."""
+    if aim.ids is None:
+        return torch.arange(aim.vocab, device=device)
+    found = torch.full((aim.vocab,), -1, device=device)
+    found[aim.ids] = torch.arange(len(aim.ids), device=device)
+    return found
+
+
+def _sharpened(p: Tensor, best: Tensor, share: float) -> Tensor:  # [n, Vd]
+    """Some of the mass moved to the best token, where it can be named."""
+    if not share:
+        return p
+    known = (best >= 0).to(p.dtype)[:, None] * share
+    return (p * (1 - share)).scatter_add_(1, best.clamp_min(0)[:, None], known)

@@ -1,0 +1,66 @@
+"""The loss made in pieces is the loss written out, and so are its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.train import soft_loss as module
+from slipstream.train.soft_loss import Aim, soft_loss
+
+STEPS, ROWS, HIDDEN, VOCAB = 2, 7, 6, 20
+IDS = torch.tensor([0, 3, 4, 9, 11, 12, 18])
+
+
+def written_out(hidden: Tensor, head: Tensor, seen: Tensor, weights: Tensor, aim: Aim) -> Tensor:
+    ids = torch.arange(VOCAB) if aim.ids is None else aim.ids
+    p = seen.softmax(1)
+    best = torch.nn.functional.one_hot(seen.argmax(1), VOCAB)
+    goal = ((1 - aim.sharpen) * p + aim.sharpen * best)[:, ids]
+    total = torch.zeros(())
+    for step in range(STEPS):
+        logq = (hidden[step] @ head.T).log_softmax(1)
+        divergence = (torch.special.xlogy(goal, goal) - goal * logq).sum(1)
+        variation = 1 - torch.minimum(p[:, ids], logq.exp()).sum(1)
+        total = total + (weights[step] * (divergence + aim.variation * variation)).sum()
+    return total
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+@pytest.mark.parametrize(("variation", "sharpen"), [(0.0, 0.0), (0.7, 0.0), (0.3, 0.25)])
+def test_in_pieces_as_written_out(
+    ids: Tensor | None, variation: float, sharpen: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module._NUMBERS, "cpu", 3 * VOCAB)  # three rows at a time
+    torch.manual_seed(1)
+    names = VOCAB if ids is None else len(ids)
+    hidden = torch.randn(STEPS, ROWS, HIDDEN, requires_grad=True)
+    head = torch.randn(names, HIDDEN, requires_grad=True)
+    states, theirs = torch.randn(ROWS, HIDDEN), 2 * torch.randn(VOCAB, HIDDEN)
+    weights = torch.rand(STEPS, ROWS)
+    weights[1, :2] = 0
+    aim = Aim(lambda x: x @ theirs.T, VOCAB, ids, variation, sharpen)
+
+    found = soft_loss(hidden, head, states, weights, weights > 0, aim)
+    wanted = written_out(hidden, head, states @ theirs.T, weights, aim)
+    torch.testing.assert_close(found.total, wanted)
+    ours = torch.autograd.grad(3 * found.total, (hidden, head))
+    by_hand = torch.autograd.grad(3 * wanted, (hidden, head))
+    torch.testing.assert_close(ours, by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_a_perfect_guesser_is_seen_as_one() -> None:
+    """Its guesses are always accepted, rows without weight are not counted, and there is nothing to learn."""
+    torch.manual_seed(2)
+    head, states = torch.randn(VOCAB, HIDDEN), torch.randn(ROWS, HIDDEN)
+    hidden = states.repeat(STEPS, 1, 1).requires_grad_()
+    weights = torch.ones(STEPS, ROWS)
+    weights[1, 4:] = 0
+    found = soft_loss(hidden, head, states, weights, weights > 0, Aim(lambda x: x @ head.T, VOCAB))
+    torch.testing.assert_close(found.accepted, torch.tensor([7.0, 4.0]))
+    assert found.agreed.tolist() == [7, 4]
+    torch.testing.assert_close(found.divergence, torch.zeros(2), atol=1e-5, rtol=0)
+    found.total.backward()
+    assert hidden.grad is not None
+    assert hidden.grad.abs().max() < 1e-6

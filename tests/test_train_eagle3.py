@@ -1,0 +1,268 @@
+"""EAGLE-3 in training: the numbers of the head that will guess, gradients everywhere, and guesses that come true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import VOCAB, save_model, tiny_llama
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import ConfigError, DrafterError
+from slipstream.drafters.base import Drafter
+from slipstream.kv.cache import KVCache
+from slipstream.models.attention import PassContext
+from slipstream.models.batch import PassBatch
+from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
+from slipstream.models.heads.eagle import EagleHead
+from slipstream.models.heads.layouts import read_eagle
+from slipstream.train.batch import Batch, Rows
+from slipstream.train.chain_attention import Sequences
+from slipstream.train.config import TrainConfig
+from slipstream.train.draft_vocab import choose_vocab
+from slipstream.train.eagle3 import Eagle3Recipe
+from slipstream.train.eagle3_module import Eagle3Module
+from slipstream.train.recipe import Setting, recipe_class
+from slipstream.train.teacher import Teacher
+from training_rows import packed, random_rows
+
+LENGTHS = ([9, 4], [12])
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_target: Path) -> Teacher:
+    return Teacher.open(tiny_target, "cpu")
+
+
+def make(teacher: Teacher, counts: Tensor | None = None, **options: Any) -> Eagle3Recipe:
+    torch.manual_seed(5)
+    kept = {"kept": "fp32", "draft_vocab": 64, "inner": 48, "steps": 4, **options}
+    config = TrainConfig("eagle3", "t", Path("out"), self_prompts=1, options=kept)
+    if counts is None:
+        counts = torch.randint(0, 1000, (VOCAB,), generator=torch.Generator().manual_seed(7))
+    return Eagle3Recipe.make(Setting(config, teacher, counts))
+
+
+def look(teacher: Teacher, recipe: Eagle3Recipe, rows: Rows | None = None) -> Batch:
+    return teacher.look(random_rows(LENGTHS, WIDTH, VOCAB) if rows is None else rows, recipe.taps)
+
+
+def opened(recipe: Eagle3Recipe, teacher: Teacher, folder: Path) -> EagleHead:
+    recipe.export(folder)
+    target = TargetShape(teacher.hidden, teacher.vocab_size, teacher.num_layers, 256)
+    model = teacher.model
+    files = HeadFiles.read(folder)
+    return EagleHead(
+        read_eagle(files, target), model.get_input_embeddings(), cast(nn.Module, model.get_output_embeddings())
+    )
+
+
+@torch.inference_mode()
+def guesses(head: EagleHead, ids: Tensor, taps: Tensor, root: int, steps: int) -> list[Tensor]:
+    """The head's logits for a chain behind the row `root`, as it is run: the text's rows, then its own states."""
+    cache = KVCache(head.layers, 8, 4, torch.float32, torch.device("cpu"))
+    given, found = head.combine(taps)[: root + 1], []
+    first, last = 0, root + 1
+    for step in range(steps):
+        places = torch.arange(first, last)
+        batch = PassBatch(
+            input_ids=ids[places + 1],
+            positions=places,
+            slots=places,
+            row_starts=(0, len(places)),
+            prefix_lengths=(first,),
+            pages=(tuple(range(8)),),
+            is_tree=(False,),
+            masks=None,
+            logit_rows=None,
+        )
+        hidden = head.run(batch.input_ids, given, PassContext(batch, cache), places, step)
+        found.append(head.logits(hidden[-1:])[0])
+        given, first, last = hidden[-1:], last, last + 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_before_residual": False, "kv_heads": 1, "heads": 2, "head_dim": 12},
+        {"fc_norm": True, "norm_output": True, "taps": "3,0"},
+        {"draft_vocab": VOCAB, "layout": "speculators"},
+    ],
+)
+def test_training_and_inference_are_one_head(options: dict[str, Any], teacher: Teacher, tmp_path: Path) -> None:
+    """Every step of every chain, in packed rows, gives the logits that the head gives when it guesses."""
+    recipe = make(teacher, **options)
+    module = cast(Eagle3Module, recipe.module)
+    with torch.no_grad():  # norms that are not there for show
+        for name, weight in module.named_parameters():
+            if "norm" in name:
+                weight.mul_(1 + 0.3 * torch.randn(weight.shape))
+    head, batch, steps = opened(recipe, teacher, tmp_path), look(teacher, recipe), 4
+    with torch.no_grad():
+        logits = [module.lm_head(last).view(2, WIDTH, -1) for last in module(batch, steps, Sequences.of(batch.rows))]
+    compared = 0
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            ids, taps = batch.rows.ids[row, start : start + length], batch.taps[row, start : start + length]
+            for root in range(length - steps):
+                for step, wanted in enumerate(guesses(head, ids, taps, root, steps)):
+                    torch.testing.assert_close(logits[step][row, start + root + step], wanted, rtol=1e-3, atol=1e-3)
+                    compared += 1
+            start += length
+    assert compared == steps * (5 + 0 + 8)
+
+
+def test_gradients_reach_every_weight_and_nothing_of_the_target(teacher: Teacher) -> None:
+    recipe = make(teacher, steps=3, variation=0.3, fc_norm=True)
+    losses = recipe.loss(look(teacher, recipe))
+    (losses.total / losses.count).backward()
+    for name, weight in recipe.module.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
+        assert weight.grad.abs().max() > 0, name
+    assert all(weight.grad is None for weight in teacher.model.parameters())
+    assert not any(name.startswith("_") for name in recipe.module.state_dict())
+
+
+def test_a_loss_knows_nothing_of_neighbours_and_counts_what_it_should(teacher: Teacher) -> None:
+    """Sequences packed together lose what they lose apart; prompts count a little, the last two tokens not at all."""
+    recipe = make(teacher, prompt_weight=0.25)
+    together = recipe.loss(look(teacher, recipe))
+    made = random_rows(LENGTHS, WIDTH, VOCAB).ids
+    sequences = [made[0, :9], made[0, 9:13], made[1, :12]]
+    apart = [recipe.loss(look(teacher, recipe, packed([[ids.tolist()]], len(ids)))) for ids in sequences]
+    for name in ("total", "count", "accepted", "positions"):
+        torch.testing.assert_close(
+            getattr(together, name), sum(getattr(one, name) for one in apart), rtol=1e-4, atol=1e-4
+        )
+    # of n tokens n - 2 are guessed, two of which would be a prompt's: but the first two tokens have no row
+    assert float(together.count) == (9 - 2) + (4 - 2) + (12 - 2)
+    assert together.positions.tolist() == [19, 16, 13, 11]
+
+
+def test_prompts_count_less(teacher: Teacher) -> None:
+    recipe = make(teacher, prompt_weight=0.25)
+    rows = packed([[list(range(10))]], WIDTH, prompt=6)
+    assert float(recipe.loss(look(teacher, recipe, rows)).count) == 4 + 0.25 * 4
+    none = make(teacher, prompt_weight=0.0)
+    assert none.loss(look(teacher, none, rows)).positions[0] == 4
+
+
+def test_the_loss_begins_near_the_targets_own_size(teacher: Teacher) -> None:
+    """Fresh weights guess badly, but not wildly: the states that they make are as large as the target's."""
+    recipe = make(teacher)
+    losses = recipe.loss(look(teacher, recipe))
+    assert float((losses.total / losses.count).detach()) < 4 * math.log(VOCAB)
+
+
+def learn(recipe: Eagle3Recipe, batch: Batch, steps: int) -> Tensor:
+    """Acceptance that the last batch promises, by guess."""
+    optimizer = torch.optim.AdamW(recipe.module.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(steps):
+        losses = recipe.loss(batch)
+        optimizer.zero_grad()
+        (losses.total / losses.count).backward()
+        nn.utils.clip_grad_norm_(recipe.module.parameters(), 1.0)
+        optimizer.step()
+    return losses.accepted / losses.positions
+
+
+def test_what_is_learnt_is_accepted_in_the_engine(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
+    """A few answers learnt by heart: the engine's tau rises from about 1, in an engine that stays open."""
+    target = save_model(tmp_path / "target", tiny_llama(initializer_range=0.15), seed=3)
+    teacher = Teacher.open(target, "cpu")
+    prompts = [[10 + i, 20 + i, 30 + i] for i in range(4)]
+    how = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
+    plain = open_llm(target, drafter=None)
+    texts = [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, plain.generate(prompts, how), strict=True)]
+    counts = torch.bincount(torch.tensor(texts).flatten(), minlength=VOCAB)
+    recipe = make(teacher, counts, draft_vocab=0, coverage=1.0, steps=3, depth=3, width=2)
+    recipe.export(tmp_path / "head")
+    llm = open_llm(target, drafter=recipe.drafter(tmp_path / "head"), planner="fixed")
+    drafter = the_drafter(llm)
+
+    def tau() -> float:
+        outputs = llm.generate(prompts, how)
+        assert [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, outputs, strict=True)] == texts
+        spoken = [o.outputs[0].speculation for o in outputs]
+        return 1 + sum(s.accepted for s in spoken) / sum(s.rounds for s in spoken)
+
+    before = tau()
+    rows = packed([texts[:2], texts[2:]], 2 * len(texts[0]), prompt=3)
+    accepted = learn(recipe, look(teacher, recipe, rows), 150)
+    assert accepted.min() > 0.7
+    recipe.refresh(drafter)
+    after = tau()
+    assert before < 2
+    assert after > 2.8
+    recipe.export(tmp_path / "again")
+    again = open_llm(target, drafter=recipe.drafter(tmp_path / "again"), planner="fixed")
+    llm = again
+    assert tau() == after
+
+
+def the_drafter(llm: LLM) -> Drafter:
+    return llm.engine.drafting.drafters["eagle"]
+
+
+def test_both_layouts_are_read_back(teacher: Teacher, tmp_path: Path) -> None:
+    recipe = make(teacher, kept="fp16")
+    recipe.export(tmp_path)
+    target = TargetShape(teacher.hidden, teacher.vocab_size, teacher.num_layers, 256)
+    for folder in (tmp_path, tmp_path / "speculators"):
+        found = read_eagle(HeadFiles.read(folder), target)
+        assert found.shape == cast(Eagle3Module, recipe.module).shape
+        ids = torch.arange(64) + found.tensors["d2t"]
+        assert torch.equal(ids, recipe.vocab.ids)
+        for name, tensor in recipe.module.state_dict().items():
+            assert torch.equal(found.tensors[name], tensor.half()), name
+
+
+def test_a_draft_vocabulary_covers_what_is_said() -> None:
+    counts = torch.tensor([5, 0, 9, 1, 9, 0, 3])
+    four = choose_vocab(counts, 4, 1.0, 7)
+    assert four.ids.tolist() == [0, 2, 4, 6]
+    assert four.coverage == 26 / 27
+    assert four.offsets.tolist() == [0, 1, 2, 3]
+    many = torch.zeros(5000, dtype=torch.int64)
+    many[1000:3000] = 10
+    assert len(choose_vocab(many, 0, 0.5, 5000).ids) == 1024
+    assert len(choose_vocab(many, 0, 0.9, 5000).ids) == 2048
+    assert len(choose_vocab(many, 0, 0.9, 1500).ids) == 1500
+    with pytest.raises(ConfigError, match="draft_vocab=8: the target's vocabulary has 7 tokens"):
+        choose_vocab(counts, 8, 1.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "option steps=0: must be at least 1"),
+        ({"decay": 1.5}, r"option decay=1\.5: must be between 0 and 1"),
+        ({"taps": "2,x"}, "option taps='2,x': must be layers such as"),
+        ({"kept": "fp8"}, "option kept='fp8': must be one of fp16"),
+        ({"heads": 5}, "option heads=5: must divide the hidden size of the target, 32"),
+        ({"kv_heads": 3}, "option kv_heads=3: must divide heads=4"),
+        ({"colour": 1}, "option 'colour' is unknown"),
+    ],
+)
+def test_wrong_options_say_what_would_be_right(options: dict[str, Any], message: str, teacher: Teacher) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(teacher, **options)
+
+
+def test_layers_that_the_target_lacks_are_refused(teacher: Teacher) -> None:
+    with pytest.raises(DrafterError, match="after layer 9 are wanted"):
+        make(teacher, taps="9")
+
+
+def test_the_recipe_is_known_by_name() -> None:
+    assert recipe_class("eagle3") is Eagle3Recipe
