@@ -29,7 +29,7 @@ def packed(sequences: list[list[int]], size: int) -> Rows:
     spare = size - len(ids)
     return Rows(
         torch.tensor([ids + [0] * spare]),
-        torch.tensor([[*positions, *range(spare)]]),
+        torch.tensor([positions + [0] * spare]),
         torch.tensor([segments + [NO_SEQUENCE] * spare]),
         torch.zeros(1, size, dtype=torch.bool),
     )

@@ -106,7 +106,7 @@ def build(
         engine: Engine = QueuedEngine(target, drafters, graphs=config.graphs, progress=progress, **given)
     else:
         engine = Engine(target, drafters, **given)
-    return Built(engine, tokenizer, path, _eos_ids(target, tokenizer))
+    return Built(engine, tokenizer, path, eos_ids(target, tokenizer))
 
 
 def _class_of(choice: DrafterSpec | Drafter) -> type[Drafter] | None:
@@ -124,7 +124,7 @@ def _listed(drafter: DrafterChoice) -> Iterable[str | Drafter]:
     return listed
 
 
-def _eos_ids(target: Runner, tokenizer: Any) -> frozenset[int]:
+def eos_ids(target: Runner, tokenizer: Any) -> frozenset[int]:
     """Everything that ends an answer: the generation configuration may name several, the tokenizer one."""
     found: set[int] = set()
     for source in (getattr(target.model, "generation_config", None), target.config, tokenizer):

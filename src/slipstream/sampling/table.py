@@ -47,7 +47,7 @@ class Features:
 
 
 class SamplingTable:
-    """Owns the per-slot tensors. `add`, `remove` and `commit` are the only writers."""
+    """Owns the per-slot tensors. `add`, `add_plain`, `remove` and `commit` are the only writers."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
@@ -131,6 +131,16 @@ class SamplingTable:
             addresses = self._addresses()
             if addresses != self._captured:
                 self._captured, self.version = addresses, self.version + 1
+
+    def add_plain(self, slots: Tensor, temperatures: Tensor, seeds: Tensor) -> None:
+        """Give distinct `slots` [B] to requests that ask for a temperature [B] and no more, with these seeds [B].
+
+        For very many requests at a time: three launches for all of them. All three lie on the device; the slots must
+        not have had a request from `add` before, whose other wishes would stay.
+        """
+        sampled = torch.where(temperatures > 0, temperatures.clamp_min(SMALLEST_TEMPERATURE), 0.0)
+        self.temperature.index_copy_(0, slots, sampled.to(torch.float32))
+        self.streams.index_copy_(0, slots, stream_keys(seeds, torch.zeros_like(seeds)))
 
     def _write(
         self,

@@ -19,7 +19,7 @@ class Rows:
     """Token sequences, several to a row."""
 
     ids: Tensor  # [B, T] int64
-    positions: Tensor  # [B, T] int64: within the sequence, from 0; padding counts from 0 too
+    positions: Tensor  # [B, T] int64: within the sequence, from 0; padding stands at 0
     segments: Tensor  # [B, T] int64: which sequence of its row a token belongs to; NO_SEQUENCE: padding
     answers: Tensor  # [B, T] bool: the target chose this token; False: a prompt's token, or padding
 

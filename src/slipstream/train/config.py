@@ -19,7 +19,7 @@ PrecisionName = Literal["auto", "bf16", "fp32"]
 OptionValue = str | int | float | bool
 Options = TypeVar("Options")
 
-_NOT_THE_RUN = ("out", "device", "lanes", "checkpoint_every", "measure_every", "log_every")
+_NOT_THE_RUN = ("out", "data", "device", "lanes", "checkpoint_every", "measure_every", "log_every")
 """May differ when a run is resumed: they do not change what is learnt. `out` may have been moved."""
 
 
@@ -35,6 +35,7 @@ class TrainConfig:
     out: Path
 
     # data
+    data: str = ""  # folder of the data, used as it is where it is complete; "": in the folder of the run
     prompts: tuple[str, ...] = ()  # JSON lines files, as `bench` reads them
     self_prompts: int = 0  # user turns that the target writes itself
     samples: int = 1  # answers to each prompt
@@ -89,11 +90,15 @@ class TrainConfig:
                 raise ConfigError(f"{name}={value!r}: must be between {low:g} and {high:g}")
         if not self.temperatures or not all(isfinite(t) and t >= 0 for t in self.temperatures):
             raise ConfigError(f"temperatures={self.temperatures!r}: must name at least one, each 0 or more")
-        if not self.prompts and not self.self_prompts:
+        if not self.prompts and not self.self_prompts and not self.data:
             raise ConfigError(
-                "prompts=(), self_prompts=0: there is nothing to learn from; name prompt files, or let a chat model "
-                "write its own (--self-prompts 10000)"
+                "prompts=(), self_prompts=0: there is nothing to learn from; name prompt files, let a chat model write "
+                "its own (--self-prompts 10000), or name the data of another run (--data DIR)"
             )
+
+    @property
+    def data_folder(self) -> Path:
+        return Path(self.data) if self.data else self.out / "data"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `from_dict` reads it."""

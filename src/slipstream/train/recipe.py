@@ -12,13 +12,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
-from torch import Tensor, nn
-
 from slipstream.core.errors import ConfigError
-from slipstream.models.taps import Taps
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from slipstream.drafters.base import Drafter
+    from slipstream.models.taps import Taps
     from slipstream.train.batch import Batch
     from slipstream.train.config import TrainConfig
     from slipstream.train.teacher import Teacher

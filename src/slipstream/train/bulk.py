@@ -1,0 +1,286 @@
+"""Very many answers at once: the device's rounds, driven without a scheduler.
+
+A serving engine does some Python for each answer and round, which a thousand answers at a time would wait for. Here a
+lane has its pages for good, rounds are queued several at a time without the host looking, and numpy sorts out what they
+gave. The host is one batch of rounds behind: while it reads what came, and prompts are queued for lanes that became
+free, the device is at work on the next. The rule of sampling is the engine's, so an answer is the one that
+`LLM.generate` gives for the same prompt, temperature and seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.core.draft import Tree
+from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
+from slipstream.kernels.pack_rows import RECENT, LaneState
+from slipstream.kernels.paged import SPLIT_KEYS
+from slipstream.kv.cache import KVCache
+from slipstream.models.batch import PassBatch, fetched, sent
+from slipstream.models.runner import Runner
+from slipstream.sampling.choose import choose
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.table import Features, SamplingTable
+
+PAGE_SIZE = 16
+ROUNDS = 8
+"""Queued at a time. More: less work for the host; fewer: an answer that ended is noticed sooner."""
+_READ_ROWS = 8192
+"""Prompt tokens of one pass."""
+_SPARE_LANES = 32
+"""Lanes are filled again when one in so many is free: prompts are cheaper together."""
+_NOBODY = -1
+_EMPTY = Tree()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An answer that is wanted."""
+
+    prompt: Sequence[int]
+    seed: int
+    temperature: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An answer that ended: to which ask, and its tokens, the one that ended it included."""
+
+    number: int
+    tokens: NDArray[np.int32]
+    broken: bool = False  # the model gave NaN, or no possible token
+
+
+@dataclass(frozen=True, slots=True)
+class _Firsts:
+    """The first tokens of answers whose prompts were read."""
+
+    lanes: NDArray[np.int64]  # [A]
+    tokens: torch.Tensor  # [A], on the host when the device has got there
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rounds that are queued."""
+
+    lanes: NDArray[np.int64]  # [B]
+    owners: NDArray[np.int64]  # [B]: the ask that each lane worked for
+    firsts: tuple[_Firsts, ...]
+    tokens: torch.Tensor  # [ROUNDS, requests], on the host when the device has got there
+    done: Any  # an event, or None on a CPU
+
+
+def page_span(max_len: int) -> int:
+    """Pages of a lane: an answer that ended goes on for up to two batches of rounds before that is noticed."""
+    return -(-(max_len + 2 * ROUNDS + 1) // PAGE_SIZE)
+
+
+def lane_bytes(target: Runner, max_len: int) -> int:
+    """Memory that one more lane takes, for answers of so many tokens with their prompts: its cache and its logits."""
+    cache = KVCache.bytes_per_page(target.layers, PAGE_SIZE, target.dtype, 0) * page_span(max_len)
+    return cache + 3 * 4 * target.vocab_size
+
+
+class Bulk:
+    """Writes answers with one target, so many at a time."""
+
+    def __init__(
+        self, target: Runner, *, lanes: int, max_len: int, end_ids: Iterable[int], graphs: bool = True
+    ) -> None:
+        """max_len: no prompt and answer together have more tokens. end_ids: an answer ends with one of these."""
+        if max_len + 2 * ROUNDS > target.max_positions:
+            raise ConfigError(
+                f"prompts and answers of up to {max_len} tokens: the model has {target.max_positions} positions; ask "
+                f"for at most {target.max_positions - 2 * ROUNDS} (max_prompt_tokens plus max_tokens)"
+            )
+        device, span = target.device, page_span(max_len)
+        self._target, self._max_len, self._span = target, max_len, span
+        self._usual_ends = frozenset(end_ids)
+        self._ends = np.array([], dtype=np.int64)
+        try:
+            self._cache = target.new_cache(lanes * span + 1, PAGE_SIZE)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"lanes={lanes}: their cache does not fit on {device}; ask for fewer lanes, or shorter answers"
+            ) from error
+        self._sampling = SamplingTable(lanes + 1, target.vocab_size, device)
+        trash = lanes * span  # a page for what belongs to nobody
+        pages = torch.full((lanes + 1, span), trash, dtype=torch.int32)
+        pages[:lanes] = torch.arange(lanes * span, dtype=torch.int32).view(lanes, span)
+
+        def column(value: int) -> torch.Tensor:
+            return torch.full((lanes + 1,), value, dtype=torch.int64, device=device)
+
+        recent = torch.zeros((lanes + 1, RECENT), dtype=torch.int64, device=device)
+        self._state = LaneState(column(0), column(0), column(1), column(0), pages.to(device), recent)
+        machine = Machine(target, self._cache, self._sampling, self._state, PAGE_SIZE, trash * PAGE_SIZE)
+        self._rounds = Rounds(machine, {}, graphs=graphs)
+        self._collected = [torch.zeros((ROUNDS, lanes), dtype=torch.int64, device=device) for _ in range(2)]
+        self._turn = 0
+        self._lanes = lanes
+        # of each lane, as the host knows it
+        self._asks: dict[int, Ask] = {}  # by number
+        self._owner = np.full(lanes, _NOBODY, dtype=np.int64)
+        self._count = np.zeros(lanes, dtype=np.int64)
+        self._limit = np.zeros(lanes, dtype=np.int64)
+        self._said = np.zeros((lanes, max_len + 2 * ROUNDS + 1), dtype=np.int32)
+        self._firsts: list[_Firsts] = []
+
+    def write(self, asks: Iterable[tuple[int, Ask]], end_ids: Iterable[int] | None = None) -> Iterator[Written]:
+        """Answer these, each with a number of its own, and give them out as they end. Reads ahead as lanes get free.
+
+        end_ids: in place of the usual ones.
+        """
+        coming = iter(asks)
+        self._ends = np.array(sorted(self._usual_ends if end_ids is None else end_ids), dtype=np.int64)
+        queued: _Batch | None = None
+        features = Features(greedy=True, sampled=True)
+        while True:
+            # not as a decorator: whoever reads the answers between two of them is not in inference mode
+            with torch.inference_mode():
+                self._fill(coming, features)
+                batch = self._queue(features) if self._asks else None
+                ended = self._hear(queued) if queued is not None else []
+            yield from ended
+            queued = batch
+            if queued is None and not self._asks:
+                return
+
+    def _fill(self, coming: Iterator[tuple[int, Ask]], features: Features) -> None:
+        """Give free lanes new prompts, and read these."""
+        free = np.flatnonzero(self._owner == _NOBODY)
+        if len(free) < max(1, self._lanes // _SPARE_LANES):
+            return
+        new = list(islice(coming, len(free)))
+        lanes: list[int] = []
+        rows = begin = 0
+        for at, (number, ask) in enumerate(new):
+            length = len(ask.prompt)
+            if not 0 < length <= self._max_len - ask.max_tokens:
+                raise ConfigError(
+                    f"a prompt of {length} tokens for an answer of {ask.max_tokens}: must be at least 1, and together "
+                    f"at most {self._max_len}"
+                )
+            if rows + length > _READ_ROWS and lanes:
+                self._read(np.array(lanes), [one for _, one in new[begin:at]], features)
+                lanes, rows, begin = [], 0, at
+            lane = int(free[at])
+            lanes.append(lane)
+            rows += length
+            self._asks[number] = ask
+            self._owner[lane], self._count[lane], self._limit[lane] = number, 0, ask.max_tokens
+        if lanes:
+            self._read(np.array(lanes), [one for _, one in new[begin:]], features)
+
+    def _read(self, lanes: NDArray[np.int64], asks: Sequence[Ask], features: Features) -> None:
+        """One pass over prompts; the lanes begin with what it chooses."""
+        device, count = self._target.device, len(asks)
+        lengths = np.array([len(ask.prompt) for ask in asks])
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        total = int(starts[-1])
+        ids = np.concatenate([np.asarray(ask.prompt, dtype=np.int64) for ask in asks])
+        positions = np.arange(total) - np.repeat(starts[:-1], lengths)
+        slots = np.repeat(lanes * self._span * PAGE_SIZE, lengths) + positions
+        seeds = np.array([ask.seed for ask in asks], dtype=np.uint64).view(np.int64)
+        flat = sent(
+            np.concatenate((ids, positions, slots, starts[1:] - 1, lanes, lengths, seeds), dtype=np.int64), device
+        )
+        on_ids, on_positions, on_slots = flat[: 3 * total].view(3, total).unbind(0)
+        last, on_lanes, on_lengths, on_seeds = flat[3 * total :].view(4, count).unbind(0)
+        temperatures = sent(np.array([ask.temperature for ask in asks], dtype=np.float32), device)
+        self._sampling.add_plain(on_lanes, temperatures, on_seeds)
+        batch = PassBatch(
+            input_ids=on_ids,
+            positions=on_positions,
+            slots=on_slots,
+            row_starts=tuple(starts.tolist()),
+            prefix_lengths=(0,) * count,
+            pages=tuple(self._pages(lane, length) for lane, length in zip(lanes, lengths, strict=True)),
+            is_tree=(False,) * count,
+            masks=None,
+            logit_rows=last,
+        )
+        logits = self._target.forward(batch, self._cache)
+        none = torch.zeros_like(on_lengths)
+        chosen = choose(logits, SampleRows(on_lanes, on_lengths, none), self._sampling, features)
+        state = self._state
+        for column, values in (
+            (state.last, chosen.clamp_min(0)),
+            (state.length, on_lengths),
+            (state.generated, none + 1),
+        ):
+            column.index_copy_(0, on_lanes, values)
+        self._firsts.append(_Firsts(lanes, fetched(chosen)))
+
+    def _pages(self, lane: int, length: int) -> tuple[int, ...]:
+        first = int(lane) * self._span
+        return tuple(range(first, first + -(-int(length) // PAGE_SIZE)))
+
+    def _queue(self, features: Features) -> _Batch:
+        """Rounds for all lanes that have work, as far as the host knows."""
+        lanes = np.flatnonzero(self._owner != _NOBODY)
+        run = self._round(len(lanes), features)
+        run.load(lanes.tolist(), [_EMPTY] * len(lanes), [()] * len(lanes))
+        self._turn = 1 - self._turn
+        collected = self._collected[self._turn][:, : run.shape.requests]
+        for turn in range(ROUNDS):
+            run.verify()
+            collected[turn].copy_(run.told.tokens[:, 0])
+        tokens = fetched(collected.contiguous())
+        done = None
+        if collected.is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        firsts, self._firsts = tuple(self._firsts), []
+        return _Batch(lanes, self._owner[lanes], firsts, tokens, done)
+
+    def _round(self, lanes: int, features: Features) -> Round:
+        """In few sizes: all lanes, or a half, a quarter, ... of them when the last answers are written."""
+        size = self._lanes
+        while size // 2 >= lanes:
+            size //= 2
+        keys = -(-(self._max_len + 2 * ROUNDS + 1) // SPLIT_KEYS) * SPLIT_KEYS
+        return self._rounds.of(RoundShape(size, 0, size, keys, False, features, self._sampling.version, False))
+
+    def _hear(self, batch: _Batch) -> list[Written]:
+        """Read what rounds gave, and free the lanes of answers that ended."""
+        if batch.done is not None:
+            batch.done.synchronize()
+        ended: list[Written] = []
+        for firsts in batch.firsts:
+            ended += self._take(firsts.lanes, firsts.tokens.numpy()[:, None])
+        mine = self._owner[batch.lanes] == batch.owners  # others ended before these rounds did
+        told = batch.tokens.numpy()[:, : len(batch.lanes)].T  # [B, ROUNDS]
+        return ended + self._take(batch.lanes[mine], told[mine])
+
+    def _take(self, lanes: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Written]:
+        """So many tokens [B, n] were chosen for distinct lanes [B]: keep them, as far as the answers go."""
+        if not len(lanes):
+            return []
+        have, reach = self._count[lanes], np.arange(tokens.shape[1])
+        self._said[lanes[:, None], have[:, None] + reach] = tokens
+        broken = tokens < 0
+        stops = broken | np.isin(tokens, self._ends)
+        first_stop = np.where(stops.any(axis=1), stops.argmax(axis=1), tokens.shape[1])
+        room = self._limit[lanes] - have
+        taken = np.minimum(np.minimum(first_stop + 1, tokens.shape[1]), room)
+        self._count[lanes] = have + taken
+        over = (first_stop < room) & (first_stop < tokens.shape[1]) | (taken == room)
+        ended = []
+        for at in np.flatnonzero(over):
+            lane = int(lanes[at])
+            number = int(self._owner[lane])
+            nan = bool(first_stop[at] < taken[at] and broken[at, first_stop[at]])
+            ended.append(Written(number, self._said[lane, : self._count[lane]].copy(), nan))
+            self._owner[lane] = _NOBODY
+            del self._asks[number]
+        return ended

@@ -1,0 +1,227 @@
+"""The data of a run, made by the target itself: prompts, then answers to them. Goes on where it was stopped."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.core.errors import ConfigError
+from slipstream.engine.build import eos_ids
+from slipstream.engine.memory import available_bytes
+from slipstream.models.load import load_config, load_tokenizer, pick_device, pick_dtype
+from slipstream.models.parity import open_model
+from slipstream.models.paths import Progress
+from slipstream.train.bulk import ROUNDS, Bulk, lane_bytes
+from slipstream.train.config import TrainConfig
+from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
+from slipstream.train.prompts import as_tokens, asked, read_files, self_prompts, write_file
+from slipstream.train.ranks import Ranks
+
+_MADE_OF = ("prompts", "self_prompts", "samples", "temperatures", "max_prompt_tokens", "max_tokens", "held_out")
+_SHARE = 0.8
+"""Of the free memory, for lanes."""
+_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What there is to learn from, and what to measure with."""
+
+    sequences: Sequences
+    held_out: tuple[tuple[int, ...], ...]  # prompts
+    record: Mapping[str, Any]  # how it was made
+
+
+def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Data:
+    """Read the data of this run; what is missing is made first."""
+    folder = config.data_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    noted = folder / "data.json"
+    record = json.loads(noted.read_text()) if noted.exists() else None
+    if record is None and not (config.prompts or config.self_prompts):
+        raise ConfigError(f"data={config.data!r}: holds no data of a run (data.json); name prompts to make some")
+    if record is not None and (config.prompts or config.self_prompts):
+        _check_same(config, target, record)
+    if record is None or not record["complete"]:
+        wanted = record["made_of"] if record is not None else _made_of(config, target)
+        if ranks.leads:
+            _note(noted, {"made_of": wanted, "complete": False})
+        ranks.wait()
+        rates = _Maker(config, wanted, target, ranks, say).make()
+        ranks.wait()
+        sequences = load_sequences(folder)
+        record = {
+            "made_of": wanted,
+            "complete": True,
+            "answers": len(sequences),
+            "answer_tokens": sequences.answer_tokens,
+            "tokens": int(sequences.starts[-1]),
+            **rates,
+        }
+        if ranks.leads:
+            _note(noted, record)
+    tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
+    _, held_out = _split(_usable(folder, tokenizer, record["made_of"]), record["made_of"])
+    return Data(load_sequences(folder), tuple(held_out), record)
+
+
+def _made_of(config: TrainConfig, target: Path) -> dict[str, Any]:
+    found = {name: getattr(config, name) for name in _MADE_OF}
+    return {**json.loads(json.dumps(found)), "seed": config.seed, "target": target.name}
+
+
+def _check_same(config: TrainConfig, target: Path, record: Mapping[str, Any]) -> None:
+    for name, value in _made_of(config, target).items():
+        theirs = record["made_of"].get(name)
+        if theirs != value:
+            raise ConfigError(
+                f"{name}={value!r}: the data in {config.data_folder} was made with {theirs!r}; give that again, leave "
+                "out the options of the prompts to use it as it is (--data), or choose another folder"
+            )
+
+
+def _note(file: Path, record: Mapping[str, Any]) -> None:
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(json.dumps(record, indent=2) + "\n")
+    part.replace(file)
+
+
+def _usable(folder: Path, tokenizer: Any, made_of: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The prompts as tokens, without those that are too long."""
+    texts = read_files([str(folder / "prompts.jsonl")])
+    tokens = [tuple(as_tokens(tokenizer, text)) for text in texts]
+    return [ids for ids in tokens if 0 < len(ids) <= made_of["max_prompt_tokens"]]
+
+
+def _split(
+    prompts: list[tuple[int, ...]], made_of: Mapping[str, Any]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """For training, and held out: chosen by the seed."""
+    count = made_of["held_out"]
+    if len(prompts) <= count:
+        raise ConfigError(
+            f"held_out={count}: only {len(prompts)} prompts have at most {made_of['max_prompt_tokens']} tokens "
+            "(max_prompt_tokens); name more prompts, or hold fewer out"
+        )
+    order = np.random.default_rng(made_of["seed"]).permutation(len(prompts)).tolist()
+    return [prompts[i] for i in order[count:]], [prompts[i] for i in order[:count]]
+
+
+class _Maker:
+    """Opens the target for as long as data is made."""
+
+    def __init__(
+        self, config: TrainConfig, made_of: Mapping[str, Any], target: Path, ranks: Ranks, say: Progress
+    ) -> None:
+        self._config, self._made_of, self._ranks, self._say = config, made_of, ranks, say
+        self._folder, self._target = config.data_folder, target
+        self._tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
+
+    def make(self) -> dict[str, float]:
+        bulk, ends = self._open()
+        listed = self._folder / "prompts.jsonl"
+        if self._ranks.leads and not listed.exists():
+            texts = read_files(self._made_of["prompts"])
+            if wanted := self._made_of["self_prompts"]:
+                texts += self_prompts(
+                    bulk,
+                    self._tokenizer,
+                    wanted,
+                    seed=self._made_of["seed"],
+                    max_tokens=self._made_of["max_prompt_tokens"],
+                    end_ids=ends,
+                    say=self._say,
+                )
+            write_file(listed, list(dict.fromkeys(texts)))
+        self._ranks.wait()
+        rates = self._answer(bulk)
+        del bulk
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # training needs it
+        return rates
+
+    def _open(self) -> tuple[Bulk, frozenset[int]]:
+        config, made_of = self._config, self._made_of
+        device = pick_device(self._ranks.device(config.device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dtype = pick_dtype("auto", device, load_config(self._target, config.trust_remote_code))
+        runner = open_model(self._target, dtype, device, trust_remote_code=config.trust_remote_code, progress=self._say)
+        # a user turn is written behind the header of its template, an answer behind the whole prompt
+        longest = made_of["max_prompt_tokens"] + max(made_of["max_tokens"], made_of["max_prompt_tokens"])
+        longest = min(longest, runner.max_positions - 2 * ROUNDS)
+        if longest <= made_of["max_tokens"]:
+            raise ConfigError(
+                f"max_tokens={made_of['max_tokens']}: the target has {runner.max_positions} positions, which leaves no "
+                "room for a prompt; ask for shorter answers"
+            )
+        fits = int(available_bytes(device) * _SHARE // lane_bytes(runner, longest))
+        lanes = max(1, min(config.lanes, fits))
+        ends = eos_ids(runner, self._tokenizer)
+        self._longest = longest
+        return Bulk(runner, lanes=lanes, max_len=longest, end_ids=ends), ends
+
+    def _answer(self, bulk: Bulk) -> dict[str, float]:
+        made_of, ranks = self._made_of, self._ranks
+        prompts, _ = _split(_usable(self._folder, self._tokenizer, made_of), made_of)
+        prompts = [ids for ids in prompts if len(ids) + made_of["max_tokens"] <= self._longest]
+        known = set(load_sequences(self._folder).numbers.tolist())
+        wanted = asked(
+            prompts,
+            seed=made_of["seed"],
+            samples=made_of["samples"],
+            temperatures=made_of["temperatures"],
+            max_tokens=made_of["max_tokens"],
+        )
+        mine = {number: ask for number, ask in wanted if number % ranks.world == ranks.rank and number not in known}
+        writer = CorpusWriter(self._folder, self._vocab(), ranks.rank)
+        clock = _Clock(len(mine), self._say if ranks.leads else lambda _: None)
+        broken = 0
+        for answer in bulk.write(mine.items()):
+            broken += answer.broken
+            if not answer.broken:
+                writer.add(answer.number, mine[answer.number].prompt, answer.tokens)
+            clock.tick(len(answer.tokens))
+        writer.flush()
+        return {"seconds": clock.seconds, "tokens_per_s": clock.rate, "broken": broken}
+
+    def _vocab(self) -> int:
+        return int(load_config(self._target, self._config.trust_remote_code).vocab_size)
+
+
+class _Clock:
+    """How far it is, how fast, and how long it will take."""
+
+    def __init__(self, answers: int, say: Progress) -> None:
+        self._answers, self._say = answers, say
+        self._begun = self._said = time.perf_counter()
+        self._done = self._tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begun
+
+    @property
+    def rate(self) -> float:
+        return self._tokens / max(self.seconds, 1e-9)
+
+    def tick(self, tokens: int) -> None:
+        self._done += 1
+        self._tokens += tokens
+        now = time.perf_counter()
+        if now - self._said >= _EVERY_S or self._done == self._answers:
+            self._said = now
+            left = self.seconds / self._done * (self._answers - self._done)
+            self._say(
+                f"answers: {self._done:,} of {self._answers:,}, {self._tokens:,} tokens, {self.rate:,.0f} tok/s, "
+                f"{left:.0f} s left"
+            )

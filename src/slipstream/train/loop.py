@@ -1,0 +1,311 @@
+"""The trainer: one function of plain calls for a step, whatever is being trained.
+
+Everything that a step depends on is a function of its number and of the checkpoint, so that a run that was killed and
+resumed ends with the weights of one that was not. The host does not wait for the device but where it reports.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.core.errors import CapacityError, NumericError
+from slipstream.models.paths import Progress
+from slipstream.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from slipstream.train.config import TrainConfig
+from slipstream.train.measure import Measured
+from slipstream.train.packing import RowPlan
+from slipstream.train.ranks import Ranks
+from slipstream.train.recipe import Losses, Recipe
+from slipstream.train.teacher import Teacher
+
+MeasureNow = Callable[[], Sequence[Measured]]
+"""The drafter as it stands, in the real engine: one result a temperature."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What passes gave since the last report, on the device."""
+
+    total: Tensor | None = None
+    count: Tensor | None = None
+    accepted: Tensor | None = None
+    positions: Tensor | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    norm: Tensor | None = None
+    since: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+
+    def add(self, losses: Losses) -> None:
+        self.total = _plus(self.total, losses.total)
+        self.count = _plus(self.count, losses.count)
+        self.accepted = _plus(self.accepted, losses.accepted)
+        self.positions = _plus(self.positions, losses.positions)
+        for name, value in losses.parts.items():
+            self.parts[name] = _plus(self.parts.get(name), value)
+
+
+class Trainer:
+    """Trains one recipe to the end of its steps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        teacher: Teacher,
+        plan: RowPlan,
+        ranks: Ranks,
+        say: Progress,
+        measure: MeasureNow | None = None,
+        on_checkpoint: Callable[[Trainer], None] | None = None,
+    ) -> None:
+        """measure: called by the first rank. on_checkpoint: likewise, behind each checkpoint."""
+        self.config, self.recipe, self.ranks = config, recipe, ranks
+        self._teacher, self._plan, self._say = teacher, plan, say
+        self._measure, self._on_checkpoint = measure, on_checkpoint
+        self._device = teacher.device
+        self._parameters = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=self._device.type == "cuda",
+        )
+        self._average = {n: p.detach().clone() for n, p in self._parameters.items()} if config.average else {}
+        self._sums = _Sums()
+        self._begun = time.perf_counter()
+        self._seconds_before = 0.0
+        self._step_s: list[float] = []
+        self.step = 0
+        self.curves: list[dict[str, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Of training, those before a resumption included."""
+        return self._seconds_before + time.perf_counter() - self._begun
+
+    def resume(self) -> bool:
+        """Go on from the last checkpoint, if there is one."""
+        found = load_checkpoint(self.config.out, self._device)
+        if found is None:
+            return False
+        self.config.check_same_run(TrainConfig.from_dict(found.config))
+        self.recipe.module.load_state_dict(dict(found.weights))
+        self._optimizer.load_state_dict(dict(found.optimizer))
+        for name, tensor in found.average.items():
+            self._average[name].copy_(tensor)
+        torch.set_rng_state(found.noise[0])
+        if self._device.type == "cuda" and len(found.noise) > 1:
+            torch.cuda.set_rng_state(found.noise[1], self._device)
+        self.step, self.curves = found.step, [dict(point) for point in found.curves]
+        self._seconds_before, self._begun = found.seconds, time.perf_counter()
+        return True
+
+    def run(self) -> None:
+        """All steps that are left. Ctrl-C leaves a checkpoint behind."""
+        config = self.config
+        self._sums = _Sums()
+        try:
+            while self.step < config.steps:
+                self._train_step()
+                last = self.step == config.steps
+                if last or self.step % config.log_every == 0:
+                    self._report()
+                if last or (config.measure_every and self.step % config.measure_every == 0):
+                    self._measure_now()
+                if last or self.step % config.checkpoint_every == 0:
+                    self.save()
+        except KeyboardInterrupt:
+            if self.step and self.ranks.world == 1:  # between two steps of several ranks nobody knows who is where
+                self._optimizer.zero_grad(set_to_none=True)
+                self.save()
+            raise
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"rows={config.rows} of row_tokens={config.row_tokens}: the memory of {self._device} is too small for "
+                f"such a pass; halve rows and double accumulate={config.accumulate}, which trains the same"
+            ) from error
+
+    def save(self) -> None:
+        """Write a checkpoint, unless the weights are broken. The others wait for it."""
+        if self.ranks.leads:
+            self._check_finite()
+            noise = [torch.get_rng_state()]
+            if self._device.type == "cuda":
+                noise.append(torch.cuda.get_rng_state(self._device))
+            state = Checkpoint(
+                self.step,
+                self.recipe.module.state_dict(),
+                self._average,
+                self._optimizer.state_dict(),
+                noise,
+                self.curves,
+                self.config.as_dict(),
+                self.seconds,
+            )
+            save_checkpoint(self.config.out, state)
+            if self._on_checkpoint is not None:
+                self._on_checkpoint(self)
+        self.ranks.wait()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the module has the averaged weights, where an average is kept."""
+        own = {name: self._parameters[name].detach().clone() for name in self._average}
+        self._put(self._average)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def _train_step(self) -> None:
+        """Several passes, one step of the optimizer."""
+        config = self.config
+        rate = learning_rate(config, self.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        count: Tensor | None = None
+        for turn in range(config.accumulate):
+            losses = self._pass(turn)
+            losses.total.backward()  # type: ignore[no-untyped-call]
+            count = _plus(count, losses.count)
+            self._sums.add(losses)
+        assert count is not None
+        self._sums.norm = self._share(count)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._average:
+            kept = min(config.average, (1 + self.step) / (10 + self.step))  # the first weights are soon forgotten
+            with torch.no_grad():
+                old, new = list(self._average.values()), [p.detach() for p in self._parameters.values()]
+                torch._foreach_lerp_(old, new, 1 - kept)
+        self.step += 1
+        self._sums.steps += 1
+
+    def _pass(self, turn: int) -> Losses:
+        """One pass of this rank's rows, forward."""
+        config, ranks = self.config, self.ranks
+        first = ((self.step * config.accumulate + turn) * ranks.world + ranks.rank) * config.rows
+        rows = self._plan.batch(first, config.rows).to(self._device)
+        batch = self._teacher.look(rows, self.recipe.taps)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._narrow):
+            return self.recipe.loss(batch)
+
+    def _share(self, count: Tensor) -> Tensor:
+        """Gradients are sums: add up those of all ranks, divide by all positions, and clip. Returns their norm."""
+        for parameter in self._parameters.values():
+            if parameter.grad is None:  # no row of this pass reached it
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        total = count.detach().to(torch.float32).reshape(1).clone()
+        self.ranks.add_up([*gradients, total])
+        torch._foreach_div_(gradients, total.clamp_min(1.0).squeeze())
+        return nn.utils.clip_grad_norm_(self._parameters.values(), self.config.clip, foreach=True)
+
+    @property
+    def _narrow(self) -> bool:
+        wish = self.config.precision
+        return wish == "bf16" or (wish == "auto" and self._device.type == "cuda")
+
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                self._parameters[name].copy_(tensor)
+
+    def _report(self) -> None:
+        """Read what was summed up, and say how far it is. Here the host waits for the device."""
+        sums, self._sums = self._sums, _Sums()
+        if sums.total is None or sums.count is None or sums.accepted is None or sums.positions is None:
+            return
+        parts = list(sums.parts.values())
+        flat = [t.detach().to(torch.float32) for t in (sums.total, sums.count, sums.accepted, sums.positions, *parts)]
+        self.ranks.add_up(flat)
+        count = max(float(flat[1]), 1.0)
+        loss = float(flat[0]) / count
+        if not math.isfinite(loss):
+            raise NumericError(
+                f"the loss is {loss} before step {self.step}: lower learning_rate={self.config.learning_rate}, or "
+                f"lengthen warmup={self.config.warmup}; the last checkpoint is whole"
+            )
+        chance = (flat[2] / flat[3].clamp_min(1)).tolist()
+        elapsed = time.perf_counter() - sums.since
+        config = self.config
+        tokens = sums.steps * config.accumulate * config.rows * config.row_tokens * self.ranks.world
+        if sums.steps:
+            self._step_s = [*self._step_s[-9:], elapsed / sums.steps]
+        left = sorted(self._step_s)[len(self._step_s) // 2] * (config.steps - self.step) if self._step_s else 0.0
+        point = {
+            "step": self.step,
+            "epoch": round(self._plan.epoch_of(self._rows_done), 4),
+            "loss": loss,
+            "acceptance": [round(c, 5) for c in chance],
+            "expected_tau": round(_expected_tau(chance), 4),
+            "learning_rate": learning_rate(config, self.step - 1),
+            "gradient": float(sums.norm) if sums.norm is not None else 0.0,
+            **{name: float(value) / count for name, value in zip(sums.parts, flat[4:], strict=True)},
+        }
+        self.curves.append(point)
+        if self.ranks.leads:
+            self._say(
+                f"step {self.step:,} of {config.steps:,}: loss {loss:.4f}, acceptance "
+                f"{' '.join(f'{c:.2f}' for c in chance)}, {tokens / max(elapsed, 1e-9):,.0f} tok/s, {_clock(left)} left"
+            )
+
+    @property
+    def _rows_done(self) -> int:
+        config = self.config
+        return self.step * config.accumulate * self.ranks.world * config.rows
+
+    def _measure_now(self) -> None:
+        if self.ranks.leads and self._measure is not None:
+            with self.averaged():
+                found = self._measure()
+            self.curves.append({"step": self.step, "tau": {f"{m.temperature:g}": round(m.tau, 4) for m in found}})
+            self._say(f"step {self.step:,}: " + ", ".join(str(m) for m in found))
+            self._sums.since = time.perf_counter()
+        self.ranks.wait()
+
+    def _check_finite(self) -> None:
+        for name, parameter in self._parameters.items():
+            if not bool(parameter.isfinite().all()):
+                raise NumericError(
+                    f"{name} is not finite at step {self.step}: lower learning_rate={self.config.learning_rate}; the "
+                    "last checkpoint is whole"
+                )
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Rises in a line over the warm-up, then falls by a cosine to its final part."""
+    if step < config.warmup:
+        return config.learning_rate * (step + 1) / config.warmup
+    way = (step - config.warmup) / max(1, config.steps - config.warmup)
+    low = config.final_rate
+    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(way, 1.0))))
+
+
+def _expected_tau(chance: Sequence[float]) -> float:
+    """Tokens a pass of a chain whose guesses are accepted by these chances, each given those before it."""
+    tau = together = 1.0
+    for c in chance:
+        together *= c
+        tau += together
+    return tau
+
+
+def _plus(so_far: Tensor | None, more: Tensor) -> Tensor:
+    more = more.detach()
+    return more.clone() if so_far is None else so_far + more
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

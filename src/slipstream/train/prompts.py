@@ -1,0 +1,104 @@
+"""What the target is asked: prompt files, or user turns that a chat model writes itself.
+
+A chat model was trained on conversations, so behind the header of a user turn it writes what a user might say. Nobody
+needs data to train a drafter for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.prompts import load_prompts
+from slipstream.core.errors import ConfigError
+from slipstream.models.paths import Progress
+from slipstream.train.bulk import Ask, Bulk
+
+_MARK = "\u2042user-text\u2042"
+_WAVES = 6
+"""How often missing user turns are asked for again: some come out empty, or twice."""
+_SHORTEST = 4
+"""Characters; what is shorter asks nothing."""
+
+
+def seed_of(run: int, purpose: str, number: int) -> int:
+    """64 bits that differ for each purpose and number: every answer has noise of its own."""
+    return int.from_bytes(hashlib.blake2b(f"{run}/{purpose}/{number}".encode(), digest_size=8).digest(), "little")
+
+
+def read_files(paths: Iterable[str]) -> list[str]:
+    """The prompts of these files, in the forms that `slipstream bench` reads; each text once."""
+    return list(dict.fromkeys(prompt.text for path in paths for prompt in load_prompts(Path(path))))
+
+
+def write_file(path: Path, texts: Sequence[str]) -> None:
+    """Prompts as a file that `read_files` reads: whole, or not at all."""
+    lines = (json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text("".join(lines), encoding="utf-8")
+    part.replace(path)
+
+
+def as_tokens(tokenizer: Any, text: str) -> list[int]:
+    """A prompt as the model is asked it: by the chat template, or as plain text where there is none."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return list(tokenizer.encode(text))
+    turns = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+
+def self_prompts(
+    bulk: Bulk, tokenizer: Any, count: int, *, seed: int, max_tokens: int, end_ids: Iterable[int], say: Progress
+) -> list[str]:
+    """So many different user turns, written by the target at temperature 1."""
+    header, ends = _user_turn(tokenizer)
+    stops = {*end_ids, *ends}
+    found: dict[str, None] = {}
+    asked = 0
+    for _ in range(_WAVES):
+        missing = count - len(found)
+        if missing <= 0:
+            break
+        numbers = range(asked, asked + missing + missing // 8 + 1)
+        asked = numbers.stop
+        asks = ((n, Ask(header, seed_of(seed, "user turn", n), 1.0, max_tokens)) for n in numbers)
+        written = {answer.number: answer for answer in bulk.write(asks, stops)}
+        for number in numbers:  # in their order, so that the same are kept whoever ended first
+            tokens = written[number].tokens.tolist()
+            ended = bool(tokens) and tokens[-1] in stops and not written[number].broken
+            text = tokenizer.decode(tokens[:-1], skip_special_tokens=True).strip() if ended else ""
+            if len(text) >= _SHORTEST and "\ufffd" not in text:
+                found[text] = None
+        say(f"the target wrote {min(len(found), count):,} of {count:,} prompts")
+    if len(found) < count // 2:
+        raise ConfigError(
+            f"self_prompts={count}: the target wrote only {len(found)} different user turns of up to {max_tokens} "
+            "tokens; ask for fewer, or name prompt files (--prompts)"
+        )
+    return list(found)[:count]
+
+
+def _user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens before a user's first text, and the one that ends it."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError("self_prompts: the target has no chat template to write user turns by; name prompt files")
+    turns = [{"role": "user", "content": _MARK}]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False)
+    header, found, rest = text.partition(_MARK)
+    if not found:
+        raise ConfigError("self_prompts: the target's chat template changes what users say; name prompt files")
+    ends = tokenizer.encode(rest, add_special_tokens=False)
+    return list(tokenizer.encode(header, add_special_tokens=False)), list(ends[:1])
+
+
+def asked(
+    prompts: Sequence[tuple[int, ...]], *, seed: int, samples: int, temperatures: Sequence[float], max_tokens: int
+) -> Iterator[tuple[int, Ask]]:
+    """Every answer that is wanted, with its number. Temperatures are dealt in turns."""
+    for number in range(len(prompts) * samples):
+        sample, prompt = divmod(number, len(prompts))
+        temperature = temperatures[(prompt + sample) % len(temperatures)]
+        yield number, Ask(prompts[prompt], seed_of(seed, "answer", number), temperature, max_tokens)

@@ -1,0 +1,87 @@
+"""A whole run: data, teacher, recipe, training, the finished drafter. What `slipstream train` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream.core.errors import CapacityError
+from slipstream.models.load import pick_device
+from slipstream.models.paths import Progress
+from slipstream.models.resolve import resolve
+from slipstream.train.config import TrainConfig
+from slipstream.train.data import gather
+from slipstream.train.loop import Trainer
+from slipstream.train.measure import Measure
+from slipstream.train.packing import RowPlan
+from slipstream.train.ranks import Ranks
+from slipstream.train.recipe import Recipe, Setting, recipe_class
+from slipstream.train.record import write_record
+from slipstream.train.teacher import Teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a run left behind."""
+
+    folder: Path  # the drafter
+    drafter: str  # how the engine is told to use it
+    tau: dict[str, float]  # by temperature, on held-out prompts, at the end
+
+
+def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = None) -> Finished:
+    """Run `config` to its end, from its last checkpoint on if there is one. recipe: one that is not registered."""
+    kind = recipe or recipe_class(config.recipe)
+    ranks = Ranks.join(config.device)
+    tell = say if ranks.leads else _nobody
+    try:
+        target = resolve(config.target, tell, trust_remote_code=config.trust_remote_code)
+        device = pick_device(ranks.device(config.device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        config.out.mkdir(parents=True, exist_ok=True)
+        data = gather(config, target, ranks, tell)
+        tell(f"data: {len(data.sequences):,} answers, {data.sequences.answer_tokens:,} tokens of them")
+        teacher = Teacher.open(target, device, trust_remote_code=config.trust_remote_code)
+        torch.manual_seed(config.seed)
+        made = kind.make(Setting(config, teacher, data.sequences.counts(teacher.vocab_size)))
+        parameters = sum(p.numel() for p in made.module.parameters() if p.requires_grad)
+        tell(f"{config.recipe}: {parameters:,} parameters to train on {device}")
+        plan = RowPlan(data.sequences, config.row_tokens, config.seed)
+
+        def record(trainer: Trainer) -> None:
+            write_record(
+                config,
+                data.record,
+                trainer.curves,
+                step=trainer.step,
+                seconds=trainer.seconds,
+                parameters=parameters,
+            )
+
+        with Measure(config, made, target, data.held_out, str(device)) as measure:
+            trainer = Trainer(config, made, teacher, plan, ranks, tell, measure, record)
+            if trainer.resume():
+                tell(f"resumed at step {trainer.step:,} of {config.steps:,}")
+            trainer.run()
+        folder = config.out / "drafter"
+        if ranks.leads:
+            with trainer.averaged():
+                made.export(folder)
+            record(trainer)
+        ranks.wait()
+        last = [point["tau"] for point in trainer.curves if "tau" in point]
+        return Finished(folder, made.drafter(folder), last[-1] if last else {})
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the GPU's memory does not hold the target and what trains beside it ({error}); use rows={config.rows // 2}"
+            " or fewer, fewer lanes, or a smaller target"
+        ) from error
+    finally:
+        ranks.leave()
+
+
+def _nobody(_: str) -> None:
+    pass
