@@ -32,6 +32,7 @@ def test_help_and_version_do_not_import_torch() -> None:
         ["chat", "--help"],
         ["bench", "--help"],
         ["audit", "--help"],
+        ["train", "--help"],
         ["--version"],
     ):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
@@ -51,6 +52,11 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "chat --dtype int8": (2, "dtype='int8': must be auto or one of float32, fp32, bfloat16, bf16, float16, fp16"),
         "bench --device tpu": (2, "device='tpu': must be auto, cpu, cuda or cuda:N"),
         "generate Hi --device cuda:x": (2, "device='cuda:x': must be auto, cpu, cuda or cuda:N"),
+        "train eagle3": (2, "--out: name the folder of the run"),
+        "train bogus --out o": (2, "recipe 'bogus' is unknown: must be one of eagle3, medusa, draft"),
+        "train medusa --out o": (2, "there is nothing to learn from"),
+        "train medusa --out o --self-prompts 5 --set x": (2, "--set x: must be NAME=VALUE"),
+        "train draft --out o --self-prompts 5 --rows 0": (2, "rows=0: must be a whole number of at least 1"),
         "generate Hi --model /nope": (1, "'/nope': no such folder or file"),
         "generate Hi --model=": (1, "'': no such folder or file"),
         "bench --drafter model:/nope": (1, "'/nope': no such folder or file"),

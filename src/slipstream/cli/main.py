@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from slipstream import __version__
-from slipstream.cli import audit, bench, chat, generate, models
+from slipstream.cli import audit, bench, chat, generate, models, train
 from slipstream.cli.command import Command, Group
 from slipstream.cli.options import DebugOption, debug
 from slipstream.cli.show import note
@@ -34,6 +34,7 @@ app.command("chat", cls=Command)(chat.chat)
 app.command("models", cls=Command)(models.models)
 app.command("bench", cls=Command)(bench.bench)
 app.command("audit", cls=Command)(audit.audit)
+app.command("train", cls=Command)(train.train)
 
 
 def print_version(wanted: bool) -> None:

@@ -24,6 +24,7 @@ from slipstream.train.measure import Measured
 from slipstream.train.packing import RowPlan
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Losses, Recipe
+from slipstream.train.stop import stop_asked
 from slipstream.train.teacher import Teacher
 
 MeasureNow = Callable[[], Sequence[Measured]]
@@ -110,24 +111,22 @@ class Trainer:
         return True
 
     def run(self) -> None:
-        """All steps that are left. Ctrl-C leaves a checkpoint behind."""
+        """All steps that are left. Asked to stop (Ctrl-C, kill), it ends its step, saves, and raises as Ctrl-C does."""
         config = self.config
         self._sums = _Sums()
         try:
-            while self.step < config.steps:
-                self._train_step()
-                last = self.step == config.steps
-                if last or self.step % config.log_every == 0:
-                    self._report()
-                if last or (config.measure_every and self.step % config.measure_every == 0):
-                    self._measure_now()
-                if last or self.step % config.checkpoint_every == 0:
-                    self.save()
-        except KeyboardInterrupt:
-            if self.step and self.ranks.world == 1:  # between two steps of several ranks nobody knows who is where
-                self._optimizer.zero_grad(set_to_none=True)
-                self.save()
-            raise
+            with stop_asked(at_once=self.ranks.world > 1) as stop:
+                while self.step < config.steps:
+                    self._train_step()
+                    last = self.step == config.steps
+                    if last or self.step % config.log_every == 0:
+                        self._report()
+                    if last or (config.measure_every and self.step % config.measure_every == 0):
+                        self._measure_now()
+                    if last or self.step % config.checkpoint_every == 0 or stop.asked:
+                        self.save()
+                    if stop.asked and not last:
+                        raise KeyboardInterrupt
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"rows={config.rows} of row_tokens={config.row_tokens}: the memory of {self._device} is too small for "
@@ -175,7 +174,7 @@ class Trainer:
         count: Tensor | None = None
         for turn in range(config.accumulate):
             losses = self._pass(turn)
-            losses.total.backward()  # type: ignore[no-untyped-call]
+            losses.total.backward()
             count = _plus(count, losses.count)
             self._sums.add(losses)
         assert count is not None

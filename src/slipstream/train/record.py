@@ -1,5 +1,4 @@
-"""The record of a run: what was trained, from what, by which versions, and how it went. With a picture, where matplotlib
-is installed."""
+"""The record of a run: what was trained, from what, by which versions, and how it went, with a picture."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import transformers
 
 from slipstream import __version__
 from slipstream.train.config import TrainConfig
+from slipstream.train.plot import Panel, draw
 
 Curves = Sequence[Mapping[str, Any]]
 
@@ -21,7 +21,7 @@ Curves = Sequence[Mapping[str, Any]]
 def write_record(
     config: TrainConfig, data: Mapping[str, Any], curves: Curves, *, step: int, seconds: float, parameters: int
 ) -> Path:
-    """Write `run.json`, and `curves.png` beside it."""
+    """Write `run.json`, and `curves.svg` beside it."""
     record = {
         "config": config.as_dict(),
         "data": dict(data),
@@ -38,40 +38,30 @@ def write_record(
     part = file.with_name(f".{file.name}.part")
     part.write_text(json.dumps(record, indent=2) + "\n")
     part.replace(file)
-    draw(curves, config.out / "curves.png", f"{config.recipe} for {config.target}")
+    (config.out / "curves.svg").write_text(draw(_panels(curves), f"{config.recipe} for {config.target}"))
     return file
 
 
-def draw(curves: Curves, file: Path, title: str) -> bool:
-    """Loss and acceptance by step as a picture; False where there is no matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+def _panels(curves: Curves) -> list[Panel]:
+    """Loss, estimated acceptance by guess, and tau as it was measured, all by step."""
     trained = [point for point in curves if "loss" in point]
     measured = [point for point in curves if "tau" in point]
-    left.plot([p["step"] for p in trained], [p["loss"] for p in trained], label="loss")
-    left.set(xlabel="step", ylabel="loss", title=title)
-    for guess in range(max((len(p["acceptance"]) for p in trained), default=0)):
-        points = [p for p in trained if guess < len(p["acceptance"])]
-        right.plot([p["step"] for p in points], [p["acceptance"][guess] for p in points], label=f"guess {guess + 1}")
-    right.set(xlabel="step", ylabel="acceptance (estimated)", ylim=(0, 1))
-    if measured:
-        beside = right.twinx()
-        for temperature in measured[-1]["tau"]:
-            points = [p for p in measured if temperature in p["tau"]]
-            steps, tau = [p["step"] for p in points], [p["tau"][temperature] for p in points]
-            beside.plot(steps, tau, "o--", label=f"tau at T={temperature}")
-        beside.set(ylabel="tau (held out, in the engine)")
-        beside.legend(loc="lower right", fontsize="small")
-    if trained:
-        right.legend(loc="upper left", fontsize="small")
-    figure.savefig(file, dpi=110)
-    return True
+    guesses = max((len(p["acceptance"]) for p in trained), default=0)
+    temperatures = list(dict.fromkeys(t for p in measured for t in p["tau"]))
+    return [
+        Panel("loss", {"loss": [(p["step"], p["loss"]) for p in trained]}),
+        Panel(
+            "acceptance, estimated in training",
+            {
+                f"guess {g + 1}": [(p["step"], p["acceptance"][g]) for p in trained if g < len(p["acceptance"])]
+                for g in range(guesses)
+            },
+        ),
+        Panel(
+            "tau, in the engine on held-out prompts",
+            {f"T={t}": [(p["step"], p["tau"][t]) for p in measured if t in p["tau"]] for t in temperatures},
+        ),
+    ]
 
 
 def _versions() -> dict[str, str]:

@@ -76,8 +76,8 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
         return Finished(folder, made.drafter(folder), last[-1] if last else {})
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            f"the GPU's memory does not hold the target and what trains beside it ({error}); use rows={config.rows // 2}"
-            " or fewer, fewer lanes, or a smaller target"
+            f"the GPU's memory does not hold the target and what trains beside it ({error}); ask for fewer than "
+            f"rows={config.rows} and lanes={config.lanes}, or choose a smaller target"
         ) from error
     finally:
         ranks.leave()

@@ -1,0 +1,159 @@
+"""`slipstream train`: a drafter for your own model, from answers that the model itself writes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.loading import use_threads
+from slipstream.cli.options import MODEL, OUTPUT, DebugOption, option
+from slipstream.core.errors import ConfigError
+from slipstream.models.resolve import find_local
+from slipstream.train.config import OptionValue, TrainConfig
+from slipstream.train.recipe import recipe_class, recipe_names
+
+if TYPE_CHECKING:
+    from slipstream.train.run import Finished
+
+DATA = "Data"
+TRAINING = "Training (defaults are the recipe's)"
+LOOKING = "Looking at it"
+
+_OPTIONS: Mapping[str, tuple[str, str, str]] = {
+    "data": ("DIR", DATA, "Where the data is, or is to be: several drafters can share it. Default: OUT/data."),
+    "prompts": ("FILE", DATA, "Prompts, one JSON object a line with 'prompt' or 'turns'. May be repeated."),
+    "self_prompts": ("N", DATA, "Let a chat model write so many prompts itself, such as 20000. Needs no data at all."),
+    "samples": ("N", DATA, "Answers to each prompt, such as 2."),
+    "temperatures": ("T", DATA, "Temperature of the answers: that of your users. Repeated, they are dealt in turns."),
+    "max_prompt_tokens": ("N", DATA, "Longer prompts are left out."),
+    "max_tokens": ("N", DATA, "Longest answer."),
+    "held_out": ("N", DATA, "Prompts that are kept from training, to measure with."),
+    "lanes": ("N", DATA, "Answers that are written at a time: more are faster, and need more memory."),
+    "steps": ("N", TRAINING, "Steps of the optimizer."),
+    "row_tokens": ("N", TRAINING, "Tokens of a row; answers are laid end to end in rows."),
+    "rows": ("N", TRAINING, "Rows of a pass, on each device. Halve it where memory is short."),
+    "accumulate": ("N", TRAINING, "Passes before the optimizer takes a step. Double it where you halve --rows."),
+    "learning_rate": ("R", TRAINING, "Highest learning rate, such as 1e-3."),
+    "final_rate": ("PART", TRAINING, "What is left of the learning rate at the end, such as 0.05."),
+    "warmup": ("N", TRAINING, "Steps until the learning rate is at its highest."),
+    "weight_decay": ("W", TRAINING, "AdamW's, such as 0.01."),
+    "beta1": ("B", TRAINING, "AdamW's, such as 0.9."),
+    "beta2": ("B", TRAINING, "AdamW's, such as 0.95."),
+    "clip": ("NORM", TRAINING, "Larger gradients are made as short as this."),
+    "average": ("PART", TRAINING, "Export a average of the weights that keeps this much of itself, such as 0.99."),
+    "seed": ("N", TRAINING, "Same seed, same data and order."),
+    "precision": ("NAME", TRAINING, "Arithmetic: bf16, fp32, or auto (bf16 on a GPU). Weights are fp32 always."),
+    "device": ("DEVICE", MODEL, "cpu, cuda, cuda:1, or auto: a GPU if there is one. Several: start it with torchrun."),
+    "trust_remote_code": ("", MODEL, "Run Python code that comes with the model. Only where you have read it."),
+    "log_every": ("N", LOOKING, "Steps from report to report."),
+    "checkpoint_every": ("N", LOOKING, "Steps from checkpoint to checkpoint."),
+    "measure_every": ("N", LOOKING, "Steps from measurement to measurement in the real engine; 0: only at the end."),
+    "measure_prompts": ("N", LOOKING, "Held-out prompts to measure with."),
+    "measure_tokens": ("N", LOOKING, "Tokens of each answer that is measured."),
+}  # fmt: skip
+_NAMES = {"temperatures": "--temperature"}
+_KINDS: Mapping[str, Any] = {"int": int | None, "float": float | None, "bool": bool, "str": str | None}
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the command's parameter `given` by one option for each setting in `_OPTIONS`; None: not given."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+    kinds = {field.name: str(field.type) for field in fields(TrainConfig)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    added = []
+    for name, (metavar, panel, help) in _OPTIONS.items():
+        kind = kinds[name].removesuffix("Name").replace("Precision", "str")
+        listed = list[float] | None if "float, " in kind else list[str] | None
+        hint: Any = listed if kind.startswith("tuple") else _KINDS[kind]
+        flag = _NAMES.get(name, "--" + name.replace("_", "-"))
+        made = option(flag, metavar=metavar, panel=panel, help=help)
+        default = False if kind == "bool" else None
+        added.append(inspect.Parameter(name, keyword, default=default, annotation=Annotated[hint, made]))
+    parameters = [p.replace(kind=keyword) for p in own] + added
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        taken = {name: values.pop(name) for name in _OPTIONS}
+        command(given={n: v for n, v in taken.items() if v is not None and v is not False and v != []}, **values)
+
+    del run.__wrapped__  # typer must see the new signature, not the old one
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+@with_settings
+def train(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help=f"What to train: {', '.join(recipe_names())}.", show_default=False)
+    ],
+    given: Any,
+    target: Annotated[
+        str,
+        option(
+            "--target", "-m", metavar="NAME", panel=MODEL, help="The model to draft for: a folder, hub id, or default."
+        ),
+    ] = "default",
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", metavar="DIR", panel=OUTPUT, help="Folder of the run: all of it lies there."),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        option("--set", metavar="NAME=VALUE", panel=TRAINING, help="An option of the recipe's own. May be repeated."),
+    ] = None,
+    threads: Annotated[int | None, option(metavar="N", min=1, panel=MODEL, help="CPU threads to compute with.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Train a drafter for a model, from answers that the model itself writes.
+
+    Run again with the same options, it goes on where it was stopped. The last line on stdout is JSON.
+    """
+    if out is None:
+        raise ConfigError("--out: name the folder of the run, such as --out runs/eagle3")
+    if recipe not in recipe_names():
+        raise ConfigError(f"recipe {recipe!r} is unknown: must be one of {', '.join(recipe_names())}")
+    named = {"recipe": recipe, "target": target, "out": out, "options": parse_settings(setting or []), **given}
+    TrainConfig(**named)  # refuses what is wrong before torch is imported
+    find_local(target)
+    use_threads(threads)
+    config = TrainConfig(**{**recipe_class(recipe).defaults, **named})
+    try:
+        finished = run(config)
+    except KeyboardInterrupt:
+        say(f"stopped; run the same command again to go on with {out}")
+        raise
+    say(f"use it: slipstream generate --model {target} --drafter '{finished.drafter}' \"...\"")
+    print(json.dumps({"drafter": finished.drafter, "folder": str(finished.folder), "tau": finished.tau}))
+
+
+def run(config: TrainConfig) -> Finished:
+    """The one place where the command line trains, so tests put a stand-in here."""
+    from slipstream.train.run import train as train_now
+
+    return train_now(config, say)
+
+
+def say(text: str) -> None:
+    """A line of progress, with the time: for terminals and logs alike."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def parse_settings(given: list[str]) -> dict[str, OptionValue]:
+    """Read NAME=VALUE; the recipe knows what is a number."""
+    found: dict[str, OptionValue] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {text}: must be NAME=VALUE")
+        found[name.replace("-", "_")] = value
+    return found

@@ -1,0 +1,41 @@
+"""Asked to stop, a run ends its step first: half a step cannot be resumed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class Stop:
+    asked: bool = False
+
+
+@contextmanager
+def stop_asked(*, at_once: bool = False) -> Iterator[Stop]:
+    """Inside, the first Ctrl-C or kill is noted and not raised; the second one is raised.
+
+    at_once: nothing is noted. Several ranks are not at the same step when they hear of it, so none of them could save.
+    """
+    stop = Stop()
+    if at_once or threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread hears signals
+        return
+
+    def hear(number: int, frame: Any) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = {number: signal.signal(number, hear) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,255 @@
+"""The trainer: the same weights however a run is cut into passes, ranks and sessions, and a drafter that drafts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import CapacityError, ConfigError, NumericError
+from slipstream.train import loop
+from slipstream.train.batch import Batch
+from slipstream.train.checkpoint import load_checkpoint
+from slipstream.train.config import TrainConfig
+from slipstream.train.data import Data, gather
+from slipstream.train.loop import Trainer, learning_rate
+from slipstream.train.plot import Panel, draw
+from slipstream.train.recipe import Losses
+from slipstream.train.run import train
+from tiny_recipe import TinyRecipe
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("training")
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Question {i}?"}) + "\n" for i in range(20)))
+    return TrainConfig(
+        recipe="tiny",
+        target=str(tiny_target),
+        out=folder / "whole",
+        data=str(folder / "data"),
+        prompts=(str(file),),
+        held_out=2,
+        max_tokens=24,
+        max_prompt_tokens=60,
+        lanes=8,
+        temperatures=(0.0,),
+        device="cpu",
+        steps=12,
+        rows=2,
+        row_tokens=128,
+        learning_rate=0.02,
+        warmup=2,
+        average=0.9,
+        log_every=4,
+        checkpoint_every=5,
+        measure_every=0,
+        measure_prompts=2,
+        measure_tokens=16,
+    )
+
+
+def run(config: TrainConfig, lines: list[str] | None = None) -> dict[str, Tensor]:
+    """Train, and return the weights and their average."""
+    train(config, (lines if lines is not None else []).append, recipe=TinyRecipe)
+    return weights(config)
+
+
+def weights(config: TrainConfig) -> dict[str, Tensor]:
+    found = load_checkpoint(config.out, CPU)
+    assert found is not None
+    assert found.step == config.steps
+    return {**found.weights, **{f"average.{name}": tensor for name, tensor in found.average.items()}}
+
+
+@pytest.fixture(scope="module")
+def whole(base: TrainConfig) -> dict[str, Tensor]:
+    return run(base)
+
+
+def test_a_run_leaves_a_drafter_and_a_record(
+    base: TrainConfig, whole: dict[str, Tensor], open_llm: Callable[..., LLM], tiny_target: Path
+) -> None:
+    record = json.loads((base.out / "run.json").read_text())
+    assert record["steps_done"] == 12
+    assert record["data"]["answers"] == 18
+    assert {"torch", "transformers", "slipstream", "python"} <= set(record["versions"])
+    losses = [point["loss"] for point in record["curves"]]
+    assert losses[-1] < losses[0]
+    assert record["measured"][-1]["tau"].keys() == {"0"}
+    assert "<polyline" in (base.out / "curves.svg").read_text()
+    llm = open_llm(tiny_target, drafter=f"medusa:{base.out / 'drafter'}")
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0].outputs[0].error is None
+
+
+def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On prompts that it has seen: a random target has nothing that could be learnt for others."""
+
+    def known(*args: Any) -> Data:
+        data = gather(*args)
+        prompts = [data.sequences.at(i)[:n].tolist() for i, n in enumerate(data.sequences.prompt_lengths)]
+        return replace(data, held_out=tuple(tuple(ids) for ids in prompts))
+
+    monkeypatch.setattr("slipstream.train.run.gather", known)
+    config = replace(base, out=base.out.parent / "long", steps=160, measure_every=80, average=0.0, log_every=60)
+    lines: list[str] = []
+    run(config, lines)
+    record = json.loads((config.out / "run.json").read_text())
+    tau = [point["tau"]["0"] for point in record["measured"]]
+    assert tau[-1] > 1.08  # without training: 1.0
+    assert tau[-1] == pytest.approx(record["curves"][-1]["expected_tau"], abs=0.1)
+    assert any("acceptance" in line and "left" in line and "tok/s" in line for line in lines)
+    assert any("tau" in line and "T=0" in line for line in lines)
+
+
+def test_a_killed_run_ends_with_the_same_bits(
+    base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(base, out=base.out.parent / "killed")
+    step = Trainer._train_step
+
+    def killed(self: Trainer) -> None:
+        if self.step == 8:  # three steps behind the last checkpoint
+            raise RuntimeError("killed")
+        step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(config)
+    lines: list[str] = []
+    resumed = run(config, lines)
+    assert "resumed at step 5 of 12" in lines
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_a_stopped_run_saves_and_goes_on(
+    base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(base, out=base.out.parent / "stopped")
+    step = Trainer._train_step
+
+    def stopped(self: Trainer) -> None:
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    lines: list[str] = []
+    resumed = run(config, lines)
+    assert "resumed at step 7 of 12" in lines
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    with pytest.raises(ConfigError, match=r"learning_rate=0\.5: the run in"):
+        run(replace(config, learning_rate=0.5))
+
+
+def test_passes_add_up(base: TrainConfig, whole: dict[str, Tensor]) -> None:
+    parts = run(replace(base, out=base.out.parent / "parts", rows=1, accumulate=2))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_two_ranks_are_one(base: TrainConfig, whole: dict[str, Tensor]) -> None:
+    config = replace(base, out=base.out.parent / "ranks", rows=1, data=str(base.out.parent / "ranks-data"))
+    code = (
+        "import json, sys, torch\n"
+        "torch.set_num_threads(1)\n"
+        "from slipstream.train.config import TrainConfig\n"
+        "from slipstream.train.run import train\n"
+        "from tiny_recipe import TinyRecipe\n"
+        "train(TrainConfig.from_dict(json.loads(sys.argv[1])), print, recipe=TinyRecipe)\n"
+    )
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(config.as_dict())],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=150) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert "12 of 12" in said[0][0]
+    assert not said[1][0]
+    assert len(list((base.out.parent / "ranks-data").glob("part-001-*.npz"))) == 1  # both wrote answers
+    found = weights(config)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_bad_news_is_clear(base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Trainer, turn: int) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Trainer, "_pass", full)
+    with pytest.raises(CapacityError, match="halve rows and double accumulate=1"):
+        run(replace(base, out=base.out.parent / "full"))
+    monkeypatch.undo()
+    loss = TinyRecipe.loss
+
+    def broken(self: TinyRecipe, batch: Batch) -> Losses:
+        found = loss(self, batch)
+        return replace(found, total=found.total * float("nan"))
+
+    monkeypatch.setattr(TinyRecipe, "loss", broken)
+    with pytest.raises(NumericError, match="the loss is nan before step 4: lower learning_rate"):
+        run(replace(base, out=base.out.parent / "nan"))
+    assert load_checkpoint(base.out.parent / "nan", CPU) is None
+
+
+def test_a_damaged_checkpoint_is_named(base: TrainConfig, whole: dict[str, Tensor]) -> None:
+    config = replace(base, out=base.out.parent / "damaged", steps=5)
+    run(config)
+    (config.out / "checkpoint" / "optimizer.pt").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="checkpoint: this checkpoint cannot be read"):
+        run(config)
+
+
+def test_the_learning_rate_rises_and_falls(base: TrainConfig) -> None:
+    config = replace(base, steps=100, warmup=10, learning_rate=1.0, final_rate=0.1)
+    rates = [learning_rate(config, step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == max(rates) == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+    assert loop._expected_tau([0.5, 0.5]) == 1.75
+
+
+def test_a_picture_of_nothing_and_of_one_point() -> None:
+    assert draw([Panel("empty", {})], "<none>").count("&lt;none&gt;") == 1
+    assert draw([Panel("one", {"a": [(3, 1.0)]})], "t").count("<circle") == 1
