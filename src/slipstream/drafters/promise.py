@@ -52,6 +52,11 @@ class PromiseTable:
         own = self._own.get(request_id)
         return own.chance(state, self._chances[state]) if own else self._chances[state]
 
+    @property
+    def shared(self) -> Sequence[float]:
+        """The chance of each state for a request of which nothing is known yet."""
+        return self._chances
+
     def along(self, request_id: str, states: Sequence[int]) -> list[float]:
         """For a chain of guesses in these states: each one's chance that the whole path to it is accepted."""
         along: list[float] = []

@@ -6,6 +6,7 @@ the latest tokens, there or here, is counted; the draft is a tree of what follow
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +21,7 @@ from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.promise import PromiseTable
 from slipstream.drafters.suffix_code import LONGEST, take_out
 from slipstream.drafters.suffix_store import SuffixIndex, SuffixStore
-from slipstream.drafters.suffix_tree import BUDGET, FIELDS, STATES, draft_round
+from slipstream.drafters.suffix_tree import FIELDS, STATES, draft_round
 
 # The chance of a token before anything was seen: by its origin (near where the answer was copying, elsewhere in its
 # text, in past outputs) and by how many tokens agree before it, times a factor for the votes.
@@ -67,7 +68,7 @@ class SuffixDrafter(HostDrafter):
         self,
         min_match: int = 0,
         min_chance: float = 0.002,
-        candidates: int = 32,
+        candidates: int = 16,
         store_tokens: int = 1_000_000,
     ) -> None:
         if not 0 <= min_match <= LONGEST:
@@ -94,6 +95,7 @@ class SuffixDrafter(HostDrafter):
         texts: list[_Text] = []
         jobs: list[int] = []
         fresh: list[int] = []
+        tenants: dict[str, SuffixIndex] = {}
         for request, nodes in zip(requests, budget, strict=True):
             tokens = request.tokens
             text = self._texts.get(request.id)
@@ -101,12 +103,13 @@ class SuffixDrafter(HostDrafter):
                 text = self._texts[request.id] = self._new(request)
             index = text.index
             known, length = index.length, text.before + len(tokens)
+            if (shared := tenants.get(text.tenant)) is None:
+                shared = tenants[text.tenant] = self.store.index(text.tenant) or _EMPTY
             if known < length:
                 if length > index.room:
                     index.reserve(length)
                 fresh += tokens[known - text.before :]
                 index.length = length
-            shared = self.store.index(text.tenant) or _EMPTY
             jobs += (index.address, index.size, shared.address, shared.size, length - known, nodes)
             texts.append(text)
         return self._draft(texts, jobs, fresh)
@@ -146,22 +149,22 @@ class SuffixDrafter(HostDrafter):
         return _Text(request, request.params.speculation.tenant, index.length, answer, index)
 
     def _draft(self, texts: Sequence[_Text], jobs: Sequence[int], fresh: Sequence[int]) -> list[Tree]:
-        table = np.array(jobs, np.int64).reshape(-1, FIELDS)  # [B, FIELDS]
-        nodes = np.empty((3, int(table[:, BUDGET].clip(0, MAX_NODES).sum())), np.int32)  # tokens, parents, states
+        table = np.frombuffer(array("q", jobs), np.int64).reshape(-1, FIELDS)  # [B, FIELDS]
+        nodes = np.empty((3, len(texts) * MAX_NODES), np.int32)  # tokens, parents, states
         results = np.empty((3, len(texts)), np.int64)
         if self._chances is None:
-            self._chances = np.array([self._table.chance("", state) for state in range(STATES)])
+            self._chances = np.array(self._table.shared)
         rules = self._min_match, self._min_chance, self._candidates, self._chances
         total = draft_round(table, np.array(fresh, np.int32), *rules, nodes, results)
-        tokens, parents, states = nodes[:, :total].tolist()
+        tokens, parents, states = map(tuple, nodes[:, :total].tolist())  # a slice of a tuple is a tuple
         trees: list[Tree] = []
         end = 0
         for text, count, is_chain, source in zip(texts, *results.tolist(), strict=True):
             tree = _NOTHING
             if count:
                 begin, end = end, end + count
-                above = chain_parents(count) if is_chain else tuple(parents[begin:end])
-                tree = Tree(tuple(tokens[begin:end]), above)
+                above = chain_parents(count) if is_chain else parents[begin:end]
+                tree = Tree(tokens[begin:end], above)
                 text.states = states[begin:end]
                 if source >= 0:
                     self.store.use(text.tenant, source)

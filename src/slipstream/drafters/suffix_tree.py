@@ -40,10 +40,17 @@ OWN, OWN_SIZE, SHARED, SHARED_SIZE, NEW, BUDGET, FIELDS = 0, 1, 2, 3, 4, 5, 6
 """Columns of a round's jobs: address and size of the request's index and of its tenant's; tokens that are
 new; nodes that its tree may have."""
 
-# Of each child, that is a token which waits to become a node: itself, its parent, its state, votes, the latest place,
-# the farthest agreement, its first voter, its depth, its best origin. No voter stands for two children, so there are
-# never more of them than voters.
+# Of each child, that is a token which may become a node: itself, its parent, its state, votes, the latest place, the
+# farthest agreement, its first voter, its depth, its best origin.
 _TOKEN, _PARENT, _STATE, _VOTES, _NEWEST, _AGREES, _FIRST, _DEPTH, _FROM, _CHILD_ROWS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
+
+# Rows of lists: children that wait, the best first; those of the latest node; free places for children.
+_QUEUE, _LATEST, _FREE, _LIST_ROWS = 0, 1, 2, 3
+# Rows of weights: of a voter; of a child its share of the votes, and the chance of its path; what those that wait are
+# ordered by.
+_WEIGHT, _SHARE, _PATH, _RANK, _WEIGHT_ROWS = 0, 1, 2, 3, 4
+_OWN_FIRST = 1 << 29
+_BY_SHARE, _BY_AGE = 1e-4, 1e-15  # of equal chances the one with more votes, then the latest said
 
 
 @inner
@@ -65,6 +72,28 @@ def token_after(text: Numbers, end: int, place: int, depth: int) -> int:
 
 
 @inner
+def enqueue(queue: NDArray[np.int64], ranks: NDArray[np.float64], head: int, tail: int, child: int, rank: float) -> int:
+    """Let a child wait among queue[head:tail], behind those that are as good; gives 1 if it took a place before them.
+
+    The root's children come best first, more or less, and belong at the end; later ones are children of the best, so
+    they belong near the front, where the best has left a place.
+    """
+    if head:
+        i = head - 1
+        while i + 1 < tail and ranks[i + 1] >= rank:
+            queue[i], ranks[i] = queue[i + 1], ranks[i + 1]
+            i += 1
+        queue[i], ranks[i] = child, rank
+        return 1
+    i = tail
+    while i and ranks[i - 1] < rank:
+        queue[i], ranks[i] = queue[i - 1], ranks[i - 1]
+        i -= 1
+    queue[i], ranks[i] = child, rank
+    return 0
+
+
+@inner
 def draft_one(
     own: Numbers,
     shared: Numbers,
@@ -73,9 +102,11 @@ def draft_one(
     bar: float,
     chances: NDArray[np.float64],  # [STATES]
     scratch: Numbers,  # [2, candidates]
-    voters: NDArray[np.int64],  # [VOTER_ROWS, most voters]
-    children: NDArray[np.int64],  # [_CHILD_ROWS, most voters]
-    weights: NDArray[np.float64],  # [3, most voters]
+    table: Numbers,  # [a power of two, more than twice the voters]: finds the root's children by their tokens
+    voters: NDArray[np.int64],  # [VOTER_ROWS, room]
+    children: NDArray[np.int64],  # [_CHILD_ROWS, room]
+    lists: NDArray[np.int64],  # [_LIST_ROWS, room]
+    weights: NDArray[np.float64],  # [_WEIGHT_ROWS, room]
     tokens: Numbers,  # [budget] out, as the next two
     parents: Numbers,
     states: Numbers,
@@ -88,52 +119,78 @@ def draft_one(
     token, parent, state, votes = children[_TOKEN], children[_PARENT], children[_STATE], children[_VOTES]
     newest, agrees, first_voter = children[_NEWEST], children[_AGREES], children[_FIRST]
     depth_of, origin, following = children[_DEPTH], children[_FROM], voters[NEXT]
-    weight, weighs, path = weights[0], weights[1], weights[2]
+    weight, share, path, ranks = weights[_WEIGHT], weights[_SHARE], weights[_PATH], weights[_RANK]
+    queue, latest, free = lists[_QUEUE], lists[_LATEST], lists[_FREE]
+    count = summon(own, shared, least, budget, scratch, voters, weight)
+    spare = wide(len(free))
+    for i in range(spare):
+        free[i] = i
+    table[:] = -1
     # `voter`: the first of those that stand at the latest node
-    voter = wide(0) if summon(own, shared, least, scratch, voters, weight) else wide(-1)
-    waiting, nodes, node, depth, chance, source = wide(0), wide(0), wide(-1), wide(0), 1.0, wide(-1)
-    while voter >= 0:
+    voter = wide(0) if count else wide(-1)
+    head, tail, nodes, node, depth, chance, source = wide(0), wide(0), wide(0), wide(-1), wide(0), 1.0, wide(-1)
+    while voter >= 0 and nodes < budget:
         # the children of the latest node
-        first, total = waiting, 0.0
+        found, total = wide(0), 0.0
         while voter >= 0:
             i, voter = voter, following[voter]
             place, past = voters[PLACE, i], voters[ORIGIN, i] == PAST
             says = token_after(other, wide(0), place, depth) if past else token_after(text, end, place, depth)
             if says < 0:  # its text ends here
                 continue
-            child = first
-            while child < waiting and token[child] != says:
-                child += 1
-            if child == waiting:
+            child = wide(-1)
+            if depth:
+                for k in range(found):
+                    if token[latest[k]] == says:
+                        child = latest[k]
+                        break
+            else:  # of the root there are many
+                key = says & (len(table) - 1)
+                while table[key] >= 0 and token[table[key]] != says:
+                    key = (key + 1) & (len(table) - 1)
+                child = wide(table[key])
+            if child < 0:
+                spare -= 1
+                child = latest[found] = free[spare]
+                found += 1
+                if not depth:
+                    table[key] = child
                 token[child], parent[child], depth_of[child], first_voter[child] = says, node, depth + 1, -1
                 votes[child], newest[child], agrees[child], origin[child] = 0, -1, 0, ORIGINS
-                weighs[child] = 0.0
-                waiting += 1
+                share[child] = 0.0
             following[i], first_voter[child] = first_voter[child], i
             votes[child] += 1
-            weighs[child] += weight[i]
+            share[child] += weight[i]
             total += weight[i]
             agrees[child] = max(agrees[child], voters[REACH, i])
             origin[child] = min(origin[child], voters[ORIGIN, i])
-            newest[child] = max(newest[child], place + (0 if past else 1 << 32))
-        for child in range(first, waiting):
-            weighs[child] /= total
-            state[child] = state_of(origin[child], agrees[child] + depth, weighs[child], votes[child])
+            newest[child] = max(newest[child], place + (0 if past else _OWN_FIRST))
+        for k in range(found):
+            child = latest[k]
+            share[child] /= total
+            state[child] = state_of(origin[child], agrees[child] + depth, share[child], votes[child])
             path[child] = chance * chances[state[child]]
-        if not waiting or nodes == budget:
-            return nodes, source
-        # the likeliest of all that wait; of equals the one with more votes, then the latest said
-        best = 0
-        for child in range(1, waiting):
-            if path[child] > path[best] or (
-                path[child] == path[best]
-                and (weighs[child] > weighs[best] or (weighs[child] == weighs[best] and newest[child] > newest[best]))
-            ):
-                best = child
-        if path[best] < bar:
-            return nodes, source
+            rank = path[child] * (1 + _BY_SHARE * share[child] + _BY_AGE * newest[child])
+            if tail - head < budget - nodes or rank > ranks[tail - 1]:
+                if tail - head >= budget - nodes:  # as many as can still become nodes
+                    tail -= 1
+                    free[spare] = queue[tail]
+                    spare += 1
+                if enqueue(queue, ranks, head, tail, child, rank):
+                    head -= 1
+                else:
+                    tail += 1
+            else:
+                free[spare] = child
+                spare += 1
+        best = queue[head]
+        if head == tail or path[best] < bar:
+            break
+        head += 1
         node = nodes
         nodes += 1
+        free[spare] = best
+        spare += 1
         tokens[node], parents[node], states[node] = token[best], parent[best], state[best]
         chance, depth, voter = path[best], depth_of[best], first_voter[best]
         if not node:
@@ -142,10 +199,6 @@ def draft_one(
                 if voters[ORIGIN, i] == PAST:
                     source = max(source, voters[PLACE, i])
                 i = following[i]
-        waiting -= 1
-        for row in range(_CHILD_ROWS):
-            children[row, best] = children[row, waiting]
-        path[best], weighs[best] = path[waiting], weighs[waiting]
     return nodes, source
 
 
@@ -161,11 +214,16 @@ def draft_round(
     results: NDArray[np.int64],  # [3, B] out: nodes; 1 for a chain; a place in the tenant's text it came from, or -1
 ) -> int:
     """Take in what is new of each request's text and draft for it. Gives the number of nodes together."""
-    most = 2 * candidates + UNASKED
+    room = 2 * candidates + UNASKED + MAX_NODES + 1  # no voter stands for two children of a node; the others wait
     scratch = np.empty((2, candidates), np.int32)
-    voters = np.empty((VOTER_ROWS, most), np.int64)
-    children = np.empty((_CHILD_ROWS, most), np.int64)
-    weights = np.empty((3, most))
+    voters = np.empty((VOTER_ROWS, room), np.int64)
+    children = np.empty((_CHILD_ROWS, room), np.int64)
+    lists = np.empty((_LIST_ROWS, room), np.int64)
+    weights = np.empty((_WEIGHT_ROWS, room))
+    size = 256
+    while size < 2 * room:
+        size *= 2
+    table = np.empty(size, np.int32)
     read, written = 0, 0
     for b in range(len(jobs)):
         own = numbers_at(jobs[b, OWN], jobs[b, OWN_SIZE])
@@ -179,7 +237,9 @@ def draft_round(
         budget = max(0, min(jobs[b, BUDGET], MAX_NODES))
         to = slice(written, written + budget)
         tree = nodes[0, to], nodes[1, to], nodes[2, to]
-        count, source = draft_one(own, shared, budget, least, bar, chances, scratch, voters, children, weights, *tree)
+        count, source = draft_one(
+            own, shared, budget, least, bar, chances, scratch, table, voters, children, lists, weights, *tree
+        )
         is_chain = 1
         for node in range(count):
             is_chain &= tree[1][node] == node - 1

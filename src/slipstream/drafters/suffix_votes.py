@@ -39,6 +39,7 @@ def summon(
     own: Numbers,
     shared: Numbers,
     least: int,
+    budget: int,
     scratch: Numbers,  # [2, candidates]
     voters: NDArray[np.int64],  # [VOTER_ROWS, 2 * candidates + UNASKED] out
     weights: NDArray[np.float64],  # [2 * candidates + UNASKED] out
@@ -58,7 +59,7 @@ def summon(
         if own[SINCE]:
             count = look_near(own, least, voters, weights, count)
         if not least:
-            count = recall(own, voters, weights, count)
+            count = recall(own, min(wide(_RECENT), 2 * budget), voters, weights, count)
     past, _ = gather(shared, text, end, max(some, longest // _DEEP), wide(_DEEP), places, lengths)
     for i in range(past):
         at = count + i
@@ -102,10 +103,10 @@ def look_near(own: Numbers, least: int, voters: NDArray[np.int64], weights: NDAr
 
 
 @inner
-def recall(own: Numbers, voters: NDArray[np.int64], weights: NDArray[np.float64], count: int) -> int:
+def recall(own: Numbers, most: int, voters: NDArray[np.int64], weights: NDArray[np.float64], count: int) -> int:
     """Little agrees: let the latest tokens stand for what this text says often."""
     text, place = text_of(own), wide(own[LENGTH]) - 1
-    for _ in range(_RECENT):
+    for _ in range(most):
         if text[place] < 0:  # the text begins here
             break
         voters[PLACE, count], voters[REACH, count], voters[ORIGIN, count] = place, 0, OWN_TEXT
