@@ -16,10 +16,9 @@ from slipstream.audit.answers import Mode
 from slipstream.audit.chance import Fit
 from slipstream.audit.results import Check, Finding, Outcome
 from slipstream.audit.stage import UNLIKELY, Bench, Setting, Stage, Tally
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import MAX_N, SamplingParams
 
 _PLACES = 4  # tokens of an answer; the first comes from the prompt's pass, undrafted
-_TOGETHER = 64  # answers of one request
 _FEWEST = 40  # answers that must share a beginning
 _MOST = 32  # beginnings, each of which costs a pass
 
@@ -34,21 +33,22 @@ class Drawn(Stage):
         self._params = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=_PLACES, ignore_eos=True, speculation=speculation
         )
-        self._requests = -(-samples // _TOGETHER)
-        self.size = self._requests
+        # no more answers to a request than run at once: those that wait would have to read the prompt again
+        self._together = min(bench.llm.engine.config.max_num_seqs, MAX_N)
+        self.size = -(-samples // self._together)
         self._tally, self._failed = Tally(), False
         self._fit = Fit()
         self._prompt = ""
 
     def steps(self) -> Iterator[int]:
         bench = self._bench
-        index = bench.liveliest(self._mode)
+        index = bench.lively(self._mode)
         prompt, answer = bench.prompts[index], bench.plain[self._greedy.name][index].token_ids
         self._prompt = prompt.id
         context = [*prompt.token_ids, *answer[: len(answer) // 2]]
         answers: list[tuple[int, ...]] = []
-        for number in range(self._requests):
-            params = replace(self._params, seed=(self._params.seed or 0) + number, n=_TOGETHER)
+        for number in range(self.size):
+            params = replace(self._params, seed=(self._params.seed or 0) + number, n=self._together)
             bench.probe.tell(context, params.seed, answer[len(answer) // 2 :])
             for given in bench.llm.generate([{"prompt_token_ids": context}], [params])[0].outputs:
                 self._tally.add(given)

@@ -60,10 +60,12 @@ class Bench:
     def token(self, token: int) -> Token:
         return Token(token, str(self.llm.tokenizer.decode([token], skip_special_tokens=False)))
 
-    def liveliest(self, mode: Mode) -> int:
-        """The prompt that this mode guessed most for."""
-        most = self.drafted.get(mode.name, Counter()).most_common(1)
-        return most[0][0] if most else 0
+    def lively(self, mode: Mode) -> int:
+        """The shortest prompt for which this mode guessed at least half as much as for any."""
+        drafted = self.drafted.get(mode.name, Counter())
+        enough = max(drafted.values(), default=0) / 2
+        indices = [i for i in range(len(self.prompts)) if drafted[i] >= enough]
+        return min(indices, key=lambda i: len(self.prompts[i].token_ids))
 
     def company(self, at_once: int) -> str:
         return "alone" if at_once == 1 else f"{at_once} at once"
