@@ -18,6 +18,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.lookahead import Growing, LookaheadDrafter, NgramPool, Window
+from slipstream.plan.cost import PassCost
+from slipstream.plan.planner import AdaptivePlanner
 from stepping import Arrival, Stepper
 
 Ids = tuple[int, ...]
@@ -222,6 +224,25 @@ class TestExactness:
         got = run(llm, batch, "ngram+lookahead")
         assert not differences(batch, plain(llm, batch), got)
         assert all("lookahead" in a.speculation.by_drafter for a in got)
+
+    @pytest.mark.parametrize(("slope", "drafts"), [(0.001, True), (0.15, False)])
+    def test_the_planner_takes_its_trees_whole_where_rows_are_cheap(
+        self, open_llm: Callable[..., LLM], rounds: str, slope: float, drafts: bool
+    ) -> None:
+        class Told(AdaptivePlanner):
+            """Believes what it is told of costs, whatever this machine does."""
+
+            def observe_pass(self, rows: int, seconds: float) -> None:
+                super().observe_pass(rows, 1 + slope * (rows - 1))
+
+        llm = open_llm(drafter="lookahead", rounds=rounds)
+        llm.engine.drafting.planner = Told(PassCost(slope))
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias=FEW)
+        batch = [Case("greedy", (10, 20, 30), params)]
+        (got,) = run(llm, batch, "lookahead")
+        assert not differences(batch, plain(llm, batch), [got])
+        assert (got.speculation.accepted > 0) == drafts
+        assert (got.speculation.drafted > 0) == drafts
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_long_answers_with_strong_penalties(
