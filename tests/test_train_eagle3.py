@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_a_loss_knows_nothing_of_neighbours_and_counts_what_it_should(teacher: T
     assert together.positions.tolist() == [19, 16, 13, 11]
 
 
+def test_bf16_loses_what_fp32_does(teacher: Teacher) -> None:
+    recipe = make(teacher)
+    found = []
+    for narrow in (False, True):
+        recipe.module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            losses = recipe.loss(look(teacher, recipe))
+        losses.total.backward()
+        gradient = cast(Eagle3Module, recipe.module).fc.weight.grad
+        assert gradient is not None
+        found.append((losses.total.detach(), gradient.clone()))
+    (wide, wide_grad), (narrow_loss, narrow_grad) = found
+    assert narrow_loss.dtype == narrow_grad.dtype == torch.float32
+    torch.testing.assert_close(narrow_loss, wide, rtol=0.03, atol=0)
+    assert torch.cosine_similarity(wide_grad.flatten(), narrow_grad.flatten(), dim=0) > 0.98
+
+
 def test_prompts_count_less(teacher: Teacher) -> None:
     recipe = make(teacher, prompt_weight=0.25)
     rows = packed([[list(range(10))]], WIDTH, prompt=6)
@@ -225,6 +243,8 @@ def test_both_layouts_are_read_back(teacher: Teacher, tmp_path: Path) -> None:
         assert torch.equal(ids, recipe.vocab.ids)
         for name, tensor in recipe.module.state_dict().items():
             assert torch.equal(found.tensors[name], tensor.half()), name
+    told = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]
+    assert told["verifier"]["name_or_path"] == "t"  # as the user called it, no path of this machine
 
 
 def test_a_draft_vocabulary_covers_what_is_said() -> None:

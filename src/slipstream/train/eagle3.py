@@ -44,8 +44,11 @@ class Eagle3Recipe:
         "temperatures": (1.0, 0.0),
     }
 
-    def __init__(self, options: Eagle3Options, module: Eagle3Module, vocab: DraftVocab, teacher: Teacher) -> None:
-        self.options, self.vocab = options, vocab
+    def __init__(
+        self, options: Eagle3Options, module: Eagle3Module, vocab: DraftVocab, teacher: Teacher, target: str
+    ) -> None:
+        """target: what the target is called, for readers of the head."""
+        self.options, self.vocab, self._target = options, vocab, target
         self._module, self._teacher = module, teacher
         everything = len(vocab.ids) == teacher.vocab_size
         self._ids = None if everything else vocab.ids.to(teacher.device)
@@ -57,7 +60,7 @@ class Eagle3Recipe:
         shape = head_shape(options, teacher, len(vocab.ids))
         module = Eagle3Module(shape, teacher.model.get_input_embeddings()).to(teacher.device)
         begin(module, vocab, teacher, setting.counts)
-        return cls(options, module, vocab, teacher)
+        return cls(options, module, vocab, teacher, setting.config.target)
 
     @property
     def module(self) -> nn.Module:
@@ -94,7 +97,7 @@ class Eagle3Recipe:
 
     def export(self, folder: Path) -> None:
         checkpoint = self.checkpoint(folder)
-        target, depth = str(self._teacher.path), self.options.steps
+        target, depth = self._target, self.options.steps
         if self.options.layout == "speculators":
             save_eagle3(checkpoint, folder, "speculators", target=target, depth=depth)
             return

@@ -52,7 +52,7 @@ class Eagle3Module(nn.Module):
         token = torch.roll(rows.ids, -1, dims=1).flatten()  # [N]
         words = self._first.input_layernorm(self._embedding[0](token).float())  # [N, H]
         rotary = self._rotary[0].to(rows.ids.device)
-        cos, sin = (part[0][:, None] for part in rotary(words, rows.positions.view(1, -1)))  # [N, 1, R] fp32
+        cos, sin = (part[0][:, None] for part in rotary(words, rows.positions.reshape(1, -1)))  # [N, 1, R] fp32
         feature = self.combine(batch.taps.flatten(0, 1))
         text: tuple[Tensor, Tensor] | None = None  # K and V of step 0
         chain: list[tuple[Tensor, Tensor]] = []  # of steps 1 to k, at the rows that they belong to

@@ -13,7 +13,7 @@ Layouts = Literal["both", "original", "speculators"]
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options:
-    """What can be said of a head with `--option NAME=VALUE`. 0 and "": chosen by the target or the data."""
+    """What can be said of a head with `--set NAME=VALUE`. 0 and "": chosen by the target or the data."""
 
     steps: int = 6  # of training-time test: guesses in a row that the head is trained for
     decay: float = 0.85  # weight of each step's loss against the one before
