@@ -42,6 +42,8 @@ class Eagle3Recipe:
         "warmup": 100,
         "average": 0.99,
         "temperatures": (1.0, 0.0),
+        "measure_every": 500,
+        "checkpoint_every": 500,
     }
 
     def __init__(

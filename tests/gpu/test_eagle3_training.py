@@ -1,0 +1,94 @@
+"""EAGLE-3 training on a GPU: the fast attention and bf16 lose what plain fp32 loses, and engines take new weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from conftest import VOCAB
+from slipstream import LLM, SamplingParams
+from slipstream.train import chain_attention
+from slipstream.train.chain_attention import Sequences, attend_chain
+from slipstream.train.config import TrainConfig
+from slipstream.train.eagle3 import Eagle3Recipe
+from slipstream.train.eagle3_module import Eagle3Module
+from slipstream.train.recipe import Setting
+from slipstream.train.teacher import Teacher
+from training_rows import random_rows
+
+pytestmark = pytest.mark.gpu
+LENGTHS = ([40, 3, 70], [128], [1, 90])
+WIDTH = 128
+
+
+def make(teacher: Teacher) -> Eagle3Recipe:
+    torch.manual_seed(5)
+    options = {"kept": "fp32", "draft_vocab": 64, "steps": 4}
+    config = TrainConfig("eagle3", "t", Path("out"), self_prompts=1, options=options)
+    counts = torch.randint(0, 1000, (VOCAB,), generator=torch.Generator().manual_seed(7))
+    return Eagle3Recipe.make(Setting(config, teacher, counts))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_fast_attention_is_used_and_right(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = random_rows(LENGTHS, WIDTH, VOCAB).to(torch.device("cuda"))
+    sequences, count, steps = Sequences.of(rows), rows.ids.numel(), 3
+    made = torch.Generator("cuda").manual_seed(1)
+    shapes = [(count, 3, dim)] * 3 + [(steps, count, 3, dim)] * 2
+    given = [torch.randn(shape, generator=made, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    push = torch.randn(count, 3, dim, generator=made, device="cuda").bfloat16()
+    push *= ((sequences.offset >= steps) & rows.real.flatten())[:, None, None]
+    assert chain_attention._uses_flash(given[0])
+
+    def both() -> list[torch.Tensor]:
+        q, k, v, chain_k, chain_v = given
+        out = attend_chain(q, k, v, chain_k, chain_v, sequences)
+        return [out * (push != 0), *torch.autograd.grad(out, given, push)]
+
+    fast = both()
+    monkeypatch.setattr(chain_attention, "_uses_flash", lambda query: False)
+    for mine, plain in zip(fast, both(), strict=True):
+        torch.testing.assert_close(mine.float(), plain.float(), rtol=0.03, atol=0.03 * float(plain.abs().max()))
+
+
+def test_a_step_in_bf16_is_a_step_in_fp32(tiny_target: Path) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        teacher = Teacher.open(tiny_target, device)
+        recipe = make(teacher)
+        batch = teacher.look(random_rows(LENGTHS, WIDTH, VOCAB).to(teacher.device), recipe.taps)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            losses = recipe.loss(batch)
+        losses.total.backward()
+        gradient = cast(Eagle3Module, recipe.module).layers[0].self_attn.v_proj.weight.grad
+        found.append((float(losses.total.detach()), losses.positions.tolist(), gradient.cpu()))
+    (wide, counted, wide_grad), (narrow, narrow_counted, narrow_grad) = found
+    assert counted == narrow_counted
+    assert narrow == pytest.approx(wide, rel=0.03)
+    assert torch.cosine_similarity(wide_grad.flatten(), narrow_grad.flatten(), dim=0) > 0.97
+
+
+def test_an_open_engine_takes_new_weights(tiny_target: Path, tmp_path: Path) -> None:
+    """Captured graphs read them: as many guesses are right as in an engine that was opened with them."""
+    recipe = make(Teacher.open(tiny_target, "cuda"))
+    recipe.export(tmp_path / "first")
+    prompts = [{"prompt_token_ids": [10 + i, 20, 30 + i]} for i in range(4)]
+    how = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+
+    def accepted(llm: LLM) -> list[int]:
+        return [output.outputs[0].speculation.accepted for output in llm.generate(prompts, how)]
+
+    options: dict[str, Any] = {"device": "cuda", "memory": "1GiB", "max_num_seqs": 8, "planner": "fixed"}
+    with LLM(tiny_target, drafter=recipe.drafter(tmp_path / "first"), **options) as llm:
+        accepted(llm)
+        with torch.no_grad():
+            for weight in recipe.module.parameters():
+                weight.add_(0.3 * weight.std(unbiased=False) * torch.randn_like(weight))
+        recipe.refresh(llm.engine.drafting.drafters["eagle"])
+        refreshed = accepted(llm)
+    recipe.export(tmp_path / "second")
+    with LLM(tiny_target, drafter=recipe.drafter(tmp_path / "second"), **options) as llm:
+        assert accepted(llm) == refreshed
