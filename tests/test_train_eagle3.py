@@ -196,7 +196,7 @@ def learn(recipe: Eagle3Recipe, batch: Batch, steps: int) -> Tensor:
 
 def test_what_is_learnt_is_accepted_in_the_engine(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
     """A few answers learnt by heart: the engine's tau rises from about 1, in an engine that stays open."""
-    target = save_model(tmp_path / "target", tiny_llama(initializer_range=0.15), seed=3)
+    target = save_model(tmp_path / "target", tiny_llama(), seed=3)
     teacher = Teacher.open(target, "cpu")
     prompts = [[10 + i, 20 + i, 30 + i] for i in range(4)]
     how = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
@@ -220,8 +220,8 @@ def test_what_is_learnt_is_accepted_in_the_engine(tmp_path: Path, open_llm: Call
     assert accepted.min() > 0.7
     recipe.refresh(drafter)
     after = tau()
-    assert before < 2
-    assert after > 2.8
+    assert before < 1.8  # here 1.4
+    assert after > 2.4  # 3.0
     recipe.export(tmp_path / "again")
     again = open_llm(target, drafter=recipe.drafter(tmp_path / "again"), planner="fixed")
     llm = again

@@ -14,7 +14,7 @@ from slipstream.train import chain_attention
 from slipstream.train.chain_attention import Sequences, attend_chain
 from slipstream.train.config import TrainConfig
 from slipstream.train.eagle3 import Eagle3Recipe
-from slipstream.train.eagle3_module import Eagle3Module
+from slipstream.train.eagle3_module import Eagle3Module, Layer
 from slipstream.train.recipe import Setting
 from slipstream.train.teacher import Teacher
 from training_rows import random_rows
@@ -26,7 +26,7 @@ WIDTH = 128
 
 def make(teacher: Teacher) -> Eagle3Recipe:
     torch.manual_seed(5)
-    options = {"kept": "fp32", "draft_vocab": 64, "steps": 4}
+    options: dict[str, Any] = {"kept": "fp32", "draft_vocab": 64, "steps": 4}
     config = TrainConfig("eagle3", "t", Path("out"), self_prompts=1, options=options)
     counts = torch.randint(0, 1000, (VOCAB,), generator=torch.Generator().manual_seed(7))
     return Eagle3Recipe.make(Setting(config, teacher, counts))
@@ -63,7 +63,8 @@ def test_a_step_in_bf16_is_a_step_in_fp32(tiny_target: Path) -> None:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             losses = recipe.loss(batch)
         losses.total.backward()
-        gradient = cast(Eagle3Module, recipe.module).layers[0].self_attn.v_proj.weight.grad
+        gradient = cast(Layer, cast(Eagle3Module, recipe.module).layers[0]).self_attn.v_proj.weight.grad
+        assert gradient is not None
         found.append((float(losses.total.detach()), losses.positions.tolist(), gradient.cpu()))
     (wide, counted, wide_grad), (narrow, narrow_counted, narrow_grad) = found
     assert counted == narrow_counted

@@ -18,6 +18,9 @@ from slipstream.train.eagle3_module import Eagle3Module
 from slipstream.train.eagle3_options import Eagle3Options
 from slipstream.train.teacher import Teacher
 
+_MODEST = 0.3
+"""Size of the first states against the target's."""
+
 
 def head_shape(options: Eagle3Options, teacher: Teacher, draft_vocab: int) -> EagleShape:
     """A head that fits this target."""
@@ -73,7 +76,8 @@ def begin(module: Eagle3Module, vocab: DraftVocab, teacher: Teacher, counts: Ten
     """Fresh weights that need not first learn what is known: how large the target's states are, and what tokens are.
 
     A short text of frequent tokens shows the sizes. Each tap comes through `fc` with the same weight, and the late one
-    as it is; the last norm gives states as large as the target's, to an LM head that is the target's.
+    as it is; the last norm gives states as large as the target's in every place but for modesty: to
+    begin with, guesses are mostly wrong, and should not be sure. The LM head is the target's.
     """
     made = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
     likely = counts.cpu().double() + 1e-3
@@ -93,5 +97,10 @@ def begin(module: Eagle3Module, vocab: DraftVocab, teacher: Teacher, counts: Ten
     blocks[:, -1] += torch.eye(width, device=blocks.device)
     if not module.shape.fc_norm:
         blocks /= sizes[None, :, None]
-    module.norm.weight.copy_(shown.normed[0, 1:].float().pow(2).mean(0).sqrt().clamp_min(1e-3))
+    feature = module.combine(shown.taps[0])[1:]
+    feature = feature / feature.pow(2).mean(1, keepdim=True).sqrt().clamp_min(1e-6)
+    wanted, found = (x.float().pow(2).mean(0).sqrt() for x in (shown.normed[0, 1:], feature))  # [H] each
+    ratio = wanted / found.clamp_min(1e-6)
+    middle = float(ratio.median())
+    module.norm.weight.copy_(_MODEST * ratio.clamp(0.2 * middle, 5 * middle))
     module.lm_head.weight.copy_(teacher.lm_head[vocab.ids.to(teacher.device)])
