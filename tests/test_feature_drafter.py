@@ -215,25 +215,37 @@ def _is_of(noted: Noted, text: Sequence[int], drafter: Noting) -> bool:
     return drafter.prompts[noted.request] == text[: len(drafter.prompts[noted.request])]
 
 
-def test_what_it_missed_it_reads_before_it_drafts_again(tiny_target: Path) -> None:
-    """Rounds without drafts between: as if it had been there all the time."""
-    drafter = Noting(RandomHead(seed=4), depth=3)
-    bench = Queue(tiny_target, drafter)
+@pytest.mark.parametrize("waits", [False, True], ids=["ahead", "waiting"])
+@pytest.mark.parametrize("shape", [{"depth": 3}, {"depth": 3, "width": 3, "nodes": 9}], ids=["chain", "tree"])
+def test_what_it_missed_it_reads_before_it_drafts_again(forgetful: Path, shape: dict[str, int], waits: bool) -> None:
+    """Rounds without drafts between: as if it had been there all the time. Right guesses before them are read, too."""
+    head = DoubtingHead(forgetful)
+    head.lm_head *= 0.5  # right more often, several times in a row
+    drafter = Noting(head, **shape)
+    bench = Queue(forgetful, drafter, page_size=4)
     heard: list[Any]
-    held, heard = bench.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    logprobs = 1 if waits else None  # somebody reads every round before the next one is queued
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, logprobs=logprobs)
+    held, heard = bench.add([5, 6, 7], params)
     planner = bench.engine.drafting.planner
-    budget, rounds = planner.budget, 0
+    name = "budget_trees" if "width" in shape else "budget"
+    budget, rounds = getattr(planner, name), 0
     while bench.engine.busy:
-        rests = rounds % 12 in range(4, 10)
-        planner.budget = (lambda *a: [0]) if rests else budget  # type: ignore[method-assign]
+        rests = rounds % 7 in range(3, 6)
+        setattr(planner, name, (lambda *a, **k: [0]) if rests else budget)
         bench.engine.step()
         rounds += 1
     text = [5, 6, 7, *heard[-1].outputs[0].token_ids]
-    reference = Reference(drafter.head, tiny_target, text)  # type: ignore[arg-type]
+    reference = Reference(head, forgetful, text)
     drafts = [noted for noted in drafter.noted if noted.length + 1 <= len(text)]
-    assert len(drafts) > 5
+    assert len(drafts) > 8
+    assert heard[-1].outputs[0].speculation.accepted > len(drafts)
     for noted in drafts:
-        assert noted.tokens == reference.chain(noted.length, len(noted.tokens))
+        count = len(noted.tokens)
+        if "width" in shape:
+            assert paths(noted) == reference.tree(noted.length, min(3, count), 3, count)
+        else:
+            assert noted.tokens == reference.chain(noted.length, count)
     assert held.answers[0].ended
 
 

@@ -152,7 +152,7 @@ class Drafting:
     def follows(self, answers: Sequence[Answer], plan: Plan) -> None:
         """Note whose device drafter stops following, because it guesses for nobody in this round.
 
-        Where it guesses for one, it reads the last tokens of all.
+        Where it guesses for one, it reads the last tokens of all, and what its last draft left to be read again.
         """
         idle = self._following - {name for name, _ in plan.drafts}
         if not idle:
@@ -160,7 +160,8 @@ class Drafting:
         for answer in answers:
             for name in answer.drafters:
                 if name in idle and name not in answer.behind:
-                    answer.behind[name] = max(0, answer.cached - 1)
+                    drafter = cast(DeviceDrafter, self.drafters[name])
+                    answer.behind[name] = max(0, answer.cached - max(drafter.depth, drafter.rereads - 1))
 
     def falls_behind(self, answer: Answer, verdict: Verdict) -> None:
         """Note where others' guesses went on without a device drafter's: what it read there is not what was said."""
