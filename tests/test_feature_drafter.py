@@ -137,6 +137,23 @@ def test_who_knows_is_never_wrong(forgetful: Path, kind: Any, shape: dict[str, i
         assert stats.rounds <= 1 + -(-len(ours.token_ids) // 5) + (1 if "width" not in shape else 3)
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("shape", [{"depth": 4}, {"depth": 4, "width": 3, "nodes": 30}], ids=["chain", "tree"])
+def test_rejection_sampling_has_drafts_with_other_noise(forgetful: Path, kind: Any, shape: dict[str, int]) -> None:
+    """With the request's own, who knows the logits would know the answer of plain decoding, whatever it says then."""
+    plainly, rejecting = (
+        job(9, 20, temperature=1.0, seed=3, speculation=SpeculationParams(verifier=verifier))
+        for verifier in ("exact", "rejection")
+    )
+    known = []
+    for one in (plainly, rejecting):
+        drafter = Noting(KnowingHead(forgetful), **shape)
+        (plain,) = Stepper(forgetful, None).run([one])
+        kind(forgetful, drafter, draft_tokens=shape.get("nodes", 4)).run([one])
+        known.append(tuple(plain.token_ids[1:4]) in paths(drafter.noted[0]))
+    assert known == [True, False]
+
+
 class Reference:
     """What a head would guess behind a text, computed at once from transformers' hidden states."""
 

@@ -17,8 +17,10 @@ from scripted import Answers, Bushy, Raises, Right, RightThenWrong, Scripted, Wr
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.verdict import Verdict
 from slipstream.drafters import DrafterSpec, merged_name, parse_merged, parse_specs
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, Drafter, DraftRequest, DraftRound, Needs
+from slipstream.engine.plans import Gathered, Guesses
 
 SEATS = 8
 
@@ -201,6 +203,28 @@ def test_trees_of_host_and_device_are_joined(bench: Bench) -> None:
     assert accepted > 0
     assert abs(drafted - 2 * accepted) <= 2 * len(got)  # near the end there are fewer nodes
     assert whole(got)[0] - total(got, "right")[0] <= drafted - accepted + len(got)
+
+
+def test_a_tree_hears_of_its_own_nodes_or_of_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device joined stands in the union's order, which must not be taken for the drafter's own."""
+    heard: list[Verdict] = []
+    monkeypatch.setattr(Bush, "observe", lambda _, verdicts: heard.extend(verdicts))
+    bench.speculate("right+bush", bench.long, draft_tokens=14)
+    told = [verdict for verdict in heard if verdict.accepted == 2]
+    assert told
+    assert all(verdict.path == (() if verdict.authors.mixed else (1, 3)) for verdict in told)
+
+
+def test_who_may_not_guess_leaves_the_place_to_another() -> None:
+    """Two device drafters of a request, one of them without a budget for it: what the other guessed stands."""
+    gathered = Gathered(2)
+    gathered.grant(0, "first", 2)
+    gathered.grant(1, "second", 2)
+    chains = Draft.pack([Tree.chain((5, 6)), Tree.chain((7, 8))], CPU)
+    one, two = (replace(chains, counts=torch.tensor(counts)) for counts in ([2, 0], [0, 2]))
+    drafted = gathered.drafted({"first": Guesses((0, 1), one), "second": Guesses((0, 1), two)}, CPU)
+    assert [drafted.draft.tree(i) for i in range(2)] == [Tree.chain((5, 6)), Tree.chain((7, 8))]
+    assert [authors.names for authors in drafted.authors] == [("first",), ("second",)]
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 7])

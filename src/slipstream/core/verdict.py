@@ -29,6 +29,8 @@ class Authors:
     names: tuple[str, ...] = ()
     places: tuple[tuple[int, ...], ...] = ()
     """Of several, by name: which node of the draft each of its own became, below 0 where it was cut. Of one: ()."""
+    mixed: frozenset[str] = frozenset()
+    """Those whose places are not in the order of their own nodes: trees that the device joined to others'."""
 
 
 NOBODY = Authors()
@@ -63,7 +65,7 @@ class Verdict:
         """What one of the authors is told: as if it had drafted alone.
 
         A node that two proposed is a credit to both. An author's nodes on the accepted path are the first of it, since
-        it proposed them with all that is above them.
+        it proposed them with all that is above them. Where they are `mixed`, path and choices are not told.
         """
         authors = self.authors
         if not self.drafted or authors.names == (name,):
@@ -73,8 +75,11 @@ class Verdict:
         places = authors.places[authors.names.index(name)]
         own = {node: i for i, node in enumerate([node for node in places if node >= 0])}
         path = tuple([own[node] for node in self.path if node in own])
+        told = replace(self, drafted=len(own), accepted=len(path), authors=author(name))
+        if name in authors.mixed:
+            return replace(told, path=(), choices=(), authors=Authors((name,), mixed=frozenset((name,))))
         choices = (self.choices[0], *[self.choices[1 + node] for node in own]) if self.choices else ()
-        return replace(self, drafted=len(own), accepted=len(path), path=path, choices=choices, authors=author(name))
+        return replace(told, path=path, choices=choices)
 
     @property
     def usable(self) -> tuple[int, ...]:

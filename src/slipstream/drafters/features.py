@@ -296,12 +296,13 @@ class FeatureDrafter(DeviceDrafter):
 
     def _offer(self, hidden: Tensor, rows: SampleRows, features: Features) -> Ranked:
         assert self._services is not None
-        return rank(self.head.logits(hidden), rows, self._services.sampling, features, self.width, self.head.vocab)
+        table = self._services.sampling.apart(self.name, features)  # a tree's first nodes depend on its last ones'
+        return rank(self.head.logits(hidden), rows, table, features, self.width, self.head.vocab)
 
     def _best(self, logits: Tensor, rows: SampleRows, features: Features) -> Tensor:  # [R]
         """The guess of each row; nonsense is found out by the target."""
         assert self._services is not None
-        table, vocab = self._services.sampling, self.head.vocab
+        table, vocab = self._services.sampling.apart(self.name, features), self.head.vocab
         if vocab is None and logits.shape[1] == table.vocab_size:
             return choose(logits, rows, table, features).clamp_min(0)
         return rank(logits, rows, table, features, 1, vocab).tokens[:, 0]

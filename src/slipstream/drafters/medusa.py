@@ -124,7 +124,7 @@ class MedusaDrafter(DeviceDrafter):
     ) -> Tensor:  # [B, nodes]
         assert self._services is not None
         assert self._services.taps is not None
-        sampling = self._services.sampling
+        sampling = self._services.sampling.apart(self.name, features)
         logits = self.heads.logits(self._services.taps.at(places))  # [heads, B, Vd]
         ahead = torch.arange(self.depth, device=places.device)[:, None]  # [heads, 1]
         rows = SampleRows(
@@ -137,7 +137,7 @@ class MedusaDrafter(DeviceDrafter):
         return best.view(self.depth, places.shape[0], self._ranks)[head, :, place].T.contiguous()
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        drafted = [verdict for verdict in verdicts if verdict.drafted]
+        drafted = [v for v in verdicts if v.drafted and not v.authors.mixed]  # else nobody knows which nodes were right
         if self._stale:
             self._stale -= bool(drafted)
             return

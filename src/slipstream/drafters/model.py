@@ -27,7 +27,6 @@ from slipstream.models.batch import PassBatch
 from slipstream.models.runner import Runner
 from slipstream.sampling.choose import choose, processed
 from slipstream.sampling.rows import SampleRows
-from slipstream.sampling.table import Features, SamplingTable
 
 
 @dataclass(slots=True)
@@ -149,7 +148,7 @@ class ModelDrafter(DeviceDrafter):
         assert self._services is not None
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._services.pool.page_size
-        sampling = self._noise(round.features)
+        sampling = self._services.sampling.apart(self.name, round.features)
         requests, device = lanes.shape[0], lanes.device
         ahead = torch.arange(-1, round.depth, device=device)[:, None]  # [depth + 1, 1]
         last = min(self.runner.max_positions, state.pages.shape[1] * size) - 1  # who is there is not drafted for
@@ -229,11 +228,6 @@ class ModelDrafter(DeviceDrafter):
         shape = (len(requests), width, self._services.sampling.vocab_size)
         return torch.zeros(shape, dtype=torch.float32, device=self.runner.device)
 
-    def _noise(self, features: Features) -> SamplingTable:
-        """The rule of sampling, with noise of the drafter's own for requests that are judged by rejection sampling."""
-        assert self._services is not None
-        return self._services.sampling.apart(self.name) if features.rejection else self._services.sampling
-
     def _catch_up(
         self, requests: Sequence[DraftRequest], budgets: Sequence[int], tokens: Tensor, q: Tensor | None
     ) -> list[int]:
@@ -283,7 +277,7 @@ class ModelDrafter(DeviceDrafter):
         batch = self._batch(requests, at, rows, ids)
         logits = self._fit(self.runner.forward(batch, self._cache))
         features = self._services.sampling.features([request.slot for request in requests])
-        sampling = self._noise(features)
+        sampling = self._services.sampling.apart(self.name, features)
         index = self._tensor(columns)
         guessed = SampleRows(
             slots=self._tensor([request.slot for request in requests]),

@@ -177,10 +177,10 @@ class TranslatedDrafter(HostDrafter):
     def _guess(self, requests: Sequence[DraftRequest], depth: int, logits: Tensor) -> _Guesses:
         """Token by token, all requests together, without looking at what is guessed."""
         assert self._services is not None
-        sampling = self._services.sampling
         readings = [self._readings[request.id] for request in requests]
         slots = self._tensor([request.slot for request in requests])
-        features = sampling.features([request.slot for request in requests])
+        features = self._services.sampling.features([request.slot for request in requests])
+        sampling = self._services.sampling.apart(self.name, features)
         lengths = self._tensor([len(request.tokens) for request in requests])
         generated = lengths - self._tensor([request.prompt_length for request in requests])
         own = torch.zeros((depth, len(requests)), dtype=torch.int64, device=self.runner.device)

@@ -114,6 +114,7 @@ class DraftLoops:
         self._rooms = {name: OddsRoom(vocab_size, state.length.device) for name in telling}
         self._room = OddsRoom(vocab_size, state.length.device)  # of whole rounds, whoever drafted
         self._loops: dict[LoopShape, DraftLoop] = {}
+        self.makes_trees = frozenset(name for name, drafter in drafters.items() if drafter.makes_trees)
 
     def odds(self, requests: int, nodes: int) -> Odds | None:
         """What the nodes of a round were drawn from; None: there is no drafter that tells it."""

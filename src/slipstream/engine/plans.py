@@ -150,7 +150,12 @@ class Gathered:
                     self._authors[i] = author(name)
                 elif (tree := guessed[name].tree(i)) is not None:
                     self.add(i, name, tree)
-        parts = [part for guesses in guessed.values() if (part := guesses.without(merging)) is not None]
+        parts: list[tuple[Sequence[int], Draft]] = []
+        for name, guesses in guessed.items():
+            # one that may guess nothing for a request must not stand in the way of another that may
+            others = {i for i in guesses.requests if i in merging or name not in [s.drafter for s in self.shares[i]]}
+            if (part := guesses.without(others)) is not None:
+                parts.append(part)
         if of_trees := [i for i, tree in enumerate(self.trees) if tree.tokens]:
             packed = Draft.pack([self.trees[i] for i in of_trees], device)
             parts.append((of_trees, replace(packed, q=self._merged_q(of_trees, guessed, packed.width))))
@@ -196,13 +201,16 @@ class Guesses:
         return ([self.requests[row] for row in kept], self.draft.only(kept)) if kept else None
 
 
-def resolved(authors: Authors, owners: Sequence[int], numbers: Mapping[str, int]) -> Authors:
+def resolved(
+    authors: Authors, owners: Sequence[int], numbers: Mapping[str, int], trees: frozenset[str] = frozenset()
+) -> Authors:
     """With the places of the device drafters: `owners` has, node by node, a bit for each of them.
 
-    They are those in the order of the draft: of a chain its own order.
+    They are in the order of the draft: of a chain its own order, but not of those that make `trees`.
     """
     hosts = len(authors.places)
-    return Authors(authors.names, (*authors.places, *_places(authors.names[hosts:], owners, numbers)))
+    mixed = trees.intersection(authors.names[hosts:])
+    return Authors(authors.names, (*authors.places, *_places(authors.names[hosts:], owners, numbers)), mixed)
 
 
 def _places(names: Sequence[str], owners: Sequence[int], numbers: Mapping[str, int]) -> Iterator[tuple[int, ...]]:

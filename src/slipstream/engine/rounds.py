@@ -252,6 +252,11 @@ class Round:
         """Which bit of `owners` a device drafter has."""
         return self._numbers
 
+    @property
+    def makes_trees(self) -> frozenset[str]:
+        """The device drafters that guess trees."""
+        return self._loops.makes_trees
+
     def choices(self) -> NDArray[np.int64] | None:  # [N]
         """A host copy of what was chosen at every row, under way as the `result` that was asked for before it."""
         if self._chosen is None:

@@ -108,7 +108,7 @@ class Ticket:
         authors = self.members[member].authors
         if self.owners is None or self.round is None or len(authors.names) < 2:
             return authors
-        return resolved(authors, self.owners[member, :nodes].tolist(), self.round.numbers)
+        return resolved(authors, self.owners[member, :nodes].tolist(), self.round.numbers, self.round.makes_trees)
 
     def seconds(self, part: int) -> float:
         return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0

@@ -204,12 +204,15 @@ class SamplingTable:
         """Keys [R, 2] int32 of the noise that decides these rows."""
         return position_keys(self.streams[rows.slots], rows.positions)
 
-    def apart(self, whose: str) -> SamplingTable:
+    def apart(self, whose: str, features: Features) -> SamplingTable:
         """A view in which requests that are judged by rejection sampling have noise of `whose` own.
 
-        What is drawn with it is independent of everything else that is proposed for the same position, as rejection
-        sampling takes it to be. For the others the noise stays the one that makes drafts and target pick alike.
+        What is drawn with it is independent of everything else that is proposed for the same position, and of what a
+        round without drafts will choose there, as rejection sampling takes it to be. For the others the noise stays
+        the one that makes drafts and target pick alike. features: of the requests in question.
         """
+        if not features.rejection:
+            return self
         view = copy.copy(self)
         salt = torch.full_like(self.streams, zlib.crc32(whose.encode()) + (1 << 32))  # no sample has so high an index
         view.streams = torch.where(self.rejects, stream_keys(self.streams, salt), self.streams)
