@@ -17,6 +17,7 @@ import slipstream
 from fake_llm import FakeLLM
 from slipstream.cli import loading, options
 from slipstream.cli.main import main
+from slipstream.drafters import drafter_names
 
 
 def test_help_and_version_do_not_import_torch() -> None:
@@ -60,6 +61,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "generate Hi --model /nope": (1, "'/nope': no such folder or file"),
         "generate Hi --model=": (1, "'': no such folder or file"),
         "bench --drafter model:/nope": (1, "'/nope': no such folder or file"),
+        "generate Hi --drafter eagle:/nope?depth=2": (1, "'/nope': no such folder or file"),
         "chat --model notes.txt": (1, "notes.txt: a file, but not a .gguf one"),
         "bench --model broken.gguf": (1, "broken.gguf: not a GGUF file"),
         "generate Hi --model empty": (1, "empty: not a model folder"),
@@ -110,6 +112,7 @@ def test_help_shows_what_to_give_and_nothing_odd(
     text = " ".join(shown("generate").replace("│", " ").split())  # lines break wherever they like
     for taught in ("none: nobody", "such as 512MiB", "cuda:1", "such as 0.9", "Give it where other programs need"):
         assert taught in text
+    assert [name for name in drafter_names() if f"{name}:" not in text.replace(":PATH", ":")] == []
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import eagle_scenes
 from eagle_scenes import DRAFT_VOCAB, VOCAB, H, Stored
@@ -117,6 +119,30 @@ SPOILT: dict[str, tuple[Callable[[], Stored], Callable[[Stored], None], type[Sli
         ["hidden_act='gelu'"],
     ),
     "no heads": (eagle_scenes.eagle1, with_key("num_attention_heads", None), ModelError, ["num_attention_heads=None"]),
+    "layers without end": (
+        eagle_scenes.eagle1,
+        with_key("num_hidden_layers", 10**12),
+        ModelError,
+        ["num_hidden_layers=1000000000000, must be at most 256"],
+    ),
+    "odd heads": (
+        eagle_scenes.eagle3,
+        with_key("num_key_value_heads", 3),
+        ModelError,
+        ["num_attention_heads=4, must be a multiple of num_key_value_heads=3"],
+    ),
+    "an unknown rotary embedding": (
+        eagle_scenes.eagle3,
+        with_key("rope_scaling", {"type": "spiral"}),
+        ModelError,
+        ["rope_type='spiral', must be one of default, "],
+    ),
+    "a rotary embedding in words": (
+        eagle_scenes.eagle3,
+        with_key("rope_scaling", "yes"),
+        ModelError,
+        ["rope_type='yes'"],
+    ),
     "another vocabulary": (
         eagle_scenes.eagle3,
         with_key("vocab_size", 128),
@@ -216,6 +242,30 @@ def test_damaged_pickles_are_refused(tmp_path: Path) -> None:
     torch.save([1, 2], file)
     with pytest.raises(ModelError, match="must hold a dictionary of tensors"):
         read(tmp_path / "head")
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch thinks of such files
+@pytest.mark.parametrize("kind", ["zip", "older", "safetensors"])
+def test_files_with_wrong_bytes_are_read_or_refused(kind: str, tmp_path: Path) -> None:
+    tensors = {"fc.weight": torch.ones(4, 8), "layers.0.mlp.up_proj.weight": torch.ones(8, 4)}
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
+    if kind == "safetensors":
+        save_file(tensors, file)
+    else:
+        torch.save(tensors, file, _use_new_zipfile_serialization=kind == "zip")
+    whole, chance, refused = file.read_bytes(), random.Random(1), 0
+    for _ in range(150):
+        spoilt = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            spoilt[chance.randrange(min(len(whole), 400))] = chance.randrange(256)
+        file.write_bytes(spoilt[: chance.choice((len(whole), len(whole), chance.randrange(len(whole))))])
+        try:
+            HeadFiles.read(tmp_path)
+        except ModelError as error:
+            assert file.name in str(error)
+            refused += 1
+    assert refused > 50
 
 
 @pytest.mark.parametrize("layout", ["original", "speculators"])

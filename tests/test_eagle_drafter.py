@@ -17,6 +17,8 @@ from eagle_scenes import ByHand, Stored
 from exactness import Case, cases, differences, plain, run
 from families import load_reference
 from slipstream import LLM, CompletionOutput, SamplingParams
+from slipstream.cli.loading import fetch_draft
+from slipstream.cli.options import Common
 from slipstream.core.draft import Draft
 from slipstream.core.errors import ConfigError, DrafterError, ModelError, ModelNotFound
 from slipstream.drafters import parse_spec
@@ -250,6 +252,13 @@ def test_names_and_options() -> None:
         parse_spec("eagle")
 
 
+def test_the_command_line_takes_options_too(tmp_path: Path) -> None:
+    folder = eagle_scenes.eagle3().write(tmp_path / "head")
+    common = Common(drafter=[f"ngram+eagle3:{folder}?depth=2&width=1"])
+    common.check(None)
+    assert fetch_draft(common, common.drafters[0], print) == f"ngram+eagle:{folder}?depth=2&width=1"
+
+
 def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
     with pytest.raises(ModelNotFound, match="nowhere"):
         open_llm(drafter=f"eagle:{tmp_path}/nowhere.gguf")
@@ -264,3 +273,6 @@ def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path, open_llm: Cal
     good = eagle_scenes.eagle3().write(tmp_path / "good")
     with pytest.raises(ConfigError, match="depth=64"):
         open_llm(drafter=f"eagle:{good}?depth=64")
+    for much in ("width=64", "width=40&depth=8"):
+        with pytest.raises(ConfigError, match=much.partition("&")[0]):
+            open_llm(drafter=f"eagle:{good}?{much}")

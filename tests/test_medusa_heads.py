@@ -147,6 +147,17 @@ def test_the_number_of_heads_must_be_one(target: Runner, tmp_path: Path, count: 
         load_medusa(folder, target)
 
 
+def test_heads_without_end_are_refused(target: Runner, tmp_path: Path) -> None:
+    tensors = head_tensors("original")
+    folder = save_heads(tmp_path / "many", tensors, "medusa_lm_head.pt", medusa_num_heads=10**12)
+    with pytest.raises(ModelError, match="medusa_num_heads=1000000000000, must be at most 256"):
+        load_medusa(folder, target)
+    tensors["1000000000000.0.linear.weight"] = torch.zeros(32, 32)
+    folder = save_heads(tmp_path / "far", tensors, "medusa_lm_head.pt", **CONFIGS["original"])
+    with pytest.raises(ModelError, match=r"unknown: 1000000000000\.0"):
+        load_medusa(folder, target)
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return (print, ("code of a stranger",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -31,10 +30,10 @@ def fetch_draft(common: Common, drafter: Named, on_fetch: Progress) -> Named:
     if not isinstance(drafter, str):
         return drafter
     specs = parse_merged(drafter)
-    if all(spec.path is None for spec in specs):
+    if all(spec.place is None for spec in specs):
         return drafter
     return "+".join(
-        str(spec if spec.path is None else replace(spec, path=fetch(common, spec.path, on_fetch))) for spec in specs
+        str(spec if spec.place is None else spec.moved(fetch(common, spec.place, on_fetch))) for spec in specs
     )
 
 

@@ -150,8 +150,8 @@ class Common:
             panel=SPECULATION,
             help="Who guesses ahead. ngram: what the text already said; suffix: that, and earlier answers; lookahead: "
             "what the model says further on; prediction: the text of --prediction; "
-            "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH: "
-            "heads that were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts "
+            "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH and "
+            "eagle:PATH: heads that were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts "
             f"merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
@@ -257,7 +257,7 @@ class Common:
         check_dtype_name(self.dtype)
         check_device_name(self.device)
         EngineConfig(memory=parse_bytes(self.memory), max_model_len=self.max_model_len, draft_tokens=self.draft_tokens)
-        for name in (self.model, *(spec.path for spec in specs if spec.path is not None)):
+        for name in (self.model, *(spec.place for spec in specs if spec.place is not None)):
             find_local(name)
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:

@@ -20,10 +20,19 @@ DrafterFactory = Callable[..., "Drafter"]
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter as a user names it: `NAME[:PATH]`. The path says where its weights lie."""
+    """A drafter as a user names it: `NAME[:PATH[?OPTIONS]]`. The path says where its weights lie."""
 
     name: str
-    path: str | None = None
+    path: str | None = None  # with the options
+
+    @property
+    def place(self) -> str | None:
+        """Where its weights lie: the path without the options."""
+        return None if self.path is None else self.path.partition("?")[0]
+
+    def moved(self, place: str) -> DrafterSpec:
+        """The same drafter with its weights in another place."""
+        return DrafterSpec(self.name, place + (self.path or "").removeprefix(self.place or ""))
 
     def __str__(self) -> str:
         return self.name if self.path is None else f"{self.name}:{self.path}"

@@ -35,6 +35,9 @@ from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features
 
+_MOST_OFFERED = 8192
+"""Tokens among which the nodes of a tree are chosen: one program of the device looks at all of them."""
+
 
 class FeatureDrafter(DeviceDrafter):
     """Drafts with a head: chains, or with `width` above 1 trees that grow where the head is sure of itself.
@@ -49,8 +52,14 @@ class FeatureDrafter(DeviceDrafter):
     def __init__(self, head: Head, *, depth: int, width: int = 1, nodes: int = MAX_NODES) -> None:
         if not 1 <= depth < RECENT:
             raise ConfigError(f"depth={depth}: a head guesses 1 to {RECENT - 1} tokens in a row")
-        if width < 1 or not 1 <= nodes <= MAX_NODES:
-            raise ConfigError(f"width={width}, nodes={nodes}: must be at least 1, and at most {MAX_NODES} nodes")
+        if not (1 <= width <= MAX_NODES and 1 <= nodes <= MAX_NODES):
+            raise ConfigError(f"width={width}, nodes={nodes}: each must be 1 to {MAX_NODES}")
+        offered = width + (depth - 1) * width * width
+        if offered > _MOST_OFFERED:
+            raise ConfigError(
+                f"width={width}, depth={depth}: so wide and deep a tree offers {offered} tokens, at most "
+                f"{_MOST_OFFERED} can be ranked; use less of either"
+            )
         self.head = head
         self.taps = head.taps
         self.max_positions = head.max_positions
@@ -58,7 +67,6 @@ class FeatureDrafter(DeviceDrafter):
         self.depth, self.width = depth, width
         self.rereads = depth + 1
         self.makes_trees = width > 1
-        offered = width + (depth - 1) * width * width
         self.most_nodes = min(nodes, offered) if self.makes_trees else depth
         self._services: Services | None = None
         self._cache: KVCache | None = None

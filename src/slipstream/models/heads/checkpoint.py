@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,7 +24,9 @@ from slipstream.models.headers import read_header, weight_files
 from slipstream.models.runner import Runner
 
 _PICKLES = ("pytorch_model.bin", "model.bin", "pytorch_model.pt", "model.pt")
-_AGAIN = "Fetch the head again, or correct its config.json"
+AGAIN = "Fetch the head again, or correct its config.json"
+MOST_PARTS = 256
+"""Layers, or heads, of one checkpoint: more is a slip, and what comes of it must not be made first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,10 @@ def read_tensors(
     tensors: dict[str, Tensor] = {}
     for file in files:
         read_header(file)  # notices damage, and names the file
-        tensors.update(load_file(file))
+        try:
+            tensors.update(load_file(file))
+        except SafetensorError as error:  # offsets and sizes that contradict each other
+            raise ModelError(f"{file}: damaged ({error}); fetch the file again") from error
     if files:
         return tensors
     for name in pickles:
@@ -94,12 +100,11 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise ModelError(
             f"{file}: holds more than tensors, or is damaged; loading it could run code, so it is refused "
-            f"({str(error).splitlines()[0]}). Use a checkpoint in safetensors"
+            f"({(str(error).splitlines() or [''])[0]}). Use a checkpoint in safetensors"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ModelError(
-            f"{file}: damaged or cut short ({str(error).splitlines()[0]}); fetch the file again"
-        ) from error
+    except Exception as error:  # a damaged pickle fails in any of Python's ways
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{file}: damaged or cut short ({why}); fetch the file again") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise ModelError(f"{file}: must hold a dictionary of tensors. Use a checkpoint of the head's weights alone")
     return {str(name): tensor for name, tensor in found.items()}
@@ -130,16 +135,20 @@ def check_tensors(
         if names
     ]
     if problems:
-        raise ModelError(f"{folder}: the head's tensors do not fit its config.json; {'; '.join(problems)}. {_AGAIN}")
+        raise ModelError(f"{folder}: the head's tensors do not fit its config.json; {'; '.join(problems)}. {AGAIN}")
 
 
-def number(config: Mapping[str, Any], key: str, folder: Path, otherwise: int | None = None) -> int:
-    """A whole positive number of the configuration; `otherwise` where it is not there."""
+def number(
+    config: Mapping[str, Any], key: str, folder: Path, otherwise: int | None = None, most: int | None = None
+) -> int:
+    """A whole positive number of the configuration, at most `most`; `otherwise` where it is not there."""
     found = config.get(key)
     if found is None:
         found = otherwise
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ModelError(f"{folder / 'config.json'}: {key}={found!r}, must be a positive whole number. {_AGAIN}")
+        raise ModelError(f"{folder / 'config.json'}: {key}={found!r}, must be a positive whole number. {AGAIN}")
+    if most is not None and found > most:
+        raise ModelError(f"{folder / 'config.json'}: {key}={found}, must be at most {most}. {AGAIN}")
     return found
 
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from slipstream.core.errors import ModelError
 from slipstream.models.headers import HEAD_PICKLES, HEAD_SAFETENSORS
-from slipstream.models.heads.checkpoint import HeadFiles, TargetShape, check_target, check_tensors, number
+from slipstream.models.heads.checkpoint import (
+    MOST_PARTS,
+    HeadFiles,
+    TargetShape,
+    check_target,
+    check_tensors,
+    number,
+)
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
@@ -98,8 +105,8 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     files, shape = HeadFiles.read(folder, _PICKLES, HEAD_SAFETENSORS), TargetShape.of(target)
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in files.tensors.items()}
     key = "medusa_num_heads" if "medusa_num_heads" in files.config else "num_heads"
-    heads = max(number(files.config, key, files.folder), _heads_in(tensors))
-    layers = number(files.config, _layers_key(files), files.folder, otherwise=1)
+    heads = max(number(files.config, key, files.folder, most=MOST_PARTS), _heads_in(tensors))
+    layers = number(files.config, _layers_key(files), files.folder, otherwise=1, most=MOST_PARTS)
     names = _Names.of(tensors, layers)
     hidden = tensors[first].shape[-1] if (first := names.weight(0, 0)) in tensors else shape.hidden
     check_target(files.folder, "a hidden size of", hidden, shape.hidden)
@@ -140,8 +147,8 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
 
 
 def _heads_in(tensors: Mapping[str, Tensor]) -> int:
-    """Heads that the files have; the first published configurations name fewer."""
-    found = (re.match(r"(?:blocks\.|lm_heads\.)?(\d+)\.", name) for name in tensors)
+    """Heads that the files have, as far as that can be; the first published configurations name fewer."""
+    found = (re.match(r"(?:blocks\.|lm_heads\.)?(\d{1,3})\.", name) for name in tensors)
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
@@ -161,8 +168,13 @@ def _check_vocabulary(
 def _check_map(files: HeadFiles, token_map: Tensor, vocab: int, with_own: bool) -> None:
     if not with_own:
         raise ModelError(f"{files.folder}: token_map without LM heads of its own: lm_heads.0.weight must be there too")
-    if token_map.is_floating_point() or int(token_map.min()) < 0 or int(token_map.max()) >= vocab:
+    if (
+        not token_map.numel()
+        or token_map.is_floating_point()
+        or int(token_map.min()) < 0
+        or int(token_map.max()) >= vocab
+    ):
         raise ModelError(
             f"{files.folder}: token_map must hold the target's token ids, 0 to {vocab - 1}, not "
-            f"{token_map.min().item()} to {token_map.max().item()}. Fetch the head again"
+            f"{token_map[:8].tolist()}... Fetch the head again"
         )

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.core.errors import ModelError, UnsupportedModel
-from slipstream.models.heads.checkpoint import HeadFiles, TargetShape, check_target, number
+from slipstream.models.heads.checkpoint import AGAIN, MOST_PARTS, HeadFiles, TargetShape, check_target, number
 from slipstream.models.heads.eagle_shape import EagleShape
 from slipstream.models.taps import Taps
 
@@ -64,16 +65,22 @@ def llama_parts(files: HeadFiles, config: Mapping[str, Any], names: Names, targe
     eps = config.get("rms_norm_eps", 1e-6)
     if not isinstance(eps, float | int) or eps <= 0:
         raise ModelError(f"{folder / 'config.json'}: rms_norm_eps={eps!r}, must be a positive number")
+    kv_heads = number(config, "num_key_value_heads", folder, heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{folder / 'config.json'}: num_attention_heads={heads}, must be a multiple of "
+            f"num_key_value_heads={kv_heads}"
+        )
     attention = "layers.0.self_attn."
-    rope = _rope(config)
+    rope = _rope(config, folder)
     bound = rope.get("original_max_position_embeddings") if rope.get("rope_type") in _BOUNDED else None
     return {
         "hidden": hidden,
         "inner": number(config, "intermediate_size", folder),
         "heads": heads,
-        "kv_heads": number(config, "num_key_value_heads", folder, heads),
+        "kv_heads": kv_heads,
         "head_dim": number(config, "head_dim", folder, max(hidden // heads, 1)),
-        "num_layers": number(config, "num_hidden_layers", folder, 1),
+        "num_layers": number(config, "num_hidden_layers", folder, 1, MOST_PARTS),
         "norm_eps": float(eps),
         # its own number is where training stopped; rotary embedding goes on, and the planner sees whether it pays
         "max_positions": min(target.max_positions, bound or target.max_positions),
@@ -139,11 +146,18 @@ def check_vocabulary(folder: Path, names: Names, shape: EagleShape) -> None:
         raise ModelError(f"{folder}: t2d marks other ids than d2t leads to. Fetch the head again, or leave t2d out")
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Rotary frequencies as transformers 5 writes them, from that or from the older two keys."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = dict(given) if isinstance(given, dict) else {"rope_type": given}
     found.setdefault("rope_type", found.pop("type", "default"))
-    found.setdefault("rope_theta", float(config.get("rope_theta") or 10000.0))
+    found.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     if config.get("partial_rotary_factor") is not None:
         found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if found["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+        known = ", ".join(("default", *sorted(set(ROPE_INIT_FUNCTIONS) - {"default"})))
+        raise ModelError(f"{folder / 'config.json'}: rope_type={found['rope_type']!r}, must be one of {known}. {AGAIN}")
+    if isinstance(found["rope_theta"], bool) or not isinstance(found["rope_theta"], int | float):
+        raise ModelError(f"{folder / 'config.json'}: rope_theta={found['rope_theta']!r}, must be a number. {AGAIN}")
+    found["rope_theta"] = float(found["rope_theta"])
     return found
