@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import save_model, tiny_llama
 from slipstream import LLM, SamplingParams
-from slipstream.audit import report
+from slipstream.audit import equality, report
 from slipstream.audit.answers import AuditPrompt
 from slipstream.audit.probe import PROBE, Probe
 from slipstream.audit.results import Audit, Check, Outcome
@@ -177,6 +177,15 @@ def test_noise_as_small_as_rounding_is_a_near_tie(twins: Audited, monkeypatch: p
         assert finding.margin is not None
         assert finding.allowed is not None
         assert finding.margin <= finding.allowed
+
+
+def test_many_near_ties_are_no_bug(twins: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.audit()
+    monkeypatch.setattr(engine_module, "choose", noisy(3e-6))
+    monkeypatch.setattr(equality, "MAX_FINDINGS", 1)
+    result = twins.audit()
+    assert max(len(check.findings) for check in result.checks) > 1
+    assert result.lossless()
 
 
 def test_larger_noise_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:

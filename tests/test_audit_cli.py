@@ -105,6 +105,7 @@ def test_ctrl_c_writes_what_is_known_and_exits_130(run: Run, tmp_path: Path, mon
     ("arguments", "said"),
     [
         ("--no-speculation", "--no-speculation: an audit is about speculation"),
+        ("--verifier rejection", "--verifier rejection: an audit checks both verifiers by itself"),
         ("--json no/such/folder/x.json", "there is no folder"),
         ("--out prompts.jsonl/below", "cannot be made"),
         ("--limit 0", "--limit 0: must be 1 or more"),

@@ -150,6 +150,22 @@ def test_tenants_never_see_each_other() -> None:
     assert found(store, [5], "one") == (0, Counter())
 
 
+def test_tenants_without_end_take_bounded_room() -> None:
+    store = SuffixStore(100_000)
+    store.insert("first", [1, 2, 3])
+    for i in range(3000):
+        store.insert(f"tenant {i}", [i, i + 1])
+        if i % 100 == 0:
+            store.use("first", 1)
+    names = ["first", *(f"tenant {i}" for i in range(3000))]
+    kept = [index for name in names if (index := store.index(name)) is not None]
+    assert sum(index.data.nbytes for index in kept) < 100 * store.store_tokens
+    assert store.tokens == 3 + 2 * (len(kept) - 1)
+    assert found(store, [2], "first") == (1, Counter([3]))  # used of late
+    assert found(store, [2999], "tenant 2999") == (1, Counter([3000]))
+    assert store.index("tenant 0") is None
+
+
 def test_of_many_places_with_one_context_the_latest_are_given() -> None:
     store = SuffixStore()
     for i in range(1000):

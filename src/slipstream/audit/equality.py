@@ -99,10 +99,9 @@ class Equality(Stage):
         if at >= min(len(plain.token_ids), len(answer.token_ids)):
             which = "sooner" if len(answer.token_ids) < len(plain.token_ids) else "later"
             return Finding(Outcome.BUG, prompt.id, f"The same tokens, but the answer ends {which} than plain.", at)
-        if len(self._findings) >= MAX_FINDINGS:
-            return Finding(
-                Outcome.BUG, prompt.id, f"Differs, as {MAX_FINDINGS} answers before it; not looked into.", at
-            )
+        if sum(finding.outcome is Outcome.BUG for finding in self._findings) >= MAX_FINDINGS:
+            why = f"Differs, as {MAX_FINDINGS} answers before it did by a bug; not looked into."
+            return Finding(Outcome.BUG, prompt.id, why, at)
         return self._judge(one, plain, at)
 
     def _judge(self, one: Asked, plain: CompletionOutput, at: int) -> Finding:

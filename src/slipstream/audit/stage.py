@@ -27,7 +27,7 @@ UNLIKELY = 1e-5
 """A p-value below it is no chance: of a hundred thousand audits of a right engine one would say so."""
 
 MAX_FINDINGS = 20
-"""Of one check; more would tell nothing new, and each costs a pass."""
+"""Bugs of one check that are looked into; more would tell nothing new, and each costs a pass."""
 
 
 @dataclass(frozen=True, slots=True)

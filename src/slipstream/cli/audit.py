@@ -117,6 +117,8 @@ def audit(
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: an audit is about speculation; name drafters with --drafter")
+    if common.verifier != "exact":
+        raise ConfigError(f"--verifier {common.verifier}: an audit checks both verifiers by itself; leave it out")
     files = report_files(out, json_file, markdown_file)
     chosen = select(load_prompts(prompts), (), DEFAULT_LIMIT if limit is None and prompts is None else limit)
     seed = common.seed or 0
@@ -177,8 +179,8 @@ def report_files(out: Path | None, json_file: Path | None, markdown_file: Path |
 
 def tokenized(llm: LLM, chosen: Sequence[BenchPrompt], max_tokens: int) -> list[AuditPrompt]:
     """The prompts that fit the model's context, as tokens."""
-    ids = {prompt.id: tuple(llm.chat_prompt([{"role": "user", "content": prompt.text}])) for prompt in chosen}
-    fitting = [AuditPrompt(name, own) for name, own in ids.items() if len(own) + max_tokens <= llm.max_model_len]
+    asked = [AuditPrompt(p.id, tuple(llm.chat_prompt([{"role": "user", "content": p.text}]))) for p in chosen]
+    fitting = [prompt for prompt in asked if len(prompt.token_ids) + max_tokens <= llm.max_model_len]
     if not fitting:
         raise CapacityError(
             f"no prompt fits max_model_len={llm.max_model_len} with max_tokens={max_tokens}: shorten one of them"

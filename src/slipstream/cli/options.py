@@ -151,8 +151,8 @@ class Common:
             help="Who guesses ahead. ngram: what the text already said; suffix: that, and earlier answers; lookahead: "
             "what the model says further on; prediction: the text of --prediction; "
             "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH and "
-            "eagle:PATH: heads that were trained for the model; mtp: the model's own modules for that; A+B: both, their drafts "
-            f"merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
+            "eagle:PATH: heads that were trained for the model; mtp: the model's own modules for that; A+B: both, "
+            f"their drafts merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
     draft_tokens: Annotated[

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.core.draft import MAX_NODES
 from slipstream.kernels.compiled import is_ours
 from slipstream.models.paths import cache_folder
 
@@ -71,7 +72,7 @@ def _folder() -> Path | None:
 @cache
 def _digest() -> str:
     """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls."""
-    content = hashlib.sha256(np.__version__.encode())
+    content = hashlib.sha256(f"{np.__version__} {MAX_NODES}".encode())
     for file in sorted(Path(__file__).parent.glob("suffix_*.py")):
         content.update(file.read_bytes())
     return content.hexdigest()[:16]

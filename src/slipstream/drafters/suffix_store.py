@@ -18,7 +18,10 @@ from slipstream.drafters import suffix_code as code
 from slipstream.drafters.suffix_code import BESIDE, BLOCKS, HEAD, INDEXED, LENGTH, MOST, ROOM, SINCE, WIDTH
 from slipstream.drafters.suffix_compile import Numbers
 
-_SMALLEST = 1024
+_SMALLEST = 128
+"""Numbers that the smallest index has room for. It takes some 5 kB, and so does a tenant."""
+_FEWEST_TENANTS = 64
+"""So many may be kept in the smallest store. Else one for each smallest index that its tokens would fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ class SuffixStore:
             raise ConfigError(f"store_tokens={store_tokens}: must be 0 (nothing is kept) to {2**28}")
         self.store_tokens = store_tokens
         self.tokens = 0
-        self._tenants: dict[str, _Tenant] = {}
+        self._most_tenants = max(_FEWEST_TENANTS, store_tokens // _SMALLEST)
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the one unused for longest first
         self._by_use: OrderedDict[int, _Kept] = OrderedDict()  # by id(); the one unused for longest first
 
     def index(self, tenant: str) -> SuffixIndex | None:
@@ -124,7 +128,7 @@ class SuffixStore:
             return
         while self.tokens + len(tokens) > self.store_tokens:
             self._evict(next(iter(self._by_use.values())))
-        known = self._tenants.setdefault(tenant, _Tenant())
+        known = self._known(tenant)
         index = known.index
         if index.length + len(tokens) + 1 > index.room and 2 * (known.tokens + len(tokens)) < index.room:
             _close_gaps(known)
@@ -145,7 +149,21 @@ class SuffixStore:
     def use(self, tenant: str, place: int) -> None:
         """A draft came from this place of the tenant's text: its sequence is the last to go."""
         known = self._tenants[tenant]
+        self._tenants.move_to_end(tenant)
         self._by_use.move_to_end(id(known.kept[bisect_right(known.begins, place) - 1]))
+
+    def _known(self, tenant: str) -> _Tenant:
+        """The tenant, made where it is new. Keys are the users' to choose: where there are too many, one is dropped."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            if len(self._tenants) == self._most_tenants:
+                _, dropped = self._tenants.popitem(last=False)
+                self.tokens -= dropped.tokens
+                for kept in dropped.kept:
+                    del self._by_use[id(kept)]
+            known = self._tenants[tenant] = _Tenant()
+        self._tenants.move_to_end(tenant)
+        return known
 
     def _evict(self, kept: _Kept) -> None:
         known, length = self._tenants[kept.tenant], kept.end - kept.begin

@@ -168,13 +168,8 @@ def _check_vocabulary(
 def _check_map(files: HeadFiles, token_map: Tensor, vocab: int, with_own: bool) -> None:
     if not with_own:
         raise ModelError(f"{files.folder}: token_map without LM heads of its own: lm_heads.0.weight must be there too")
-    if (
-        not token_map.numel()
-        or token_map.is_floating_point()
-        or int(token_map.min()) < 0
-        or int(token_map.max()) >= vocab
-    ):
+    if token_map.is_floating_point() or int(token_map.min()) < 0 or int(token_map.max()) >= vocab:
         raise ModelError(
             f"{files.folder}: token_map must hold the target's token ids, 0 to {vocab - 1}, not "
-            f"{token_map[:8].tolist()}... Fetch the head again"
+            f"{token_map.min().item()} to {token_map.max().item()}. Fetch the head again"
         )
