@@ -56,6 +56,16 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GLM: dict[str, Any] = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+_LITE: dict[str, Any] = {  # it lists the kind of every layer's MLP
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 _QWEN3_NEXT: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 24,
@@ -77,6 +87,7 @@ _NEXTN = {
 MTP: dict[str, Family] = {
     "deepseek": Family(lambda: tiny_config("deepseek-v3", vocab_size=VOCAB), **_NEXTN),  # type: ignore[arg-type]
     "glm": Family(lambda: CONFIG_MAPPING["glm4_moe"](**_SIZES, **_GLM), **_NEXTN),  # type: ignore[arg-type]
+    "glm-lite": Family(lambda: CONFIG_MAPPING["glm4_moe_lite"](**_SIZES | _LITE), **_NEXTN),  # type: ignore[arg-type]
     "mimo": Family(
         lambda: tiny_config("qwen2", vocab_size=VOCAB),
         like="model.layers.2.",
@@ -160,6 +171,8 @@ class Reference:
             config.first_k_dense_replace = 0
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = ["full_attention"]
+        if getattr(config, "mlp_layer_types", None) is not None:
+            config.mlp_layer_types = config.mlp_layer_types[-1:]
         only = {
             re.sub(f"^{re.escape(layer)}", "model.layers.0.", name): tensor
             for name, tensor in tensors.items()

@@ -60,7 +60,7 @@ class Rows:
         return self.head.run(batch.input_ids, features, PassContext(batch, self.cache), positions, step)
 
 
-@pytest.mark.parametrize("name", ["deepseek", "glm", "mimo"])
+@pytest.mark.parametrize("name", ["deepseek", "glm", "glm-lite", "mimo"])
 def test_a_module_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     family = MTP[name]
     folder = save_with_modules(tmp_path / "target", family)

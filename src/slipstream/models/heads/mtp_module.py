@@ -75,6 +75,9 @@ def build_modules(
     types = getattr(config, "layer_types", None)
     if types is not None:  # a module looks over the whole text, whatever the target's layers do
         longer.layer_types = [*types, *["full_attention"] * checkpoint.count]
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds:  # experts or none: as the target's last layer
+        longer.mlp_layer_types = [*kinds, *[kinds[-1]] * checkpoint.count]
     modules = []
     for i in range(checkpoint.count):
         with torch.device("meta"):
