@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactness import FEW, Case, cases, differences, plain, run
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import MAX_NODES, ROOT, Tree
 from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
@@ -267,3 +267,27 @@ class TestExactness:
         got = bench.run(arrivals)
         assert [a.token_ids for a in got] == want
         assert sum(a.speculation.accepted for a in got) > 0
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_it_learns_from_requests_that_are_judged_by_rejection(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, rounds: str
+) -> None:
+    """What comes of a round is drawn by another rule; behind the window stands what the target chooses all the same."""
+    widths: list[tuple[int, int]] = []
+    advance = Window.advance
+
+    def watched(window: Window, choices: Sequence[int], emitted: int) -> list[list[int]]:
+        columns = len(window.columns)
+        grams = advance(window, choices, emitted)
+        widths.append((columns, len(grams)))
+        return grams
+
+    monkeypatch.setattr(Window, "advance", watched)
+    llm = open_llm(drafter="lookahead", planner="fixed", rounds=rounds)
+    params = SamplingParams(
+        temperature=1, seed=3, max_tokens=12, ignore_eos=True, speculation=SpeculationParams(verifier="rejection")
+    )
+    llm.generate([[5, 6, 7]], params)
+    assert widths
+    assert all(grams == columns for columns, grams in widths)
