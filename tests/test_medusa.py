@@ -21,6 +21,7 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import best_tree
+from slipstream.engine import build
 from slipstream.models.resolve import resolve
 from slipstream.plan.planner import Planner
 from stepping import Arrival, Stepper
@@ -261,3 +262,11 @@ def test_heads_are_found_as_models_are(tiny_target: Path, knowing: Path, tmp_pat
         Stepper(tiny_target, f"medusa:{tmp_path}")
     with pytest.raises(ModelNotFound, match="no such folder"):
         Stepper(tiny_target, "medusa:no/such/folder/anywhere")
+
+
+def test_what_is_not_there_is_said_before_weights_are_read(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "open_model", lambda *_, **__: pytest.fail("the target was loaded"))
+    with pytest.raises(ModelNotFound, match="no such folder"):
+        open_llm(drafter="medusa:no/such/folder/anywhere")

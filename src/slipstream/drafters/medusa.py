@@ -65,9 +65,14 @@ class MedusaDrafter(DeviceDrafter):
         self.most_nodes = len(self.tree)
 
     @classmethod
+    def check(cls, opening: Opening) -> None:
+        assert opening.path is not None  # it is registered as one that takes a path
+        read_config(opening.resolve(opening.path))
+
+    @classmethod
     def open(cls, opening: Opening, target: Runner) -> MedusaDrafter:
         """The heads in a folder. Its config.json may bring `medusa_acceptance`, a table measured before."""
-        assert opening.path is not None  # it is registered as one that takes a path
+        assert opening.path is not None
         folder = opening.resolve(opening.path)
         return cls(load_medusa(folder, target), read_config(folder).get("medusa_acceptance"))
 

@@ -160,7 +160,8 @@ def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool) -> 
     if not weight_files(folder) and not has_head(folder):
         raise ModelNotFound(
             f"{name}: no safetensors weights on the hub; pickled ones are not fetched, because loading them can run "
-            "code. Convert the model to safetensors and give its folder"
+            "code. Convert the model to safetensors and give its folder. A head may be fetched by hand: it is loaded "
+            "as tensors and nothing else"
         )
     _check_folder(folder)
     return folder

@@ -23,7 +23,7 @@ from slipstream.core.errors import DrafterError, ModelError
 from slipstream.models.headers import read_header, weight_files
 from slipstream.models.runner import Runner
 
-_PICKLES = ("pytorch_model.bin", "model.bin", "pytorch_model.pt", "model.pt")
+_PICKLES = ("pytorch_model.bin",)
 AGAIN = "Fetch the head again, or correct its config.json"
 MOST_PARTS = 256
 """Layers, or heads, of one checkpoint: more is a slip, and what comes of it must not be made first."""
