@@ -177,7 +177,7 @@ def test_data_go_on_where_they_were_stopped(
         patch.setattr(Bulk, "write", killed)
         with pytest.raises(KeyboardInterrupt):
             gather(config, tiny_target, Ranks(), nothing)
-    assert len(load_sequences(config.data_folder)) == 6
+    assert len(load_sequences(config.data_folder)) == 7
     assert _same(gather(config, tiny_target, Ranks(), nothing), whole)
 
 

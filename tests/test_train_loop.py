@@ -196,7 +196,7 @@ def test_two_ranks_are_one(base: TrainConfig, whole: dict[str, Tensor]) -> None:
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=150) for process in ranks]
+    said = [process.communicate(timeout=280) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     assert "12 of 12" in said[0][0]
     assert not said[1][0]

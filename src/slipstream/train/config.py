@@ -43,7 +43,7 @@ class TrainConfig:
     max_prompt_tokens: int = 512
     max_tokens: int = 512  # of an answer
     held_out: int = 64  # prompts that are kept from training, to measure with
-    lanes: int = 512  # answers that are written at a time
+    lanes: int = 1024  # answers that are written at a time
 
     # training
     steps: int = 1000  # of the optimizer

@@ -186,12 +186,14 @@ class _Maker:
         writer = CorpusWriter(self._folder, self._vocab(), ranks.rank)
         clock = _Clock(len(mine), self._say if ranks.leads else lambda _: None)
         broken = 0
-        for answer in bulk.write(mine.items()):
-            broken += answer.broken
-            if not answer.broken:
-                writer.add(answer.number, mine[answer.number].prompt, answer.tokens)
-            clock.tick(len(answer.tokens))
-        writer.flush()
+        try:
+            for answer in bulk.write(mine.items()):
+                broken += answer.broken
+                if not answer.broken:
+                    writer.add(answer.number, mine[answer.number].prompt, answer.tokens)
+                clock.tick(len(answer.tokens))
+        finally:
+            writer.flush()  # also after Ctrl-C
         return {"seconds": clock.seconds, "tokens_per_s": clock.rate, "broken": broken}
 
     def _vocab(self) -> int:
