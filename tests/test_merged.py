@@ -215,6 +215,13 @@ def test_a_tree_hears_of_its_own_nodes_or_of_none(bench: Bench, monkeypatch: pyt
     assert all(verdict.path == (() if verdict.authors.mixed else (1, 3)) for verdict in told)
 
 
+def test_a_tree_of_a_larger_size_leaves_room_for_others(bench: Bench) -> None:
+    """Device trees are made in a few sizes: of four nodes the first two are taken, the others are the oracle's room."""
+    got = bench.speculate("bush+oracle", bench.long, draft_tokens=4)
+    drafts = sum(output.speculation.by_drafter["bush"].drafts for output in got)
+    assert 1.5 * drafts < total(got, "bush")[0] <= 2 * drafts
+
+
 def test_who_may_not_guess_leaves_the_place_to_another() -> None:
     """Two device drafters of a request, one of them without a budget for it: what the other guessed stands."""
     gathered = Gathered(2)

@@ -28,6 +28,7 @@ class Scene:
     rooms: tuple[int, ...]  # [B]
     guesses: tuple[tuple[Tree, ...], ...]  # by drafter, [B]
     wants: tuple[int, ...]  # [B]
+    nodes: int = MAX_NODES  # of each drafter's guesses, those that count
 
     def union(self, device: torch.device) -> Union:
         shape = (len(self.hosts), self.width)
@@ -55,7 +56,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 
     guesses = tuple(tuple(guess() for _ in range(requests)) for _ in range(drafters))
     wants = tuple(draw(st.integers(0, 2**drafters - 1)) << 1 for _ in range(requests))
-    return Scene(width, tuple(hosts), rooms, guesses, wants)
+    return Scene(width, tuple(hosts), rooms, guesses, wants, draw(st.sampled_from((1, 3, MAX_NODES))))
 
 
 def run(scene: Scene, merge: object, device: torch.device) -> Union:
@@ -63,7 +64,7 @@ def run(scene: Scene, merge: object, device: torch.device) -> Union:
     wants = torch.tensor(scene.wants, dtype=torch.int64, device=device)
     for number, guesses in enumerate(scene.guesses, 1):
         tokens, parents = tensors(guesses, device)
-        merge(union, tokens, parents, wants, number, number == 1)  # type: ignore[operator]
+        merge(union, tokens, parents, wants, number, scene.nodes, number == 1)  # type: ignore[operator]
     return union
 
 
@@ -82,7 +83,9 @@ def test_the_twin_matches_the_host(scene: Scene) -> None:
     union = run(scene, _twin, CPU)
     for b, host in enumerate(scene.hosts):
         mine = [number for number in range(1, len(scene.guesses) + 1) if scene.wants[b] >> number & 1]
-        merged = merge_trees([host, *[scene.guesses[number - 1][b] for number in mine]], scene.rooms[b])
+        theirs = [scene.guesses[number - 1][b] for number in mine]
+        first = [Tree(tree.tokens[: scene.nodes], tree.parents[: scene.nodes]) for tree in theirs]
+        merged = merge_trees([host, *first], scene.rooms[b])
         count = int(union.counts[b])
         assert union.tokens[b, :count].tolist() == list(merged.tree.tokens)
         assert union.parents[b, :count].tolist() == list(merged.tree.parents)
@@ -120,7 +123,7 @@ def test_the_widest_unions(guesses: int) -> None:
 def test_on_the_cpu_the_twin_runs() -> None:
     scene = Scene(4, (Tree((1, 2), (ROOT, 0)),), (3,), ((Tree.chain((1, 3, 4)),),), (2,))
     union = scene.union(CPU)
-    merge_guesses(union, torch.tensor([[1, 3, 4]]), None, torch.tensor([2]), 1, first=True)
+    merge_guesses(union, torch.tensor([[1, 3, 4]]), None, torch.tensor([2]), 1, nodes=3, first=True)
     assert (union.counts.tolist(), union.tokens[0, :3].tolist(), union.parents[0, :3].tolist()) == (
         [3],
         [1, 2, 3],

@@ -210,7 +210,7 @@ class Round:
         for i, ((name, nodes), guesses, parents, q) in enumerate(parts):
             number = self._numbers[name]
             if self._merges:
-                merge_guesses(self._union, guesses, parents, self._guessed, number, first=i == 0)
+                merge_guesses(self._union, guesses, parents, self._guessed, number, nodes=nodes, first=i == 0)
                 if self._odds is not None and q is not None and parents is None:
                     self._odds.take_merged(q, self._union.owners, number)
                 continue

@@ -38,14 +38,17 @@ def merge_guesses(
     drafters: Tensor,  # [B] int64: one bit for each drafter that guesses for the request
     number: int,  # which of them this one is, from 1 on
     *,
+    nodes: int,  # so many of the guesses: more may have been made, which would take the room of those that follow
     first: bool,  # so far there is only what the host gave
 ) -> None:
     """Add the guesses to the drafts of the requests that want them. Writes all of `union` but `room`."""
     merge = _launch if on_gpu(tokens) else _twin
-    merge(union, tokens, parents, drafters, number, first)
+    merge(union, tokens, parents, drafters, number, nodes, first)
 
 
-def _launch(union: Union, tokens: Tensor, parents: Tensor | None, drafters: Tensor, number: int, first: bool) -> None:
+def _launch(
+    union: Union, tokens: Tensor, parents: Tensor | None, drafters: Tensor, number: int, nodes: int, first: bool
+) -> None:
     (requests, width), guesses = union.tokens.shape, tokens.shape[1]
     _merge_kernel[(requests,)](
         union.tokens,
@@ -57,6 +60,7 @@ def _launch(union: Union, tokens: Tensor, parents: Tensor | None, drafters: Tens
         tokens if parents is None else parents,  # not touched of chains
         drafters,
         number,
+        min(nodes, guesses),
         union.tokens.stride(0),
         union.parents.stride(0),
         union.owners.stride(0),
@@ -78,7 +82,7 @@ _STRIDES = ("own_stride", "own_parents_stride", "owners_stride", "line", "column
 
 
 @jit(
-    sizes=["number", *_STRIDES],
+    sizes=["number", "nodes", *_STRIDES],
     pointers=["own_tokens", "own_parents", "counts", "owners", "room", "tokens", "parents", "drafters"],
 )
 def _merge_kernel(
@@ -91,6 +95,7 @@ def _merge_kernel(
     parents: tl.tensor,
     drafters: tl.tensor,
     number: tl.tensor,
+    nodes: tl.tensor,
     own_stride: tl.tensor,
     own_parents_stride: tl.tensor,
     owners_stride: tl.tensor,
@@ -125,7 +130,7 @@ def _merge_kernel(
         above = tl.load(parents + request * parents_line + guess * parents_column, mask=is_guess, other=-2)
         above = above.to(tl.int32)
     place = tl.full([GUESSED], -2, tl.int32)  # the node that each guess became; -2: none
-    steps = tl.where(wanted == 1, GUESSES, 0)
+    steps = tl.where(wanted == 1, nodes, 0)
     for i in range(steps):
         here = guess == i
         value = tl.sum(tl.where(here, guessed, 0))
@@ -149,14 +154,16 @@ def _merge_kernel(
     tl.store(counts + request, count.to(tl.int64))
 
 
-def _twin(union: Union, tokens: Tensor, parents: Tensor | None, drafters: Tensor, number: int, first: bool) -> None:
+def _twin(
+    union: Union, tokens: Tensor, parents: Tensor | None, drafters: Tensor, number: int, nodes: int, first: bool
+) -> None:
     width, guesses = union.tokens.shape[1], tokens.shape[1]
     reach = torch.arange(width, device=tokens.device)
     if first:
         union.owners.copy_(reach < union.counts[:, None])
     wanted = (drafters >> number) & 1 == 1  # [B]
     place = torch.full_like(tokens, CUT)  # [B, M]
-    for i in range(guesses):
+    for i in range(min(nodes, guesses)):
         if parents is None:
             at = place[:, i - 1] if i else torch.full_like(drafters, ROOT)  # [B]
         else:

@@ -76,7 +76,7 @@ class Runner:
 
     def width_of(self, taps: Taps) -> int:
         """Numbers of a token's hidden states that the cache keeps for them."""
-        return taps.width(cast(int, self.config.hidden_size))
+        return taps.width(cast(int, self.config.hidden_size)) if taps else 0  # not every configuration says it
 
     def new_cache(self, num_pages: int, page_size: int) -> KVCache:
         return KVCache(self.layers, num_pages, page_size, self.dtype, self.device, self.width_of(self.taps))
