@@ -147,6 +147,11 @@ def test_the_number_of_heads_must_be_one(target: Runner, tmp_path: Path, count: 
         load_medusa(folder, target)
 
 
+def test_a_folder_of_something_else_is_told_what_is_missing(target: Runner, tiny_target: Path) -> None:
+    with pytest.raises(ModelError, match="medusa_num_heads=None, must be a positive whole number"):
+        load_medusa(tiny_target, target)
+
+
 def test_heads_without_end_are_refused(target: Runner, tmp_path: Path) -> None:
     tensors = head_tensors("original")
     folder = save_heads(tmp_path / "many", tensors, "medusa_lm_head.pt", medusa_num_heads=10**12)

@@ -104,7 +104,7 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     """The heads in `folder`, or the reason why they cannot guess for this target."""
     files, shape = HeadFiles.read(folder, _PICKLES, HEAD_SAFETENSORS), TargetShape.of(target)
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in files.tensors.items()}
-    key = "medusa_num_heads" if "medusa_num_heads" in files.config else "num_heads"
+    key = next((key for key in ("medusa_num_heads", "num_heads") if key in files.config), "medusa_num_heads")
     heads = max(number(files.config, key, files.folder, most=MOST_PARTS), _heads_in(tensors))
     layers = number(files.config, _layers_key(files), files.folder, otherwise=1, most=MOST_PARTS)
     names = _Names.of(tensors, layers)
