@@ -71,7 +71,7 @@ def random_head(runner: Runner, draft_vocabulary: int = DRAFT_VOCABULARY) -> Eag
         for name, size in shape.wanted.items()
         if name != "d2t"
     }
-    tensors["d2t"] = torch.arange(shape.draft_vocab) % 2
+    tensors["d2t"] = torch.ones(shape.draft_vocab, dtype=torch.int64)
     given = EagleCheckpoint(shape, tensors, Path("random"))
     return EagleHead(given, runner.model.get_input_embeddings(), runner.model.get_output_embeddings())
 
