@@ -20,7 +20,7 @@ from slipstream.train.config import TrainConfig, read_options
 from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
 from slipstream.train.data import Data, gather
 from slipstream.train.packing import RowPlan
-from slipstream.train.prompts import as_tokens, asked, self_prompts
+from slipstream.train.prompts import TrainPrompt, as_tokens, asked, self_prompts
 from slipstream.train.ranks import Ranks
 from tiny_recipe import TinyOptions
 
@@ -57,8 +57,16 @@ def test_a_chat_model_writes_user_turns(tiny_target: Path) -> None:
     end = tokenizer.encode("\n")
     bulk = Scripted([text + end for text in ids[:5]] + [ids[5]])
     found = self_prompts(cast(Bulk, bulk), tokenizer, 3, seed=1, max_tokens=20, end_ids=[257], say=nothing)
-    assert found == ["What is up?", "Tell me more", "Who are you?"]
+    assert [prompt.text for prompt in found] == ["What is up?", "Tell me more", "Who are you?"]
     assert bulk.headers[0] == list(tokenizer.encode("<|user|>"))
+    bulk.headers.clear()
+    wish = {"seed": 1, "max_tokens": 20, "end_ids": [257], "say": nothing}
+    two = self_prompts(cast(Bulk, bulk), tokenizer, 3, systems=["", "Be brief"], **cast(Any, wish))
+    assert [prompt.system for prompt in two] == ["", "Be brief", "Be brief"]
+    assert bulk.headers[1] == list(tokenizer.encode("<|system|>Be brief\n<|user|>"))
+    assert as_tokens(tokenizer, two[1]) == list(
+        tokenizer.encode("<|system|>Be brief\n<|user|>What is up?\n<|assistant|>")
+    )
     with pytest.raises(ConfigError, match="only 3 different user turns"):
         self_prompts(cast(Bulk, bulk), tokenizer, 50, seed=1, max_tokens=20, end_ids=[257], say=nothing)
     tokenizer.chat_template = None
@@ -144,7 +152,7 @@ def test_data_are_made_once(config: TrainConfig, tiny_target: Path, monkeypatch:
     assert len(made.held_out) == 3
     assert any("18 of 18" in line and "tok/s" in line for line in lines)
     tokenizer = load_tokenizer(tiny_target)
-    asked_for = {tuple(as_tokens(tokenizer, f"Question {i}?")) for i in range(12)}
+    asked_for = {tuple(as_tokens(tokenizer, TrainPrompt(f"Question {i}?"))) for i in range(12)}
     learnt = {tuple(made.sequences.at(i)[:n].tolist()) for i, n in enumerate(made.sequences.prompt_lengths)}
     assert learnt | set(made.held_out) == asked_for
     assert not learnt & set(made.held_out)

@@ -38,6 +38,7 @@ class TrainConfig:
     data: str = ""  # folder of the data, used as it is where it is complete; "": in the folder of the run
     prompts: tuple[str, ...] = ()  # JSON lines files, as `bench` reads them
     self_prompts: int = 0  # user turns that the target writes itself
+    systems: tuple[str, ...] = ()  # system messages for these, dealt in turns; "" and none: the template's own
     samples: int = 1  # answers to each prompt
     temperatures: tuple[float, ...] = (1.0,)  # of the answers, dealt in turns
     max_prompt_tokens: int = 512
@@ -75,6 +76,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "prompts", tuple(str(path) for path in self.prompts))
+        object.__setattr__(self, "systems", tuple(str(text) for text in self.systems))
         object.__setattr__(self, "temperatures", tuple(float(t) for t in self.temperatures))
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
         check_device_name(self.device)

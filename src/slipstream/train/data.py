@@ -22,10 +22,19 @@ from slipstream.models.paths import Progress
 from slipstream.train.bulk import ROUNDS, Bulk, lane_bytes
 from slipstream.train.config import TrainConfig
 from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
-from slipstream.train.prompts import as_tokens, asked, read_files, self_prompts, write_file
+from slipstream.train.prompts import as_tokens, asked, read_files, read_made, self_prompts, write_made
 from slipstream.train.ranks import Ranks
 
-_MADE_OF = ("prompts", "self_prompts", "samples", "temperatures", "max_prompt_tokens", "max_tokens", "held_out")
+_MADE_OF = (
+    "prompts",
+    "self_prompts",
+    "systems",
+    "samples",
+    "temperatures",
+    "max_prompt_tokens",
+    "max_tokens",
+    "held_out",
+)
 _SHARE = 0.8
 """Of the free memory, for lanes."""
 _EVERY_S = 10.0
@@ -96,8 +105,7 @@ def _note(file: Path, record: Mapping[str, Any]) -> None:
 
 def _usable(folder: Path, tokenizer: Any, made_of: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The prompts as tokens, without those that are too long."""
-    texts = read_files([str(folder / "prompts.jsonl")])
-    tokens = [tuple(as_tokens(tokenizer, text)) for text in texts]
+    tokens = [tuple(as_tokens(tokenizer, prompt)) for prompt in read_made(folder / "prompts.jsonl")]
     return [ids for ids in tokens if 0 < len(ids) <= made_of["max_prompt_tokens"]]
 
 
@@ -129,18 +137,19 @@ class _Maker:
         bulk, ends = self._open()
         listed = self._folder / "prompts.jsonl"
         if self._ranks.leads and not listed.exists():
-            texts = read_files(self._made_of["prompts"])
+            prompts = read_files(self._made_of["prompts"])
             if wanted := self._made_of["self_prompts"]:
-                texts += self_prompts(
+                prompts += self_prompts(
                     bulk,
                     self._tokenizer,
                     wanted,
+                    systems=self._made_of["systems"],
                     seed=self._made_of["seed"],
                     max_tokens=self._made_of["max_prompt_tokens"],
                     end_ids=ends,
                     say=self._say,
                 )
-            write_file(listed, list(dict.fromkeys(texts)))
+            write_made(listed, dict.fromkeys(prompts))
         self._ranks.wait()
         rates = self._answer(bulk)
         del bulk

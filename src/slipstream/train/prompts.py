@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +30,58 @@ def seed_of(run: int, purpose: str, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{run}/{purpose}/{number}".encode(), digest_size=8).digest(), "little")
 
 
-def read_files(paths: Iterable[str]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class TrainPrompt:
+    """What a user says, and under which system message; "": what the chat template says by itself."""
+
+    text: str
+    system: str = ""
+
+
+def read_files(paths: Iterable[str]) -> list[TrainPrompt]:
     """The prompts of these files, in the forms that `slipstream bench` reads; each text once."""
-    return list(dict.fromkeys(prompt.text for path in paths for prompt in load_prompts(Path(path))))
+    return list(dict.fromkeys(TrainPrompt(prompt.text) for path in paths for prompt in load_prompts(Path(path))))
 
 
-def write_file(path: Path, texts: Sequence[str]) -> None:
-    """Prompts as a file that `read_files` reads: whole, or not at all."""
-    lines = (json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts)
+def write_made(path: Path, prompts: Iterable[TrainPrompt]) -> None:
+    """All prompts of a run as a file that `bench` reads too: whole, or not at all."""
+    lines = (json.dumps({"prompt": p.text, "system": p.system}, ensure_ascii=False) + "\n" for p in prompts)
     part = path.with_name(f".{path.name}.part")
     part.write_text("".join(lines), encoding="utf-8")
     part.replace(path)
 
 
-def as_tokens(tokenizer: Any, text: str) -> list[int]:
+def read_made(path: Path) -> list[TrainPrompt]:
+    """What `write_made` wrote."""
+    with path.open(encoding="utf-8") as lines:  # not by splitlines: texts may hold what it takes for a line's end
+        entries = [json.loads(line) for line in lines]
+    return [TrainPrompt(entry["prompt"], entry["system"]) for entry in entries]
+
+
+def as_tokens(tokenizer: Any, prompt: TrainPrompt) -> list[int]:
     """A prompt as the model is asked it: by the chat template, or as plain text where there is none."""
     if getattr(tokenizer, "chat_template", None) is None:
-        return list(tokenizer.encode(text))
-    turns = [{"role": "user", "content": text}]
+        return list(tokenizer.encode(prompt.text))
+    turns = _turns(prompt)
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def self_prompts(
-    bulk: Bulk, tokenizer: Any, count: int, *, seed: int, max_tokens: int, end_ids: Iterable[int], say: Progress
-) -> list[str]:
-    """So many different user turns, written by the target at temperature 1."""
-    header, ends = _user_turn(tokenizer)
-    stops = {*end_ids, *ends}
-    found: dict[str, None] = {}
+    bulk: Bulk,
+    tokenizer: Any,
+    count: int,
+    *,
+    systems: Sequence[str] = (),
+    seed: int,
+    max_tokens: int,
+    end_ids: Iterable[int],
+    say: Progress,
+) -> list[TrainPrompt]:
+    """So many different user turns, written by the target at temperature 1. systems: dealt in turns."""
+    said = tuple(systems) or ("",)
+    opened = [_user_turn(tokenizer, system) for system in said]
+    stops = {*end_ids, *(end for _, ends in opened for end in ends)}
+    found: dict[TrainPrompt, None] = {}
     asked = 0
     for _ in range(_WAVES):
         missing = count - len(found)
@@ -64,14 +89,18 @@ def self_prompts(
             break
         numbers = range(asked, asked + missing + missing // 8 + 1)
         asked = numbers.stop
-        asks = ((n, Ask(header, seed_of(seed, "user turn", n), 1.0, max_tokens)) for n in numbers)
+        headers = [opened[n % len(said)][0] for n in numbers]
+        asks = (
+            (n, Ask(header, seed_of(seed, "user turn", n), 1.0, max_tokens))
+            for n, header in zip(numbers, headers, strict=True)
+        )
         written = {answer.number: answer for answer in bulk.write(asks, stops)}
         for number in numbers:  # in their order, so that the same are kept whoever ended first
             tokens = written[number].tokens.tolist()
             ended = bool(tokens) and tokens[-1] in stops and not written[number].broken
             text = tokenizer.decode(tokens[:-1], skip_special_tokens=True).strip() if ended else ""
             if len(text) >= _SHORTEST and "\ufffd" not in text:
-                found[text] = None
+                found[TrainPrompt(text, said[number % len(said)])] = None
         say(f"the target wrote {min(len(found), count):,} of {count:,} prompts")
     if len(found) < count // 2:
         raise ConfigError(
@@ -81,11 +110,16 @@ def self_prompts(
     return list(found)[:count]
 
 
-def _user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _turns(prompt: TrainPrompt) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    return [*system, {"role": "user", "content": prompt.text}]
+
+
+def _user_turn(tokenizer: Any, system: str) -> tuple[list[int], list[int]]:
     """The tokens before a user's first text, and the one that ends it."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError("self_prompts: the target has no chat template to write user turns by; name prompt files")
-    turns = [{"role": "user", "content": _MARK}]
+    turns = _turns(TrainPrompt(_MARK, system))
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False)
     header, found, rest = text.partition(_MARK)
     if not found:
