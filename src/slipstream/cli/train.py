@@ -50,7 +50,7 @@ _OPTIONS: Mapping[str, tuple[str, str, str]] = {
     "beta1": ("B", TRAINING, "AdamW's, such as 0.9."),
     "beta2": ("B", TRAINING, "AdamW's, such as 0.95."),
     "clip": ("NORM", TRAINING, "Larger gradients are made as short as this."),
-    "average": ("PART", TRAINING, "Export a average of the weights that keeps this much of itself, such as 0.99."),
+    "average": ("PART", TRAINING, "Export an average of the weights that keeps this much of itself, such as 0.99."),
     "seed": ("N", TRAINING, "Same seed, same data and order."),
     "precision": ("NAME", TRAINING, "Arithmetic: bf16, fp32, or auto (bf16 on a GPU). Weights are fp32 always."),
     "device": ("DEVICE", MODEL, "cpu, cuda, cuda:1, or auto: a GPU if there is one. Several: start it with torchrun."),
