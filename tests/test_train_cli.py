@@ -11,6 +11,8 @@ import pytest
 
 from slipstream.cli import train as command
 from slipstream.cli.main import main
+from slipstream.core.errors import ConfigError
+from slipstream.train import recipe
 from slipstream.train.config import TrainConfig
 from slipstream.train.run import Finished
 
@@ -56,6 +58,15 @@ def test_options_become_a_configuration(
     assert f"--drafter 'medusa:{out / 'drafter'}'" in printed.err
     assert called(*given.split(), "--temperature", "0.7") == 0
     assert seen[1].temperatures == (0.7,)
+
+
+def test_recipes_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(recipe._recipes, "later", "slipstream.train.later:LaterRecipe")
+    with pytest.raises(ConfigError, match="recipe 'later': this installation does not have it"):
+        recipe.recipe_class("later")
+    with pytest.raises(ConfigError, match="recipe 'bogus' is unknown"):
+        recipe.recipe_class("bogus")
+    assert recipe.recipe_class("eagle3").name == "eagle3"
 
 
 def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -95,6 +96,10 @@ def recipe_class(name: str) -> type[Recipe]:
     if name not in _recipes:
         raise ConfigError(f"recipe {name!r} is unknown: must be one of {', '.join(_recipes)}")
     module, _, attribute = _recipes[name].partition(":")
+    if find_spec(module) is None:
+        raise ConfigError(
+            f"recipe {name!r}: this installation does not have it ({module} is missing); install a newer one"
+        )
     return cast("type[Recipe]", getattr(import_module(module), attribute))
 
 
