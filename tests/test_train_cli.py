@@ -41,7 +41,11 @@ def called(*arguments: str) -> int:
 
 
 def test_options_become_a_configuration(
-    seen: list[TrainConfig], capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path
+    seen: list[TrainConfig],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: Path,
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
     given = f"medusa --target {tiny_target} --out {out} --self-prompts 9 --learning-rate 0.25 --set heads=3"
@@ -58,6 +62,10 @@ def test_options_become_a_configuration(
     assert f"--drafter 'medusa:{out / 'drafter'}'" in printed.err
     assert called(*given.split(), "--temperature", "0.7") == 0
     assert seen[1].temperatures == (0.7,)
+    capsys.readouterr()
+    monkeypatch.setenv("RANK", "1")
+    assert called(*given.split()) == 0
+    assert not capsys.readouterr().out  # of several processes the first one speaks
 
 
 def test_recipes_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -133,6 +134,8 @@ def train(
     except KeyboardInterrupt:
         say(f"stopped; run the same command again to go on with {out}")
         raise
+    if os.environ.get("RANK", "0") != "0":
+        return  # of several processes the first one speaks
     say(f"use it: slipstream generate --model {target} --drafter '{finished.drafter}' \"...\"")
     print(json.dumps({"drafter": finished.drafter, "folder": str(finished.folder), "tau": finished.tau}))
 
