@@ -19,7 +19,7 @@ class Eagle3Options:
     decay: float = 0.85  # weight of each step's loss against the one before
     variation: float = 0.0  # weight of the total variation beside the divergence
     sharpen: float = 0.0  # share of the aim that is the target's best token alone
-    prompt_weight: float = 0.1  # of rows that guess a prompt's tokens, against an answer's
+    prompt_weight: float = 0.0  # of rows that guess a prompt's tokens, against an answer's; above 0 they cost as much
     taps: str = ""  # layers whose hidden states it reads, as 2,15,27
     inner: int = 0  # width of its MLP; 0: 5 times the hidden size
     heads: int = 0  # attention heads
