@@ -121,3 +121,5 @@ class Eagle3Recipe:
     def refresh(self, drafter: Drafter) -> None:
         assert isinstance(drafter, EagleDrafter)
         cast(EagleHead, drafter.head).refill(self._module.weights())
+        if self._teacher.device.type == "cuda":
+            torch.cuda.synchronize(self._teacher.device)  # the engine computes on streams of its own
