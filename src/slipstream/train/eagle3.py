@@ -110,7 +110,7 @@ class Eagle3Recipe:
     def checkpoint(self, folder: Path) -> EagleCheckpoint:
         """The head as it is stored, with the weights as they stand."""
         dtype = _DTYPES[self.options.kept]
-        tensors = {name: tensor.to("cpu", dtype) for name, tensor in self._module.weights().items()}
+        tensors = {name: tensor.to("cpu", dtype) for name, tensor in self._module.state_dict().items()}
         if self._ids is not None:
             tensors["d2t"] = self.vocab.offsets
         return EagleCheckpoint(self._module.shape, tensors, folder)
@@ -120,6 +120,6 @@ class Eagle3Recipe:
 
     def refresh(self, drafter: Drafter) -> None:
         assert isinstance(drafter, EagleDrafter)
-        cast(EagleHead, drafter.head).refill(self._module.weights())
+        cast(EagleHead, drafter.head).refill(self._module.state_dict())
         if self._teacher.device.type == "cuda":
             torch.cuda.synchronize(self._teacher.device)  # the engine computes on streams of its own

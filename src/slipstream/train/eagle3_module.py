@@ -28,10 +28,6 @@ class Eagle3Module(nn.Module):
         self._embedding = (embedding,)  # kept from being a child
         tapped = shape.num_taps * shape.target_hidden
         self.fc = nn.Linear(tapped, shape.hidden, bias=False)
-        # How large each tapped number is. `fc` reads all in one size, or a step of the optimizer would mean much for
-        # large ones and nothing for others. The stored head has the sizes inside its `fc`.
-        self.register_buffer("tap_sizes", torch.ones(tapped))
-        self.tap_sizes: Tensor
         if shape.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(shape.target_hidden, shape.norm_eps) for _ in range(shape.num_taps))
         self.layers = nn.ModuleList([Layer(shape)])
@@ -81,14 +77,7 @@ class Eagle3Module(nn.Module):
         if self.shape.fc_norm:
             parts = taps.chunk(len(self.fc_norm), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return cast(Tensor, self.fc(taps.float() / self.tap_sizes)).float()
-
-    @torch.no_grad()
-    def weights(self) -> dict[str, Tensor]:
-        """The head's tensors as they are stored."""
-        found = dict(self.state_dict())
-        found["fc.weight"] = found["fc.weight"] / found.pop("tap_sizes")
-        return found
+        return cast(Tensor, self.fc(taps.to(self.fc.weight.dtype))).float()
 
     @property
     def _first(self) -> Layer:

@@ -91,14 +91,12 @@ def begin(module: Eagle3Module, vocab: DraftVocab, teacher: Teacher, counts: Ten
             fresh = torch.randn(weight.shape, generator=made) * weight.shape[1] ** -0.5
             weight.copy_(fresh * (0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0))
     width = module.shape.target_hidden
-    late = module.fc.weight[:, -width:]  # a view
-    if module.shape.fc_norm:
-        late += torch.eye(width, device=late.device)
-    else:
-        sizes = shown.taps[0, 1:].float().abs().mean(0)  # [F]; the first token's are huge in some models
-        whole = sizes.view(-1, width).mean(1, keepdim=True)  # [taps, 1]
-        module.tap_sizes.copy_(sizes.view(-1, width).clamp_min(0.05 * whole).clamp_min(1e-6).flatten())
-        late += torch.diag(module.tap_sizes[-width:] / whole[-1].clamp_min(1e-6))
+    parts = shown.taps[0].float().unflatten(1, (-1, width))  # [T, taps, H]
+    sizes = parts.pow(2).mean(2).sqrt().median(0).values.clamp_min(1e-6)  # [taps]: the first token's can be huge
+    blocks = module.fc.weight.unflatten(1, (-1, width))  # [H, taps, H]
+    blocks[:, -1] += torch.eye(width, device=blocks.device)
+    if not module.shape.fc_norm:
+        blocks /= sizes[None, :, None]
     feature = module.combine(shown.taps[0])[1:]
     feature = feature / feature.pow(2).mean(1, keepdim=True).sqrt().clamp_min(1e-6)
     wanted, found = (x.float().pow(2).mean(0).sqrt() for x in (shown.normed[0, 1:], feature))  # [H] each
