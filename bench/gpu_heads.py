@@ -16,7 +16,7 @@ from gpu_passes import CONTEXT, PAGE, REPEATS, lane_state
 
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRound, Services
-from slipstream.drafters.features import FeatureDrafter
+from slipstream.drafters.eagle import EagleDrafter
 from slipstream.engine.rounds import RoundShape
 from slipstream.kv.pages import PagePool, PageTable
 from slipstream.models.heads.eagle import EagleHead
@@ -125,7 +125,7 @@ def _draft(
     for slot in range(requests):
         table.add(slot, SamplingParams(temperature=0), seed=1)
     plane = torch.randn(pages * PAGE, head.taps.width(head.shape.target_hidden), device=device).to(runner.dtype)
-    drafter = FeatureDrafter(head, depth=depth, width=width, nodes=nodes)
+    drafter = EagleDrafter(head, depth=depth, width=width, nodes=nodes)
     drafter.attach(
         Services(
             pool=PagePool(pages, PAGE),

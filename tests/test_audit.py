@@ -65,6 +65,13 @@ def outcomes(result: Audit, kind: str, drafter: str | None) -> set[Outcome]:
     return {check.outcome for check in result.checks if check.kind == kind and check.drafter == drafter}
 
 
+def test_what_was_not_audited_is_not_called_lossless() -> None:
+    assert "no drafter was audited" in Audit((), (), "").verdict
+    nothing = Audit((), ("mine",), "")
+    assert not nothing.lossless()
+    assert nothing.verdict.startswith("Not shown: mine guessed nothing")
+
+
 def test_a_whole_engine_passes_every_check(audited: Audited) -> None:
     result = audited.audit(replace(CONFIG, transformers=True))
     assert result.lossless(strict=True)

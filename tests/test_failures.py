@@ -333,7 +333,9 @@ class _BadDevice(DeviceDrafter):
 
 
 @pytest.mark.parametrize("where", ["start", "observe", "stop", "propose", "nowhere"])
-def test_a_device_drafter_that_raises_is_dropped(open_llm: Callable[..., LLM], where: str) -> None:
+def test_a_device_drafter_that_raises_is_dropped(
+    open_llm: Callable[..., LLM], where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     llm = open_llm(drafter=_BadDevice(where), planner="fixed")
     plain = [replace(p, speculation=SpeculationParams(enabled=False)) for p in PARAMS]
     expected = [tokens(output) for output in llm.generate(GOOD, plain)]
@@ -341,6 +343,9 @@ def test_a_device_drafter_that_raises_is_dropped(open_llm: Callable[..., LLM], w
     assert [tokens(output) for output in outputs] == expected
     failed = [a.speculation.by_drafter["bad"].failures for output in outputs for a in output.outputs]
     assert all(failed) if where != "nowhere" else not any(failed)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("slipstream")]
+    assert bool(said) == (where != "nowhere")
+    assert all(line.startswith("drafter bad failed") and line.endswith("out of memory, say") for line in said)
 
 
 def test_a_tokenizer_that_breaks_at_the_end(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

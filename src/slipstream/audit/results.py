@@ -114,9 +114,14 @@ class Audit:
         if self.interrupted:
             return "Not finished: no bug was found in the part that was done."
         if self.idle:
-            return f"Not shown: {', '.join(self.idle)} guessed nothing, so nothing was tested."
+            return (
+                f"Not shown: {', '.join(self.idle)} guessed nothing, so nothing of it was tested. "
+                "Give it longer answers (--max-tokens) or other prompts (--prompts)."
+            )
         if self.near_ties:
             return f"Lossless but for rounding: {_count(self.near_ties, 'near-tie')}, no bug."
+        if not self.drafters:
+            return "Every check passed, but no drafter was audited: name one with --drafter."
         return "Lossless: every check passed."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
@@ -23,6 +24,8 @@ from slipstream.models.batch import PassBatch
 from slipstream.plan.planner import Beside, Planner
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+logging.getLogger("slipstream").addHandler(logging.NullHandler())  # who uses the library says what is shown
 
 
 class Drafting:
@@ -323,8 +326,7 @@ class Drafting:
         if failures:
             for answer in answers:
                 if answer.id in failures:
-                    answer.refused[name] = failures.pop(answer.id)
-                    answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
+                    self._refuse(answer, name, failures.pop(answer.id))
         if self._is_whole(name):
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:
@@ -360,7 +362,12 @@ class Drafting:
                 self._drop(answer, name, error)
             return None
 
+    def _drop(self, answer: Answer, name: str, error: BaseException | None) -> None:
+        self._refuse(answer, name, f"{type(error).__name__}: {error}")
+
     @staticmethod
-    def _drop(answer: Answer, name: str, error: BaseException | None) -> None:
-        answer.refused[name] = f"{type(error).__name__}: {error}"
+    def _refuse(answer: Answer, name: str, why: str) -> None:
+        """It drafts for this answer no more; the log says why."""
+        _log.warning("drafter %s failed, and request %s goes on without it: %s", name, answer.id, why)
+        answer.refused[name] = why
         answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
