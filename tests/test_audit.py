@@ -242,20 +242,26 @@ def test_a_request_that_fails_is_a_bug(audited: Audited, monkeypatch: pytest.Mon
     assert any("The request failed: the engine failed: RuntimeError: lost" in f.why for f in result.bugs)
 
 
-def test_ctrl_c_keeps_what_is_known(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no room")])
+def test_ctrl_c_or_an_error_keeps_what_is_known(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     asked = 0
 
     def interrupted(*given: Any, **more: Any) -> Any:
         nonlocal asked
         asked += 1
         if asked == 8:  # four for the reference, two for the plain batch, then the second of the n-gram drafter's
-            raise KeyboardInterrupt
+            raise error
         return generate(*given, **more)
 
     generate = audited.llm.generate
     monkeypatch.setattr(audited.llm, "generate", interrupted)
     result = audited.audit()
-    assert result.interrupted
+    assert (result.interrupted, result.broken) == ((True, False) if not error.args else (False, True))
+    assert result.notes[-1].startswith(
+        "Interrupted in stage 3" if not error.args else "MemoryError (no room) in stage 3"
+    )
     assert not result.lossless()
     assert [check.outcome for check in result.checks] == [Outcome.PASS, Outcome.STOPPED]
     assert result.checks[1].compared == 1

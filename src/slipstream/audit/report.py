@@ -42,6 +42,7 @@ def to_json(audit: Audit, about: Mapping[str, Any], *, strict: bool = False) -> 
         "verdict": audit.verdict,
         "lossless": audit.lossless(strict),
         "interrupted": audit.interrupted,
+        "broken": audit.broken,
         "bugs": len(audit.bugs),
         "near_ties": len(audit.near_ties),
         "rounding": audit.rounding,

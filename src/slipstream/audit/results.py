@@ -83,7 +83,8 @@ class Audit:
     drafters: tuple[str, ...]
     rounding: str  # the bound in words
     notes: tuple[str, ...] = ()  # what was left out, and why
-    interrupted: bool = False
+    interrupted: bool = False  # by the user
+    broken: bool = False  # by an error
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -104,14 +105,14 @@ class Audit:
 
     def lossless(self, strict: bool = False) -> bool:
         """Was it shown? `strict`: near-ties count as well."""
-        return not (self.interrupted or self.bugs or self.idle or (strict and self.near_ties))
+        return not (self.interrupted or self.broken or self.bugs or self.idle or (strict and self.near_ties))
 
     @property
     def verdict(self) -> str:
         """One sentence."""
         if self.bugs:
             return f"NOT lossless: {_count(self.bugs, 'difference')} that rounding does not explain."
-        if self.interrupted:
+        if self.interrupted or self.broken:
             return "Not finished: no bug was found in the part that was done."
         if self.idle:
             return (

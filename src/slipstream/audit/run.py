@@ -70,29 +70,37 @@ class Progress:
 def audit(
     llm: LLM, probe: Probe, prompts: Sequence[AuditPrompt], config: AuditConfig, progress: Progress | None = None
 ) -> Audit:
-    """Run all stages. `llm` must have the drafters of `config` and this probe. Ctrl-C ends it early, with a result."""
+    """Run all stages. `llm` must have the drafters of `config` and this probe.
+
+    Ctrl-C or an error ends it early, with a result.
+    """
     progress = progress or Progress()
     bench = Bench(llm, prompts, min(config.at_once, len(prompts)), probe)
     notes: list[str] = []
+    if bench.at_once < min(config.at_once, 2):
+        notes.append("There was one prompt only, so nothing was checked in a batch: give more (--limit, --prompts).")
     stages = list(plan(bench, config, notes.append))
     checks: list[Check] = []
-    interrupted = False
+    stopped: BaseException | None = None
     for number, stage in enumerate(stages, 1):
         progress.start(stage, number, len(stages))
         started = time.perf_counter()
         try:
             for steps in stage.steps():
                 progress.step(steps)
-        except KeyboardInterrupt:
-            interrupted = True
-        check = stage.check(complete=not interrupted, seconds=time.perf_counter() - started)
+        except (KeyboardInterrupt, Exception) as error:  # out of memory, say: what is known so far shall not be lost
+            stopped = error
+        check = stage.check(complete=stopped is None, seconds=time.perf_counter() - started)
         progress.done(check)
         if check is not None and (check.complete or check.compared):
             checks.append(check)
-        if interrupted:
-            notes.append(f"Interrupted in stage {number} of {len(stages)} ({stage.title}).")
+        if stopped is not None:
+            what = "Interrupted" if isinstance(stopped, KeyboardInterrupt) else f"{type(stopped).__name__} ({stopped})"
+            notes.append(f"{what} in stage {number} of {len(stages)} ({stage.title}).")
             break
-    return Audit(tuple(checks), config.drafters, bench.rounding.why, tuple(notes), interrupted)
+    interrupted = isinstance(stopped, KeyboardInterrupt)
+    broken = stopped is not None and not interrupted
+    return Audit(tuple(checks), config.drafters, bench.rounding.why, tuple(notes), interrupted, broken)
 
 
 def plan(bench: Bench, config: AuditConfig, note: Callable[[str], None]) -> Iterator[Stage]:
