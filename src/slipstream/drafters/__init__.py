@@ -93,6 +93,10 @@ def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
             parts[-1] += "+" + piece
         else:
             parts.append(piece)
+    if len(parts) > 1 and ("none" in parts or not all(parts)):
+        raise ConfigError(
+            f"drafter {text!r}: a drafter's name must stand on both sides of a plus, and none stands alone"
+        )
     specs = tuple(parse_spec(part) for part in parts)
     _check_once([spec.name for spec in specs], f" in {text!r}")
     return specs

@@ -99,7 +99,10 @@ class Intake:
         if not set(names) <= set(self._drafters):
             loaded = ", ".join(self._drafters) or "none"
             several = ", or several, as A+B" if len(self._drafters) > 1 else ""
-            raise InvalidRequest(f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}{several}")
+            plainly = "; for plain decoding give enabled=False" if wanted == "none" else ""
+            raise InvalidRequest(
+                f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}{several}{plainly}"
+            )
         if len(set(names)) < len(names):
             raise InvalidRequest(f"speculation.drafter={wanted!r}: must name each drafter once")
 
