@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ran import Ran, Run
 from slipstream import LLM
 from slipstream.cli.main import main
 from slipstream.engine import engine as engine_module
 from test_audit import one_too_many
 
 PROMPTS = [{"prompt": "abcabcabc"}, {"id": "two", "turns": ["one two one two", "never"]}]
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The last line of stdout."""
-        value: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return value
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture

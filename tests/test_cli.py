@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +14,7 @@ import pytest
 
 import slipstream
 from fake_llm import FakeLLM
+from ran import Ran, Run
 from slipstream.bench import memory
 from slipstream.cli import chat, loading, models, options
 from slipstream.cli.main import main
@@ -35,22 +35,6 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
 
     monkeypatch.setattr(loading, "open_llm", open_llm)
     return fake
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The last line of stdout."""
-        value: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return value
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture

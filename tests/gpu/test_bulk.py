@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import EOS, save_model, tiny_llama
+from conftest import EOS
+from gpu_scenes import save_real_heads
 from slipstream import LLM, SamplingParams
 from slipstream.models.parity import open_model
 from slipstream.train.bulk import Ask, Bulk
@@ -17,16 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny_llama(
-        hidden_size=128,
-        intermediate_size=192,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-    )
-    return save_model(tmp_path_factory.mktemp("models") / "target", config)
+    return save_real_heads(tmp_path_factory.mktemp("models") / "target", 1024)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import eagle_scenes
-from exactness import cases, differences, plain, run
+from exactness import differences, plain, run
+from gpu_scenes import open_on_gpu, some_cases
 from medusa_checkpoints import tiny_medusa
 from mtp_checkpoints import MTP, save_with_modules
-from slipstream import LLM, SamplingParams, SpeculationParams
+from slipstream import SamplingParams, SpeculationParams
 
 pytestmark = pytest.mark.gpu
-SOME = (0, 1, 2, 4, 13, 14, 19)
-"""Of all cases, as in test_engine.py."""
 
 Spec = Callable[[Path, Path], str]
 """From the folders of a draft model and of heads to a drafter as users name it."""
@@ -42,20 +40,15 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def open_on_gpu(target: Path, drafter: str, dtype: str, **options: Any) -> LLM:
-    common: dict[str, Any] = {"device": "cuda", "memory": "1GiB", "max_num_seqs": 8, "planner": "fixed"}
-    return LLM(target, drafter=drafter, dtype=dtype, **{**common, **options})
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_same_tokens(spec: str, dtype: str, tiny_target: Path, tiny_draft: Path, heads: Path) -> None:
     """Alone and in a batch, with graphs and without; and as many guesses are right with them as without."""
     drafter = SPECS[spec](tiny_draft, heads)
-    batch = [cases()[i] for i in SOME]
+    batch = some_cases()
     accepted: list[list[int]] = []
     for graphs in (False, True):
-        with open_on_gpu(tiny_target, drafter, dtype, graphs=graphs) as llm:
+        with open_on_gpu(tiny_target, dtype, drafter=drafter, graphs=graphs) as llm:
             expected = plain(llm, batch)
             name = llm.engine.drafting.default
             got = run(llm, batch, name)
@@ -73,7 +66,7 @@ def test_a_target_that_brings_its_own_modules(family: str, tmp_path: Path) -> No
     target = save_with_modules(tmp_path / "target", MTP[family])
     prompts = [[5 + i] * (4 + 7 * i) for i in range(3)]
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=24, ignore_eos=True)
-    with open_on_gpu(target, "mtp", "float32") as llm:
+    with open_on_gpu(target, "float32", drafter="mtp") as llm:
         off = llm.generate(prompts, replace(params, speculation=SpeculationParams(enabled=False)))
         on = llm.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in on] == [o.outputs[0].token_ids for o in off]
@@ -87,7 +80,7 @@ def test_requests_of_both_verifiers_in_one_batch(spec: str, tiny_target: Path, t
     greedy, sampled = (SamplingParams(temperature=t, seed=5, max_tokens=24, ignore_eos=True) for t in (0, 1))
     asked = [greedy, replace(greedy, speculation=rule), sampled, replace(sampled, speculation=rule)]
     prompts = [[7, 8, 9] * 4] * len(asked)
-    with open_on_gpu(tiny_target, SPECS[spec](tiny_draft, heads), "bfloat16") as llm:
+    with open_on_gpu(tiny_target, "bfloat16", drafter=SPECS[spec](tiny_draft, heads)) as llm:
         plainly = [
             llm.generate([prompts[0]], replace(p, speculation=SpeculationParams(enabled=False)))[0].outputs[0].token_ids
             for p in (greedy, sampled)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from conftest import save_model, tiny_llama
-from exactness import Case, cases, differences, plain, run
+from exactness import Case, differences, plain, run
+from gpu_scenes import open_on_gpu, save_real_heads, some_cases
 from scripted import Answers, Bushy, Right, RightThenWrong
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.engine.queued import QueuedEngine
@@ -19,28 +18,12 @@ from slipstream.models.gpu import GpuTrunk
 
 pytestmark = pytest.mark.gpu
 OFF = SpeculationParams(enabled=False)
-SOME = (0, 1, 2, 4, 13, 14, 19)
-"""Of all cases: greedy, sampled, top-p, penalties, bad words; each set of features is captured by itself."""
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads as real models have them, and a context of several runs of attention."""
-    config = tiny_llama(
-        hidden_size=128,
-        intermediate_size=192,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.15,
-    )
-    return save_model(tmp_path_factory.mktemp("models") / "target", config)
-
-
-def open_on_gpu(target: Path, dtype: str, **options: Any) -> LLM:
-    common: dict[str, Any] = {"device": "cuda", "memory": "1GiB", "max_num_seqs": 8, "planner": "fixed"}
-    return LLM(target, dtype=dtype, **{**common, **options})
+    return save_real_heads(tmp_path_factory.mktemp("models") / "target", 2048)
 
 
 @dataclass(frozen=True)
@@ -64,7 +47,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=[True, False], ids=["graphs", "no graphs"])
 def bench(request: pytest.FixtureRequest, dtype: str, target: Path, tiny_draft: Path) -> Iterator[Bench]:
     answers = Answers()
-    batch = [cases()[i] for i in SOME]
+    batch = some_cases()
     with open_on_gpu(target, dtype, drafter=None, graphs=False) as plainly:
         expected = plain(plainly, batch, answers)  # each by itself, no graphs, nothing drafted
     drafters = [Right(answers), RightThenWrong(answers), Bushy(answers), "ngram", f"model:{tiny_draft}"]

@@ -23,7 +23,7 @@ from slipstream.audit.results import Audit, Check, Outcome
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import hardware, versions
-from slipstream.cli.options import OUTPUT, Common, option, with_common
+from slipstream.cli.options import OUTPUT, PROMPTS, Common, option, with_common
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import merged_name, parse_merged
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from slipstream.audit.stage import Stage
     from slipstream.engine.llm import LLM
 
-PROMPTS = "Prompts"
 CHECKING = "Checking"
 DEFAULT_MAX_TOKENS = 64
 DEFAULT_LIMIT = 14  # two of each category of our own

@@ -17,13 +17,12 @@ from slipstream.bench import baseline, memory, report, run
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.machine import hardware, versions
-from slipstream.cli.options import OUTPUT, Common, option, with_common
+from slipstream.cli.options import OUTPUT, PROMPTS, Common, option, with_common
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-PROMPTS = "Prompts"
 MEASURING = "Measuring"
 DEFAULT_MAX_TOKENS = 128
 

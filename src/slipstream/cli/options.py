@@ -30,6 +30,7 @@ MODEL = "Model"
 SPECULATION = "Speculation (changes the speed, never the tokens, unless --verifier says so)"
 SAMPLING = "Sampling"
 OUTPUT = "Output"
+PROMPTS = "Prompts"
 
 
 @dataclass

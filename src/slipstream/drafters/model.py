@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -297,18 +296,7 @@ class ModelDrafter(DeviceDrafter):
         assert self._services is not None
 
         tables = [self._services.page_table(request.id) for request in requests]
-        starts = [0, *accumulate(rows)]
-        return PassBatch(
-            input_ids=self._known(ids),
-            positions=self._tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)]),
-            slots=self._tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
-            row_starts=tuple(starts),
-            prefix_lengths=tuple(at),
-            pages=tuple(table.pages for table in tables),
-            is_tree=(False,) * len(requests),
-            masks=None,
-            logit_rows=self._tensor([end - 1 for end in starts[1:]]),
-        )
+        return PassBatch.behind(tables, at, rows, self._known(ids), self.runner.device)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.runner.device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -216,20 +215,8 @@ class TranslatedDrafter(HostDrafter):
         """Read `rows` tokens of each request behind those in the cache and `ahead` guesses: logits of the last ones."""
         assert self._cache is not None
         at = [len(reading.cached) + ahead for reading in readings]
-        starts = [0, *accumulate(rows)]
-        tables = [reading.table for reading in readings]
-        batch = PassBatch(
-            input_ids=ids.to(self.runner.device),
-            positions=self._tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)]),
-            slots=self._tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
-            row_starts=tuple(starts),
-            prefix_lengths=tuple(at),
-            pages=tuple(table.pages for table in tables),
-            is_tree=(False,) * len(tables),
-            masks=None,
-            logit_rows=self._tensor([end - 1 for end in starts[1:]]),
-            wide=None,  # what it reads decides no token
-        )
+        tables, device = [reading.table for reading in readings], self.runner.device
+        batch = PassBatch.behind(tables, at, rows, ids.to(device), device)
         return self.runner.forward(batch, self._cache)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:

@@ -6,13 +6,17 @@ rows that its request brings to this pass, its ancestors and itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from slipstream.kv.pages import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,28 @@ class PassBatch:
     masks: Tensor | None  # [N] int64, bit j: this row sees the request's j-th row; None where there is no tree
     logit_rows: Tensor | None  # [R] int64: the rows that reach the LM head; None: all of them
     wide: bool | None = None  # by products for many rows, which are not row-independent; None: where there are many
+
+    @staticmethod
+    def behind(
+        tables: Sequence[PageTable], at: Sequence[int], rows: Sequence[int], ids: Tensor, device: torch.device
+    ) -> PassBatch:
+        """So many tokens of each request from position `at` on, `ids` [N] in all; the last rows reach the LM head."""
+
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        starts = [0, *accumulate(rows)]
+        return PassBatch(
+            input_ids=ids,
+            positions=tensor([p for a, n in zip(at, rows, strict=True) for p in range(a, a + n)]),
+            slots=tensor([s for t, a, n in zip(tables, at, rows, strict=True) for s in t.slots(a, n)]),
+            row_starts=tuple(starts),
+            prefix_lengths=tuple(at),
+            pages=tuple(table.pages for table in tables),
+            is_tree=(False,) * len(tables),
+            masks=None,
+            logit_rows=tensor([end - 1 for end in starts[1:]]),
+        )
 
     @property
     def num_rows(self) -> int:

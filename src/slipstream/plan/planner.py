@@ -203,12 +203,8 @@ class AdaptivePlanner(Planner):
         others = self._others(request_ids, beside, deepest)
         chances = alphas**depths * (1 - others.right)
         gained = np.where((depths > 0) & (depths <= np.array(caps)), chances, 0).cumsum(0).sum(1)  # [K + 1]
-        brought, known = rows + others.right.sum(), rows + others.nodes
-        pass_s = self._cost.curve(known, known + int(drafted[-1]))[drafted]
         draft_s = np.concatenate(([0.0], self._drafting(drafter).curve(1, deepest)))
-        measured = self._drafting(drafter).observed and self._cost.observed  # else the two have different units
-        rate = (brought + gained) / (pass_s + draft_s * measured)
-        depth = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
+        depth = self._paying(drafter, rows, others, gained, drafted, draft_s)
         depth = self._probe(drafter, depth, min(2, deepest))
         return [min(depth, cap) for cap in caps]
 
@@ -236,14 +232,29 @@ class AdaptivePlanner(Planner):
         nodes = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
         gained = (whole * np.log1p(nodes) / np.log1p(most)).sum(1)  # [K + 1]
         drafted = nodes.sum(1)
-        brought, known = rows + others.right.sum(), rows + others.nodes
-        pass_s = self._cost.curve(known, known + int(drafted[-1]))[drafted]
-        measured = self._drafting(drafter).observed and self._cost.observed
-        draft_s = np.where(drafted > 0, self._drafting(drafter).seconds(1) * measured, 0.0)
-        rate = (brought + gained) / (pass_s + draft_s)
-        size = int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
+        draft_s = np.where(drafted > 0, self._drafting(drafter).seconds(1), 0.0)
+        size = self._paying(drafter, rows, others, gained, drafted, draft_s)
         size = self._probe(drafter, size, most)  # a small one would not tell what a tree is worth
         return [min(size, cap) for cap in caps]
+
+    def _paying(
+        self,
+        drafter: str,
+        rows: int,
+        others: _Others,
+        gained: NDArray[np.float64],  # [sizes]
+        drafted: NDArray[np.int64],
+        draft_s: NDArray[np.float64],
+    ) -> int:
+        """Which size brings most tokens a second, of sizes that bring `gained`, add `drafted` rows and take `draft_s`.
+
+        0, the first of them, unless another is clearly better.
+        """
+        brought, known = rows + others.right.sum(), rows + others.nodes
+        pass_s = self._cost.curve(known, known + int(drafted[-1]))[drafted]
+        measured = self._drafting(drafter).observed and self._cost.observed  # else the two have different units
+        rate = (brought + gained) / (pass_s + draft_s * measured)
+        return int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
 
     def trim(
         self,
