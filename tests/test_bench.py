@@ -19,9 +19,9 @@ from slipstream.bench import baseline, demo, memory, report
 from slipstream.bench import run as bench
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli import options
-from slipstream.cli.bench import startup_options
+from slipstream.cli.bench import closing_lines, startup_options
 from slipstream.core.errors import CapacityError, ConfigError, ModelError, ModelNotFound
-from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing, parting
+from slipstream.core.outputs import CompletionOutput, DrafterStats, RequestOutput, SpeculationStats, Timing, parting
 from slipstream.core.params import SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
@@ -145,6 +145,28 @@ def test_speed_ups_come_from_sums_not_from_means_of_ratios() -> None:
     Console(file=out, width=80).print(report.table(summary))
     assert "3.00x" in out.getvalue()
     assert "yes" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("declined", "said"), [(3, "would not have paid in 6 of 8 rounds; --planner fixed"), (0, "it never had a guess")]
+)
+def test_a_mode_that_never_drafted_says_why(declined: int, said: str) -> None:
+    log: list[str] = []
+    units = [unit("x", "p"), unit("x", "q")]
+    by_drafter = {"model": DrafterStats(declined=declined)} if declined else {}
+    stats = SpeculationStats(rounds=4, emitted=4, by_drafter=by_drafter)
+    runners = [
+        FakeRunner("plain", log, stats=SpeculationStats(rounds=4, emitted=4)),
+        FakeRunner("model:d", log, stats=stats),
+    ]
+    summary = report.summarize(units, bench.measure(units, runners), ["plain", "model:d"])
+    used = memory.MemoryReport(imports=1, peak=2, weights=1, draft_weights=0, cache=0, device_peak=None)
+    about = {"skipped_prompts": 0, "hardware": {"busy": False}}
+    lines = closing_lines(summary, bench.PrefillReport(10, {"plain": 1.0}), used, about)
+    told = [line for line in lines if "nothing drafted" in line]
+    assert len(told) == 1, "plain decoding was not asked to"
+    assert told[0].startswith("model:d: ")
+    assert said in told[0]
 
 
 def test_the_table_fits_80_columns() -> None:
@@ -337,11 +359,11 @@ def test_demo_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_fresh_process_is_timed_with_the_same_options() -> None:
-    common = options.Common(threads=3, memory="1GiB", max_model_len=64, trust_remote_code=True)
+    common = options.Common(threads=3, memory="1GiB", max_model_len=64, planner="fixed", trust_remote_code=True)
     given = " ".join(startup_options(common, ()))
     assert given == (
-        "--model default --dtype auto --device auto --drafter none --memory 1GiB --max-model-len 64 --threads 3 "
-        "--trust-remote-code"
+        "--model default --dtype auto --device auto --drafter none --memory 1GiB --max-model-len 64 "
+        "--planner fixed --threads 3 --trust-remote-code"
     )
 
 

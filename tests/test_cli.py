@@ -18,10 +18,9 @@ from ran import Ran, Run
 from slipstream.bench import memory
 from slipstream.cli import chat, loading, models, options
 from slipstream.cli.main import main
+from slipstream.cli.show import rate_line
 from slipstream.core.errors import InvalidRequest, ModelNotFound, SlipstreamError
-from slipstream.core.outputs import (
-    RequestOutput,
-)
+from slipstream.core.outputs import DrafterStats, RequestOutput, SpeculationStats
 from slipstream.core.params import SamplingParams
 
 
@@ -79,7 +78,7 @@ def test_generate_json_is_one_object(run: Run, llm: FakeLLM) -> None:
             "accepted": 2,
             "alpha": 0.6667,
             "tau": 2.0,
-            "by_drafter": {"ngram": {"drafts": 2, "drafted": 3, "accepted": 2, "failures": 0}},
+            "by_drafter": {"ngram": {"drafts": 2, "drafted": 3, "accepted": 2, "failures": 0, "declined": 0}},
             "time_s": {"draft": 0.1, "verify": 0.2, "host": 0.3},
         },
         "logprobs": done.json["logprobs"],
@@ -134,6 +133,25 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
     assert llm.made_with["drafters"] == ("ngram", "model:small")
     assert (common.model, common.dtype, common.device, common.memory) == ("org/name", "bfloat16", "cpu", "1GiB")
     assert (common.max_model_len, common.trust_remote_code) == (100, True)
+
+
+def test_drafts_can_be_forced(run: Run, llm: FakeLLM) -> None:
+    run("generate", "Hi", "--planner", "fixed")
+    assert llm.made_with["common"].planner_or("adaptive") == "fixed"
+    run("generate", "Hi")
+    assert llm.made_with["common"].planner_or("adaptive") == "adaptive"
+    done = run("generate", "Hi", "--planner", "often")
+    assert (done.code, done.err) == (2, "error: planner='often': must be one of adaptive, fixed\n")
+
+
+@pytest.mark.parametrize(("declined", "rounds"), [(1, "1 round;"), (31, "31 rounds;")])
+def test_nothing_drafted_says_why(declined: int, rounds: str) -> None:
+    stats = SpeculationStats(rounds=40, emitted=40, by_drafter={"eagle": DrafterStats(declined=declined)})
+    line = rate_line(40, 10.0, stats)
+    assert "nothing drafted: by what was measured, guesses of eagle would not have paid" in line
+    assert rounds in line
+    assert "--planner fixed" in line
+    assert rate_line(40, 10.0, SpeculationStats(rounds=40, emitted=40)).endswith("nothing drafted")
 
 
 def test_no_speculation_loads_no_drafter(run: Run, llm: FakeLLM) -> None:

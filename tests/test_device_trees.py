@@ -17,8 +17,8 @@ from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs
 from slipstream.engine.queued import QueuedEngine
 from slipstream.kernels.pack_rows import RECENT, ring
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner
 from stepping import Arrival, Stepper
 
 PARENTS = (-1, -1, 0, 1, 1, 4, 4, 6)

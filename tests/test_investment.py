@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.draft import Tree
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner, Planner
+from slipstream.plan.planner import Planner
 
 BIG = Tree.chain(range(60))
 

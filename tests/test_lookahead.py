@@ -18,8 +18,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.lookahead import Growing, LookaheadDrafter, NgramPool, Window
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner
 from stepping import Arrival, Stepper
 
 Ids = tuple[int, ...]

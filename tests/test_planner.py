@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from slipstream.core.draft import ROOT, Tree
 from slipstream.plan.acceptance import Acceptance
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner, Planner
+from slipstream.plan.planner import Planner
 
 FLAT, STEEP = 0.0, 10.0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner, Beside
+from slipstream.plan.planner import Beside
 
 
 def taught(*, beside: float) -> AdaptivePlanner:

@@ -15,8 +15,8 @@ import pytest
 from slipstream.core.draft import Tree
 from slipstream.drafters.promise import PromiseTable
 from slipstream.engine.rounds import RoundShape
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import SIZES, PassCost
-from slipstream.plan.planner import AdaptivePlanner
 from slipstream.sampling.table import Features
 
 REQUESTS, DEEP = 32, 8

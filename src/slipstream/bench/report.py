@@ -34,6 +34,7 @@ class Row:
     emitted: int
     drafted: int
     accepted: int
+    declined: int  # rounds without guesses, because they would not have paid
     draft_s: float
     verify_s: float
     host_s: float
@@ -150,11 +151,22 @@ def make_row(category: str, mode: str, read: int, chosen: Sequence[Sample], comp
         emitted=sum(s.emitted for s in stats),
         drafted=sum(s.drafted for s in stats),
         accepted=sum(s.accepted for s in stats),
+        declined=sum(max((d.declined for d in s.by_drafter.values()), default=0) for s in stats),
         draft_s=sum(s.draft_s for s in stats),
         verify_s=sum(s.verify_s for s in stats),
         host_s=sum(s.host_s for s in stats),
         compared=compared,
         same=same,
+    )
+
+
+def undrafted(row: Row) -> str:
+    """Why a mode that could guess never did."""
+    if not row.declined:
+        return "nothing drafted: it never had a guess"
+    return (
+        f"nothing drafted: by what was measured, its guesses would not have paid in {row.declined} of {row.rounds} "
+        "rounds; --planner fixed guesses all the same"
     )
 
 
@@ -202,6 +214,7 @@ def row_json(summary: Summary, row: Row) -> dict[str, Any]:
         "rounds": row.rounds,
         "drafted": row.drafted,
         "accepted": row.accepted,
+        "declined": row.declined,
         "time_s": {"draft": round(row.draft_s, 4), "verify": round(row.verify_s, 4), "host": round(row.host_s, 4)},
         "compared": row.compared,
         "same_tokens": row.same,

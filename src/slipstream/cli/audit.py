@@ -128,7 +128,7 @@ def audit(
     from slipstream.audit.probe import Probe
 
     probe = Probe()
-    with loaded(common, (*common.drafters, probe), max_num_seqs=concurrency, planner="fixed") as llm:
+    with loaded(common, (*common.drafters, probe), max_num_seqs=concurrency, planner=common.planner_or("fixed")) as llm:
         fitting = tokenized(llm, chosen, max_tokens)
         config = run.AuditConfig(
             drafters=tuple(merged_name(parse_merged(drafter)) for drafter in common.drafters),
@@ -204,6 +204,7 @@ def described(common: Common, llm: LLM, config: AuditConfig, prompts: int, skipp
             "dtype": str(llm.engine.target.dtype).removeprefix("torch."),
             "device": str(llm.engine.target.device),
             "draft_tokens": common.draft_tokens,
+            "planner": common.planner_or("fixed"),
         },
     }
 

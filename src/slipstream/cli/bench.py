@@ -121,6 +121,7 @@ def bench(
             "dtype": common.dtype,
             "device": common.device,
             "draft_tokens": common.draft_tokens,
+            "planner": common.planner_or("adaptive"),
             "verifier": common.verifier,
         },
     }
@@ -212,6 +213,8 @@ def closing_lines(
             whole = row.draft_s + row.verify_s + row.host_s or 1.0
             shares = (("draft", row.draft_s), ("verify", row.verify_s), ("host", row.host_s))
             lines.append(f"time, {row.mode}: " + ", ".join(f"{name} {s / whole:.0%}" for name, s in shares))
+            if row.mode != run.PLAIN and not row.drafted:
+                lines.append(f"{row.mode}: {report.undrafted(row)}")
     rates = ", ".join(f"{name} {rate:.0f} tok/s" for name, rate in prefill.tokens_per_s.items())
     lines.append(f"reading a prompt of {prefill.prompt_tokens} tokens: {rates}")
     lines.append(
@@ -239,6 +242,8 @@ def startup_options(common: Common, drafters: tuple[str, ...]) -> list[str]:
         options += ["--memory", common.memory]
     if common.max_model_len is not None:
         options += ["--max-model-len", str(common.max_model_len)]
+    if common.planner is not None:
+        options += ["--planner", common.planner]
     if common.threads is not None:
         options += ["--threads", str(common.threads)]
     return options + ["--trust-remote-code"] * common.trust_remote_code

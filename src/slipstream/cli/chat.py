@@ -13,7 +13,7 @@ from slipstream.cli.loading import loaded
 from slipstream.cli.options import OUTPUT, Common, option, with_common
 from slipstream.cli.show import note, rate_line, request_json, summary
 from slipstream.core.errors import RequestError
-from slipstream.core.outputs import CompletionOutput, DrafterStats, SpeculationStats
+from slipstream.core.outputs import CompletionOutput, SpeculationStats
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -41,11 +41,12 @@ class Totals:
         self.stats.drafted += stats.drafted
         self.stats.accepted += stats.accepted
         for name, drafter in stats.by_drafter.items():
-            mine = self.stats.by_drafter.setdefault(name, DrafterStats())
+            mine = self.stats.of(name)
             mine.drafts += drafter.drafts
             mine.drafted += drafter.drafted
             mine.accepted += drafter.accepted
             mine.failures += drafter.failures
+            mine.declined += drafter.declined
 
     def line(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0

@@ -20,7 +20,7 @@ import typer
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.drafters import parse_specs
-from slipstream.engine.config import EngineConfig, parse_bytes
+from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
 from slipstream.models.names import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
 
@@ -167,6 +167,15 @@ class Common:
             "the drafter's own.",
         ),
     ] = None
+    planner: Annotated[
+        str | None,
+        option(
+            metavar="NAME",
+            panel=SPECULATION,
+            help="When to guess. adaptive: as much as pays by what was measured, nothing where nothing does. fixed: "
+            "always as much as it may, paying or not, to see a drafter at work. Default: adaptive; audit: fixed.",
+        ),
+    ] = None
     verifier: Annotated[
         str,
         option(
@@ -242,6 +251,10 @@ class Common:
         named = tuple(dict.fromkeys(self.drafter or (DEFAULT_DRAFTER,)))
         return () if "none" in named else named
 
+    def planner_or(self, usual: PlannerName) -> PlannerName:
+        """The planner that was asked for, or what the command usually takes."""
+        return usual if self.planner is None else cast(PlannerName, self.planner)  # which `EngineConfig` checks
+
     def check(self, prediction: str | None) -> None:
         """Refuse what is wrong without torch having to say so: its import takes seconds."""
         specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
@@ -257,7 +270,12 @@ class Common:
             )
         check_dtype_name(self.dtype)
         check_device_name(self.device)
-        EngineConfig(memory=parse_bytes(self.memory), max_model_len=self.max_model_len, draft_tokens=self.draft_tokens)
+        EngineConfig(
+            memory=parse_bytes(self.memory),
+            max_model_len=self.max_model_len,
+            draft_tokens=self.draft_tokens,
+            planner=self.planner_or("adaptive"),
+        )
         for name in (self.model, *(spec.place for spec in specs if spec.place is not None)):
             find_local(name)
 

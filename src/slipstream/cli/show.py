@@ -27,7 +27,13 @@ def speculation_json(stats: SpeculationStats) -> dict[str, Any]:
         "alpha": round(stats.alpha, 4),
         "tau": round(stats.tau, 4),
         "by_drafter": {
-            name: {"drafts": d.drafts, "drafted": d.drafted, "accepted": d.accepted, "failures": d.failures}
+            name: {
+                "drafts": d.drafts,
+                "drafted": d.drafted,
+                "accepted": d.accepted,
+                "failures": d.failures,
+                "declined": d.declined,
+            }
             for name, d in stats.by_drafter.items()
         },
         "time_s": {
@@ -87,6 +93,18 @@ def request_json(output: RequestOutput, *, model: str, seed: int | None) -> dict
     return payload
 
 
+def undrafted(stats: SpeculationStats) -> str:
+    """That nothing was drafted, and why: who wonders must not take it for a failure."""
+    declined = {name: drafter.declined for name, drafter in stats.by_drafter.items() if drafter.declined}
+    if not declined:
+        return "nothing drafted"
+    rounds = max(declined.values())
+    return (
+        f"nothing drafted: by what was measured, guesses of {', '.join(declined)} would not have paid "
+        f"({rounds} round{'s' * (rounds != 1)}; --planner fixed guesses all the same)"
+    )
+
+
 def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
     """Tokens, rate, and what speculation did, as one line."""
     line = f"{tokens} tokens · {rate:.1f} tok/s · tau {stats.tau:.2f}"
@@ -95,7 +113,7 @@ def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
         line += f" · {stats.alpha:.0%} of {stats.drafted} drafted tokens accepted"
         line += f" ({names})" if names else ""
     else:
-        line += " · nothing drafted"
+        line += f" · {undrafted(stats)}"
     failures = sum(drafter.failures for drafter in stats.by_drafter.values())
     return line + (f" · {failures} drafter failures" if failures else "")
 

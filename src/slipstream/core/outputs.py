@@ -26,6 +26,7 @@ class DrafterStats:
     drafted: int = 0
     accepted: int = 0
     failures: int = 0
+    declined: int = 0  # rounds that went without its guesses, because they would not have paid
 
     @property
     def alpha(self) -> float:
@@ -44,6 +45,10 @@ class SpeculationStats:
     verify_s: float = 0.0
     host_s: float = 0.0
     by_drafter: dict[str, DrafterStats] = field(default_factory=dict)
+
+    def of(self, drafter: str) -> DrafterStats:
+        """One drafter's part, from now on."""
+        return self.by_drafter.setdefault(drafter, DrafterStats())
 
     @property
     def alpha(self) -> float:

@@ -11,7 +11,6 @@ from typing import TypeVar, cast
 import torch
 
 from slipstream.core.draft import MAX_NODES, Draft, Tree
-from slipstream.core.outputs import DrafterStats
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
@@ -194,7 +193,11 @@ class Drafting:
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes):
             for name in answer.drafters:
-                if name not in self._resting and name not in answer.refused:
+                if name in answer.refused:
+                    continue
+                if name in self._resting:
+                    answer.output.speculation.of(name).declined += 1
+                else:
                     groups.setdefault(name, []).append(i)
         yield from sorted(groups.items(), key=lambda group: self._turn(group[0]))
 
@@ -301,6 +304,7 @@ class Drafting:
         levels = self._levels(name)
         plan = functools.partial(self.planner.budget_trees, levels=levels) if levels else self.planner.budget
         budget = plan(name, ids, caps, rows, beside)
+        self._declined(name, answers, caps, budget)
         return [self._fit(*parts) for parts in zip(answers, used, budget, strict=True)]
 
     def _trees(
@@ -316,7 +320,8 @@ class Drafting:
         views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
         costly = self.guards[name].drafter.costly
         if costly:
-            caps = self.planner.budget(name, ids, caps, rows, beside)
+            asked, caps = caps, self.planner.budget(name, ids, caps, rows, beside)
+            self._declined(name, answers, asked, caps)
         started = time.perf_counter()
         proposals = self.guards[name].propose(views, caps, self.round_s)
         if costly and any(caps):
@@ -331,10 +336,18 @@ class Drafting:
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:
             trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
+        self._declined(name, answers, proposals.trees, trees)
         return [
             self._fitting(answer, before, tree) if tree.tokens else tree
             for answer, before, tree in zip(answers, used, trees, strict=True)
         ]
+
+    @staticmethod
+    def _declined(name: str, answers: Sequence[Answer], had: Sequence[int | Tree], taken: Sequence[int | Tree]) -> None:
+        """Note for whom the planner took nothing of what there was, or could have been."""
+        for answer, before, after in zip(answers, had, taken, strict=True):
+            if before and not after:
+                answer.output.speculation.of(name).declined += 1
 
     def _is_whole(self, name: str) -> bool:
         drafter = self.drafters[name]
@@ -370,4 +383,4 @@ class Drafting:
         """It drafts for this answer no more; the log says why."""
         _log.warning("drafter %s failed, and request %s goes on without it: %s", name, answer.id, why)
         answer.refused[name] = why
-        answer.output.speculation.by_drafter.setdefault(name, DrafterStats()).failures += 1
+        answer.output.speculation.of(name).failures += 1

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.errors import Aborted, InvalidRequest, NumericError, RequestError
-from slipstream.core.outputs import DrafterStats
 from slipstream.core.verdict import Verdict, Verdicts
 from slipstream.drafters.base import DeviceDrafter, Drafter, Services
 from slipstream.engine.config import EngineConfig
@@ -30,8 +29,9 @@ from slipstream.kv.cache import compaction
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps, TapView
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import AdaptivePlanner, Planner
+from slipstream.plan.planner import Planner
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
@@ -261,7 +261,7 @@ class Engine:
             for name in verdict.authors.names:
                 share = verdict.share(name)
                 if share.drafted:
-                    theirs = stats.by_drafter.setdefault(name, DrafterStats())
+                    theirs = stats.of(name)
                     theirs.drafts += 1
                     theirs.drafted += share.drafted
                     theirs.accepted += min(share.accepted, count)

@@ -1,0 +1,309 @@
+"""The plan that pays, by what was measured.
+
+More rows make the pass dearer; each node brings its chance of acceptance. The plan takes the nodes that raise the
+expected tokens per second of the whole batch, and none where none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.core.draft import ROOT, Tree
+from slipstream.plan.acceptance import Acceptance
+from slipstream.plan.cost import PassCost
+from slipstream.plan.cutting import along_paths, cut, likeliest
+from slipstream.plan.investment import Investment, most_worth
+from slipstream.plan.planner import Beside, Planner
+from slipstream.plan.waits import Waits
+
+_FIRST_PROBE = 16
+_LAST_PROBE = 256
+"""Rounds between two probes of a drafter that does not pay: first, and at the most."""
+_MARGIN = 1.02
+"""What a draft must promise beyond plain decoding: the estimates are no better than this."""
+
+_EXPLORE = 8
+"""Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
+
+_CAPTURED = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+"""Nodes of a draft that are thought of where every size is captured when it first comes: with the last token they make
+2, 3, 4, 6, 8, … rows, which is what passes are filled up to for one request."""
+
+_NOTHING = Tree()
+
+
+class _Others(NamedTuple):
+    """What others draft beside a drafter."""
+
+    right: NDArray[np.float64]  # [K + 1, B]: the chance that one of them is right to each depth; 0 at depth 0
+    nodes: int  # of all requests together
+
+
+class AdaptivePlanner(Planner):
+    """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
+
+    def __init__(self, cost: PassCost) -> None:
+        self._cost = cost
+        self._acceptance: dict[str, Acceptance] = {}
+        self._draft_cost: dict[str, PassCost] = {}
+        self._idle: dict[str, int] = {}  # rounds since the drafter last drafted
+        self._patience: dict[str, int] = {}  # idle rounds before the next probe
+        self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
+        self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
+        self._largest: dict[str, int] = {}  # drafts that were ever allowed
+        self._used: dict[str, set[int]] = {}  # sizes that drafts had so far, where they are captured
+        self._rounds = 0
+
+    def rests(self, drafter: str, rows: int) -> bool:
+        waits = self._waits.get(drafter)
+        return waits is not None and waits.rests(self._rounds, rows)
+
+    def pad_passes(self) -> None:
+        self._cost.padded = True
+
+    def budget(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
+        rows: int,
+        beside: Sequence[Sequence[Beside]] = (),
+    ) -> list[int]:
+        """Sizes for a drafter whose guesses cost time: one depth for all, since its steps run for all together."""
+        deepest = max(caps, default=0)
+        if deepest == 0:
+            return list(caps)
+        alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
+        depths = np.arange(deepest + 1)[:, None]  # [K + 1, 1]
+        drafted = np.minimum(depths, np.array(caps)).sum(1)  # [K + 1]: nodes of all requests together
+        others = self._others(request_ids, beside, deepest)
+        chances = alphas**depths * (1 - others.right)
+        gained = np.where((depths > 0) & (depths <= np.array(caps)), chances, 0).cumsum(0).sum(1)  # [K + 1]
+        draft_s = np.concatenate(([0.0], self._drafting(drafter).curve(1, deepest)))
+        depth = self._paying(drafter, rows, others, gained, drafted, draft_s)
+        depth = self._noted(drafter, self._probe(drafter, depth, min(2, deepest)))
+        return [min(depth, cap) for cap in caps]
+
+    def budget_trees(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
+        rows: int,
+        beside: Sequence[Sequence[Beside]] = (),
+        *,
+        levels: int,
+    ) -> list[int]:
+        """Sizes where the best nodes come first: each doubling of a tree is taken to bring as much as the one before.
+
+        alpha is here the chance that a whole tree has the right token of the next level.
+        """
+        most = max(caps, default=0)
+        if most == 0:
+            return list(caps)
+        alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
+        others = self._others(request_ids, beside, levels)
+        chances = alphas[:, None] ** np.arange(1, levels + 1) * (1 - others.right[1:].T)
+        whole = chances.sum(1)  # [B]: tokens that a tree of `most` brings
+        nodes = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
+        gained = (whole * np.log1p(nodes) / np.log1p(most)).sum(1)  # [K + 1]
+        drafted = nodes.sum(1)
+        draft_s = np.where(drafted > 0, self._drafting(drafter).seconds(1), 0.0)
+        size = self._paying(drafter, rows, others, gained, drafted, draft_s)
+        size = self._noted(drafter, self._probe(drafter, size, most))  # a small one would not tell what it is worth
+        return [min(size, cap) for cap in caps]
+
+    def _paying(
+        self,
+        drafter: str,
+        rows: int,
+        others: _Others,
+        gained: NDArray[np.float64],  # [K + 1]
+        drafted: NDArray[np.int64],
+        draft_s: NDArray[np.float64],
+    ) -> int:
+        """Which size, 0 to K, brings most tokens a second: each brings `gained`, adds `drafted` rows, takes `draft_s`.
+
+        0 unless another is clearly better; and where sizes are captured, no new one that is hardly better than another.
+        """
+        brought, known = rows + others.right.sum(), rows + others.nodes
+        pass_s = self._cost.curve(known, known + int(drafted[-1]))[drafted]
+        measured = self._drafting(drafter).observed and self._cost.observed  # else the two have different units
+        rate = (brought + gained) / (pass_s + draft_s * measured)
+        if not self._cost.padded:
+            return int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
+        sizes = self._sizes(drafter, len(rate) - 1)
+        old = [size for size in sizes if not size or size in self._used.get(drafter, ())]
+        new, best = max(sizes, key=rate.__getitem__), max(old, key=rate.__getitem__)
+        chosen = new if rate[new] > rate[best] * _MARGIN else best
+        return chosen if rate[chosen] > rate[0] * _MARGIN else 0
+
+    def _sizes(self, drafter: str, most: int) -> list[int]:
+        """The sizes to choose from where each is captured: few, and the largest that the drafter ever may have."""
+        largest = self._largest[drafter] = max(most, self._largest.get(drafter, 0))
+        return [0, *(size for size in _CAPTURED if size <= most and size < largest), *([most] * (most == largest))]
+
+    def _noted(self, drafter: str, size: int) -> int:
+        """A size that is drafted from now on."""
+        if size:
+            self._used.setdefault(drafter, set()).add(size)
+        return size
+
+    def trim(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        trees: Sequence[Tree],
+        promises: Sequence[Sequence[float] | None],
+        rows: int,
+    ) -> list[Tree]:
+        """Keep the nodes that pay, of guesses that cost nothing to have. A node stays only with its parent."""
+        chances: list[float] = []  # [N]
+        for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
+            if tree.tokens:
+                chances += along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
+        if not chances:
+            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + self._wait(drafter)))
+            return list(trees)
+        ranked = sorted(chances, reverse=True)
+        best = self._best(drafter, rows, list(accumulate(ranked, initial=float(rows))))
+        best = self._probe(drafter, best, min(4, len(chances)))
+        best = self._explore(rows, best)
+        if best == 0:
+            return [_NOTHING] * len(trees)
+        if best == len(chances):
+            return list(trees)
+        kept = likeliest(chances, best, ranked[best - 1])
+        trimmed: list[Tree] = []
+        end = 0
+        for tree in trees:
+            begin, end = end, end + len(tree.tokens)
+            trimmed.append(cut(tree, kept[begin:end]))
+        return trimmed
+
+    def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
+        """Keep the drafts that pay by what drafts of this drafter brought; now and then all of them, for a stretch."""
+        invested = self._investments.setdefault(drafter, Investment())
+        gains = [invested.gain(request_id) for request_id in request_ids]
+        sizes = [len(tree.tokens) for tree in trees]
+        order = most_worth(gains, sizes)
+        nodes = list(accumulate((sizes[i] for i in order), initial=0))
+        costs = self._cost.curve(rows, rows + nodes[-1])[nodes] + self._wait(drafter)
+        rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
+        best = int(rates.argmax())
+        pays = bool(rates[best] > rates[0] * _MARGIN)
+        self._weigh(drafter, rows, float(rates[best]))
+        if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
+            return [_NOTHING] * len(trees)
+        if self._rounds % _EXPLORE == _EXPLORE - 1 and not self._cost.seen(rows):
+            return [_NOTHING] * len(trees)  # what a plain pass costs must be known, too
+        taken = set(order[: best if pays else len(order)])
+        return [tree if i in taken else _NOTHING for i, tree in enumerate(trees)]
+
+    def _best(self, drafter: str, rows: int, expected: Sequence[float]) -> int:
+        """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes."""
+        most, wait_s = len(expected) - 1, self._wait(drafter)
+        steps = self._cost.steps(rows, rows + most)
+        best, plain = 0, rows / (steps.seconds[0] + wait_s)
+        top = plain
+        for size, seconds in zip(steps.rows, steps.seconds, strict=True):
+            nodes = min(size - rows, most)
+            rate = expected[nodes] / (seconds + wait_s)
+            if rate > top:
+                best, top = nodes, rate
+            if nodes == most:
+                break
+        self._weigh(drafter, rows, top)
+        return best if top > plain * _MARGIN else 0
+
+    def next_round(self) -> None:
+        self._rounds += 1
+
+    def observe_pass(self, rows: int, seconds: float) -> None:
+        self._cost.observe(rows, seconds)
+
+    def observe_wait(self, drafter: str, seconds: float) -> None:
+        self._waits.setdefault(drafter, Waits()).observe(seconds)
+
+    def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
+        self._drafting(drafter).observe(nodes, seconds)
+
+    def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
+        if drafted:
+            self._estimate(drafter).observe(request_id, drafted, accepted)
+            if accepted:
+                self._patience.pop(drafter, None)
+            if drafter in self._investments:
+                self._investments[drafter].observe(request_id, accepted)
+
+    def forget(self, request_id: str) -> None:
+        for estimate in self._acceptance.values():
+            estimate.forget(request_id)
+        for invested in self._investments.values():
+            invested.forget(request_id)
+        for waits in self._waits.values():
+            waits.gone += 1
+
+    def _others(self, request_ids: Sequence[str], beside: Sequence[Sequence[Beside]], depth: int) -> _Others:
+        """What those who draft already are taken to bring: a guess that they have right brings nothing more."""
+        wrong = np.ones((depth + 1, len(request_ids)))  # [K + 1, B]
+        depths, nodes = np.arange(1, depth + 1), 0
+        for i, (request_id, theirs) in enumerate(zip(request_ids, beside, strict=False)):
+            for name, count in theirs:
+                wrong[1 : count + 1, i] *= 1 - self._estimate(name).alpha(request_id) ** depths[:count]
+                nodes += count
+        return _Others(1 - wrong, nodes)
+
+    def _probe(self, drafter: str, chosen: int, small: int) -> int:
+        """Nothing pays by the estimates: now and then try a little all the same, ever more rarely while it fails."""
+        if chosen:
+            self._idle[drafter] = 0
+            return chosen
+        idle = self._idle[drafter] = self._idle.get(drafter, 0) + 1
+        patience = self._patience.get(drafter, _FIRST_PROBE)
+        if idle < patience:
+            return 0
+        self._idle[drafter] = 0
+        self._patience[drafter] = min(2 * patience, _LAST_PROBE)
+        return small
+
+    def _wait(self, drafter: str) -> float:
+        """Seconds that a round waits for this drafter, whatever is then taken of its guesses."""
+        waits = self._waits.get(drafter)
+        return waits.seconds if waits is not None and self._cost.observed else 0.0
+
+    def _weigh(self, drafter: str, rows: int, rate: float) -> None:
+        """With these guesses a round brings so many tokens by the second: more than one that waits for nobody?"""
+        waits = self._waits.get(drafter)
+        if waits is not None and self._cost.observed:
+            pass_s = self._cost.seconds(rows)
+            waits.weigh(rate * pass_s / rows, pass_s, self._rounds, rows)
+
+    def _explore(self, rows: int, nodes: int) -> int:
+        """Fewer nodes once in a while, to see what a smaller pass costs: a rule that always takes many never learns."""
+        if not nodes or not self._cost.padded or self._rounds % _EXPLORE != _EXPLORE - 1:
+            return nodes
+        size = self._cost.unseen(rows, rows + nodes)
+        return nodes if size is None else size - rows
+
+    def _promise(self, drafter: str, request_id: str, tree: Tree) -> Sequence[float]:
+        """For a drafter that does not say: siblings share their parent's chance, the first of them most of it."""
+        alpha = self._estimate(drafter).alpha(request_id)
+        chances: list[float] = []
+        left = {ROOT: 1.0}  # the chance that a node is accepted and none of its children so far is
+        for node, parent in enumerate(tree.parents):
+            chances.append(alpha * left[parent])
+            left[parent] -= chances[node]
+            left[node] = chances[node]
+        return chances
+
+    def _estimate(self, drafter: str) -> Acceptance:
+        return self._acceptance.setdefault(drafter, Acceptance())
+
+    def _drafting(self, drafter: str) -> PassCost:
+        return self._draft_cost.setdefault(drafter, PassCost(slope=1.0))
