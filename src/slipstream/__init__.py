@@ -17,17 +17,27 @@ _HOME = {
     "LLM": "slipstream.engine.llm",
     "SamplingParams": "slipstream.core.params",
     "SpeculationParams": "slipstream.core.params",
+    "StructuredOutputsParams": "slipstream.core.structured",
     "RequestOutput": "slipstream.core.outputs",
     "CompletionOutput": "slipstream.core.outputs",
     "SlipstreamError": "slipstream.core.errors",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "SlipstreamError", "SpeculationParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "SlipstreamError",
+    "SpeculationParams",
+    "StructuredOutputsParams",
+]
 
 if TYPE_CHECKING:
     from slipstream.core.errors import SlipstreamError
     from slipstream.core.outputs import CompletionOutput, RequestOutput
     from slipstream.core.params import SamplingParams, SpeculationParams
+    from slipstream.core.structured import StructuredOutputsParams
     from slipstream.engine.llm import LLM
 
 

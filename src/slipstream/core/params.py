@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Literal, get_args
 
 from slipstream.core.errors import InvalidRequest
+from slipstream.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -75,6 +76,8 @@ class SamplingParams:
         (before temperature, penalties and masks).
     max_tokens: longest answer; None goes on up to the context's end.
     prediction: text that the answer is likely to repeat; it is drafted from, never trusted.
+    structured_outputs: the form that the answer must have (JSON of a schema, a regular expression, …), or a mapping
+        with the fields of `StructuredOutputsParams`. None: any text.
     output_kind: what each output of a stream holds: "cumulative" everything so far, "delta" only what is new since the
         one before, "final_only" everything, once, at the end. Times and counts are always those so far.
     """
@@ -100,6 +103,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     prediction: str | None = None
     speculation: SpeculationParams = SpeculationParams()
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: OutputKind = "cumulative"
 
     def __post_init__(self) -> None:
@@ -142,8 +146,20 @@ class SamplingParams:
         self._check("stop", len(stops) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
         self._check("stop", all(isinstance(s, str) and s for s in stops), "non-empty strings")
         self._check("bad_words", all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings")
+        self._check_form()
         biases = all(_moderate(b) for b in self.logit_bias.values())
         self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
+
+    def _check_form(self) -> None:
+        """A form says itself where the answer may end, and then it must."""
+        form = self.structured_outputs
+        if isinstance(form, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(form))
+        elif form is None:
+            return
+        self._check("structured_outputs", isinstance(self.structured_outputs, StructuredOutputsParams), "a mapping")
+        self._check("ignore_eos", not self.ignore_eos, "False with structured_outputs, which say where the answer ends")
+        self._check("min_tokens", not self.min_tokens, "0 with structured_outputs, which say where the answer ends")
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:

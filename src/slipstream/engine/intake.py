@@ -92,6 +92,8 @@ class Intake:
     def _check(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.structured_outputs is not None:
+            raise InvalidRequest("structured_outputs: this engine cannot do it yet; leave it out")
         wanted = params.speculation.drafter
         if not params.speculation.enabled or wanted is None:
             return
