@@ -9,7 +9,9 @@
     ├── CapacityError       it does not fit: memory budget, context limit
     ├── RequestError        one request is wrong or failed; the others go on
     │   ├── InvalidRequest      refused before it started (also a ValueError)
+    │   ├── QueueFull           too many wait already; it says when to come again
     │   ├── NumericError        the model gave NaN or no possible token
+    │   ├── TimedOut            its time was over before it was
     │   └── Aborted             cancelled by its owner
     └── DrafterError        a drafter cannot be used with this target
 
@@ -55,8 +57,20 @@ class InvalidRequest(RequestError, ValueError):
     """The request was refused before it started."""
 
 
+class QueueFull(RequestError):
+    """Too many requests wait already. `retry_after_s`: seconds until there is room, as far as can be told."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class NumericError(RequestError):
     """The model gave NaN, or left no possible token."""
+
+
+class TimedOut(RequestError):
+    """The request's time was over before its answer was."""
 
 
 class Aborted(RequestError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its answers so far; `finished` when all of them ended."""
+    """A request with its answers so far; `finished` when all of them ended.
+
+    num_cached_tokens: of the prompt, whose K and V were there already from a request before.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+    num_cached_tokens: int = 0
 
 
 def parting(left: Sequence[int], right: Sequence[int]) -> int | None:

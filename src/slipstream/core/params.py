@@ -80,6 +80,8 @@ class SamplingParams:
         with the fields of `StructuredOutputsParams`. None: any text.
     output_kind: what each output of a stream holds: "cumulative" everything so far, "delta" only what is new since the
         one before, "final_only" everything, once, at the end. Times and counts are always those so far.
+    cache_salt: prompts share cached pages only with those of the same salt and the same `speculation.tenant`.
+    timeout_s: seconds from its arrival after which it ends, with what it has by then and the reason "timeout".
     """
 
     n: int = 1
@@ -105,11 +107,16 @@ class SamplingParams:
     speculation: SpeculationParams = SpeculationParams()
     structured_outputs: StructuredOutputsParams | None = None
     output_kind: OutputKind = "cumulative"
+    cache_salt: str = ""
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for key in ("stop", "stop_token_ids", "bad_words"):
             self._check(key, getattr(self, key) is None or isinstance(getattr(self, key), Iterable), "a list")
         self._check("prediction", self.prediction is None or isinstance(self.prediction, str), "a text")
+        self._check("cache_salt", isinstance(self.cache_salt, str), "a text")
+        timed = self.timeout_s is None or (_number(self.timeout_s) and self.timeout_s > 0)
+        self._check("timeout_s", timed, "seconds, above 0, or None for no end")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

@@ -33,6 +33,9 @@ class EngineConfig:
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
     graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
+    prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that
+        begin alike. The tokens are the same without.
+    max_queue: most answers that may wait for their turn; further requests are refused with `QueueFull`. None: no limit.
     """
 
     memory: int | None = None
@@ -45,6 +48,8 @@ class EngineConfig:
     planner: PlannerName = "adaptive"
     rounds: RoundsName | None = None
     graphs: bool = True
+    prefix_caching: bool = True
+    max_queue: int | None = None
 
     def __post_init__(self) -> None:
         for key in ("memory", "max_model_len", "draft_tokens"):
@@ -59,7 +64,10 @@ class EngineConfig:
         self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
         self._check("planner", self.planner in get_args(PlannerName), f"one of {', '.join(get_args(PlannerName))}")
         self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
-        self._check("graphs", isinstance(self.graphs, bool), "True or False")
+        for key in ("graphs", "prefix_caching"):
+            self._check(key, isinstance(getattr(self, key), bool), "True or False")
+        queue = self.max_queue
+        self._check("max_queue", queue is None or (_whole(queue) and queue >= 0), "0 or more, or None for no limit")
         # every running request must be able to take its next step in one pass
         self._check(
             "max_draft_rows", rows is None or rows >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"

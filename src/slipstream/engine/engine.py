@@ -14,15 +14,19 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.errors import Aborted, InvalidRequest, NumericError, RequestError
+from slipstream.core.snapshot import Snapshot
 from slipstream.core.verdict import Verdict, Verdicts
 from slipstream.drafters.base import DeviceDrafter, Drafter, Services
+from slipstream.engine.admission import Admission
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.counters import Counters
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.emit import emit
 from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.packing import PackedPass, pack
 from slipstream.engine.scheduler import ChunkRule, Schedule, Scheduler
+from slipstream.engine.snapshots import take_snapshot
 from slipstream.engine.state import Answer, Job
 from slipstream.engine.text import Decoder
 from slipstream.kv.cache import compaction
@@ -94,6 +98,8 @@ class Engine:
             reserve=self.scheduler.reserve_draft,
         )
         self.jobs: dict[str, Job] = {}
+        self.counters = Counters()
+        self.admission = Admission(config.max_queue)
         self._tables: dict[str, PageTable] = {}
         self._logprobs = LogprobReader(decoder)
         services = Services(
@@ -124,6 +130,16 @@ class Engine:
         self.jobs[job.id] = job
         for answer in job.answers:
             self.scheduler.add(answer)
+
+    def check_queue(self, coming: int) -> None:
+        """Raise `QueueFull` where too many wait, with these who are on their way. Any thread may ask."""
+        scheduler = self.scheduler
+        waiting = len(scheduler.waiting) + coming - scheduler.free_seats
+        self.admission.check(waiting, len(scheduler.running))
+
+    def snapshot(self) -> Snapshot:
+        """Where it stands, and what it has done so far. Any thread may ask, while the engine works on."""
+        return take_snapshot(self.scheduler, self.drafting, self.counters, self.admission)
 
     def abort(self, job_id: str) -> None:
         """End a job now, wherever it stands. Unknown ids are ended jobs: nothing to do."""
@@ -216,6 +232,8 @@ class Engine:
                     self.cache.clear([p for p in answer.table.pages if self.pool.references(p) == 1])
                 answer.end("error", error=NumericError("the model gave no usable logits (NaN, or every token masked)"))
             if answer.ended:
+                timing = answer.output.timing
+                self.admission.observe(timing.total_s - timing.queued_s)
                 self.scheduler.release(answer)
         return kept
 
@@ -247,6 +265,12 @@ class Engine:
         self, answers: Sequence[Answer], told: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
     ) -> None:
         """A round's share of time and acceptance for each of its requests."""
+        counters, totals = self.counters, self.drafting.totals
+        counters.rounds += 1
+        counters.draft_s += times.draft
+        counters.verify_s += times.verify
+        counters.host_s += times.host
+        counters.generated_tokens += sum(kept)
         for answer, verdict, count in zip(answers, told, kept, strict=True):
             stats = answer.output.speculation
             stats.rounds += 1
@@ -256,18 +280,22 @@ class Engine:
             stats.host_s += times.host / len(told)
             if not verdict.drafted:
                 continue
+            accepted = min(verdict.accepted, count)  # what a stop cut off was of no use
             stats.drafted += verdict.drafted
-            stats.accepted += min(verdict.accepted, count)  # what a stop cut off was of no use
+            stats.accepted += accepted
+            counters.draft(verdict.drafted, accepted)
             for name in verdict.authors.names:
                 share = verdict.share(name)
                 if share.drafted:
-                    theirs = stats.of(name)
-                    theirs.drafts += 1
-                    theirs.drafted += share.drafted
-                    theirs.accepted += min(share.accepted, count)
+                    for theirs in (stats.of(name), totals[name]):
+                        theirs.drafts += 1
+                        theirs.drafted += share.drafted
+                        theirs.accepted += min(share.accepted, count)
 
     def _close(self, job: Job) -> None:
         self.jobs.pop(job.id, None)
+        for answer in job.answers:
+            self.counters.end(answer.output.finish_reason or "error")
         job.report()
 
     def _admitted(self, answer: Answer) -> None:
@@ -275,6 +303,7 @@ class Engine:
         self._tables[answer.id] = answer.table
         if not answer.output.timing.queued_s:
             answer.output.timing.queued_s = time.perf_counter() - answer.job.arrived
+            self.counters.prompt_tokens += answer.prompt_length
         self.sampling.add(
             answer.slot,
             answer.params,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
+from slipstream.core.snapshot import Snapshot
 from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes
@@ -37,7 +38,8 @@ class LLM:
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
-    max_model_len, max_num_seqs, max_batch_tokens, planner, rounds, graphs: see `EngineConfig`.
+    max_model_len, max_num_seqs, max_batch_tokens, planner, rounds, graphs, prefix_caching, max_queue: see
+        `EngineConfig`.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
     on_progress: hears what loading is at, in words.
@@ -62,6 +64,8 @@ class LLM:
         planner: PlannerName = "adaptive",
         rounds: RoundsName | None = None,
         graphs: bool = True,
+        prefix_caching: bool = True,
+        max_queue: int | None = None,
         tensor_parallel_size: int = 1,
         speculative_config: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] | None = None,
@@ -85,6 +89,8 @@ class LLM:
             planner=planner,
             rounds=rounds,
             graphs=graphs,
+            prefix_caching=prefix_caching,
+            max_queue=max_queue,
         )
         make = partial(
             build,
@@ -228,6 +234,10 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request after the round in flight; it finishes with the reason "abort". Unknown ids are ignored."""
         self._loop.abort(request_id)
+
+    def snapshot(self) -> Snapshot:
+        """Where the engine stands and what it has done so far. Any thread may ask, and nobody waits for it."""
+        return self.engine.snapshot()
 
     def between_rounds(self, look: Callable[[Engine], Found]) -> Found:
         """What `look` finds in the engine between two rounds. It runs on the engine's thread, which alone may touch

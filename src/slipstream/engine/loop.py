@@ -6,7 +6,7 @@ import atexit
 import ctypes
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from slipstream.core.errors import RequestError
@@ -34,6 +34,7 @@ class EngineLoop:
         self._open = True
         self._ended = False  # the engine's thread alone writes it, as the last thing that it was told to do
         self._lock = threading.Lock()  # nothing may enter the inbox once the loop was told to end
+        self._coming = 0  # answers of jobs that are in the inbox
         made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="slipstream-engine", daemon=True)
         _running.add(self)
@@ -47,11 +48,17 @@ class EngineLoop:
             raise error
 
     def submit(self, *jobs: Job) -> None:
-        """Start jobs together. Their sinks hear of them from the engine's thread; one that cannot run raises here."""
-        self.call(lambda: self._add(*jobs))
+        """Start jobs together. Their sinks hear of them from the engine's thread; one that cannot run raises here.
+
+        Raises `QueueFull` at once where too many wait.
+        """
+        self.call(lambda: self._add(*jobs), jobs)
 
     def post(self, job: Job, refused: Callable[[Exception], None]) -> None:
-        """Start a job without waiting; `refused` hears, on the engine's thread, why it cannot run."""
+        """Start a job without waiting; `refused` hears, on the engine's thread, why it cannot run.
+
+        Raises `QueueFull` here and at once where too many wait.
+        """
 
         def start() -> None:
             try:
@@ -60,7 +67,7 @@ class EngineLoop:
                 with suppress(Exception):  # nobody is there any more to hear it
                     refused(error)
 
-        self._post(start)
+        self._post(start, (job,))
 
     def abort(self, job_id: str) -> None:
         """End the job of this name after the round in flight. Does not wait."""
@@ -70,8 +77,8 @@ class EngineLoop:
         """The same for its owner: where it ended by itself, another of the same name is left alone."""
         self._post_unless_closed(lambda: self.engine.abort(job.id) if self.engine.jobs.get(job.id) is job else None)
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Run something between two rounds, and wait for it."""
+    def call(self, action: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
+        """Run something between two rounds, and wait for it. It adds these jobs."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
@@ -81,7 +88,7 @@ class EngineLoop:
             except BaseException as error:
                 done.put(error)
 
-        self._post(run)
+        self._post(run, jobs)
         error = done.get()
         if error is not None:
             raise error
@@ -116,6 +123,8 @@ class EngineLoop:
         _running.discard(self)
 
     def _add(self, *jobs: Job) -> None:
+        with self._lock:
+            self._coming -= _answers(jobs)
         if self._ended:
             raise RequestError(_CLOSED)
         for job in jobs:
@@ -134,10 +143,13 @@ class EngineLoop:
 
         return deliver
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
         with self._lock:
             if not self._open:
                 raise RequestError(_CLOSED)
+            if jobs:
+                self.engine.check_queue(self._coming + _answers(jobs[:-1]))
+                self._coming += _answers(jobs)
             self._inbox.put(action)
 
     def _post_unless_closed(self, action: Callable[[], None]) -> None:
@@ -183,6 +195,10 @@ class EngineLoop:
             while not self._inbox.empty():  # callers that wait for their turn are told that the engine is closed
                 with suppress(Exception):
                     self._inbox.get()()
+
+
+def _answers(jobs: Sequence[Job]) -> int:
+    return sum(len(job.answers) for job in jobs)
 
 
 @atexit.register

@@ -134,6 +134,7 @@ class Scheduler:
         self.waiting: deque[Answer] = deque()  # oldest first
         self.running: list[Answer] = []  # oldest first
         self.preemptions = 0
+        self._short = False  # the last time somebody was to start, there were not enough pages
         self._max_running = max_running
         self._slots = list(range(max_running))  # a heap
         self._chunks = chunks
@@ -144,6 +145,11 @@ class Scheduler:
     def add(self, answer: Answer) -> None:
         """Put it in the queue by age: one that was preempted comes before those that never ran."""
         insort(self.waiting, answer, key=_age)
+
+    @property
+    def free_seats(self) -> int:
+        """How many of those who wait could start at once: none where it is pages that are missing."""
+        return 0 if self._short else len(self._slots)
 
     def schedule(self) -> Schedule:
         """Choose the next pass. Every decode in it has room for its next token."""
@@ -202,6 +208,7 @@ class Scheduler:
         assert idle, "a waiting request holds pages or a slot"
 
     def _admit(self, plan: Schedule, room: int) -> None:
+        self._short = False
         passed_over: list[Answer] = []
         while self.waiting and self._slots and room > 0:
             answer = self.waiting.popleft()
@@ -215,6 +222,7 @@ class Scheduler:
             else:
                 admitted = self._start(answer)
             if not admitted:
+                self._short = True
                 passed_over.append(answer)
                 break
             answer.phase = Phase.RUNNING

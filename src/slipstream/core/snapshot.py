@@ -1,0 +1,54 @@
+"""What an engine tells those who watch it: where it stands, and what it has done since it began.
+
+Counts only ever grow, so that whoever asks twice knows what happened in between. They are read while the engine works
+on: each is right by itself, and two of them may be a round apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slipstream.core.outputs import DrafterStats
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Answers, pages, tokens, drafts and seconds. One request with `n` answers counts `n` times."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int  # held by requests
+    pages_cached: int  # held by nobody, and kept for prompts that begin alike: they are free for whoever needs room
+    prefix_queries: int  # prompt tokens that were looked for in the cache
+    prefix_hits: int  # … and found
+    preemptions: int
+    refused: int  # requests turned away, because too many waited
+    finished: Mapping[str, int]  # answers that ended, by `FinishReason`
+    prompt_tokens: int  # of requests that were admitted
+    generated_tokens: int
+    rounds: int
+    draft_s: float
+    verify_s: float
+    host_s: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_by_position: tuple[int, ...]  # how often the first guess of a draft was accepted, the second, …
+    drafters: Mapping[str, DrafterStats] = field(default_factory=dict)
+    late: Mapping[str, int] = field(default_factory=dict)  # by host drafter: rounds that did not wait for it
+    dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that nobody asks any more, and why
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    """Why answers were drafted for or not, by drafter and round: drafted, off, declined (it would not have paid),
+    no_guess, limited (the answer, a context or the pass ends), no_pages, late, failed."""
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that a request may have, those included that are kept for the time being."""
+        return self.pages - self.pages_used
+
+    @property
+    def rejected_tokens(self) -> int:
+        """Rows that were rolled back."""
+        return self.draft_tokens - self.accepted_tokens

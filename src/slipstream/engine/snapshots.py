@@ -1,0 +1,42 @@
+"""From an engine's parts to the `Snapshot` that watchers read, on any thread: nothing waits, and nothing changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.core.snapshot import Snapshot
+from slipstream.engine.admission import Admission
+from slipstream.engine.counters import Counters
+from slipstream.engine.drafting import Drafting
+from slipstream.engine.scheduler import Scheduler
+
+
+def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, admission: Admission) -> Snapshot:
+    pool = scheduler.pool
+    drafts, *by_position = counters.accepted
+    return Snapshot(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        pages=pool.num_pages,
+        pages_used=pool.num_pages - pool.free_pages,
+        pages_cached=0,
+        prefix_queries=0,
+        prefix_hits=0,
+        preemptions=scheduler.preemptions,
+        refused=admission.refused,
+        finished=dict(counters.finished),
+        prompt_tokens=counters.prompt_tokens,
+        generated_tokens=counters.generated_tokens,
+        rounds=counters.rounds,
+        draft_s=counters.draft_s,
+        verify_s=counters.verify_s,
+        host_s=counters.host_s,
+        drafts=drafts,
+        draft_tokens=counters.draft_tokens,
+        accepted_tokens=sum(by_position),
+        accepted_by_position=tuple(by_position),
+        drafters={name: replace(total) for name, total in drafting.totals.items()},
+        late={name: guard.late for name, guard in drafting.guards.items()},
+        dropped={name: guard.dropped for name, guard in drafting.guards.items() if guard.dropped is not None},
+        decisions=dict(drafting.decisions),
+    )
