@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from slipstream.core.outputs import DrafterStats
+
+Undrafted = Literal["off", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
+"""Why a round went without a drafter's guesses for an answer: the request has no drafter; drafting would not have paid;
+it had none; the answer, a context or the pass ends here; no page was free; it was late; it had failed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,7 @@ class Snapshot:
     late: Mapping[str, int] = field(default_factory=dict)  # by host drafter: rounds that did not wait for it
     dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that nobody asks any more, and why
     decisions: Mapping[str, int] = field(default_factory=dict)
-    """Why answers were drafted for or not, by drafter and round: drafted, off, declined (it would not have paid),
-    no_guess, limited (the answer, a context or the pass ends), no_pages, late, failed."""
+    """By drafter and round: how often it drafted for an answer ("drafted"), and why it did not (`Undrafted`)."""
 
     @property
     def pages_free(self) -> int:

@@ -6,12 +6,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar, cast, get_args
+from typing import TypeVar, cast, get_args
 
 import torch
 
 from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.outputs import DrafterStats
+from slipstream.core.snapshot import Undrafted
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
@@ -22,11 +23,6 @@ from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
 from slipstream.plan.planner import Beside, Planner
-
-Decision = Literal["drafted", "off", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
-"""Why a drafter drafted for an answer in a round or not: the request has none; drafting would not have paid; nothing
-came to its mind; the end of the answer, of a context or of the pass was near; no page was free; it was late; it had
-failed for this answer."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -53,7 +49,7 @@ class Drafting:
         self.default = default
         self.planner = planner
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
-        self.decisions = dict.fromkeys(get_args(Decision), 0)  # the same, by request, drafter and round
+        self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
         self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self._following = frozenset(n for n in self._on_device if drafters[n].needs.own_cache)
@@ -123,14 +119,13 @@ class Drafting:
             answers = [decodes[i] for i in mine]
             used, beside = [gathered.used(i) for i in mine], gathered.beside(mine)
             caps = self._caps(name, answers, used, len(decodes))
-            self.decisions["limited"] += caps.count(0)
+            self.undrafted["limited"] += caps.count(0)
             if not any(caps):
                 continue
             if name in self._on_device:
                 budgets = self._budgets(name, answers, caps, used, beside, len(decodes))
                 for i, nodes in zip(mine, budgets, strict=True):
                     gathered.grant(i, name, nodes)
-                    self.decisions["drafted"] += nodes > 0
                 if any(budgets):
                     yield name, mine, budgets
             else:
@@ -138,7 +133,6 @@ class Drafting:
                 trees = self._trees(name, answers, caps, used, beside, len(decodes))
                 for i, tree in zip(mine, trees, strict=True):
                     gathered.add(i, name, tree)
-                    self.decisions["drafted"] += bool(tree.tokens)
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
         """A device drafter failed inside a round: it drafts for none of these any more."""
@@ -204,10 +198,10 @@ class Drafting:
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes):
             if not answer.drafters:
-                self.decisions["off"] += 1
+                self.undrafted["off"] += 1
             for name in answer.drafters:
                 if name in answer.refused:
-                    self.decisions["failed"] += 1
+                    self.undrafted["failed"] += 1
                 elif name in self._resting:
                     self._decline(name, answer)
                 else:
@@ -337,8 +331,8 @@ class Drafting:
             self._declined(name, answers, asked, caps)
         started = time.perf_counter()
         proposals = self.guards[name].propose(views, caps, self.round_s)
-        reason: Decision = "late" if proposals.late else "no_guess"
-        self.decisions[reason] += sum(1 for most, tree in zip(caps, proposals.trees, strict=True) if most and not tree)
+        reason = "late" if proposals.late else "no_guess"
+        self.undrafted[reason] += sum(1 for most, tree in zip(caps, proposals.trees, strict=True) if most and not tree)
         if costly and any(caps):
             self.planner.observe_draft(name, max(caps), time.perf_counter() - started)
         failures = self._failures.setdefault(name, {})
@@ -366,7 +360,7 @@ class Drafting:
                 self._decline(name, answer)
 
     def _decline(self, name: str, answer: Answer) -> None:
-        self.decisions["declined"] += 1
+        self.undrafted["declined"] += 1
         self.totals[name].declined += 1
         answer.output.speculation.of(name).declined += 1
 
@@ -384,7 +378,7 @@ class Drafting:
         if not nodes:
             return 0
         fits = max(0, self._reserve(answer, used + nodes) - used)
-        self.decisions["no_pages"] += fits == 0
+        self.undrafted["no_pages"] += fits == 0
         return fits
 
     def _voice(self, name: str) -> DrafterGuard | Drafter:
