@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -20,7 +21,9 @@ from slipstream.engine.build import Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake, Prompt, check_text
-from slipstream.engine.loop import EngineLoop
+from slipstream.engine.loop import EngineLoop, Pulse
+from slipstream.engine.state import Job
+from slipstream.engine.streams import Deliveries, OutputStream
 from slipstream.models.default import add_remedy
 from slipstream.models.names import check_device_name, check_dtype_name
 
@@ -102,6 +105,8 @@ class LLM:
             trust_remote_code=trust_remote_code,
             progress=on_progress,
         )
+        self._lock = threading.Lock()  # over the event loops that listen
+        self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
         try:
             self._loop = EngineLoop(lambda: self._adopt(make()))
         except ModelError as error:
@@ -209,27 +214,65 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio. Cancelling the task or closing the iterator aborts the request."""
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-        def deliver(output: RequestOutput | Exception) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        job = self._intake.job(
-            prompt, sampling_params or SamplingParams(), deliver, streaming=True, request_id=request_id
-        )
-        self._loop.post(job, deliver)  # no waiting here: a task that is cancelled meanwhile would leave the job running
-        finished = False
+        outputs = self.open_stream(prompt, sampling_params, request_id=request_id)
         try:
-            while not finished:
-                output = await outputs.get()
-                if isinstance(output, Exception):
-                    raise output
-                finished = output.finished
-                yield output
+            while arrived := await outputs.take():
+                for output in arrived:
+                    yield output
         finally:
-            if not finished:
+            outputs.close()
+
+    def open_stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        streaming: bool = True,
+    ) -> OutputStream:
+        """Start a request for the running event loop. Its owner must close the stream, which aborts it if it runs.
+
+        streaming: False brings one output, at the end.
+        """
+        return self.start(self.prepare(prompt, sampling_params, request_id=request_id, streaming=streaming))
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        streaming: bool = True,
+    ) -> Job:
+        """Everything of `open_stream` that takes time or can be refused; on any thread."""
+        return self._intake.job(
+            prompt, sampling_params or SamplingParams(), _nobody, streaming=streaming, request_id=request_id
+        )
+
+    def start(self, *jobs: Job) -> OutputStream:
+        """Start together what was prepared, for the running event loop. The stream ends when all of them have."""
+
+        def drop() -> None:
+            for job in jobs:
                 self._loop.drop(job)
+
+        stream = OutputStream(self._deliveries_to(asyncio.get_running_loop()), drop, len(jobs))
+        for job in jobs:
+            job.sink = stream.put
+        self._loop.post(jobs, stream.put)  # no waiting: a task that is cancelled meanwhile would leave them running
+        return stream
+
+    def _deliveries_to(self, loop: asyncio.AbstractEventLoop) -> Deliveries:
+        with self._lock:
+            if loop not in self._deliveries:
+                self._deliveries = {one: d for one, d in self._deliveries.items() if not one.is_closed()}
+                self._deliveries[loop] = Deliveries(loop)
+                self._loop.tell_after_turns(*(d.flush for d in self._deliveries.values()))
+            return self._deliveries[loop]
+
+    def pulse(self) -> Pulse:
+        """Does the engine live, and does it get on?"""
+        return self._loop.pulse()
 
     def abort(self, request_id: str) -> None:
         """End a request after the round in flight; it finishes with the reason "abort". Unknown ids are ignored."""
@@ -263,6 +306,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _nobody(output: RequestOutput) -> None:
+    """Whom a request tells that is not started."""
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

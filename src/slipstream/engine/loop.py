@@ -6,8 +6,10 @@ import atexit
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import RequestOutput
@@ -19,6 +21,14 @@ _PATIENCE_S = 10.0
 """Most seconds that the end of the program waits for a round in flight."""
 
 _running: set[EngineLoop] = set()  # those whose thread has not ended
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Whether the engine lives, and for how long it has been at one and the same thing; 0: it has nothing to do."""
+
+    alive: bool
+    busy_s: float
 
 
 class EngineLoop:
@@ -33,6 +43,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
         self._ended = False  # the engine's thread alone writes it, as the last thing that it was told to do
+        self._turn_began: float | None = None  # of the round in the making; None: it waits for work
+        self._after_turn: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()  # nothing may enter the inbox once the loop was told to end
         self._coming = 0  # answers of jobs that are in the inbox
         made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -54,20 +66,20 @@ class EngineLoop:
         """
         self.call(lambda: self._add(*jobs), jobs)
 
-    def post(self, job: Job, refused: Callable[[Exception], None]) -> None:
-        """Start a job without waiting; `refused` hears, on the engine's thread, why it cannot run.
+    def post(self, jobs: Sequence[Job], refused: Callable[[Exception], None]) -> None:
+        """Start jobs without waiting; `refused` hears, on the engine's thread, why one of them cannot run.
 
         Raises `QueueFull` here and at once where too many wait.
         """
 
         def start() -> None:
             try:
-                self._add(job)
+                self._add(*jobs)
             except Exception as error:
                 with suppress(Exception):  # nobody is there any more to hear it
                     refused(error)
 
-        self._post(start, (job,))
+        self._post(start, jobs)
 
     def abort(self, job_id: str) -> None:
         """End the job of this name after the round in flight. Does not wait."""
@@ -92,6 +104,19 @@ class EngineLoop:
         error = done.get()
         if error is not None:
             raise error
+
+    def tell_after_turns(self, *listeners: Callable[[], None]) -> None:
+        """From now on call these, and no others, on the engine's thread after every round and all else that it does.
+
+        They must be quick and must not raise.
+        """
+        self._after_turn = listeners
+
+    def pulse(self) -> Pulse:
+        """How the engine's thread is doing, asked without disturbing it."""
+        began = self._turn_began
+        alive = self._thread.is_alive() and self._open
+        return Pulse(alive, 0.0 if began is None else time.perf_counter() - began)
 
     def close(self, timeout: float | None = None) -> None:
         """Abort what runs, end the thread, and wait for it: no longer than `timeout` seconds."""
@@ -174,11 +199,18 @@ class EngineLoop:
         while not self._ended:
             try:
                 if self.engine.busy and self._inbox.empty():
+                    self._turn_began = time.perf_counter()
                     self.engine.step()
                 else:
-                    self._inbox.get()()
+                    self._turn_began = None
+                    action = self._inbox.get()
+                    self._turn_began = time.perf_counter()
+                    action()
             except BaseException as error:  # a drafter's code may raise anything: this thread must not die of it
                 self._fail(error)
+            for tell in self._after_turn:
+                tell()
+        self._turn_began = None
 
     def _fail(self, error: BaseException) -> None:
         """End what runs, with the reason. An engine that cannot even do that is closed, and keeps nobody waiting."""
