@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.errors import InvalidRequest, RequestError
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
@@ -257,3 +257,69 @@ def test_closing_the_engine_ends_streams(open_llm: Callable[..., LLM]) -> None:
         assert outputs[-1].outputs[0].finish_reason == "abort"
 
     run(main())
+
+
+def test_a_round_wakes_the_loop_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many streams it brought something to."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1, speculation=SpeculationParams(enabled=False))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        calls: list[object] = []
+        wake = loop.call_soon_threadsafe
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if getattr(arguments[0], "__name__", "") == "_hand_out":
+                calls.append(arguments[0])
+            return wake(*arguments, **named)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        await asyncio.gather(*(collect(llm.generate_async([i + 1], params)) for i in range(8)))
+        assert 1 <= len(calls) <= 60  # 160 tokens came in some 27 rounds, beside 8 requests that were taken in
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_requests_started_together_end_together(llm: LLM) -> None:
+    async def main() -> None:
+        jobs = [llm.prepare([1, 2], SamplingParams(max_tokens=4 + i, ignore_eos=True, seed=1)) for i in range(3)]
+        stream = llm.start(*jobs)
+        counts = {}
+        while arrived := await stream.take():
+            counts.update({o.request_id: len(o.outputs[0].token_ids) for o in arrived if o.finished})
+        assert counts == {job.id: 4 + i for i, job in enumerate(jobs)}
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_one_that_is_refused_ends_those_started_with_it(llm: LLM) -> None:
+    async def main() -> None:
+        jobs = [llm.prepare([1], LONG, request_id="same") for _ in range(2)]
+        with pytest.raises(InvalidRequest, match="same"):
+            stream = llm.start(*jobs)
+            while await stream.take():
+                pass
+
+    run(main())
+    everything_is_free(llm)
+
+
+def test_the_pulse_tells_a_hanging_round_from_rest(llm: LLM) -> None:
+    assert llm.pulse().alive
+    gate = Gate(llm)
+
+    async def main() -> None:
+        task = asyncio.create_task(collect(llm.generate_async([1], LONG)))
+        await asyncio.to_thread(gate.reached.wait)
+        assert llm.pulse().busy_s > 0
+        gate.open.set()
+        await task
+
+    run(main())
+    everything_is_free(llm)
+    while llm.pulse().busy_s:  # until its thread waits for work
+        pass
+    llm.close()
+    assert not llm.pulse().alive
