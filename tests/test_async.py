@@ -297,10 +297,9 @@ def test_requests_started_together_end_together(llm: LLM) -> None:
 def test_one_that_is_refused_ends_those_started_with_it(llm: LLM) -> None:
     async def main() -> None:
         jobs = [llm.prepare([1], LONG, request_id="same") for _ in range(2)]
+        stream = llm.start(*jobs)
         with pytest.raises(InvalidRequest, match="same"):
-            stream = llm.start(*jobs)
-            while await stream.take():
-                pass
+            await stream.take()
 
     run(main())
     everything_is_free(llm)
