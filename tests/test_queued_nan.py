@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,8 +17,16 @@ from queueing import OFF, PARAMS, Echo, Letters
 from slipstream import LLM
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DraftRequest, DraftRound
+from slipstream.drafters.features import FeatureDrafter
+from tiny_heads import RandomHead
 
 BAD = 13
+
+
+class Heads(FeatureDrafter):
+    """A random head, right by luck now and then."""
+
+    name: ClassVar[str] = "heads"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +66,26 @@ class TestNaN:
             keys = llm.engine.cache.keys(layer)[: -llm.engine.config.page_size]  # the last page is nobody's
             assert not keys.isnan().any()
         assert [[a.token_ids for a in o.outputs] for o in llm.generate(good, params)] == want
+
+    @pytest.mark.parametrize("rounds", ["eager", "queued"])
+    @pytest.mark.parametrize("shape", [{"depth": 4}, {"depth": 3, "width": 3, "nodes": 12}], ids=["chain", "tree"])
+    def test_a_head_forgets_it_too(
+        self, open_llm: Callable[..., LLM], poisoned: Path, rounds: str, shape: dict[str, int]
+    ) -> None:
+        """A head reads the target's states, so what was not finite there is not in its own cache."""
+        drafter = Heads(RandomHead(), **shape)
+        llm = open_llm(poisoned, drafter=drafter, rounds=rounds, planner="fixed", memory="2MiB", max_model_len=32)
+        good = [[20 + i] * (3 + 4 * i) for i in range(3)]
+        params = [replace(self.SOUND, seed=i, max_tokens=12) for i in range(3)]
+        want = llm.generate(good, params)
+        for _ in range(3):  # pages go round
+            bad = llm.generate([[1, BAD, 5, 6], [9] * 20, [BAD] * 17], replace(self.SOUND, max_tokens=8))
+            assert [o.outputs[0].finish_reason for o in bad] == ["error", "length", "error"]
+        assert drafter._cache is not None
+        assert not any(plane.isnan().any() for plane in drafter._cache.planes)
+        got = llm.generate(good, params)
+        assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+        assert [o.outputs[0].speculation.accepted for o in got] == [o.outputs[0].speculation.accepted for o in want]
 
     def check_drafts_change_nothing(self, llm: LLM) -> None:
         prompts = [[1, 2, 3], [4]]

@@ -176,6 +176,12 @@ class DeviceDrafter(Drafter):
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Requests were forked: copy these pages in the drafter's own cache, if it has one."""
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """A request met numbers that are not finite and gives these pages back: leave none of them in its own cache.
+
+        Whoever gets the pages next does not see them, but 0 times NaN is NaN.
+        """
+
     def read(self, batch: PassBatch) -> None:
         """The target computes these tokens of prompts now. Called where rounds are queued, before any `draft`."""
 

@@ -99,6 +99,11 @@ class FeatureDrafter(DeviceDrafter):
         assert self._cache is not None
         self._cache.copy_pages(copies)
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Places of trees are nobody's own between two drafts: all of them are cleared."""
+        assert self._cache is not None
+        self._cache.clear([*pages, *range(self._trash_page, self._cache.num_pages)])
+
     def start(self, request: DraftRequest) -> None:
         self._known[request.id] = 1
 

@@ -87,6 +87,10 @@ class ModelDrafter(DeviceDrafter):
         assert self._cache is not None
         self._cache.copy_pages(copies)
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        assert self._cache is not None
+        self._cache.clear(pages)
+
     def start(self, request: DraftRequest) -> None:
         self._progress[request.id] = _Progress()
 

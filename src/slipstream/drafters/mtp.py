@@ -72,6 +72,11 @@ class MtpDrafter(FeatureDrafter):
         if self._states is not None:
             self._states.copy_pages(copies)
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        super().clear_pages(pages)
+        if self._states is not None:
+            self._states.clear([*pages, self._trash_page])
+
     def _read(self, batch: PassBatch) -> None:
         """All modules one after another; each begins one place further back, for it reads one token further on."""
         if self._states is None:

@@ -97,6 +97,11 @@ class Drafting:
             if isinstance(drafter, DeviceDrafter):
                 drafter.copy_pages(copies)
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        for drafter in self.drafters.values():
+            if isinstance(drafter, DeviceDrafter):
+                drafter.clear_pages(pages)
+
     def propose(self, decodes: Sequence[Answer]) -> Drafted:
         """Drafts for the decoding requests. Reserves the pages that they need."""
         gathered = Gathered(len(decodes))

@@ -229,7 +229,9 @@ class Engine:
             kept.append(answer.generated - before)
             if usable != verdict.tokens and not answer.ended:
                 if answer.table is not None:  # siblings share some of its pages
-                    self.cache.clear([p for p in answer.table.pages if self.pool.references(p) == 1])
+                    own = [p for p in answer.table.pages if self.pool.references(p) == 1]
+                    self.cache.clear(own)
+                    self.drafting.clear_pages(own)
                 answer.end("error", error=NumericError("the model gave no usable logits (NaN, or every token masked)"))
             if answer.ended:
                 timing = answer.output.timing
