@@ -67,6 +67,10 @@ def test_a_chat_model_writes_user_turns(tiny_target: Path) -> None:
     assert as_tokens(tokenizer, two[1]) == list(
         tokenizer.encode("<|system|>Be brief\n<|user|>What is up?\n<|assistant|>")
     )
+    bulk.headers.clear()
+    begun = self_prompts(cast(Bulk, bulk), tokenizer, 2, openings=["Now,", ""], **cast(Any, wish))
+    assert [prompt.text for prompt in begun] == ["Now,What is up?", "What is up?"]
+    assert bulk.headers[0] == list(tokenizer.encode("<|user|>Now,"))
     with pytest.raises(ConfigError, match="only 3 different user turns"):
         self_prompts(cast(Bulk, bulk), tokenizer, 50, seed=1, max_tokens=20, end_ids=[257], say=nothing)
     tokenizer.chat_template = None

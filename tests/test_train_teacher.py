@@ -79,3 +79,14 @@ def test_rows_know_their_sequences() -> None:
 def test_a_layer_that_is_not_there(tiny_target: Path) -> None:
     with pytest.raises(Exception, match="after layer 9"):
         Teacher.open(tiny_target, "cpu").look(packed([[1, 2]], 2), Taps((9,)))
+
+
+def test_compiled_layers_give_the_same_states(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stage that makes graphs: what becomes machine code differs by device."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager", **options))
+    teacher = Teacher.open(tiny_target, "cpu")
+    rows = packed([[5, 6, 7, 8], [9, 10, 11]], 8)
+    plain = teacher.look(rows, TAPS)
+    teacher.hasten()
+    torch.testing.assert_close(teacher.look(rows, TAPS).taps, plain.taps)

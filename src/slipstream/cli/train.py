@@ -34,6 +34,7 @@ _OPTIONS: Mapping[str, tuple[str, str, str]] = {
     "prompts": ("FILE", DATA, "Prompts, one JSON object a line with 'prompt' or 'turns'. May be repeated."),
     "self_prompts": ("N", DATA, "Let a chat model write so many prompts itself, such as 20000. Needs no data at all."),
     "systems": ("TEXT", DATA, "System message of the model's own prompts: that of your users. May be repeated."),
+    "openings": ("TEXT", DATA, "How its own prompts begin; '': as it likes. May be repeated. Default: a mix."),
     "samples": ("N", DATA, "Answers to each prompt, such as 2."),
     "temperatures": ("T", DATA, "Temperature of the answers: that of your users. Repeated, they are dealt in turns."),
     "max_prompt_tokens": ("N", DATA, "Longer prompts are left out."),
@@ -62,7 +63,7 @@ _OPTIONS: Mapping[str, tuple[str, str, str]] = {
     "measure_prompts": ("N", LOOKING, "Held-out prompts to measure with."),
     "measure_tokens": ("N", LOOKING, "Tokens of each answer that is measured."),
 }  # fmt: skip
-_NAMES = {"temperatures": "--temperature", "systems": "--system-prompt"}
+_NAMES = {"temperatures": "--temperature", "systems": "--system-prompt", "openings": "--opening"}
 _KINDS: Mapping[str, Any] = {"int": int | None, "float": float | None, "bool": bool, "str": str | None}
 
 

@@ -39,6 +39,7 @@ class TrainConfig:
     prompts: tuple[str, ...] = ()  # JSON lines files, as `bench` reads them
     self_prompts: int = 0  # user turns that the target writes itself
     systems: tuple[str, ...] = ()  # system messages for these, dealt in turns; "" and none: the template's own
+    openings: tuple[str, ...] = ()  # how these begin, dealt in turns; none: the usual mix (`train/prompts.py`)
     samples: int = 1  # answers to each prompt
     temperatures: tuple[float, ...] = (1.0,)  # of the answers, dealt in turns
     max_prompt_tokens: int = 512
@@ -77,6 +78,7 @@ class TrainConfig:
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "prompts", tuple(str(path) for path in self.prompts))
         object.__setattr__(self, "systems", tuple(str(text) for text in self.systems))
+        object.__setattr__(self, "openings", tuple(str(text) for text in self.openings))
         object.__setattr__(self, "temperatures", tuple(float(t) for t in self.temperatures))
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
         check_device_name(self.device)

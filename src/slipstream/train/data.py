@@ -22,13 +22,14 @@ from slipstream.models.paths import Progress
 from slipstream.train.bulk import ROUNDS, Bulk, lane_bytes
 from slipstream.train.config import TrainConfig
 from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
-from slipstream.train.prompts import as_tokens, asked, read_files, read_made, self_prompts, write_made
+from slipstream.train.prompts import OPENINGS, as_tokens, asked, read_files, read_made, self_prompts, write_made
 from slipstream.train.ranks import Ranks
 
 _MADE_OF = (
     "prompts",
     "self_prompts",
     "systems",
+    "openings",
     "samples",
     "temperatures",
     "max_prompt_tokens",
@@ -84,6 +85,8 @@ def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Da
 
 def _made_of(config: TrainConfig, target: Path) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in _MADE_OF}
+    if config.self_prompts and not config.openings:
+        found["openings"] = OPENINGS
     return {**json.loads(json.dumps(found)), "seed": config.seed, "target": target.name}
 
 
@@ -144,6 +147,7 @@ class _Maker:
                     self._tokenizer,
                     wanted,
                     systems=self._made_of["systems"],
+                    openings=self._made_of["openings"],
                     seed=self._made_of["seed"],
                     max_tokens=self._made_of["max_prompt_tokens"],
                     end_ids=ends,

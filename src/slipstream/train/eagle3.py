@@ -62,6 +62,8 @@ class Eagle3Recipe:
         shape = head_shape(options, teacher, len(vocab.ids))
         module = Eagle3Module(shape, teacher.model.get_input_embeddings()).to(teacher.device)
         begin(module, vocab, teacher, setting.counts)
+        if teacher.device.type == "cuda":
+            module.hasten()
         return cls(options, module, vocab, teacher, setting.config.target)
 
     @property

@@ -6,6 +6,7 @@ it guesses ahead, and learns at every step. Tensors have the names that the head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from slipstream.models.heads.eagle_shape import EagleShape
 from slipstream.train.batch import Batch
 from slipstream.train.chain_attention import Sequences, attend_chain
+from slipstream.train.hasten import Hastened
 
 
 class Eagle3Module(nn.Module):
@@ -41,6 +43,8 @@ class Eagle3Module(nn.Module):
             rope_parameters=dict(shape.rope),
         )
         self._rotary = (LlamaRotaryEmbedding(config),)  # neither weights nor a state of ours
+        self._read: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = self._before
+        self._guess: Callable[..., tuple[Tensor, Tensor]] = self._behind
 
     def forward(self, batch: Batch, steps: int, sequences: Sequences) -> list[Tensor]:  # steps of [B * T, H], normed
         """What the LM head reads at each step. The row at p has the token at p + 1, and guesses the one at p + 2.
@@ -58,19 +62,33 @@ class Eagle3Module(nn.Module):
         chain: list[tuple[Tensor, Tensor]] = []  # of steps 1 to k, at the rows that they belong to
         found = []
         for _ in range(steps):
-            normed = self._first.hidden_norm(feature)
-            x = normed if shape.norm_before_residual else feature
-            query, key, value = self._first.self_attn(torch.cat((words, normed), dim=1), cos, sin)
+            x, query, key, value = self._read(feature, words, cos, sin)
             if text is None:
                 text = key, value
             else:
                 chain.append((key, value))
             out = attend_chain(query, *text, *_moved(chain, key), sequences)
-            x = self._first.behind(x, out)
-            last = self.norm(x)
+            x, last = self._guess(x, out)
             found.append(last)
             feature = torch.roll(last if shape.norm_output else x, 1, dims=0)
         return found
+
+    def hasten(self) -> None:
+        """Compile what stands before and behind attention: for passes of one size, on a GPU."""
+        self._read, self._guess = Hastened(self._before), Hastened(self._behind)
+
+    def _before(
+        self, feature: Tensor, words: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What goes around attention [N, H], and its queries, keys and values [N, h, D]."""
+        normed = self._first.hidden_norm(feature)
+        query, key, value = self._first.self_attn(torch.cat((words, normed), dim=1), cos, sin)
+        return normed if self.shape.norm_before_residual else feature, query, key, value
+
+    def _behind(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:  # [N, H] each
+        """The row's state, and what the LM head reads of it."""
+        x = self._first.behind(x, attended)
+        return x, self.norm(x)
 
     def combine(self, taps: Tensor) -> Tensor:  # [N, F] -> [N, H] fp32
         """What a row reads of the target's hidden states."""

@@ -81,6 +81,7 @@ class Measure(AbstractContextManager["Measure"]):
                 memory=_MEMORY if on_gpu else None,
                 max_num_seqs=_TOGETHER,
                 planner="fixed",  # what the drafter can do, not what pays on this machine
+                graphs=False,  # few rounds of each size: to record one costs more than it saves
                 trust_remote_code=self._config.trust_remote_code,
             )
         return self._llm

@@ -23,6 +23,46 @@ _WAVES = 6
 """How often missing user turns are asked for again: some come out empty, or twice."""
 _SHORTEST = 4
 """Characters; what is shorter asks nothing."""
+_MORE = 1.25
+"""So many times what is missing is asked for: a second wave of a few costs more than some too many in the first."""
+
+OPENINGS = (
+    "",
+    "Summarize the following article:",
+    "",
+    "Translate the following German text to English:",
+    "",
+    "Answer the question at the end with the help of these passages.\n\nPassage 1:",
+    "",
+    "Solve this problem step by step:",
+    "",
+    "Write a Python function that",
+    "",
+    "Who",
+    "",
+    "Give a short summary of this text in three sentences:",
+    "",
+    "What is the",
+    "",
+    "Write a short story about",
+    "",
+    "Use the following documents to answer the question.\n\n[1]",
+    "",
+    "Extract the names and dates from this text:",
+    "",
+    "When was",
+    "",
+    "Translate this sentence into English:",
+    "",
+    "Rewrite the following paragraph",
+    "",
+    "How many",
+    "",
+    "Imagine that you are",
+    "",
+    "Explain the difference between",
+)
+"""How user turns begin where nothing else is said: half of them as the model likes, half with what people often ask."""
 
 
 def seed_of(run: int, purpose: str, number: int) -> int:
@@ -72,35 +112,36 @@ def self_prompts(
     count: int,
     *,
     systems: Sequence[str] = (),
+    openings: Sequence[str] = (),
     seed: int,
     max_tokens: int,
     end_ids: Iterable[int],
     say: Progress,
 ) -> list[TrainPrompt]:
-    """So many different user turns, written by the target at temperature 1. systems: dealt in turns."""
-    said = tuple(systems) or ("",)
-    opened = [_user_turn(tokenizer, system) for system in said]
-    stops = {*end_ids, *(end for _, ends in opened for end in ends)}
+    """So many different user turns, written by the target at temperature 1.
+
+    systems, openings: what stands before them, and how they begin; dealt in turns.
+    """
+    dealt = [(system, opening) for opening in openings or ("",) for system in systems or ("",)]
+    opened = [_user_turn(tokenizer, system, opening) for system, opening in dealt]
+    stops = {*end_ids, *(end for turn in opened for end in turn.ends)}
     found: dict[TrainPrompt, None] = {}
     asked = 0
     for _ in range(_WAVES):
         missing = count - len(found)
         if missing <= 0:
             break
-        numbers = range(asked, asked + missing + missing // 8 + 1)
+        numbers = range(asked, asked + int(missing * _MORE) + 1)
         asked = numbers.stop
-        headers = [opened[n % len(said)][0] for n in numbers]
-        asks = (
-            (n, Ask(header, seed_of(seed, "user turn", n), 1.0, max_tokens))
-            for n, header in zip(numbers, headers, strict=True)
-        )
+        asks = ((n, Ask(opened[n % len(opened)].ids, seed_of(seed, "user turn", n), 1.0, max_tokens)) for n in numbers)
         written = {answer.number: answer for answer in bulk.write(asks, stops)}
         for number in numbers:  # in their order, so that the same are kept whoever ended first
             tokens = written[number].tokens.tolist()
             ended = bool(tokens) and tokens[-1] in stops and not written[number].broken
-            text = tokenizer.decode(tokens[:-1], skip_special_tokens=True).strip() if ended else ""
+            begun = opened[number % len(opened)].opening
+            text = tokenizer.decode([*begun, *tokens[:-1]], skip_special_tokens=True).strip() if ended else ""
             if len(text) >= _SHORTEST and "\ufffd" not in text:
-                found[TrainPrompt(text, said[number % len(said)])] = None
+                found[TrainPrompt(text, dealt[number % len(dealt)][0])] = None
         say(f"the target wrote {min(len(found), count):,} of {count:,} prompts")
     if len(found) < count // 2:
         raise ConfigError(
@@ -115,8 +156,14 @@ def _turns(prompt: TrainPrompt) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt.text}]
 
 
-def _user_turn(tokenizer: Any, system: str) -> tuple[list[int], list[int]]:
-    """The tokens before a user's first text, and the one that ends it."""
+@dataclass(frozen=True, slots=True)
+class _UserTurn:
+    ids: list[int]  # before what the model is to write
+    opening: list[int]  # those of them that are the user's
+    ends: list[int]  # end the turn
+
+
+def _user_turn(tokenizer: Any, system: str, opening: str) -> _UserTurn:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError("self_prompts: the target has no chat template to write user turns by; name prompt files")
     turns = _turns(TrainPrompt(_MARK, system))
@@ -125,7 +172,8 @@ def _user_turn(tokenizer: Any, system: str) -> tuple[list[int], list[int]]:
     if not found:
         raise ConfigError("self_prompts: the target's chat template changes what users say; name prompt files")
     ends = tokenizer.encode(rest, add_special_tokens=False)
-    return list(tokenizer.encode(header, add_special_tokens=False)), list(ends[:1])
+    begun = list(tokenizer.encode(opening, add_special_tokens=False)) if opening else []
+    return _UserTurn([*tokenizer.encode(header, add_special_tokens=False), *begun], begun, list(ends[:1]))
 
 
 def asked(

@@ -1,7 +1,8 @@
 """How far guesses are from the target's distribution, without ever holding the logits of a whole batch.
 
 A pass of 32,000 rows and seven steps would have 30 GB of logits. Here some rows at a time go through the LM heads, all
-steps of a row together because they share the target's distribution; loss and gradient are made on the spot.
+steps of a row together because they share the target's distribution; loss and gradient are made on the spot
+(`kernels/soft_rows.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from slipstream.kernels.soft_rows import Wanted, Wish, judge_, row_totals
 
 _NUMBERS = {"cpu": 1 << 23}
 """Logits at a time, by device: on others as follows."""
@@ -67,39 +70,23 @@ class _Soft(torch.autograd.Function):
         total = torch.zeros((), device=device)
         sums = torch.zeros((3, steps), device=device)
         ours = _inverse(aim, device)
+        wish = Wish(aim.variation, aim.sharpen)
         few = max(_NUMBERS.get(device.type, _MANY) // aim.vocab, 1)
         with torch.autocast(device.type, enabled=False):
             for at in range(0, rows, few):
                 part = slice(at, at + few)
-                seen = aim.logits(states[part])
-                best = ours[seen.argmax(1)]  # [n]
-                p = seen.softmax(1)
-                p = p if aim.ids is None else p[:, aim.ids]  # [n, Vd]
-                goal = _sharpened(p, best, aim.sharpen)
-                mass = goal.sum(1)
-                entropy = torch.special.entr(goal).sum(1)
-                for step in range(steps):
-                    rest = hidden[step, part].to(dtype)
-                    logq = (rest @ head.T).float()
-                    hit = (logq.argmax(1) == best).float()
-                    logq -= logq.logsumexp(1, keepdim=True)
-                    divergence = -(goal * logq).sum(1) - entropy
-                    q = logq.exp_()
-                    shared = torch.minimum(p, q).sum(1)
-                    weight = weights[step, part]
-                    total += (weight * (divergence + aim.variation * (1 - shared))).sum()
-                    sums[:, step] += torch.stack((divergence, shared, hit)) @ counted[step, part].float()
-                    if grad_hidden is None and grad_head is None:
-                        continue
-                    pull = q * mass[:, None] - goal
-                    if aim.variation:
-                        short = q * (q < p)
-                        pull -= aim.variation * (short - q * short.sum(1, keepdim=True))
-                    pull = pull.mul_(weight[:, None]).to(dtype)
-                    if grad_hidden is not None:
-                        grad_hidden[step, part] = (pull @ head).to(hidden.dtype)
-                    if grad_head is not None:
-                        grad_head += pull.T @ rest
+                wanted = _wanted(aim, states[part], ours)
+                weight = weights[:, part].flatten()  # [S * n]
+                read = hidden[:, part].to(dtype).flatten(0, 1)  # [S * n, H]
+                logits = read @ head.T
+                found = judge_(logits, wanted, weight, wish)  # and now they are the gradient
+                total += (weight * (found.divergence + aim.variation * (1 - found.shared))).sum()
+                counts = counted[:, part].float()
+                sums += (torch.stack(found).view(3, steps, -1) * counts).sum(2)
+                if grad_hidden is not None:
+                    grad_hidden[:, part] = (logits @ head).view(steps, -1, hidden.shape[2]).to(hidden.dtype)
+                if grad_head is not None:
+                    grad_head += logits.T @ read
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
         divergences, accepted, agreed = sums.unbind(0)
         ctx.mark_non_differentiable(divergences, accepted, agreed)
@@ -112,6 +99,13 @@ class _Soft(torch.autograd.Function):
         return (*found, None, None, None, None)
 
 
+def _wanted(aim: Aim, states: Tensor, ours: Tensor) -> Wanted:
+    """What the target says behind these states [n, H]. ours: see `_inverse`."""
+    seen = aim.logits(states)
+    total, best = row_totals(seen)
+    return Wanted(seen if aim.ids is None else seen[:, aim.ids], total, ours[best])
+
+
 def _inverse(aim: Aim, device: torch.device) -> Tensor:  # [V] int64
     """The guesses' id of each of the target's; -1: none."""
     if aim.ids is None:
@@ -119,11 +113,3 @@ def _inverse(aim: Aim, device: torch.device) -> Tensor:  # [V] int64
     found = torch.full((aim.vocab,), -1, device=device)
     found[aim.ids] = torch.arange(len(aim.ids), device=device)
     return found
-
-
-def _sharpened(p: Tensor, best: Tensor, share: float) -> Tensor:  # [n, Vd]
-    """Some of the mass moved to the best token, where it can be named."""
-    if not share:
-        return p
-    known = (best >= 0).to(p.dtype)[:, None] * share
-    return (p * (1 - share)).scatter_add_(1, best.clamp_min(0)[:, None], known)

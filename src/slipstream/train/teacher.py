@@ -21,6 +21,7 @@ from slipstream.models.support import check_supported
 from slipstream.models.tapped import decoder_layers
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows
+from slipstream.train.hasten import Hastened
 
 _CLOSE = 0.02
 """How far our logits may be from the model's own, of their largest: bf16 leaves a hundredth."""
@@ -102,6 +103,12 @@ class Teacher:
         parts = [kept[depth] for depth in taps.layers] + [normed] * taps.normed
         states = torch.cat(parts, dim=-1) if parts else normed[..., :0]
         return Batch(rows, states, normed)
+
+    def hasten(self) -> None:
+        """Compile the layers: for passes of one size, on a GPU."""
+        for layer in self._layers:
+            # its function and not the module: hooks stay outside, so that one compilation serves all layers
+            layer.forward = Hastened(layer.forward)
 
     def logits(self, normed: Tensor) -> Tensor:  # [..., H] -> [..., V] fp32
         """What the target says behind these states. Wide: hand in some positions at a time."""
