@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft
+from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Opening, Services
 from slipstream.drafters.medusa_tree import (
@@ -47,7 +47,7 @@ class MedusaDrafter(DeviceDrafter):
 
     name: ClassVar[str] = "medusa"
     needs: ClassVar[Needs] = Needs(device=True)
-    default_draft_tokens: ClassVar[int] = 24
+    default_draft_tokens: ClassVar[int] = MAX_NODES
     makes_trees = True
 
     def __init__(self, heads: MedusaHeads, acceptance: Sequence[Sequence[float]] | None = None) -> None:
@@ -80,6 +80,13 @@ class MedusaDrafter(DeviceDrafter):
     def acceptance(self) -> Table:
         """How often each rank of each head is right, as far as this was seen."""
         return self._acceptance.table
+
+    def adopt(self, table: Table) -> None:
+        """Go on from this table and its tree, as if nothing had been seen: the heads have other weights now."""
+        check_table(table, self.heads.heads, "table")
+        self._acceptance = HeadAcceptance(tuple(row[: self._ranks] for row in table))
+        self._seen = self._stale = 0
+        self._use(best_tree(self._acceptance.table, self.most_nodes))
 
     def attach(self, services: Services) -> None:
         self._services = services

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.core.errors import CapacityError, NumericError
 from slipstream.models.paths import Progress
+from slipstream.train.best import Best, forget_best, keep_best, load_best
 from slipstream.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.measure import Measured
@@ -87,6 +88,7 @@ class Trainer:
         self._step_s: list[float] = []
         self.step = 0
         self.curves: list[dict[str, Any]] = []
+        self.best: Best | None = None  # the drafter that was measured best so far
 
     @property
     def seconds(self) -> float:
@@ -97,6 +99,8 @@ class Trainer:
         """Go on from the last checkpoint, if there is one."""
         found = load_checkpoint(self.config.out, self._device)
         if found is None:
+            if self.ranks.leads:
+                forget_best(self.config.out)
             return False
         self.config.check_same_run(TrainConfig.from_dict(found.config))
         self.recipe.module.load_state_dict(dict(found.weights))
@@ -108,6 +112,7 @@ class Trainer:
             torch.cuda.set_rng_state(found.noise[1], self._device)
         self.step, self.curves = found.step, [dict(point) for point in found.curves]
         self._seconds_before, self._begun = found.seconds, time.perf_counter()
+        self.best = load_best(self.config.out)
         return True
 
     def run(self) -> None:
@@ -267,7 +272,11 @@ class Trainer:
         if self.ranks.leads and self._measure is not None:
             with self.averaged():
                 found = self._measure()
-            self.curves.append({"step": self.step, "tau": {f"{m.temperature:g}": round(m.tau, 4) for m in found}})
+                now = Best(self.step, {f"{m.temperature:g}": round(m.tau, 4) for m in found})
+                if now.beats(self.best):
+                    self.best = now
+                    keep_best(self.config.out, now, self.recipe.export)
+            self.curves.append({"step": self.step, "tau": dict(now.tau)})
             self._say(f"step {self.step:,}: " + ", ".join(str(m) for m in found))
             self._sums.since = time.perf_counter()
         self.ranks.wait()

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import DrafterError
+from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
 from slipstream.engine.llm import LLM
 from slipstream.train.config import TrainConfig
-from slipstream.train.recipe import Recipe
+from slipstream.train.recipe import Listens, Recipe, Text
 
 _MEMORY = 4 * 2**30
 _TOGETHER = 16
@@ -44,6 +46,7 @@ class Measure(AbstractContextManager["Measure"]):
         self._config, self._recipe, self._target, self._device = config, recipe, target, device
         self._prompts = [list(ids) for ids in prompts[: config.measure_prompts]]
         self._llm: LLM | None = None
+        self._told = False  # a recipe that listens knows the texts
 
     def __call__(self) -> list[Measured]:
         """Tokens a pass at each temperature of the data, greedy included."""
@@ -51,11 +54,21 @@ class Measure(AbstractContextManager["Measure"]):
         drafters = [d for name, d in llm.engine.drafting.drafters.items() if name != "prediction"]
         if len(drafters) != 1:
             raise DrafterError(f"recipe {self._recipe.name}: must name one drafter, not {[d.name for d in drafters]}")
+        if isinstance(self._recipe, Listens) and not self._told:
+            said = self._answers(llm, 0.0)
+            self._recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
+            self._told = True
         self._recipe.refresh(drafters[0])
         temperatures = sorted({0.0, *self._config.temperatures})
         return [self._at(llm, temperature) for temperature in temperatures]
 
     def _at(self, llm: LLM, temperature: float) -> Measured:
+        stats = [answer.speculation for output in self._answers(llm, temperature) for answer in output.outputs]
+        passes, tokens = sum(s.rounds for s in stats), sum(s.emitted for s in stats)
+        drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
+        return Measured(temperature, tokens / max(passes, 1), accepted / max(drafted, 1), passes, tokens)
+
+    def _answers(self, llm: LLM, temperature: float) -> list[RequestOutput]:
         room = llm.max_model_len - max(map(len, self._prompts))
         params = [
             SamplingParams(
@@ -63,11 +76,7 @@ class Measure(AbstractContextManager["Measure"]):
             )
             for seed in range(len(self._prompts))
         ]
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in self._prompts], params)
-        stats = [answer.speculation for output in outputs for answer in output.outputs]
-        passes, tokens = sum(s.rounds for s in stats), sum(s.emitted for s in stats)
-        drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-        return Measured(temperature, tokens / max(passes, 1), accepted / max(drafted, 1), passes, tokens)
+        return llm.generate([{"prompt_token_ids": ids} for ids in self._prompts], params)
 
     def _opened(self) -> LLM:
         if self._llm is None:
@@ -80,6 +89,7 @@ class Measure(AbstractContextManager["Measure"]):
                 device=self._device,
                 memory=_MEMORY if on_gpu else None,
                 max_num_seqs=_TOGETHER,
+                max_draft_rows=_TOGETHER * (MAX_NODES + 1),  # trees are not cut because there are others
                 planner="fixed",  # what the drafter can do, not what pays on this machine
                 graphs=False,  # few rounds of each size: to record one costs more than it saves
                 trust_remote_code=self._config.trust_remote_code,

@@ -6,12 +6,12 @@ one file beside this one and a line at the end of this one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
 from slipstream.core.errors import ConfigError
 
@@ -75,6 +75,22 @@ class Recipe(Protocol):
 
     def refresh(self, drafter: Drafter) -> None:
         """Copy the module's weights as they stand, in place, into a drafter that an engine opened from `drafter`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What the target answered to a prompt that was held out."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@runtime_checkable
+class Listens(Protocol):
+    """A recipe that looks at held-out texts besides: what it finds there is exported with the weights."""
+
+    def hear(self, texts: Sequence[Text]) -> None:
+        """Called once in a process, before anything is measured or kept. The target chose greedily."""
 
 
 _recipes: dict[str, str] = {}

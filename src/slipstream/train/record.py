@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from slipstream import __version__
+from slipstream.train.best import Best
 from slipstream.train.config import TrainConfig
 from slipstream.train.plot import Panel, draw
 
@@ -19,15 +21,23 @@ Curves = Sequence[Mapping[str, Any]]
 
 
 def write_record(
-    config: TrainConfig, data: Mapping[str, Any], curves: Curves, *, step: int, seconds: float, parameters: int
+    config: TrainConfig,
+    data: Mapping[str, Any],
+    curves: Curves,
+    *,
+    step: int,
+    seconds: float,
+    parameters: int,
+    best: Best | None,
 ) -> Path:
-    """Write `run.json`, and `curves.svg` beside it."""
+    """Write `run.json`, and `curves.svg` beside it. best: the measurement whose drafter is kept."""
     record = {
         "config": config.as_dict(),
         "data": dict(data),
         "parameters": parameters,
         "steps_done": step,
         "training_seconds": round(seconds, 1),
+        "best": asdict(best) if best else None,
         "measured": [point for point in curves if "tau" in point],
         "versions": _versions(),
         "device": _device_name(config),

@@ -11,6 +11,7 @@ from slipstream.core.errors import CapacityError
 from slipstream.models.load import pick_device
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
+from slipstream.train.best import copy_best
 from slipstream.train.config import TrainConfig
 from slipstream.train.data import gather
 from slipstream.train.loop import Trainer
@@ -28,7 +29,7 @@ class Finished:
 
     folder: Path  # the drafter
     drafter: str  # how the engine is told to use it
-    tau: dict[str, float]  # by temperature, on held-out prompts, at the end
+    tau: dict[str, float]  # by temperature, on held-out prompts
 
 
 def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = None) -> Finished:
@@ -61,6 +62,7 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
                 step=trainer.step,
                 seconds=trainer.seconds,
                 parameters=parameters,
+                best=trainer.best,
             )
 
         with Measure(config, made, target, data.held_out, str(device)) as measure:
@@ -69,13 +71,17 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
                 tell(f"resumed at step {trainer.step:,} of {config.steps:,}")
             trainer.run()
         folder = config.out / "drafter"
+        best = trainer.best
         if ranks.leads:
-            with trainer.averaged():
-                made.export(folder)
+            if best is not None:
+                copy_best(config.out, folder)
+                tell(f"{folder}: the drafter of step {best.step:,}, the best that was measured")
+            else:  # a finished run whose best one was removed
+                with trainer.averaged():
+                    made.export(folder)
             record(trainer)
         ranks.wait()
-        last = [point["tau"] for point in trainer.curves if "tau" in point]
-        return Finished(folder, made.drafter(folder), last[-1] if last else {})
+        return Finished(folder, made.drafter(folder), dict(best.tau) if best else {})
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"the GPU's memory does not hold the target and what trains beside it ({error}); ask for fewer than "

@@ -2,13 +2,13 @@
 
 A head is a few residual blocks, x + silu(linear(x)), and an LM head of its own, or the target's. Two layouts of
 checkpoints hold the same: the original one (`medusa_lm_head.pt`, `{head}.{layer}.linear.weight`) and vLLM's
-(`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`).
+(`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`). Ours may be wide: x + out(silu(linear(x))).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
 _PICKLES = (*HEAD_PICKLES, "pytorch_model.bin")
+INNER = "medusa_inner"
+"""Key of a configuration whose layers are wide: how wide. Our own; other engines do not know it."""
 _PREFIX = "medusa_head."
 """Stands before the names where a checkpoint was cut out of a whole model."""
 
@@ -41,6 +43,7 @@ class _Names:
     weight: Callable[[int, int], str]  # of a head's residual layer
     bias: Callable[[int, int], str]
     lm_head: Callable[[int], str]
+    out: Callable[[int, int], str]  # of a wide layer
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor], layers: int) -> _Names:
@@ -50,11 +53,13 @@ class _Names:
                 lambda h, i: f"blocks.{h}.layers.{i}{linear}.weight",
                 lambda h, i: f"blocks.{h}.layers.{i}{linear}.bias",
                 lambda h: f"lm_heads.{h}.weight",
+                lambda h, i: f"blocks.{h}.layers.{i}.out.weight",
             )
         return _Names(
             lambda h, i: f"{h}.{i}.linear.weight",
             lambda h, i: f"{h}.{i}.linear.bias",
             lambda h: f"{h}.{layers}.weight",
+            lambda h, i: f"{h}.{i}.out.weight",
         )
 
 
@@ -65,15 +70,16 @@ class MedusaHeads(nn.Module):
 
     def __init__(
         self,
-        weights: list[Tensor],  # [heads, H, H] each
-        biases: list[Tensor],  # [heads, H] each
+        weights: list[Tensor],  # [heads, I, H] each; I is H but for wide layers
+        biases: list[Tensor],  # [heads, I] each
+        outs: list[Tensor],  # [heads, H, I] each; none: layers are not wide
         lm_heads: list[Tensor],  # [Vd, H] each; none: the target's
         target_head: nn.Module,
         width: int,
         vocab: Tensor | None,
     ) -> None:
         super().__init__()
-        self._weights, self._biases, self._lm_heads = weights, biases, lm_heads
+        self._weights, self._biases, self._outs, self._lm_heads = weights, biases, outs, lm_heads
         self._target_head = [target_head]  # in a list: it is no part of this module
         self.width = width  # Vd: ids that it knows
         self.vocab = vocab  # [Vd] int64: the target's id of each of its ids; None: the target's vocabulary
@@ -81,16 +87,22 @@ class MedusaHeads(nn.Module):
 
     @property
     def weights_bytes(self) -> int:
-        own = {t.data_ptr(): t for t in (*self._weights, *self._biases, *self._lm_heads)}  # an LM head may be shared
+        everything = (*self._weights, *self._biases, *self._outs, *self._lm_heads)
+        own = {tensor.data_ptr(): tensor for tensor in everything}  # an LM head may be shared
         return sum(tensor.numel() * tensor.element_size() for tensor in own.values())
 
     def hidden(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, H]
         """What each head makes of the target's last hidden states."""
         own = self._weights[0].dtype if self._weights else features.dtype
         x = features.to(own).expand(self.heads, *features.shape)
-        for weight, bias in zip(self._weights, self._biases, strict=True):
-            x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
-        return x
+        return residual_layers(x, self._weights, self._biases, self._outs)
+
+    @torch.no_grad()
+    def refill(self, weights: Sequence[Tensor], biases: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Take other numbers of the same shapes, in place: what was captured reads them from now on."""
+        own = (*self._weights, *self._biases, *self._outs)
+        for mine, given in zip(own, (*weights, *biases, *outs), strict=True):
+            mine.copy_(given)
 
     def logits(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, Vd] fp32
         """What each head guesses."""
@@ -98,6 +110,19 @@ class MedusaHeads(nn.Module):
         if not self._lm_heads:
             return torch.as_tensor(self._target_head[0](hidden)).float()
         return torch.stack([F.linear(x, own).float() for x, own in zip(hidden, self._lm_heads, strict=True)])
+
+
+def residual_layers(
+    x: Tensor,  # [heads, N, H]
+    weights: Sequence[Tensor],  # [heads, I, H] each
+    biases: Sequence[Tensor],  # [heads, I] each
+    outs: Sequence[Tensor],  # [heads, H, I] each, or none
+) -> Tensor:  # [heads, N, H]
+    """What all heads make of rows, one after the other. The same for training and for drafting."""
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        added = F.silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
+        x = x + (torch.bmm(added, outs[i].transpose(1, 2)) if outs else added)
+    return x
 
 
 def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
@@ -109,6 +134,8 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     layers = number(files.config, _layers_key(files), files.folder, otherwise=1, most=MOST_PARTS)
     names = _Names.of(tensors, layers)
     hidden = tensors[first].shape[-1] if (first := names.weight(0, 0)) in tensors else shape.hidden
+    is_wide = INNER in files.config
+    inner = number(files.config, INNER, files.folder) if is_wide else hidden
     check_target(files.folder, "a hidden size of", hidden, shape.hidden)
     token_map, shared = tensors.get("token_map"), "lm_head.weight" in tensors
     own = [names.lm_head(head) for head in range(heads)]
@@ -118,8 +145,10 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     optional: dict[str, tuple[int, ...]] = {}
     for head in range(heads):
         for layer in range(layers):
-            wanted[names.weight(head, layer)] = (hidden, hidden)
-            optional[names.bias(head, layer)] = (hidden,)
+            wanted[names.weight(head, layer)] = (inner, hidden)
+            optional[names.bias(head, layer)] = (inner,)
+            if is_wide:
+                wanted[names.out(head, layer)] = (hidden, inner)
     if token_map is not None:
         wanted["token_map"] = (vocab,)
     if shared:  # one for all of them
@@ -134,11 +163,12 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     def placed(tensor: Tensor) -> Tensor:
         return tensor.to(target.device, target.dtype)
 
-    empty = torch.zeros(hidden)
+    empty = torch.zeros(inner)
     everyone = range(heads)
     return MedusaHeads(
         [placed(torch.stack([tensors[names.weight(h, i)] for h in everyone])) for i in range(layers)],
         [placed(torch.stack([tensors.get(names.bias(h, i), empty) for h in everyone])) for i in range(layers)],
+        [placed(torch.stack([tensors[names.out(h, i)] for h in everyone])) for i in range(layers) if is_wide],
         [placed(tensors["lm_head.weight"])] * heads if shared else [placed(tensors[n]) for n in own if with_own],
         target.model.get_output_embeddings(),
         vocab,

@@ -1,0 +1,150 @@
+"""The recipe of Medusa heads: each learns to guess one position further from the target's last hidden state.
+
+The target is frozen, and its LM head is the heads' own: only residual layers are trained. A row is a position of the
+text; what the target says there is the aim of all heads, each of which reads the state so many tokens before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from slipstream.drafters.base import Drafter
+from slipstream.drafters.medusa import MedusaDrafter
+from slipstream.drafters.medusa_tree import Table, usual_table
+from slipstream.models.headers import HEAD_SAFETENSORS
+from slipstream.models.heads.medusa import INNER, residual_layers
+from slipstream.models.taps import Taps
+from slipstream.train.batch import Batch
+from slipstream.train.config import read_options
+from slipstream.train.medusa_options import MedusaOptions
+from slipstream.train.medusa_table import measure_table
+from slipstream.train.recipe import Losses, Setting, Text
+from slipstream.train.soft_loss import Aim, soft_loss
+from slipstream.train.teacher import Teacher
+
+_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class MedusaModule(nn.Module):
+    """The residual layers of all heads, those of one place in one tensor."""
+
+    def __init__(self, options: MedusaOptions, hidden: int) -> None:
+        super().__init__()
+        heads, inner = options.heads, options.inner or hidden
+        spread = hidden**-0.5 if options.inner else 0.1 * hidden**-0.5
+        everyone = range(options.layers)
+        self.weights = nn.ParameterList(torch.randn(heads, inner, hidden) * spread for _ in everyone)
+        self.biases = nn.ParameterList(torch.zeros(heads, inner) for _ in everyone)
+        self.outs = nn.ParameterList(torch.zeros(heads, hidden, inner) for _ in everyone if options.inner)
+
+    def forward(self, x: Tensor) -> Tensor:  # [heads, n, H] -> [heads, n, H]
+        """What the LM head reads of each head, for the states that each is given."""
+        return residual_layers(x.to(self.weights[0].dtype), list(self.weights), list(self.biases), list(self.outs))
+
+
+class MedusaRecipe:
+    """Medusa heads in training."""
+
+    name: ClassVar[str] = "medusa"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "steps": 1600,
+        "rows": 8,
+        "row_tokens": 2048,
+        "learning_rate": 2e-3,
+        "final_rate": 0.02,
+        "warmup": 50,
+        "average": 0.99,
+        "temperatures": (1.0, 0.0),
+        "measure_every": 400,
+        "measure_prompts": 64,
+        "checkpoint_every": 400,
+    }
+
+    def __init__(self, options: MedusaOptions, module: MedusaModule, teacher: Teacher, target: str) -> None:
+        """target: what the target is called, for readers of the heads."""
+        self.options, self._module, self._teacher, self._target = options, module, teacher, target
+        self._texts: tuple[Text, ...] = ()
+
+    @classmethod
+    def make(cls, setting: Setting) -> MedusaRecipe:
+        options, teacher = read_options(MedusaOptions, setting.config.options), setting.teacher
+        module = MedusaModule(options, teacher.hidden).to(teacher.device)
+        return cls(options, module, teacher, setting.config.target)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def taps(self) -> Taps:
+        return Taps()
+
+    def loss(self, batch: Batch) -> Losses:
+        """A row's state says the token behind it. Head h guesses that token from the state h + 1 tokens before."""
+        options, rows = self.options, batch.rows
+        answers, positions = rows.answers.flatten(), rows.positions.flatten()  # [N]
+        following = torch.roll(rows.answers, -1, dims=1) & rows.same(1)
+        # the state before a row must have chosen the row's own token: drafts begin behind the target's own
+        chosen = (following.flatten() & answers & (positions > 0)).nonzero()[:, 0]  # [n]
+        heads = torch.arange(options.heads, device=chosen.device)[:, None]  # [heads, 1]
+        first = (chosen - heads).clamp_min(0)  # the token that the head's state chose
+        there = (positions[chosen] > heads) & answers[first]  # [heads, n]: it lies in the same answer
+        normed = batch.normed.flatten(0, 1)  # [N, H]
+        hidden = self._module(normed[(first - 1).clamp_min(0)])  # [heads, n, H]
+        shares = options.decay**heads
+        weights = there * shares / shares.sum()
+        aim = Aim(self._teacher.logits, self._teacher.vocab_size, None, options.variation, options.sharpen)
+        found = soft_loss(hidden, self._teacher.lm_head, normed[chosen], weights, there, aim)
+        seen, count = there.sum(1).float(), there[0].sum()
+        mean = found.agreed / seen.clamp_min(1) * count  # parts are divided by the count
+        parts = {f"agreed_{k + 1}": mean[k] for k in range(options.heads)}
+        return Losses(found.total, count, found.accepted, seen, parts)
+
+    def hear(self, texts: Sequence[Text]) -> None:
+        self._texts = tuple(text for text in texts if len(text.answer) > 1)
+
+    @property
+    def table(self) -> Table:
+        """How often each guess is right on the held-out texts, with the weights as they stand."""
+        if not self._texts:
+            return usual_table(self.options.heads)
+        return measure_table(self._teacher, self._module, self.options.heads, self._texts)
+
+    def export(self, folder: Path) -> None:
+        options, dtype = self.options, _DTYPES[self.options.kept]
+        tensors: dict[str, Tensor] = {}
+        for kind, layers in (("linear.weight", "weights"), ("linear.bias", "biases"), ("out.weight", "outs")):
+            for i, tensor in enumerate(getattr(self._module, layers)):
+                for head in range(options.heads):
+                    tensors[f"{head}.{i}.{kind}"] = tensor[head].detach().to("cpu", dtype).clone()
+        config = {
+            "model_type": "medusa",
+            "base_model_name_or_path": self._target,
+            "medusa_num_heads": options.heads,
+            "medusa_num_layers": options.layers,
+            **({INNER: options.inner} if options.inner else {}),
+            "hidden_size": self._teacher.hidden,
+            "vocab_size": self._teacher.vocab_size,
+            "medusa_acceptance": [[round(chance, 5) for chance in row] for row in self.table],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / HEAD_SAFETENSORS[0], metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def drafter(self, folder: Path) -> str:
+        return f"medusa:{folder}"
+
+    def refresh(self, drafter: Drafter) -> None:
+        assert isinstance(drafter, MedusaDrafter)
+        module = self._module
+        drafter.heads.refill(list(module.weights), list(module.biases), list(module.outs))
+        drafter.adopt(self.table)
+        if self._teacher.device.type == "cuda":
+            torch.cuda.synchronize(self._teacher.device)  # the engine computes on streams of its own

@@ -1,0 +1,129 @@
+"""The finished drafter is the one that was measured best, whenever that was, and however often the run was stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.core.errors import ConfigError
+from slipstream.train.best import Best, keep_best, load_best
+from slipstream.train.config import TrainConfig
+from slipstream.train.loop import Trainer
+from slipstream.train.measure import Measure, Measured
+from slipstream.train.run import Finished, train
+from tiny_recipe import TinyRecipe
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("best")
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Question {i}?"}) + "\n" for i in range(8)))
+    return TrainConfig(
+        recipe="tiny",
+        target=str(tiny_target),
+        out=folder / "run",
+        data=str(folder / "data"),
+        prompts=(str(file),),
+        held_out=2,
+        max_tokens=16,
+        lanes=8,
+        device="cpu",
+        steps=8,
+        rows=1,
+        row_tokens=64,
+        warmup=1,
+        learning_rate=0.02,
+        average=0.5,
+        checkpoint_every=3,
+        measure_every=2,
+    )
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, taus: Sequence[float]) -> None:
+    """Measurements give these, one after the other; at temperature 1 they rise always."""
+    left: Iterator[float] = iter(taus)
+    rising = iter(range(100))
+
+    def measure(self: Measure) -> list[Measured]:
+        tau = next(left)
+        return [Measured(0.0, tau, 0.5, 10, 20), Measured(1.0, float(next(rising)), 0.5, 10, 20)]
+
+    monkeypatch.setattr(Measure, "__call__", measure)
+
+
+def run(config: TrainConfig, lines: list[str] | None = None) -> Finished:
+    return train(config, (lines if lines is not None else []).append, recipe=TinyRecipe)
+
+
+def weights(folder: Path) -> torch.Tensor:
+    return load_file(folder / "medusa_lm_head.safetensors")["0.0.linear.weight"]
+
+
+def test_the_best_measured_is_the_finished_one(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: dict[int, torch.Tensor] = {}
+    keep = Trainer._measure_now
+
+    def noted(self: Trainer) -> None:
+        keep(self)
+        with self.averaged():
+            self.recipe.export(base.out / "now")
+        exported[self.step] = weights(base.out / "now")
+
+    monkeypatch.setattr(Trainer, "_measure_now", noted)
+    measured(monkeypatch, [1.5, 1.9, 1.9, 1.7])
+    lines: list[str] = []
+    finished = run(base, lines)
+    assert finished.tau == {"0": 1.9, "1": 1.0}
+    assert torch.equal(weights(finished.folder), exported[4])  # not step 6, which is no better
+    assert not torch.equal(exported[4], exported[6])
+    record = json.loads((base.out / "run.json").read_text())
+    assert record["best"] == {"step": 4, "tau": {"0": 1.9, "1": 1.0}}
+    assert [point["step"] for point in record["measured"]] == [2, 4, 6, 8]
+    assert any("the drafter of step 4" in line for line in lines)
+    again = run(base)  # nothing is left to do
+    assert again.tau == finished.tau
+    assert torch.equal(weights(again.folder), exported[4])
+
+
+def test_a_resumed_run_keeps_it(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed behind the best measurement and before the next checkpoint."""
+    config = replace(base, out=base.out.parent / "killed")
+    step = Trainer._train_step
+
+    def killed(self: Trainer) -> None:
+        if self.step == 5:
+            raise RuntimeError("killed")
+        step(self)
+
+    measured(monkeypatch, [1.5, 1.9])
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(config)
+    assert load_best(config.out) == Best(4, {"0": 1.9, "1": 1.0})
+    kept = weights(config.out / "best" / "drafter")
+    measured(monkeypatch, [1.9, 1.6, 1.7])  # steps 4, 6 and 8: the checkpoint was of step 3
+    finished = run(config)
+    assert finished.tau["0"] == 1.9
+    assert torch.equal(weights(finished.folder), kept)
+
+
+def test_a_run_that_begins_anew_forgets_it(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(base, out=base.out.parent / "anew")
+    keep_best(config.out, Best(400, {"0": 9.0}), lambda folder: folder.mkdir(parents=True))
+    measured(monkeypatch, [1.1, 1.2, 1.3, 1.4])
+    assert run(config).tau["0"] == 1.4
+
+
+def test_a_damaged_note_is_named(tmp_path: Path) -> None:
+    keep_best(tmp_path, Best(1, {"0": 1.5}), lambda folder: folder.mkdir(parents=True))
+    (tmp_path / "best" / "best.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"best\.json: cannot be read .* remove"):
+        load_best(tmp_path)

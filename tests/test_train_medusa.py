@@ -1,0 +1,204 @@
+"""Medusa heads in training: the numbers of the heads that will guess, each aimed at its own position, and a tree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conftest import VOCAB
+from families import CPU
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import ConfigError
+from slipstream.drafters.medusa import MedusaDrafter
+from slipstream.drafters.medusa_tree import RANKS, best_tree, usual_table
+from slipstream.models.heads.medusa import load_medusa
+from slipstream.models.runner import open_unchecked
+from slipstream.train.batch import Batch
+from slipstream.train.config import TrainConfig
+from slipstream.train.medusa import MedusaModule, MedusaRecipe
+from slipstream.train.medusa_table import measure_table, table_of
+from slipstream.train.recipe import Listens, Setting, Text, recipe_class
+from slipstream.train.teacher import Teacher
+from training_rows import random_rows
+
+LENGTHS = ([9, 4, 3], [12])
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_target: Path) -> Teacher:
+    return Teacher.open(tiny_target, "cpu")
+
+
+def make(teacher: Teacher, **options: Any) -> MedusaRecipe:
+    """Heads whose every weight does something."""
+    torch.manual_seed(5)
+    kept = {"kept": "fp32", "heads": 3, "inner": 40, **options}
+    config = TrainConfig("medusa", "t", Path("out"), self_prompts=1, options=kept)
+    recipe = MedusaRecipe.make(Setting(config, teacher, torch.zeros(VOCAB, dtype=torch.int64)))
+    with torch.no_grad():
+        for weight in recipe.module.parameters():
+            weight.add_(0.2 * torch.randn(weight.shape))
+    return recipe
+
+
+def look(teacher: Teacher, recipe: MedusaRecipe) -> Batch:
+    return teacher.look(random_rows(LENGTHS, WIDTH, VOCAB), recipe.taps)
+
+
+@pytest.mark.parametrize("options", [{}, {"inner": 0, "layers": 3}, {"layers": 2, "heads": 1}])
+def test_training_and_inference_are_the_same_heads(
+    options: dict[str, Any], teacher: Teacher, tiny_target: Path, tmp_path: Path
+) -> None:
+    recipe = make(teacher, **options)
+    recipe.export(tmp_path)
+    heads = load_medusa(tmp_path, open_unchecked(tiny_target, torch.float32, CPU))
+    states = torch.randn(7, teacher.hidden, generator=torch.Generator().manual_seed(2))
+    trained = recipe.module(states.expand(heads.heads, -1, -1)) @ teacher.lm_head.T
+    torch.testing.assert_close(heads.logits(states), trained.detach(), rtol=1e-4, atol=1e-4)
+
+
+def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tensor, list[int]]:
+    """The loss, and positions by head, written out: sequence by sequence, token by token."""
+    module, options = cast(MedusaModule, recipe.module), recipe.options
+    shares = [options.decay**head for head in range(options.heads)]
+    total, counted = torch.zeros(()), [0] * options.heads
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            states = batch.normed[row, start : start + length]
+            for state in range(1, length):  # the prompt has two tokens: state 1 chose the first of the answer
+                for head in range(options.heads):
+                    guessed = state + 2 + head
+                    if guessed >= length:
+                        continue
+                    p = teacher.logits(states[guessed - 1]).softmax(0)
+                    best = F.one_hot(p.argmax(), VOCAB).float()
+                    goal = (1 - options.sharpen) * p + options.sharpen * best
+                    out = module(states[state].expand(options.heads, 1, -1))[head, 0]
+                    logq = (out @ teacher.lm_head.T).log_softmax(0)
+                    divergence = (goal * (goal.clamp_min(1e-30).log() - logq)).sum()
+                    total = total + divergence * shares[head] / sum(shares)
+                    counted[head] += 1
+            start += length
+    return total, counted
+
+
+@pytest.mark.parametrize("options", [{"sharpen": 0.0}, {"sharpen": 0.4, "decay": 0.5, "heads": 4}, {"inner": 0}])
+def test_every_head_is_aimed_at_its_own_position(options: dict[str, Any], teacher: Teacher) -> None:
+    recipe = make(teacher, **options)
+    batch = look(teacher, recipe)
+    wanted, counted = by_hand(recipe, teacher, batch)
+    wanted.backward()
+    gradients = {name: cast(Tensor, p.grad).clone() for name, p in recipe.module.named_parameters()}
+    recipe.module.zero_grad()
+    losses = recipe.loss(batch)
+    losses.total.backward()
+    assert float(losses.total.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
+    assert losses.positions.tolist() == counted
+    assert int(losses.count) == counted[0]
+    assert losses.accepted.shape == (recipe.options.heads,)
+    for name, parameter in recipe.module.named_parameters():
+        assert bool(gradients[name].any()), name
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
+
+
+def test_fresh_heads_say_what_the_target_says(teacher: Teacher) -> None:
+    """Wide layers begin with nothing to add, square ones with little."""
+    states = torch.randn(2, 5, teacher.hidden)
+    for inner, most in ((40, 0.0), (0, 0.4)):
+        config = TrainConfig("medusa", "t", Path("out"), self_prompts=1, options={"heads": 2, "inner": inner})
+        recipe = MedusaRecipe.make(Setting(config, teacher, torch.zeros(VOCAB, dtype=torch.int64)))
+        assert float((recipe.module(states) - states).detach().abs().max()) <= most
+
+
+def test_the_table_counts_what_comes_after_right_guesses() -> None:
+    places = torch.tensor([[0, 0, 1, 99, -1], [2, 0, 0, 0, -1], [-1, 0, 50, 1, -1]])
+    table = table_of(places.repeat(1, 1000))
+    assert table[0][:3] == pytest.approx((0.5, 0.25, 0.0), abs=0.01)
+    assert table[1][:3] == pytest.approx((2 / 3, 0.0, 1 / 3), abs=0.01)  # where head 1 had it: the first three
+    assert table[2][:2] == pytest.approx((0.5, 0.0), abs=0.01)  # of these, two have a third token
+    assert [len(row) for row in table] == [RANKS] * 3
+    unseen = table_of(torch.zeros(2, 0, dtype=torch.int64))
+    assert unseen[1] == pytest.approx(usual_table(2)[1])
+
+
+def test_the_table_is_measured_on_texts(teacher: Teacher) -> None:
+    recipe = make(teacher)
+    dice = torch.Generator().manual_seed(4)
+    texts = [
+        Text(tuple(torch.randint(0, VOCAB, (p,), generator=dice).tolist()), tuple(range(a)))
+        for p, a in ((3, 30), (1, 45), (6, 2), (2, 40), (5, 20), (1, 33), (4, 8), (2, 2), (3, 50))
+    ]
+    places: list[list[int]] = [[] for _ in range(3)]
+    with torch.no_grad():
+        for text in texts:
+            whole = torch.tensor((*text.prompt, *text.answer))
+            states = teacher.trunk(input_ids=whole[None], use_cache=False)[0][0]
+            for state in range(len(text.prompt) - 1, len(whole) - 2):
+                logits = recipe.module(states[state].expand(3, 1, -1))[:, 0] @ teacher.lm_head.T
+                for head in range(3):
+                    at = state + 2 + head
+                    better = logits[head] > logits[head, whole[at]] if at < len(whole) else torch.zeros(1)
+                    places[head].append(int(better.sum()) if at < len(whole) else -1)
+    wanted = table_of(torch.tensor(places))
+    found = measure_table(teacher, recipe.module, 3, texts)
+    assert all(row == pytest.approx(theirs) for row, theirs in zip(found, wanted, strict=True))
+    assert isinstance(recipe, Listens)
+    assert recipe.table == usual_table(3)  # nothing was heard yet
+    recipe.hear([*texts, Text((1, 2), (3,))])  # one token is nothing to learn from
+    assert recipe.table == found
+
+
+def test_an_open_engine_takes_weights_and_tree(
+    teacher: Teacher, tiny_target: Path, tmp_path: Path, open_llm: Callable[..., LLM]
+) -> None:
+    recipe = make(teacher)
+    recipe.export(tmp_path / "first")
+    options: dict[str, Any] = {"planner": "fixed", "draft_tokens": 20}
+    llm = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "first"), **options)
+    prompts = [{"prompt_token_ids": [10 + i, 20, 30 + i]} for i in range(3)]
+    how = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    said = llm.generate(prompts, how)
+    recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
+    with torch.no_grad():
+        for weight in recipe.module.parameters():
+            weight.mul_(0.5)
+    drafter = cast(MedusaDrafter, llm.engine.drafting.drafters["medusa"])
+    before = drafter.tree
+    recipe.refresh(drafter)
+    assert drafter.tree != before
+    refreshed = [o.outputs[0].speculation.accepted for o in llm.generate(prompts, how)]
+    recipe.export(tmp_path / "second")
+    other = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "second"), **options)
+    table = json.loads((tmp_path / "second" / "config.json").read_text())["medusa_acceptance"]
+    assert cast(MedusaDrafter, other.engine.drafting.drafters["medusa"]).tree == best_tree(table)
+    assert [o.outputs[0].speculation.accepted for o in other.generate(prompts, how)] == refreshed
+    assert sum(refreshed) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 0}, "option heads=0: must be between 1 and 16"),
+        ({"sharpen": 2}, r"option sharpen=2\.0: must be between 0 and 1"),
+        ({"kept": "int4"}, "option kept='int4': must be one of fp16, bf16, fp32"),
+        ({"layers": -1}, "option layers=-1"),
+        ({"inner": -1}, "option inner=-1: must be 0 or more"),
+        ({"bogus": 1}, "option 'bogus' is unknown"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str, teacher: Teacher) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(teacher, **options)
+
+
+def test_the_recipe_is_known() -> None:
+    assert recipe_class("medusa") is MedusaRecipe

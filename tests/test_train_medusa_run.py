@@ -1,0 +1,116 @@
+"""`slipstream train medusa` from prompts to a drafter with a tree of its own, stopped on the way and gone on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream import LLM
+from slipstream.cli.main import main
+from slipstream.drafters.medusa import MedusaDrafter
+from slipstream.drafters.medusa_tree import best_tree, usual_table
+from slipstream.train.config import TrainConfig
+from slipstream.train.data import Data, gather
+from slipstream.train.loop import Trainer
+from slipstream.train.run import train
+
+WEIGHTS = "medusa_lm_head.safetensors"
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("medusa")
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Question {i}?"}) + "\n" for i in range(20)))
+    return TrainConfig(
+        recipe="medusa",
+        target=str(tiny_target),
+        out=folder / "whole",
+        data=str(folder / "data"),
+        prompts=(str(file),),
+        held_out=2,
+        max_tokens=24,
+        lanes=8,
+        temperatures=(0.0,),
+        device="cpu",
+        steps=6,
+        rows=1,
+        row_tokens=128,
+        learning_rate=0.01,
+        warmup=1,
+        average=0.9,
+        checkpoint_every=2,
+        measure_every=2,
+        measure_prompts=4,
+        measure_tokens=24,
+        options={"heads": 2, "inner": 48},
+    )
+
+
+def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On prompts that it has seen: a random target has nothing that could be learnt for others."""
+
+    def known(*args: Any) -> Data:
+        data = gather(*args)
+        prompts = [data.sequences.at(i)[:n].tolist() for i, n in enumerate(data.sequences.prompt_lengths)]
+        return replace(data, held_out=tuple(tuple(ids) for ids in prompts))
+
+    monkeypatch.setattr("slipstream.train.run.gather", known)
+    config = replace(
+        base, out=base.out.parent / "long", steps=240, learning_rate=0.02, measure_every=120, average=0.0, log_every=40
+    )
+    finished = train(config, print)
+    record = json.loads((config.out / "run.json").read_text())
+    first, last = (point["tau"]["0"] for point in record["measured"])
+    assert last > 2.0  # at most 3 with two heads
+    assert finished.tau["0"] == max(first, last)
+    assert record["curves"][-1]["agreed_1"] > 0.5
+    table = json.loads((finished.folder / "config.json").read_text())["medusa_acceptance"]
+    assert table[0][0] > 0.5
+
+
+def test_from_prompts_to_a_drafter(
+    base: TrainConfig, tiny_target: Path, open_llm: Callable[..., LLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = base.out.parent / "said"
+    words = f"train medusa --target {tiny_target} --out {out} --device cpu --prompts {base.prompts[0]}"
+    words += " --held-out 2 --lanes 8 --max-tokens 16 --measure-tokens 8 --measure-prompts 2 --temperature 1"
+    words += " --steps 2 --rows 1 --row-tokens 64 --warmup 1 --set heads=3 --set inner=0 --set layers=2"
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 0, capsys.readouterr().err
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["tau"].keys() == {"0", "1"}
+    drafter = open_llm(tiny_target, drafter=said["drafter"]).engine.drafting.drafters["medusa"]
+    table = json.loads((out / "drafter" / "config.json").read_text())["medusa_acceptance"]
+    assert table != [list(row) for row in usual_table(3)]  # it was measured
+    assert cast(MedusaDrafter, drafter).tree == best_tree(table)
+    assert load_file(out / "drafter" / WEIGHTS)["2.1.linear.weight"].dtype == torch.float16
+
+
+def test_a_killed_run_ends_with_the_same_heads(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(base, print).folder
+    step = Trainer._train_step
+
+    def killed(self: Trainer) -> None:
+        if self.step == 3:
+            raise RuntimeError("killed")
+        step(self)
+
+    other = replace(base, out=base.out.parent / "killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(other, print)
+    resumed = train(other, print).folder
+    theirs = load_file(resumed / WEIGHTS)
+    for name, tensor in load_file(whole / WEIGHTS).items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert (resumed / "config.json").read_text() == (whole / "config.json").read_text()
