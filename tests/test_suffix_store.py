@@ -218,6 +218,22 @@ def test_room_does_not_grow_with_what_was_forgotten() -> None:
     check(index)
 
 
+def test_uses_are_noted_late_but_in_their_order() -> None:
+    store = SuffixStore(40)
+    for first in (0, 100, 200, 300):
+        store.insert("", list(range(first, first + 10)))
+    index = store.index("")
+    assert index is not None
+    places = {first: index.longest([first, first + 1]).places[0] for first in (0, 100, 200, 300)}
+    for first in (0, 100, 0, 300, 200, *[100] * 10_000, 300):
+        store.use("", places[first])
+    assert len(store._used) < 10_000, "they do not pile up"
+    for first in (400, 500, 600):  # each takes the place of the one unused for longest
+        store.insert("", list(range(first, first + 10)))
+    kept = [first for first in (0, 100, 200, 300, 400, 500, 600) if store.longest("", [first, first + 1], 2).length]
+    assert kept == [300, 400, 500, 600]
+
+
 def test_a_wrong_bound_explains_itself() -> None:
     with pytest.raises(ConfigError, match="store_tokens=-1: must be 0"):
         SuffixStore(-1)

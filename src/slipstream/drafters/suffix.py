@@ -157,17 +157,17 @@ class SuffixDrafter(HostDrafter):
         rules = self._min_match, self._min_chance, self._candidates, self._chances
         total = draft_round(table, np.array(fresh, np.int32), *rules, nodes, results)
         tokens, parents, states = map(tuple, nodes[:, :total].tolist())  # a slice of a tuple is a tuple
+        use = self.store.use
         trees: list[Tree] = []
         end = 0
         for text, count, is_chain, source in zip(texts, *results.tolist(), strict=True):
             tree = _NOTHING
             if count:
                 begin, end = end, end + count
-                above = chain_parents(count) if is_chain else parents[begin:end]
-                tree = Tree(tokens[begin:end], above)
+                tree = Tree(tokens[begin:end], chain_parents(count) if is_chain else parents[begin:end])
                 text.states = states[begin:end]
                 if source >= 0:
-                    self.store.use(text.tenant, source)
+                    use(text.tenant, source)
             text.tree = tree
             trees.append(tree)
         return trees

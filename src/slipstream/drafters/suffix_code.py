@@ -213,6 +213,12 @@ def gather(
     text, places = text_of(index), places_of(index)
     order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
     spot = find(index, other, at, wide(LONGEST), wide(LAST))
+    # The texts of the nearest places are far apart in memory: asked for one after another each is a wait, together one.
+    rank, middle = spot // SPAN, spot % SPAN
+    begin, touched = order[rank] * WIDTH, wide(0)
+    for i in range(max(0, middle - len(found)), min(sizes[order[rank]], middle + len(found))):
+        touched += text[places[begin + i] - 1]
+    found[0] = touched
     # two cursors: the block's rank, where in `places`, and how far the place there agrees (0: no more places)
     right, right_at = spot // SPAN, spot % SPAN
     left, left_at = right, right_at - 1

@@ -23,6 +23,9 @@ _SMALLEST = 128
 _FEWEST_TENANTS = 64
 """So many may be kept in the smallest store. Else one for each smallest index that its tokens would fill."""
 
+_MOST_USES = 8192
+"""Uses that are written down before they are looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -115,6 +118,7 @@ class SuffixStore:
         self._most_tenants = max(_FEWEST_TENANTS, store_tokens // _SMALLEST)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the one unused for longest first
         self._by_use: OrderedDict[int, _Kept] = OrderedDict()  # by id(); the one unused for longest first
+        self._used: list[tuple[str, int]] = []  # tenants and places that `_by_use` does not know of yet
 
     def index(self, tenant: str) -> SuffixIndex | None:
         """The tenant's texts; None where it has none."""
@@ -126,6 +130,7 @@ class SuffixStore:
         tokens = tokens[max(0, len(tokens) - self.store_tokens) :]
         if len(tokens) < 2:  # nothing in it follows anything
             return
+        self._note_uses()
         while self.tokens + len(tokens) > self.store_tokens:
             self._evict(next(iter(self._by_use.values())))
         known = self._known(tenant)
@@ -147,10 +152,21 @@ class SuffixStore:
         return index.longest(tokens, least, most) if index else Match()
 
     def use(self, tenant: str, place: int) -> None:
-        """A draft came from this place of the tenant's text: its sequence is the last to go."""
-        known = self._tenants[tenant]
-        self._tenants.move_to_end(tenant)
-        self._by_use.move_to_end(id(known.kept[bisect_right(known.begins, place) - 1]))
+        """A draft came from this place of the tenant's text: its sequence is the last to go.
+
+        It is written down and looked at when something may go: a round waits for this, and for an insert nobody does.
+        """
+        self._used.append((tenant, place))
+        if len(self._used) > _MOST_USES:
+            self._note_uses()
+
+    def _note_uses(self) -> None:
+        """Before places change."""
+        used, self._used = self._used, []
+        for tenant, place in reversed(dict.fromkeys(reversed(used))):  # each where it was used last
+            known = self._tenants[tenant]
+            self._tenants.move_to_end(tenant)
+            self._by_use.move_to_end(id(known.kept[bisect_right(known.begins, place) - 1]))
 
     def _known(self, tenant: str) -> _Tenant:
         """The tenant, made where it is new. Keys are the users' to choose: where there are too many, one is dropped."""
