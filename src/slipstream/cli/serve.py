@@ -1,0 +1,177 @@
+"""`slipstream serve`: the model as an HTTP service with OpenAI's interface. Flags are vLLM's where they mean the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from slipstream.cli.loading import loaded
+from slipstream.cli.options import DEFAULT_DRAFTER, MODEL, OUTPUT, SPECULATION, Common, option, with_common
+from slipstream.cli.show import note
+from slipstream.core.errors import ConfigError
+from slipstream.drafters.vllm_names import from_vllm
+from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat
+
+SERVER = "Server"
+LIMITS = "Limits"
+KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+
+
+@with_common
+def serve(
+    common: Common,
+    host: Annotated[
+        str,
+        option(metavar="ADDRESS", panel=SERVER, help="Where to listen. 0.0.0.0 lets other machines in: set a key first."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, option(metavar="PORT", min=0, max=65535, panel=SERVER, help="0 takes any free one.")
+    ] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        option(metavar="NAME", panel=SERVER, help="What clients call the model; may be repeated. Default: --model."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            metavar="[TENANT=]KEY",
+            panel=SERVER,
+            help="Answer only who sends this key; may be repeated. Tenants share neither drafts nor caches. Others on "
+            f"this machine can read it here: better in a file, or in the variable {KEY_VARIABLE}.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        option(metavar="FILE", panel=SERVER, help="Keys, one [TENANT=]KEY a line; # begins a comment."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, option(metavar="N", min=1, panel=MODEL, help="Most answers that are made at once.")
+    ] = 32,
+    speculative_config: Annotated[
+        str | None,
+        option(
+            metavar="JSON",
+            panel=SPECULATION,
+            help='vLLM\'s way to name a drafter, in the place of --drafter: \'{"method": "ngram", '
+            '"num_speculative_tokens": 5}\'.',
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int,
+        option(metavar="N", min=0, panel=LIMITS, help="Answers that may wait for their turn; then clients get 429."),
+    ] = 256,
+    max_body: Annotated[
+        int, option(metavar="BYTES", min=1024, panel=LIMITS, help="Of a request.")
+    ] = Limits.body_bytes,
+    request_timeout: Annotated[
+        float, option(metavar="SECONDS", panel=LIMITS, help="From a request's arrival to the end of its answer.")
+    ] = Limits.request_s,
+    drain_timeout: Annotated[
+        float, option(metavar="SECONDS", panel=LIMITS, help="What running requests have when the server is to end.")
+    ] = 60.0,
+    stream_chunk_chars: Annotated[
+        int | None,
+        option(
+            metavar="N",
+            min=1,
+            panel=SERVER,
+            help="Cut streams into events of so many characters, all padded to one size, so that who watches the wire "
+            "does not see how many guesses stood. Default: an event has what a round brought.",
+        ),
+    ] = None,
+    tool_call_parser: Annotated[
+        str,
+        option(
+            metavar="FORMAT",
+            panel=SERVER,
+            help="How the model writes tool calls: hermes (Hermes, Qwen, SmolLM3), llama3_json, or auto: as its chat "
+            "template has it.",
+        ),
+    ] = "auto",
+    log_format: Annotated[
+        str, option(metavar="FORMAT", panel=OUTPUT, help="text, or json for programs: a line a request, on stderr.")
+    ] = "text",
+    otel: Annotated[
+        bool,
+        option(
+            "--otel",
+            panel=OUTPUT,
+            help="Send OpenTelemetry traces, as its OTEL_… variables say. Needs opentelemetry-sdk and an exporter.",
+        ),
+    ] = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's interface has it.
+
+    Any OpenAI client works with base_url http://HOST:PORT/v1. Ctrl-C or SIGTERM ends it when those inside have their
+    answers. Sampling is each request's own: the sampling options are refused here.
+    """
+    _refuse_sampling(common)
+    if speculative_config is not None:
+        common = _with_speculative_config(common, speculative_config)
+    config = ServeConfig(
+        models=tuple(served_model_name or (common.model,)),
+        host=host,
+        port=port,
+        keys=_keys(api_key or (), api_key_file),
+        limits=Limits(body_bytes=max_body, request_s=request_timeout),
+        max_queue=max_queue,
+        chunk_chars=stream_chunk_chars,
+        drain_s=drain_timeout,
+        tool_format=cast(ToolFormat, tool_call_parser),  # which it checks
+        log_format=cast(LogFormat, log_format),
+        telemetry=otel,
+    )
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"serve needs {error.name}: pip install 'slipstream-llm[serve]'") from error
+    with loaded(common, () if common.no_speculation else common.drafters, max_num_seqs=max_num_seqs) as llm:
+        from slipstream.serve.logs import set_up
+        from slipstream.serve.server import HttpServer
+
+        set_up(config.log_format)
+        server = HttpServer(llm, config)
+        if not config.keys and host not in ("127.0.0.1", "::1", "localhost"):
+            note(f"{host}: anybody who reaches this machine may use it; --api-key-file FILE asks for keys", style="yellow")
+        note(f"serving {config.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
+        server.serve_forever()
+
+
+def _refuse_sampling(common: Common) -> None:
+    """Options that every command has, but that are a request's own business here."""
+    plain: Any = Common()
+    for name in _SAMPLING:
+        if getattr(common, name) != getattr(plain, name):
+            raise ConfigError(f"--{name.replace('_', '-')}: not for serve, each request says it itself; leave it out")
+    if common.verifier != plain.verifier:
+        raise ConfigError('--verifier: not for serve; a request says "speculation": {"verifier": …} itself')
+
+
+def _with_speculative_config(common: Common, written: str) -> Common:
+    if common.drafter is not None or common.draft_tokens is not None:
+        raise ConfigError("--speculative-config: give either it, or --drafter and --draft-tokens")
+    try:
+        config = json.loads(written)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config {written}: is not JSON ({error})") from error
+    named = from_vllm(config)
+    return replace(common, drafter=[named.drafter or DEFAULT_DRAFTER], draft_tokens=named.draft_tokens)
+
+
+def _keys(given: Any, file: Path | None) -> tuple[ApiKey, ...]:
+    lines = [*given]
+    if variable := os.environ.get(KEY_VARIABLE):
+        lines += variable.split(",")
+    if file is not None:
+        try:
+            lines += file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file}: cannot be read ({error})") from error
+    wanted = [line.strip() for line in lines]
+    return tuple(ApiKey.of(line) for line in wanted if line and not line.startswith("#"))

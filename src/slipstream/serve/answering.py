@@ -1,0 +1,194 @@
+"""One HTTP request on the engine: started, followed to its end, told to the client as it comes or at once.
+
+A client that goes away, or takes too long, leaves nothing behind: its requests end within a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from slipstream.core.errors import RequestError
+from slipstream.core.outputs import CompletionOutput, RequestOutput
+from slipstream.engine.llm import LLM
+from slipstream.engine.state import Job
+from slipstream.engine.streams import OutputStream
+from slipstream.serve.errors import ApiError, from_exception
+from slipstream.serve.record import Record
+from slipstream.serve.wording import Piece, Wording, answer_record
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not collect it
+]
+_GRACE_S = 5.0
+"""What a client that does not read has, beyond its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prepared requests, of which every one has `n` answers, and how to tell of them."""
+
+    jobs: Sequence[Job]
+    n: int
+    wording: Wording
+    streamed: bool
+    timeout_s: float
+    chunk_chars: int | None
+    done: Callable[[Record], None]
+
+
+class EngineResponse(Response):
+    """Runs the work while it is being sent: only here is it known when the client goes away."""
+
+    def __init__(self, llm: LLM, work: Work) -> None:
+        super().__init__()
+        self._llm = llm
+        self._work = work
+        self._choice = {job.id: i * work.n for i, job in enumerate(work.jobs)}  # of a request's first answer
+        count = work.n * len(work.jobs)
+        self._ends: list[CompletionOutput | None] = [None] * count
+        self._tokens = [0] * count
+        self._held = [""] * count  # text that waits for a whole chunk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record, work = Record.of(scope), self._work
+        record.streamed = work.streamed
+        record.prompt_tokens = sum(len(job.prompt_ids) for job in work.jobs)
+        try:
+            stream = self._llm.start(*work.jobs)
+        except RequestError as error:  # the engine is closed
+            work.done(record)
+            await _refuse(error, record, send)
+            return
+        loop = asyncio.get_running_loop()
+        late = ApiError(408, f"the answer took more than {work.timeout_s:g} s", code="timeout")
+        timer = loop.call_later(work.timeout_s, stream.fail, late)
+        watcher = asyncio.create_task(_watch(receive, stream, record))
+        try:
+            async with asyncio.timeout(work.timeout_s + _GRACE_S):
+                await (self._stream(stream, record, send) if work.streamed else self._whole(stream, record, send))
+        finally:
+            timer.cancel()
+            watcher.cancel()
+            stream.close()
+            work.done(record)
+
+    async def _whole(self, stream: OutputStream, record: Record, send: Send) -> None:
+        pieces = [Piece(index) for index in range(len(self._ends))]
+        try:
+            while arrived := await stream.take():
+                for request in arrived:
+                    for index, output in self._new(request):
+                        pieces[index].add(output)
+            if record.disconnected:
+                return
+            self._close(record)
+            body = self._work.wording.whole(pieces, record)
+        except Exception as error:
+            await _refuse(error, record, send)
+            return
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, stream: OutputStream, record: Record, send: Send) -> None:
+        wording, begun = self._work.wording, False
+        try:
+            while arrived := await stream.take():
+                events = [] if begun else [wording.opening(len(self._ends))]
+                events += [wording.events(piece) for piece in self._pieces(arrived)]
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    begun = True
+                if body := "".join(events).encode("utf-8", "replace"):
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            if record.disconnected:
+                return
+            self._close(record)
+            ending = wording.ending(record)
+        except Exception as error:
+            if not begun:
+                await _refuse(error, record, send)
+                return
+            told = from_exception(error)
+            record.error = _named(error)
+            ending = b"data: " + told.json + b"\n\n"
+        await send({"type": "http.response.body", "body": ending})
+
+    def _new(self, request: RequestOutput) -> list[tuple[int, CompletionOutput]]:
+        """What a request brought, by choice; of those that ended, nothing is new any more."""
+        first = self._choice[request.request_id]
+        found = []
+        for output in request.outputs:
+            index = first + output.index
+            if self._ends[index] is None:
+                self._tokens[index] += len(output.token_ids)
+                found.append((index, output))
+            if output.finish_reason is not None:
+                self._ends[index] = output  # the last one has the counts and times
+        return found
+
+    def _pieces(self, arrived: Sequence[RequestOutput]) -> list[Piece]:
+        """What is new of every choice, in one piece each; or in pieces of one size."""
+        pieces: dict[int, Piece] = {}
+        for request in arrived:
+            for index, output in self._new(request):
+                if output.text or output.token_ids or output.finish_reason is not None:
+                    pieces.setdefault(index, Piece(index)).add(output)
+        if self._work.chunk_chars is None:
+            return [piece for piece in pieces.values() if piece.text or piece.logprobs or piece.finish_reason]
+        return [part for piece in pieces.values() for part in self._cut(piece, self._work.chunk_chars)]
+
+    def _cut(self, piece: Piece, size: int) -> list[Piece]:
+        text = self._held[piece.index] + piece.text
+        whole = len(text) // size * size
+        if piece.finish_reason is not None and whole == len(text):
+            whole = max(0, whole - size)  # the end has a text as well
+        parts = [Piece(piece.index, text[at : at + size]) for at in range(0, whole, size)]
+        self._held[piece.index] = text[whole:]
+        if piece.finish_reason is not None:
+            last = Piece(piece.index, text[whole:], None, [], piece.finish_reason, piece.stop_reason)
+            parts.append(last)
+        return parts
+
+    def _close(self, record: Record) -> None:
+        """All answers are there: note what they came to, and raise if one failed."""
+        for output, tokens in zip(self._ends, self._tokens, strict=True):
+            if output is None:
+                raise RequestError("an answer did not come to its end")
+            record.answers.append(answer_record(output, tokens))
+        for output in self._ends:
+            assert output is not None
+            if output.finish_reason == "abort":
+                raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+            if output.finish_reason == "error":
+                raise RequestError(output.error or "the answer failed")
+
+
+async def _watch(receive: Receive, stream: OutputStream, record: Record) -> None:
+    """Until the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    record.disconnected = not stream.finished
+    stream.close()
+
+
+async def _refuse(error: Exception, record: Record, send: Send) -> None:
+    """A status and a body in the place of an answer."""
+    told = from_exception(error)
+    record.error = _named(error)
+    body = told.json
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(key.lower().encode(), value.encode()) for key, value in told.headers.items()]
+    await send({"type": "http.response.start", "status": told.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,143 @@
+"""The endpoints. What they do is in `service.py`; who comes in, in `gate.py`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Scope
+
+from slipstream import __version__
+from slipstream.core.errors import SlipstreamError
+from slipstream.engine.llm import LLM
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import ApiError, from_exception, from_validation
+from slipstream.serve.gate import Gate
+from slipstream.serve.live import LiveView
+from slipstream.serve.metrics import CONTENT_TYPE
+from slipstream.serve.record import Record
+from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from slipstream.serve.service import Service
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": words, "content": {"application/json": {"schema": {"type": "object"}}}}
+    for status, words in (
+        (400, "The request is wrong: the error names the field."),
+        (401, "An API key is needed."),
+        (404, "There is no such model."),
+        (408, "It took too long."),
+        (413, "The body is too long."),
+        (429, "Too many requests: come again after Retry-After seconds."),
+        (503, "The server is shutting down."),
+    )
+}
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream: true` as server-sent events.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    },
+    **_ERRORS,
+}
+
+
+def make_app(service: Service) -> FastAPI:
+    app = FastAPI(
+        title="Slipstream",
+        version=__version__,
+        description="OpenAI's interface to a language model that speculates.",
+        docs_url=None,  # they would load scripts from elsewhere
+        redoc_url=None,
+    )
+    _add_errors(app)
+    view = LiveView(service.llm.snapshot, lambda: service.admission.inside, lambda: service.health().status)
+
+    @app.post("/v1/completions", response_class=Response, responses=_ANSWERS)
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        return await service.complete(asked, Record.of(request.scope))
+
+    @app.post("/v1/chat/completions", response_class=Response, responses=_ANSWERS)
+    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+        return await service.chat(asked, Record.of(request.scope))
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        return service.models()
+
+    @app.get("/v1/models/{model:path}", responses=_ERRORS)
+    async def model(model: str) -> dict[str, Any]:
+        return service.model(model)
+
+    @app.post("/tokenize", responses=_ERRORS)
+    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+        return await service.tokenize(asked)
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
+        return await service.detokenize(asked)
+
+    @app.get("/health", responses=_ERRORS)
+    async def health() -> JSONResponse:
+        found = service.health()
+        return JSONResponse({"status": found.status, "reason": found.reason}, found.http_status)
+
+    @app.get("/metrics", response_class=Response, responses=_ERRORS)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/live", response_class=Response, responses=_ANSWERS)
+    async def live(
+        stream: bool = False, every: Annotated[float, Query(ge=0.1, le=60, description="seconds")] = 1.0
+    ) -> Response:
+        if stream:
+            return StreamingResponse(view.events(every), media_type="text/event-stream")
+        return Response(view.view(view.begun)[0].json(), media_type="application/json")
+
+    @app.get("/version", responses=_ERRORS)
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    return app
+
+
+def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
+    """The whole service as one ASGI application."""
+    service = Service(llm, config)
+    app = make_app(service)
+    known = frozenset(path for route in app.routes if isinstance(path := getattr(route, "path", None), str))
+
+    def ended(scope: Scope, record: Record) -> None:
+        service.metrics.answered(record.path if record.path in known else "other", record.status)
+
+    return Gate(app, config, service.admission, ended), service
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def say(request: Request, error: Exception) -> Response:
+        told = from_exception(error)
+        Record.of(request.scope).error = f"{type(error).__name__}: {error}" if told.status >= 500 else told.message
+        return told.response()
+
+    async def say_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        told = from_validation(error.errors())
+        Record.of(request.scope).error = f"{told.param or 'body'} refused"  # its value may be a prompt
+        return told.response()
+
+    async def say_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+
+    app.add_exception_handler(ApiError, say)
+    app.add_exception_handler(SlipstreamError, say)
+    app.add_exception_handler(RequestValidationError, say_invalid)
+    app.add_exception_handler(HTTPException, say_http)
+    app.add_exception_handler(StarletteHTTPException, say_http)
+    app.add_exception_handler(Exception, functools.partial(say))

@@ -1,0 +1,103 @@
+"""How a server is set up. One frozen object, so that two places cannot disagree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from slipstream.core.errors import ConfigError
+
+LogFormat = Literal["text", "json"]
+ToolFormat = Literal["auto", "hermes", "llama3_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key and whose it is. Tenants do not see each other in drafts and caches; the key itself is never shown."""
+
+    tenant: str
+    digest: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, written: str) -> ApiKey:
+        """From `TENANT=KEY`, or a bare key, whose tenant is then named after its hash."""
+        tenant, parted, key = written.strip().partition("=")
+        if not parted:
+            tenant, key = "", tenant
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("API key: must be printable ASCII without spaces, alone or as TENANT=KEY")
+        digest = hashlib.sha256(key.encode()).digest()
+        return cls(tenant or f"key-{digest.hex()[:8]}", digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for. Beyond these it is refused with 400 (413 for the body), before it costs anything.
+
+    body_bytes: of the JSON that comes in.
+    body_s: seconds within which it must be here.
+    prompts: of one /v1/completions request.
+    choices: n; times prompts.
+    top_logprobs, stops, stop_chars: of one request.
+    nesting: levels of lists and objects in the body, schemas and tools included.
+    request_s: seconds from its arrival to the end of its answer.
+    """
+
+    body_bytes: int = 4 * 2**20
+    body_s: float = 30.0
+    prompts: int = 64
+    choices: int = 128
+    top_logprobs: int = 20
+    stops: int = 16
+    stop_chars: int = 256
+    nesting: int = 32
+    request_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for key in self.__slots__:
+            if not getattr(self, key) > 0:
+                raise ConfigError(f"{key}={getattr(self, key)!r}: must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """A server around one engine.
+
+    models: the names under which clients ask for the model; the first is shown in answers.
+    keys: who may come in; nobody is asked where there are none.
+    max_queue: answers that may wait for a place in the engine; more are refused with 429.
+    chunk_chars: characters of every event of a stream, all events padded to one size; None: what a round brought.
+    drain_s: seconds that running requests have when the server is told to end.
+    stall_s: seconds that a round may take before /health says that the engine hangs.
+    telemetry: send OpenTelemetry traces, by that library's own environment variables.
+    """
+
+    models: Sequence[str] = ("default",)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[ApiKey, ...] = ()
+    limits: Limits = Limits()
+    max_queue: int = 256
+    chunk_chars: int | None = None
+    drain_s: float = 60.0
+    stall_s: float = 120.0
+    tool_format: ToolFormat = "auto"
+    log_format: LogFormat = "text"
+    telemetry: bool = False
+
+    def __post_init__(self) -> None:
+        self._check("models", bool(self.models) and all(self.models), "one name or more")
+        self._check("port", 0 <= self.port <= 65535, "0 (any free one) to 65535")
+        self._check("max_queue", self.max_queue >= 0, "0 or more")
+        self._check("chunk_chars", self.chunk_chars is None or 1 <= self.chunk_chars <= 4096, "1 to 4096, or None")
+        self._check("drain_s", self.drain_s >= 0, "0 or more")
+        self._check("stall_s", self.stall_s > 0, "above 0")
+        formats = get_args(ToolFormat)
+        self._check("tool_format", self.tool_format in formats, f"one of {', '.join(formats)}")
+        self._check("log_format", self.log_format in get_args(LogFormat), f"one of {', '.join(get_args(LogFormat))}")
+
+    def _check(self, key: str, right: bool, remedy: str) -> None:
+        if not right:
+            raise ConfigError(f"{key}={getattr(self, key)!r}: must be {remedy}")

@@ -1,0 +1,101 @@
+"""Errors as clients of OpenAI's interface know them: a status, and a JSON object that says what and which field."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from slipstream.core.errors import Aborted, CapacityError, InvalidRequest
+
+_NAMED = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)[=:]")
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """Ends an HTTP request with this status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def json(self) -> bytes:
+        return json.dumps(self.body, ensure_ascii=False).encode("utf-8", "replace")
+
+    def response(self) -> Response:
+        return Response(self.json, self.status, self.headers, "application/json")
+
+
+def refused(param: str, remedy: str) -> ApiError:
+    """A field that has a wrong value."""
+    return ApiError(400, f"{param}: {remedy}", param=param, code="invalid_value")
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a client is told of an error inside: of its own request everything, of ours only that there was one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest | CapacityError):
+        named = _NAMED.match(str(error))
+        return ApiError(400, str(error), param=named[1] if named else None, code="invalid_value")
+    if isinstance(error, Aborted):
+        return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+    return ApiError(500, "internal error: the server's log has it under this request's id", code="internal_error")
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing that pydantic found wrong, in words."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    match first["type"]:
+        case "json_invalid":
+            what = first.get("ctx", {}).get("error", "it cannot be read")
+            return ApiError(400, f"the body is not JSON: {what}", code="invalid_json")
+        case "extra_forbidden":
+            name = place[-1] if place else ""
+            return ApiError(
+                400, f"{'.'.join(place)}: unknown or unsupported field {name!r}; leave it out", param=".".join(place)
+            )
+        case "missing" if not place:
+            return ApiError(400, "the body is missing: send JSON, with content-type application/json")
+        case "missing":
+            param = ".".join(place)
+            return ApiError(400, f"{param}: required field is missing", param=param, code="missing_field")
+    if not place:
+        return ApiError(400, f"the body: {first['msg']}; send a JSON object, with content-type application/json")
+    param = ".".join(_field_names(place))
+    return ApiError(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
+
+
+def _field_names(place: Sequence[str]) -> list[str]:
+    """The path that a client knows: without the names that pydantic gives to the branches of a union."""
+    return [part for part in place if re.fullmatch(r"[a-z0-9_]+", part) and part not in ("str", "int", "bool")]

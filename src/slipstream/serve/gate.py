@@ -1,0 +1,121 @@
+"""The first that a request meets and the last that its answer passes: id, key, body, log.
+
+It is plain ASGI around the application: what is wrong with a request is said before anything reads it, and what a
+stream sends goes through untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.serve.admission import Admission
+from slipstream.serve.auth import tenant_of
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import ApiError, from_exception
+from slipstream.serve.logs import log, log_request
+from slipstream.serve.record import Record
+
+OPEN = frozenset({"/health"})
+"""Paths that need no key: whoever starts and stops servers has none."""
+WORK = frozenset({"/v1/completions", "/v1/chat/completions"})
+GONE = 499
+"""nginx' status for clients that went away before they were answered; it is seen in logs and metrics only."""
+
+
+class Gate:
+    """ended: hears of every request when it is over."""
+
+    def __init__(
+        self, app: ASGIApp, config: ServeConfig, admission: Admission, ended: Callable[[Scope, Record], None]
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._admission = admission
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = Record(method=scope["method"], path=scope["path"])
+        record.attach(scope)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        try:
+            body = await self._admit(scope, receive, record)
+            if body is not None:
+                await self._app(scope, _replayed(body, receive), answer)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.error("failed", exc_info=error, extra={"fields": {"request_id": record.id}})
+            if not record.status:
+                await from_exception(error).response()(scope, receive, answer)
+        finally:
+            if record.disconnected or not record.status:
+                record.status = GONE
+            self._ended(scope, record)
+            if record.path not in OPEN or log.isEnabledFor(logging.DEBUG):
+                log_request(record)
+
+    async def _admit(self, scope: Scope, receive: Receive, record: Record) -> bytes | None:
+        """The body of a request that may come in; None: its client went away."""
+        headers = dict(scope["headers"])
+        if record.path not in OPEN:
+            record.tenant = tenant_of(headers.get(b"authorization", b"").decode("latin-1"), self._config.keys)
+        if record.path in WORK:
+            self._admission.check()
+        return await self._read(receive, _length(headers.get(b"content-length")))
+
+    async def _read(self, receive: Receive, announced: int) -> bytes | None:
+        limits = self._config.limits
+        too_long = ApiError(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_long")
+        if announced > limits.body_bytes:
+            raise too_long
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(limits.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limits.body_bytes:
+                        raise too_long
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(408, f"the body was not here within {limits.body_s:g} s", code="timeout") from None
+        return b"".join(parts)
+
+
+def _length(header: bytes | None) -> int:
+    return int(header) if header is not None and header.isdigit() and len(header) < 19 else 0
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body in one piece, then whatever comes."""
+    first = True
+
+    async def replay() -> Message:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replay

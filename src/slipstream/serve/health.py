@@ -1,0 +1,30 @@
+"""Whether the server can answer, truthfully: its engine lives, gets on, and it is not about to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.engine.loop import Pulse
+
+Status = Literal["ok", "draining", "stalled", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    status: Status
+    reason: str = ""
+
+    @property
+    def http_status(self) -> int:
+        return 200 if self.status == "ok" else 503
+
+
+def judge(pulse: Pulse, *, draining: bool, stall_s: float) -> Health:
+    if not pulse.alive:
+        return Health("dead", "the engine's thread has ended: start the server again")
+    if pulse.busy_s > stall_s:
+        return Health("stalled", f"the engine has been at one round for {pulse.busy_s:.0f} s")
+    if draining:
+        return Health("draining", "the server is shutting down")
+    return Health("ok")

@@ -1,0 +1,77 @@
+"""The server's log: one line a request, for people or as JSON. Never a prompt, an answer or a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from slipstream.serve.config import LogFormat
+from slipstream.serve.record import Record
+
+log = logging.getLogger("slipstream.serve")
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            told["trace"] = self.formatException(record.exc_info)
+        return json.dumps(told, ensure_ascii=False)
+
+
+class PlainLines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{key}={value}" for key, value in getattr(record, "fields", {}).items())
+        return f"{super().formatMessage(record)} {fields}".rstrip()
+
+
+def set_up(form: LogFormat) -> logging.Handler:
+    """Send everything that Slipstream has to say to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else PlainLines())
+    root = logging.getLogger("slipstream")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    return handler
+
+
+def request_fields(record: Record) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "request_id": record.id,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "ms": round(record.seconds * 1000, 1),
+    }
+    if record.tenant:
+        fields["tenant"] = record.tenant
+    if record.user:
+        fields["user"] = record.user
+    if record.answers:
+        stats = record.speculation
+        fields["prompt_tokens"] = record.prompt_tokens
+        fields["completion_tokens"] = record.completion_tokens
+        fields["first_token_ms"] = round(min(a.timing.first_token_s for a in record.answers) * 1000, 1)
+        fields["finish"] = ",".join(dict.fromkeys(str(a.finish_reason) for a in record.answers))
+        fields["tau"] = round(stats.tau, 2)
+    if record.disconnected:
+        fields["disconnected"] = True
+    if record.error is not None:
+        fields["error"] = record.error
+    return fields
+
+
+def log_request(record: Record) -> None:
+    level = logging.ERROR if record.status >= 500 else logging.INFO
+    log.log(level, "request", extra={"fields": request_fields(record)})

@@ -1,0 +1,164 @@
+"""Numbers for Prometheus, under vLLM's names where it has them (`vllm:…` is `slipstream:…` here).
+
+What the engine counts is read when somebody asks; only what belongs to a single request is noted as requests end. So
+watching costs a round nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from slipstream.core.outputs import DrafterStats
+from slipstream.core.snapshot import Snapshot
+from slipstream.engine.llm import LLM
+from slipstream.serve.admission import Admission
+from slipstream.serve.record import Record
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
+_PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_TOKENS = tuple(float(2**n) for n in range(18))
+
+
+class Metrics:
+    """One engine's. Its registry is its own, so that several servers can live in one process."""
+
+    def __init__(self, llm: LLM, model: str, admission: Admission) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(llm, model, admission))
+        self._model = model
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._each = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time of a token after the first, by answer.", _PER_TOKEN
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
+        self._queued = self._histogram("request_queue_time_seconds", "From arrival to the first pass.", _SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._http = Counter(
+            "slipstream:http_requests",
+            "Requests by endpoint and status; 499: the client went away.",
+            ["model_name", "path", "status"],
+            registry=self.registry,
+        )
+
+    def observe(self, record: Record) -> None:
+        """A request's answers ended."""
+        for answer in record.answers:
+            self._first.observe(answer.timing.first_token_s)
+            self._whole.observe(answer.timing.total_s)
+            self._queued.observe(answer.timing.queued_s)
+            self._answer.observe(answer.tokens)
+            if answer.tokens > 1:
+                self._each.observe((answer.timing.total_s - answer.timing.first_token_s) / (answer.tokens - 1))
+        if record.answers:
+            self._prompt.observe(record.prompt_tokens)
+
+    def answered(self, path: str, status: int) -> None:
+        """An HTTP request was answered, whatever it asked for."""
+        self._http.labels(self._model, path, status).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Any:
+        made = Histogram(f"slipstream:{name}", about, ["model_name"], buckets=buckets, registry=self.registry)
+        return made.labels(self._model)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine when somebody asks."""
+
+    def __init__(self, llm: LLM, model: str, admission: Admission) -> None:
+        self._llm = llm
+        self._model = model
+        self._admission = admission
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        now = self._llm.snapshot()
+        yield self._gauge("num_requests_running", "Answers in the making.", now.running)
+        yield self._gauge("num_requests_waiting", "Answers that wait for their turn.", now.waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Part of the cache's pages in use, 0 to 1.", now.pages_used / now.pages
+        )
+        yield self._gauge(
+            "kv_cache_cached_pages", "Free pages that hold prompts which may come again.", now.pages_cached
+        )
+        yield self._count("prefix_cache_queries", "Prompt tokens looked for in the cache.", now.prefix_queries)
+        yield self._count("prefix_cache_hits", "Prompt tokens found in the cache.", now.prefix_hits)
+        yield self._count("num_preemptions", "Answers that had to give back their pages.", now.preemptions)
+        refused = now.refused + self._admission.refused
+        yield self._count("requests_refused", "Requests answered with 429.", refused)
+        yield self._count("prompt_tokens", "Tokens of prompts.", now.prompt_tokens)
+        yield self._count("generation_tokens", "Tokens generated.", now.generated_tokens)
+        yield self._by("request_success", "Answers that ended, by reason.", "finished_reason", now.finished.items())
+        yield from self._speculation(now)
+        yield self._count("rounds", "Rounds: passes of the target that emitted tokens.", now.rounds)
+        parts = (("draft", now.draft_s), ("verify", now.verify_s), ("host", now.host_s))
+        yield self._by("round_seconds", "Time of rounds, by part.", "part", parts)
+
+    def _speculation(self, now: Snapshot) -> Iterator[CounterMetricFamily]:
+        yield self._count("spec_decode_num_drafts", "Drafts.", now.drafts)
+        yield self._count("spec_decode_num_draft_tokens", "Tokens drafted.", now.draft_tokens)
+        yield self._count("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", now.accepted_tokens)
+        yield self._count("spec_decode_num_rolled_back_tokens", "Drafted tokens that did not.", now.rejected_tokens)
+        positions = ((str(i), count) for i, count in enumerate(now.accepted_by_position))
+        about = "Drafts whose token at this place stood."
+        yield self._by("spec_decode_num_accepted_tokens_per_pos", about, "position", positions)
+        for key, about in (("drafts", "Drafts"), ("drafted", "Tokens drafted"), ("accepted", "Tokens that stood")):
+            name = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "accepted": "num_accepted_tokens"}[key]
+            parts = _of(now.drafters, key)
+            yield self._by(f"spec_decode_{name}_by_drafter", f"{about}, by drafter.", "drafter", parts)
+        yield self._by(
+            "spec_decode_drafter_failures", "Drafters that failed an answer.", "drafter", _of(now.drafters, "failures")
+        )
+        yield self._by("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late.items())
+        yield self._by("spec_decode_decisions", "Drafted or not, and why.", "reason", now.decisions.items())
+
+    def _gauge(self, name: str, about: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"slipstream:{name}", about, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _count(self, name: str, about: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"slipstream:{name}", about, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _by(self, name: str, about: str, label: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"slipstream:{name}", about, labels=["model_name", label])
+        for key, value in values:
+            family.add_metric([self._model, key], value)
+        return family
+
+
+def _of(drafters: Any, key: str) -> Iterator[tuple[str, float]]:
+    stats: DrafterStats
+    for name, stats in drafters.items():
+        yield name, getattr(stats, key)

@@ -1,0 +1,191 @@
+"""Prompts and conversations into token ids. What a client writes is text: special tokens in it stay text.
+
+A tokenizer sees a special token wherever its spelling stands. So each such spelling in a client's text is cut in two,
+and the parts are tokenized one by one: no part spells one any more, and together they are still the same text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from slipstream.engine.intake import check_text
+from slipstream.serve.errors import ApiError, refused
+from slipstream.serve.sampling import text_of
+from slipstream.serve.schemas import AssistantMessage, ChatFields, TokenizeRequest
+
+Templated = ChatFields | TokenizeRequest
+
+
+class PromptMaker:
+    """Everything that turns a request's words into ids, for one tokenizer. Any thread may call it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._template = _default_template(getattr(tokenizer, "chat_template", None))
+
+    def encode(self, text: str, *, special: bool = True, parse: bool = False) -> list[int]:
+        """A text as it is. special: with what the tokenizer puts around a text; parse: see special tokens in it."""
+        check_text(text)
+        if parse or not self._controls.search(text):
+            return list(self._tokenizer.encode(text, add_special_tokens=special))
+        mark = _mark()
+        first, *rest = _cut(text, self._controls, mark).split(mark)
+        ids = list(self._tokenizer.encode(first, add_special_tokens=special))
+        for part in rest:
+            ids += self._tokenizer.encode(part, add_special_tokens=False)
+        return ids
+
+    def conversation(self, asked: Templated) -> list[int]:
+        """A conversation by the model's chat template, up to where the answer begins."""
+        if self._template is None:
+            raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
+        if asked.tools and not self.takes_tools:
+            raise refused("tools", "this model's chat template knows no tools")
+        mark = _mark()
+        messages = [self._message(message, mark) for message in asked.messages or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        if (
+            asked.continue_final_message
+            and asked.add_generation_prompt
+            and "add_generation_prompt" in asked.model_fields_set
+        ):
+            raise refused("continue_final_message", "cannot go with add_generation_prompt: true")
+        kwargs = dict(asked.chat_template_kwargs or {})
+        if taken := sorted(kwargs.keys() & _OURS):
+            raise refused("chat_template_kwargs", f"{taken[0]!r} is not for the template")
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                messages,
+                tools=_mapped(tools, lambda text: _cut(text, self._controls, mark)) or None,
+                add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+                continue_final_message=asked.continue_final_message,
+                tokenize=False,
+                **kwargs,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise refused("messages", f"the model's chat template does not take them: {error}"[:500]) from error
+        check_text(rendered)
+        return [
+            token
+            for part in rendered.split(mark)
+            if part
+            for token in self._tokenizer.encode(part, add_special_tokens=False)
+        ]
+
+    @property
+    def takes_tools(self) -> bool:
+        return self._template is not None and "tools" in self._template
+
+    @property
+    def template(self) -> str | None:
+        return self._template
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
+
+    @property
+    def size(self) -> int:
+        return len(self._tokenizer)
+
+    def _message(self, message: Any, mark: str) -> dict[str, Any]:
+        role = "system" if message.role == "developer" else message.role
+        strict = role in ("user", "tool")  # an assistant's words may hold the template's own marks, as it wrote them
+        controls = self._wide_controls if strict else self._controls
+
+        def cut(text: str) -> str:
+            return _cut(text, controls, mark)
+
+        told: dict[str, Any] = {"role": role, "content": cut(text_of(message.content or ""))}
+        if message.name is not None:
+            told["name"] = cut(message.name)
+        if message.role == "tool":
+            told["tool_call_id"] = cut(message.tool_call_id)
+        if isinstance(message, AssistantMessage) and message.tool_calls:
+            told["tool_calls"] = [_mapped(_call(call), cut) for call in message.tool_calls]
+        return told
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        return _pattern([token.content for token in self._added if token.special])
+
+    @cached_property
+    def _wide_controls(self) -> re.Pattern[str]:
+        """And the tokens that the template puts between messages, special or not."""
+        template = self._template or ""
+        return _pattern(
+            [t.content for t in self._added if t.special or (t.content in template and not t.content.isspace())]
+        )
+
+    @property
+    def _added(self) -> Sequence[Any]:
+        return list(getattr(self._tokenizer, "added_tokens_decoder", {}).values())
+
+
+_OURS = {"messages", "conversation", "tools", "chat_template", "tokenize", "return_dict", "return_tensors", "padding"}
+_OURS |= {
+    "add_generation_prompt",
+    "continue_final_message",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+    "documents",
+}
+_OURS |= {"return_assistant_tokens_mask", "sanitize_control_tokens"}
+
+
+def _default_template(template: object) -> str | None:
+    """Some models have several, by name."""
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """As templates want it: the arguments as an object, where they are one."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        arguments = call.function.arguments
+    if not isinstance(arguments, dict):
+        arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _mark() -> str:
+    """Where a text is to be cut: nobody can guess it, and templates that write JSON leave it as it is."""
+    return f"@cut-{secrets.token_hex(8)}@"
+
+
+def _pattern(spellings: Sequence[str]) -> re.Pattern[str]:
+    """Finds any of these; of those that begin together the longest. One character cannot be cut, and is left alone."""
+    longest_first = sorted({s for s in spellings if len(s) > 1}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _cut(text: str, controls: re.Pattern[str], mark: str) -> str:
+    """Put the mark into every spelling of a special token, until there is none: they may overlap."""
+    while controls.search(text):
+        text = controls.sub(lambda found: found[0][0] + mark + found[0][1:], text)
+    return text
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """The same lists and objects with every text in them changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(part, change) for part in value]
+    if isinstance(value, dict):
+        return {_mapped(key, change): _mapped(part, change) for key, part in value.items()}
+    return value

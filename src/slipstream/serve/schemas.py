@@ -1,0 +1,200 @@
+"""What clients may send: OpenAI's fields, vLLM's further ones, and ours. Anything else is refused by name.
+
+Whether a value is possible in itself is said here; whether it is on this server is for `sampling.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Whole = Annotated[int, Field(ge=0, le=2**62)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True, min_length=1)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+
+
+class SpeculationFields(Fields):
+    """How this request speculates; with the exact verifier that changes the speed, never the tokens."""
+
+    enabled: bool = Field(True, description="false decodes plainly")
+    drafter: str | None = Field(None, max_length=256, description="one that the server has loaded, or several: A+B")
+    draft_tokens: int | None = Field(None, ge=0, le=63, description="most guesses a round")
+    verifier: Literal["exact", "rejection"] = "exact"
+    material: str | Strings = Field(default_factory=list, description="texts that the answer may quote")
+    report: bool = Field(False, description="say in the answer what speculation did")
+
+
+class SamplingFields(Fields):
+    """What completions and chat have in common."""
+
+    model: str = Field(max_length=512)
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="by token id, written as text", max_length=1024
+    )
+    bad_words: Strings | None = Field(None, max_length=64)
+    min_tokens: Whole | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Annotated[list[Whole], Field(fail_fast=True)] | None = Field(None, max_length=64)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=512)
+    speculation: SpeculationFields | Literal["off"] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | TokenIds | Strings | Annotated[list[TokenIds], Field(fail_fast=True)]
+    max_tokens: int | None = Field(16, ge=1, le=2**30)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = False
+    add_special_tokens: bool = True
+    parse_special_tokens: bool = Field(
+        False, description="read special tokens in the prompt's text as such: only for prompts that no stranger wrote"
+    )
+    prediction: Prediction | None = None
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class Prediction(Fields):
+    """Text that the answer is likely to repeat. It is drafted from, never trusted."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class FunctionCall(Fields):
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+
+
+class ToolCall(Fields):
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class SystemMessage(Fields):
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Fields):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Fields):
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = Field(None, max_length=128)
+
+
+class ToolMessage(Fields):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str = Field(max_length=256)
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+
+
+class Function(Fields):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    name: str = Field(max_length=64)
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextFormat(Fields):
+    type: Literal["text"]
+
+
+class ChatFields(Fields):
+    """What a conversation is, for answers and for counting its tokens."""
+
+    messages: Messages
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=128)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
+
+
+class ChatRequest(ChatFields, SamplingFields):
+    max_tokens: int | None = Field(None, ge=1, le=2**30)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**30)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    response_format: TextFormat | None = None
+    prediction: Prediction | None = None
+
+
+class TokenizeRequest(Fields):
+    """A text, or a conversation."""
+
+    model: str | None = Field(None, max_length=512)
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=128)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
+    add_special_tokens: bool = True
+    parse_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Fields):
+    model: str | None = Field(None, max_length=512)
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
+
+
+CompletionRequest.model_rebuild()

@@ -1,0 +1,222 @@
+"""The service behind the endpoints: checks a request, prepares it for the engine, and says how to answer it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from slipstream.core.params import SamplingParams
+from slipstream.engine.llm import LLM
+from slipstream.engine.state import Job
+from slipstream.serve.admission import Admission
+from slipstream.serve.answering import EngineResponse, Work
+from slipstream.serve.chat import ChatWording
+from slipstream.serve.completions import CompletionWording
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import ApiError, refused
+from slipstream.serve.health import Health, judge
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.prompts import PromptMaker
+from slipstream.serve.record import Record
+from slipstream.serve.sampling import chat_params, completion_params, text_of, wants_report
+from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from slipstream.serve.tools import ToolParser, parser_for
+from slipstream.serve.wording import Manner, Wording
+
+_LONGEST_TOKEN = 16
+"""Characters that a token has at most, on average over a text that is long. What is longer is not even tokenized."""
+_SHORT = 4096
+"""Characters or tokens that are prepared in place: a switch of threads would take longer."""
+
+Made = TypeVar("Made")
+
+
+class Service:
+    """One engine for many clients."""
+
+    def __init__(self, llm: LLM, config: ServeConfig) -> None:
+        self.llm = llm
+        self.config = config
+        self.prompts = PromptMaker(llm.tokenizer)
+        self.admission = Admission(llm.engine.config.max_num_seqs, config.max_queue)
+        self.metrics = Metrics(llm, config.models[0], self.admission)
+        self.started = int(time.time())
+        self._parser = parser_for(config.tool_format, self.prompts.template)
+
+    def health(self) -> Health:
+        return judge(self.llm.pulse(), draining=self.admission.draining, stall_s=self.config.stall_s)
+
+    async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
+        self._check_model(asked.model)
+        params = completion_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
+        if asked.echo and asked.logprobs is not None:
+            raise refused("echo", "cannot go with logprobs: those of a prompt are not kept")
+        prompts = _each(asked.prompt)
+        if len(prompts) > self.config.limits.prompts:
+            raise refused("prompt", f"must be at most {self.config.limits.prompts} prompts on this server")
+        for prompt in prompts:
+            self._check_length("prompt", len(prompt))
+        manner = self._manner(asked, record, "cmpl")
+
+        def ids(prompt: str | list[int]) -> list[int]:
+            if isinstance(prompt, str):
+                return self.prompts.encode(prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens)
+            return prompt
+
+        def make() -> tuple[list[Job], Wording]:
+            jobs = [self._job(ids(prompt), params, record, i) for i, prompt in enumerate(prompts)]
+            echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
+            return jobs, CompletionWording(manner, [echo for echo in echoes for _ in range(params.n)])
+
+        return await self._response(make, asked, params, len(prompts), sum(map(len, prompts)))
+
+    async def chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
+        self._check_model(asked.model)
+        params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
+        parser = self._tool_parser(asked)
+        self._check_length("messages", _length(asked))
+        manner = self._manner(asked, record, "chatcmpl")
+
+        def make() -> tuple[list[Job], Wording]:
+            job = self._job(self.prompts.conversation(asked), params, record, 0, "messages")
+            return [job], ChatWording(manner, parser, params.logprobs or 0)
+
+        return await self._response(make, asked, params, 1, _length(asked))
+
+    async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
+        if asked.model is not None:
+            self._check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise refused("prompt", "give either it or messages")
+        self._check_length("prompt", len(asked.prompt or ""))
+        self._check_length("messages", _length(asked))
+
+        def make() -> list[int]:
+            if asked.prompt is None:
+                return self.prompts.conversation(asked)
+            return self.prompts.encode(asked.prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens)
+
+        ids = await self._prepared(make, len(asked.prompt or "") if asked.messages is None else _length(asked))
+        told: dict[str, Any] = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
+        return {**told, "token_strs": self.prompts.spellings(ids) if asked.return_token_strs else None}
+
+    async def detokenize(self, asked: DetokenizeRequest) -> dict[str, str]:
+        if asked.model is not None:
+            self._check_model(asked.model)
+        size = self.prompts.size
+        if any(token >= size for token in asked.tokens):
+            raise refused("tokens", f"must be token ids, 0 to {size - 1}")
+        return {"prompt": await self._prepared(lambda: self.prompts.decode(asked.tokens), len(asked.tokens))}
+
+    def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model(name) for name in self.config.models]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._model(name)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        told = {"id": name, "object": "model", "created": self.started, "owned_by": "slipstream"}
+        return {**told, "max_model_len": self.llm.max_model_len}
+
+    @property
+    def _drafts(self) -> bool:
+        return bool(self.llm.engine.drafting.drafters)
+
+    def _check_model(self, name: str) -> None:
+        if name not in self.config.models:
+            served = ", ".join(self.config.models)
+            raise ApiError(
+                404, f"model: {name!r} is not served here; ask for {served}", param="model", code="model_not_found"
+            )
+
+    def _manner(self, asked: CompletionRequest | ChatRequest, record: Record, prefix: str) -> Manner:
+        options = asked.stream_options
+        return Manner(
+            f"{prefix}-{record.id}",
+            int(time.time()),
+            asked.model,
+            usage=options is not None and options.include_usage,
+            report=wants_report(asked),
+            predicted=asked.prediction is not None,
+            chunk_chars=self.config.chunk_chars if asked.stream else None,
+        )
+
+    def _tool_parser(self, asked: ChatRequest) -> Callable[[], ToolParser] | None:
+        if asked.tool_choice is not None and not asked.tools:
+            raise refused("tool_choice", "needs tools")
+        if asked.parallel_tool_calls is False:
+            raise refused("parallel_tool_calls", "false is not supported; leave it out")
+        if asked.tool_choice not in (None, "auto", "none"):
+            raise refused("tool_choice", "must be auto or none on this server")
+        if not asked.tools or asked.tool_choice == "none":
+            return None
+        names = [tool.function.name for tool in asked.tools]
+        return functools.partial(self._parser, names)
+
+    def _check_length(self, param: str, length: int, unit: str = "characters", each: int = _LONGEST_TOKEN) -> None:
+        """Refuse before it is tokenized what cannot fit."""
+        most = self.llm.max_model_len
+        if length >= most * each:
+            raise ApiError(
+                400,
+                f"{param}: {length} {unit} are too long: prompt and answer have {most} tokens together",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _job(self, ids: list[int], params: SamplingParams, record: Record, index: int, param: str = "prompt") -> Job:
+        self._check_length(param, len(ids), "tokens", 1)
+        streaming = params.output_kind == "delta"
+        return self.llm.prepare(ids, params, request_id=f"{record.id}-{index}", streaming=streaming)
+
+    async def _response(
+        self,
+        make: Callable[[], tuple[list[Job], Wording]],
+        asked: CompletionRequest | ChatRequest,
+        params: SamplingParams,
+        prompts: int,
+        length: int,
+    ) -> EngineResponse:
+        answers = prompts * params.n
+        limits, chunk_chars = self.config.limits, self.config.chunk_chars
+        if answers > limits.choices:
+            raise refused("n", f"{answers} answers are too many: must be at most {limits.choices} on this server")
+        if asked.stream and chunk_chars is not None and params.logprobs is not None:
+            raise refused("logprobs", "this server's streams are cut into chunks of one size, which have none")
+        self.admission.enter(answers)
+        entered = time.perf_counter()
+
+        def done(record: Record) -> None:
+            self.admission.leave(answers, time.perf_counter() - entered)
+            self.metrics.observe(record)
+
+        try:
+            jobs, wording = await self._prepared(make, length)
+        except BaseException:
+            self.admission.leave(answers, 0.0)
+            raise
+        streamed = bool(asked.stream)
+        work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
+        return EngineResponse(self.llm, work)
+
+    async def _prepared(self, make: Callable[[], Made], length: int) -> Made:
+        """What takes long is made on another thread: the event loop has others to serve."""
+        return make() if length <= _SHORT else await asyncio.to_thread(make)
+
+
+def _each(prompt: str | Sequence[Any]) -> list[Any]:
+    """A prompt, or several, as a list of prompts."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise refused("prompt", "must have at least one prompt")
+    return list(prompt)
+
+
+def _length(asked: ChatRequest | TokenizeRequest) -> int:
+    """About how many characters a conversation has."""
+    return sum(len(text_of(message.content or "")) for message in asked.messages or ())

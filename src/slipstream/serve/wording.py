@@ -1,0 +1,142 @@
+"""How an endpoint words answers: as one JSON object, or as the events of a stream.
+
+Events are put together by hand around parts that never change: thousands a second are written, and a general encoder
+would cost more than the rest of the way to the client.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
+from typing import Any
+
+from slipstream.core.outputs import CompletionOutput, FinishReason, Logprob
+from slipstream.serve.record import AnswerRecord, Record
+from slipstream.serve.usage import speculation_report, usage
+
+DONE = b"data: [DONE]\n\n"
+_ROOM = 512  # bytes of a choice beside its text
+_LONGEST = 6  # bytes of a character, escaped
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one choice since the last look, or all of it."""
+
+    index: int
+    text: str = ""
+    logprobs: list[Mapping[int, Logprob]] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, output: CompletionOutput) -> None:
+        self.text += output.text
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """What the client wants to be told."""
+
+    id: str
+    created: int
+    model: str
+    usage: bool = True  # of a stream: at its end
+    report: bool = False
+    predicted: bool = False
+    chunk_chars: int | None = None  # every event has so many characters, and all of them the same size
+
+
+class Wording(ABC):
+    """One request's. It knows how far each choice got, so it belongs to one answer alone."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, manner: Manner) -> None:
+        self.manner = manner
+        head = {"id": manner.id, "object": self.chunk_kind, "created": manner.created, "model": manner.model}
+        self._head = "data: " + json.dumps(head, ensure_ascii=False)[:-1] + ","
+        self._tail = ',"usage":null}\n\n' if manner.usage else "}\n\n"
+        self._event_bytes = len(self._head.encode()) + _ROOM + _LONGEST * (manner.chunk_chars or 0)
+
+    @abstractmethod
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A whole answer."""
+
+    @abstractmethod
+    def events(self, piece: Piece) -> str:
+        """The events of a stream for what is new of a choice."""
+
+    def opening(self, choices: int) -> str:
+        """What a stream begins with."""
+        return ""
+
+    def whole(self, pieces: Sequence[Piece], record: Record) -> bytes:
+        manner = self.manner
+        choices = [self.choice(piece) for piece in pieces]
+        if manner.report:
+            for choice, answer in zip(choices, record.answers, strict=True):
+                choice["speculation"] = speculation_report(answer)
+        body = {
+            "id": manner.id,
+            "object": self.kind,
+            "created": manner.created,
+            "model": manner.model,
+            "choices": choices,
+            "usage": usage(record, predicted=manner.predicted),
+        }
+        return json.dumps(body, ensure_ascii=False).encode()
+
+    def ending(self, record: Record) -> bytes:
+        """The end of a stream: what it cost, where that was asked for."""
+        told: dict[str, Any] = {}
+        if self.manner.usage:
+            told["usage"] = usage(record, predicted=self.manner.predicted)
+        if self.manner.report:
+            told["speculation"] = [speculation_report(answer) for answer in record.answers]
+        if not told:
+            return DONE
+        return (self._head + '"choices":[],' + json.dumps(told)[1:] + "\n\n").encode() + DONE
+
+    def event(self, choice: str) -> str:
+        """One event with one choice, which is JSON already."""
+        if self.manner.chunk_chars is None:
+            return f'{self._head}"choices":[{choice}]{self._tail}'
+        filling = "." * (self._event_bytes - len(choice.encode()))
+        return f'{self._head}"obfuscation":"{filling}","choices":[{choice}]{self._tail}'
+
+
+def quoted(text: str) -> str:
+    """As JSON, in UTF-8; but for three characters that some readers of streams take for the end of a line."""
+    told = encode_basestring(text)
+    if told.isascii():
+        return told
+    return told.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def ending_of(piece: Piece, reason: str | None = None) -> str:
+    """The end of a choice in an event: that it goes on, or why it ended."""
+    if piece.finish_reason is None:
+        return '"finish_reason":null'
+    stopped = f',"stop_reason":{json.dumps(piece.stop_reason)}' if piece.stop_reason is not None else ""
+    return f'"finish_reason":"{reason or piece.finish_reason}"{stopped}'
+
+
+def reason_json(piece: Piece, reason: str | None = None) -> dict[str, Any]:
+    told: dict[str, Any] = {"finish_reason": reason or piece.finish_reason}
+    if piece.stop_reason is not None:
+        told["stop_reason"] = piece.stop_reason
+    return told
+
+
+def answer_record(output: CompletionOutput, tokens: int) -> AnswerRecord:
+    return AnswerRecord(tokens, output.finish_reason, output.timing, output.speculation)
