@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing torch: some hundred MB, this takes minutes"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@echo "installing transformers and the rest"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve,grammar]'
 	@touch $@
 
 model: $(READY) ## fetch the default model once (93 MB)

@@ -349,7 +349,7 @@ class TestDrafters:
         [
             ({"method": "psychic"}, "method='psychic'"),
             ({}, "method=None"),
-            ({"method": "draft_model"}, "draft_model with a model"),
+            ({"method": "draft_model"}, "with a model draft_model"),
             ({"method": "ngram", "prompt_lookup_max": 3}, r"unknown keys \['prompt_lookup_max'\]; known are"),
         ],
     )

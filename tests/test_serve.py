@@ -161,9 +161,7 @@ def test_logit_bias_and_vllms_fields(client: OpenAI) -> None:
 
 
 def test_a_prediction_is_counted(client: OpenAI, llm: LLM) -> None:
-    letters = {
-        token: 50.0 for token in llm.tokenizer.encode("abcdefghij")
-    }  # a text that is tokenized as it was written
+    letters = dict.fromkeys(llm.tokenizer.encode("abcdefghij"), 50.0)  # a text that is tokenized as it was written
     (text,) = library(
         llm, {"prompt_token_ids": llm.chat_prompt(ASKED)}, max_tokens=40, temperature=0, logit_bias=letters
     )

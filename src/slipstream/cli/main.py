@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from slipstream import __version__
-from slipstream.cli import audit, bench, chat, generate, models, train
+from slipstream.cli import audit, bench, chat, generate, models, serve, train
 from slipstream.cli.command import Command, Group
 from slipstream.cli.options import DebugOption, debug
 from slipstream.cli.show import note
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.command("generate", cls=Command)(generate.generate)
 app.command("chat", cls=Command)(chat.chat)
+app.command("serve", cls=Command)(serve.serve)
 app.command("models", cls=Command)(models.models)
 app.command("bench", cls=Command)(bench.bench)
 app.command("audit", cls=Command)(audit.audit)

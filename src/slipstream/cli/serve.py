@@ -1,4 +1,4 @@
-"""`slipstream serve`: the model as an HTTP service with OpenAI's interface. Flags are vLLM's where they mean the same."""
+"""`slipstream serve`: the model over HTTP with OpenAI's interface; flags are vLLM's where they mean the same."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, Tool
 SERVER = "Server"
 LIMITS = "Limits"
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+_USUAL = ServeConfig()
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
 
 
@@ -26,11 +27,13 @@ def serve(
     common: Common,
     host: Annotated[
         str,
-        option(metavar="ADDRESS", panel=SERVER, help="Where to listen. 0.0.0.0 lets other machines in: set a key first."),
-    ] = "127.0.0.1",
+        option(
+            metavar="ADDRESS", panel=SERVER, help="Where to listen. 0.0.0.0 lets other machines in: set a key first."
+        ),
+    ] = _USUAL.host,
     port: Annotated[
         int, option(metavar="PORT", min=0, max=65535, panel=SERVER, help="0 takes any free one.")
-    ] = 8000,
+    ] = _USUAL.port,
     served_model_name: Annotated[
         list[str] | None,
         option(metavar="NAME", panel=SERVER, help="What clients call the model; may be repeated. Default: --model."),
@@ -63,16 +66,16 @@ def serve(
     max_queue: Annotated[
         int,
         option(metavar="N", min=0, panel=LIMITS, help="Answers that may wait for their turn; then clients get 429."),
-    ] = 256,
+    ] = _USUAL.max_queue,
     max_body: Annotated[
         int, option(metavar="BYTES", min=1024, panel=LIMITS, help="Of a request.")
-    ] = Limits.body_bytes,
+    ] = _USUAL.limits.body_bytes,
     request_timeout: Annotated[
         float, option(metavar="SECONDS", panel=LIMITS, help="From a request's arrival to the end of its answer.")
-    ] = Limits.request_s,
+    ] = _USUAL.limits.request_s,
     drain_timeout: Annotated[
         float, option(metavar="SECONDS", panel=LIMITS, help="What running requests have when the server is to end.")
-    ] = 60.0,
+    ] = _USUAL.drain_s,
     stream_chunk_chars: Annotated[
         int | None,
         option(
@@ -138,7 +141,10 @@ def serve(
         set_up(config.log_format)
         server = HttpServer(llm, config)
         if not config.keys and host not in ("127.0.0.1", "::1", "localhost"):
-            note(f"{host}: anybody who reaches this machine may use it; --api-key-file FILE asks for keys", style="yellow")
+            note(
+                f"{host}: anybody who reaches this machine may use it; --api-key-file FILE asks for keys",
+                style="yellow",
+            )
         note(f"serving {config.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
         server.serve_forever()
 

@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
+from slipstream.drafters.vllm_names import from_vllm
 from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes
@@ -83,7 +84,8 @@ class LLM:
         if speculative_config is not None:
             if drafter != "ngram" or draft_tokens is not None:
                 raise ConfigError("speculative_config: give either it, or drafter and draft_tokens")
-            drafter, draft_tokens = _from_vllm(speculative_config)
+            named = from_vllm(speculative_config)
+            drafter, draft_tokens = named.drafter, named.draft_tokens
         config = EngineConfig(
             memory=parse_bytes(memory),
             max_model_len=max_model_len,
@@ -331,21 +333,3 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts: give one, or one for each")
     return list(params)
-
-
-def _from_vllm(config: Mapping[str, Any]) -> tuple[DrafterChoice, int | None]:
-    """vLLM's `speculative_config`, where it means something that we have."""
-    known = {"method", "model", "num_speculative_tokens"}
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"speculative_config={config!r}: must be a mapping with {sorted(known)}")
-    if unknown := sorted(set(config) - known):
-        raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(known)}")
-    method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
-    tokens = config.get("num_speculative_tokens")
-    if method in ("ngram", "suffix"):
-        return method, tokens
-    if method == "draft_model" and model:
-        return f"model:{model}", tokens
-    raise ConfigError(
-        f"speculative_config: method={method!r}, model={model!r}; known are ngram, suffix, and draft_model with a model"
-    )
