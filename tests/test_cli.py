@@ -203,7 +203,10 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ("bench --drafter ngram --category poetry", "poetry: not in these prompts; they have chat, code"),
         ("bench --drafter nonsense", "nonsense"),
         ("generate Hi --drafter bogus", "drafter 'bogus' is unknown: must be one of"),
-        ("generate Hi --drafter model", "drafter 'model' needs a model: write model:PATH"),
+        (
+            "generate Hi --drafter draft --model .",
+            "drafter 'draft' without a path: weights that come with Slipstream are",
+        ),
         ("generate Hi --material x", "--material x: only suffix drafts from it; add --drafter suffix"),
         ("generate Hi --drafter prediction", "there is no prediction to follow; give `generate` one with --prediction"),
         ("chat --drafter prediction", "there is no prediction to follow"),

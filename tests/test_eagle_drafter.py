@@ -248,8 +248,7 @@ def test_names_and_options() -> None:
         parse_options("topk=3")
     with pytest.raises(ConfigError, match="width='0', must be a whole number of at least 1"):
         parse_options("width=0")
-    with pytest.raises(ConfigError, match="eagle:PATH"):
-        parse_spec("eagle")
+    assert parse_spec("eagle3:?depth=2").place is None  # the default model's own, in another shape
 
 
 def test_the_command_line_takes_options_too(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import typer
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.drafters import parse_specs
+from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
 from slipstream.models.names import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
@@ -152,7 +153,8 @@ class Common:
             help="Who guesses ahead. ngram: what the text already said; suffix: that, and earlier answers; lookahead: "
             "what the model says further on; prediction: the text of --prediction; "
             "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH and "
-            "eagle:PATH: heads that were trained for the model; mtp: the model's own modules for that; A+B: both, "
+            "eagle:PATH: heads that were trained for the model (eagle3, medusa and draft without a path: the default "
+            "model's own); mtp: the model's own modules for that; A+B: both, "
             f"their drafts merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
@@ -276,7 +278,8 @@ class Common:
             draft_tokens=self.draft_tokens,
             planner=self.planner_or("adaptive"),
         )
-        for name in (self.model, *(spec.place for spec in specs if spec.place is not None)):
+        places = [with_shipped(spec, self.model).place for spec in specs]
+        for name in (self.model, *(place for place in places if place is not None)):
             find_local(name)
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:

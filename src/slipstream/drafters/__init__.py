@@ -6,7 +6,7 @@ Factories are named as "module:class" and imported when first asked for, so that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,16 @@ DrafterFactory = Callable[..., "Drafter"]
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter as a user names it: `NAME[:PATH[?OPTIONS]]`. The path says where its weights lie."""
+    """A drafter as a user names it: `NAME[:PATH[?OPTIONS]]`. The path says where its weights lie; `NAME:?OPTIONS` and
+    `NAME` mean those that come with Slipstream."""
 
     name: str
     path: str | None = None  # with the options
 
     @property
     def place(self) -> str | None:
-        """Where its weights lie: the path without the options."""
-        return None if self.path is None else self.path.partition("?")[0]
+        """Where its weights lie: the path without the options; None: not said."""
+        return None if self.path is None else self.path.partition("?")[0] or None
 
     def moved(self, place: str) -> DrafterSpec:
         """The same drafter with its weights in another place."""
@@ -42,6 +43,7 @@ class DrafterSpec:
 class _Entry:
     factory: str | DrafterFactory
     takes_path: bool
+    ships: str | None = None
 
 
 _entries: dict[str, _Entry] = {}
@@ -49,24 +51,35 @@ _aliases: dict[str, str] = {}
 
 
 def register(
-    name: str, factory: str | DrafterFactory, *, takes_path: bool = False, aliases: Sequence[str] = ()
+    name: str,
+    factory: str | DrafterFactory,
+    *,
+    takes_path: bool = False,
+    ships: str | None = None,
+    aliases: Sequence[str] = (),
 ) -> None:
     """Make a drafter known. `factory` makes it, or is the "module:class" that does.
 
-    takes_path: it is named with the place of its weights, NAME:PATH, and never without.
+    takes_path: it is named with the place of its weights, NAME:PATH.
+    ships: without a path it means weights that come with Slipstream, in the folder of this name (`shipped.py`).
     """
     for taken in (name, *aliases):
         if not taken or ":" in taken or "+" in taken:
             raise ConfigError(f"drafter name {taken!r}: must not be empty, or have a colon (NAME:PATH) or a plus (A+B)")
         if taken in _entries or taken in _aliases:
             raise ConfigError(f"drafter name {taken!r} is taken: choose another")
-    _entries[name] = _Entry(factory, takes_path)
+    _entries[name] = _Entry(factory, takes_path, ships)
     _aliases.update(dict.fromkeys(aliases, name))
 
 
 def drafter_names() -> tuple[str, ...]:
     """The known drafters, without aliases, in alphabetical order."""
     return tuple(sorted(_entries))
+
+
+def shipped_as(name: str) -> str | None:
+    """The folder of the weights that come with Slipstream for this drafter; None: it has none."""
+    return _entries[name].ships if name in _entries else None
 
 
 def parse_spec(text: str) -> DrafterSpec:
@@ -79,7 +92,7 @@ def parse_spec(text: str) -> DrafterSpec:
         raise ConfigError(f"drafter {text!r}: a path must follow the colon")
     if colon and not _entries[name].takes_path:
         raise ConfigError(f"drafter {text!r}: {name} takes no path, write {name!r}")
-    if _entries[name].takes_path and not path:
+    if _entries[name].takes_path and not path and _entries[name].ships is None:
         raise ConfigError(f"drafter {name!r} needs a model: write {name}:PATH (folder, hub id or GGUF file)")
     return DrafterSpec(name, path or None)
 
@@ -130,7 +143,7 @@ def drafter_factory(name: str) -> DrafterFactory:
     if isinstance(factory, str):
         module, _, attribute = factory.partition(":")
         loaded: Any = getattr(import_module(module), attribute)
-        _entries[name] = _Entry(loaded, _entries[name].takes_path)
+        _entries[name] = replace(_entries[name], factory=loaded)
         return loaded  # type: ignore[no-any-return]
     return factory
 
@@ -139,7 +152,7 @@ register("ngram", "slipstream.drafters.ngram:NgramDrafter")
 register("lookahead", "slipstream.drafters.lookahead:LookaheadDrafter")
 register("prediction", "slipstream.drafters.prediction:PredictionDrafter")
 register("suffix", "slipstream.drafters.suffix:SuffixDrafter")
-register("model", "slipstream.drafters.model:ModelDrafter", takes_path=True, aliases=("draft",))
-register("medusa", "slipstream.drafters.medusa:MedusaDrafter", takes_path=True)
+register("model", "slipstream.drafters.model:ModelDrafter", takes_path=True, ships="draft", aliases=("draft",))
+register("medusa", "slipstream.drafters.medusa:MedusaDrafter", takes_path=True, ships="medusa")
 register("mtp", "slipstream.drafters.mtp:MtpDrafter")
-register("eagle", "slipstream.drafters.eagle:EagleDrafter", takes_path=True, aliases=("eagle3",))
+register("eagle", "slipstream.drafters.eagle:EagleDrafter", takes_path=True, ships="eagle3", aliases=("eagle3",))

@@ -32,7 +32,7 @@ class EagleDrafter(FeatureDrafter):
     def check(cls, opening: Opening) -> None:
         from slipstream.models.heads.checkpoint import read_config
 
-        assert opening.path is not None  # `parse_spec` refuses one without
+        assert opening.path is not None  # `with_shipped` refuses one without
         folder, _, options = opening.path.partition("?")
         parse_options(options)
         read_config(opening.resolve(folder))

@@ -13,6 +13,7 @@ import torch
 from slipstream.core.errors import ConfigError
 from slipstream.drafters import DrafterSpec, drafter_factory, parse_merged, parse_specs
 from slipstream.drafters.base import Drafter, Opening
+from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import plan_memory
@@ -50,11 +51,12 @@ def build(
     listed = list(_listed(drafter))
     parse_specs([one for one in listed if isinstance(one, str)])  # refuses a name with two meanings
     merged = [parse_merged(one) if isinstance(one, str) else (one,) for one in listed]
-    choices = list(dict.fromkeys(choice for parts in merged for choice in parts))
+    named = dict.fromkeys(choice for parts in merged for choice in parts)
     where = pick_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)  # kernels, events and graphs of this thread belong to it
     path = resolve(model, progress, trust_remote_code=trust_remote_code)
+    choices = [with_shipped(one, path) if isinstance(one, DrafterSpec) else one for one in named]
 
     def open_runner(folder: Path) -> Runner:
         say(f"loading {folder.name}")

@@ -66,7 +66,7 @@ class Trainer:
         ranks: Ranks,
         say: Progress,
         measure: MeasureNow | None = None,
-        on_checkpoint: Callable[[Trainer], None] | None = None,
+        on_checkpoint: Callable[[Trainer], object] | None = None,
     ) -> None:
         """measure: called by the first rank. on_checkpoint: likewise, behind each checkpoint."""
         self.config, self.recipe, self.ranks = config, recipe, ranks

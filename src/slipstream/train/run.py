@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from slipstream.models.load import pick_device
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
 from slipstream.train.best import copy_best
+from slipstream.train.card import model_card
 from slipstream.train.config import TrainConfig
 from slipstream.train.data import gather
 from slipstream.train.loop import Trainer
@@ -54,8 +56,8 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
         tell(f"{config.recipe}: {parameters:,} parameters to train on {device}")
         plan = RowPlan(data.sequences, config.row_tokens, config.seed)
 
-        def record(trainer: Trainer) -> None:
-            write_record(
+        def record(trainer: Trainer) -> Path:
+            return write_record(
                 config,
                 data.record,
                 trainer.curves,
@@ -79,7 +81,8 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
             else:  # a finished run whose best one was removed
                 with trainer.averaged():
                     made.export(folder)
-            record(trainer)
+            written = json.loads(record(trainer).read_text())
+            (folder / "README.md").write_text(model_card(written, made.drafter(Path("PATH"))), encoding="utf-8")
         ranks.wait()
         return Finished(folder, made.drafter(folder), dict(best.tau) if best else {})
     except torch.OutOfMemoryError as error:

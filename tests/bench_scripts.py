@@ -1,0 +1,10 @@
+"""The commands in bench/ that tests call. Not a test file."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "bench"))
+acceptance, ship = (import_module(name) for name in ("acceptance", "ship"))

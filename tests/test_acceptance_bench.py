@@ -1,0 +1,52 @@
+"""bench/acceptance.py: what it counts is what the engine counted, task by task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench_scripts import acceptance
+from medusa_checkpoints import knowing_medusa
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "tasks.jsonl"
+    lines = [{"question_id": i, "category": "math" if i % 3 else "qa", "turns": [f"Ask {i}", "no"]} for i in range(7)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_tau_by_task_and_temperature(
+    tiny_target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = knowing_medusa(tmp_path / "heads", tiny_target)
+    words = f"--model {tiny_target} --drafter medusa:{heads} ngram --prompts {prompts} --device cpu --max-tokens 24"
+    words += f" --draft-tokens 12 --at-once 4 --memory 64MiB --json {tmp_path / 'found.json'}"
+    acceptance.main(words.split())
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    assert found["prompts"] == 7
+    assert found["settings"]["prompts"] == "tasks.jsonl"
+    assert [(r["drafter"].partition(":")[0], r["temperature"]) for r in found["results"]] == [
+        ("medusa", 0.0),
+        ("medusa", 1.0),
+        ("ngram", 0.0),
+        ("ngram", 1.0),
+    ]
+    for result in found["results"]:
+        tasks = result["categories"]
+        assert {name: task["prompts"] for name, task in tasks.items()} == {"qa": 3, "math": 4}
+        for key in ("rounds", "tokens", "drafted", "accepted"):
+            assert result[key] == sum(task[key] for task in tasks.values())
+        for part in (result, *tasks.values()):
+            assert part["tau"] == pytest.approx(part["tokens"] / part["rounds"], abs=1e-4)
+            assert sum(part["by_position"]) == part["accepted"]
+            assert part["tokens"] == part["rounds"] + part["accepted"]
+            assert part["by_position"] == sorted(part["by_position"], reverse=True)
+    medusa = found["results"][0]
+    assert medusa["accepted"] > 0
+    assert len(medusa["by_position"]) <= 3  # it has three heads
+    assert medusa["drafted"] > 3 * medusa["rounds"]  # trees, not chains, in a crowd as well
