@@ -13,6 +13,7 @@ from exactness import differences, plain, run
 from gpu_scenes import open_on_gpu, some_cases
 from medusa_checkpoints import tiny_medusa
 from mtp_checkpoints import MTP, save_with_modules
+from shared_drafts import tiny_shared
 from slipstream import SamplingParams, SpeculationParams
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +28,7 @@ SPECS: dict[str, Spec] = {
     "eagle3 small tree": lambda draft, heads: f"eagle:{heads / 'eagle3'}?width=3&depth=3&nodes=9",
     "medusa": lambda draft, heads: f"medusa:{heads / 'medusa'}",
     "ngram and model": lambda draft, heads: f"ngram+model:{draft}",
+    "a draft that shares embeddings": lambda draft, heads: f"model:{heads / 'shared'}",
     "suffix and eagle": lambda draft, heads: f"suffix+eagle:{heads / 'eagle3'}",
 }
 
@@ -37,6 +39,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     eagle_scenes.eagle1().write(folder / "eagle1")
     eagle_scenes.eagle3().write(folder / "eagle3")
     tiny_medusa(folder / "medusa")
+    tiny_shared(folder / "shared")
     return folder
 
 

@@ -59,7 +59,8 @@ class Opening:
     tokenizer: Any  # the target's
     resolve: Callable[[str], Path]  # where a model lies that is named as users name them; fetches it
     load_tokenizer: Callable[[Path], Any]
-    open_runner: Callable[[Path], Runner]  # another model beside the target, checked and swapped as it is
+    open_runner: Callable[[Path, Runner | None], Runner]
+    """Another model beside the target, checked and swapped as it is. The second: whose embeddings it may share."""
     say: Callable[[str], None] = lambda _: None  # what is worth knowing while things load
 
 

@@ -24,6 +24,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
 from slipstream.models.runner import Runner
+from slipstream.models.shared import shares_embeddings
 from slipstream.sampling.choose import choose, processed
 from slipstream.sampling.rows import SampleRows
 
@@ -56,14 +57,18 @@ class ModelDrafter(DeviceDrafter):
 
     @classmethod
     def check(cls, opening: Opening) -> None:
-        opening.load_tokenizer(cls._folder(opening))
+        folder = cls._folder(opening)
+        if not shares_embeddings(folder):
+            opening.load_tokenizer(folder)
 
     @classmethod
     def open(cls, opening: Opening, target: Runner) -> ModelDrafter | TranslatedDrafter:
         """One that shares the target's vocabulary, or one that translates."""
         folder = cls._folder(opening)
+        if shares_embeddings(folder):  # and so the vocabulary
+            return cls(opening.open_runner(folder, target))
         own: Any = opening.load_tokenizer(folder)
-        runner = opening.open_runner(folder)
+        runner = opening.open_runner(folder, None)
         if own.get_vocab() == opening.tokenizer.get_vocab():
             return cls(runner)
         drafter = TranslatedDrafter(runner, own, opening.tokenizer, target.vocab_size)

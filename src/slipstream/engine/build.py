@@ -24,6 +24,7 @@ from slipstream.models.parity import open_model
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
 from slipstream.models.runner import Runner
+from slipstream.models.support import SHARES, check_supported
 
 DrafterChoice = str | Drafter | Sequence[str | Drafter] | None
 
@@ -58,15 +59,20 @@ def build(
     path = resolve(model, progress, trust_remote_code=trust_remote_code)
     choices = [with_shipped(one, path) if isinstance(one, DrafterSpec) else one for one in named]
 
-    def open_runner(folder: Path) -> Runner:
+    def open_runner(folder: Path, beside: Runner | None = None) -> Runner:
         say(f"loading {folder.name}")
+        own = load_config(folder, trust_remote_code)
+        shares = beside if getattr(own, SHARES, False) else None
         return open_model(
             folder,
-            pick_dtype(dtype, where, load_config(folder, trust_remote_code)),
+            pick_dtype(dtype, where, own) if shares is None else shares.dtype,
             where,
             trust_remote_code=trust_remote_code,
             progress=progress,
+            target=shares,
         )
+
+    check_supported(load_config(path, trust_remote_code))
 
     tokenizer: Any = load_tokenizer(path, trust_remote_code)
     opening = Opening(

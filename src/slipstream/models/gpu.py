@@ -6,6 +6,7 @@ residual itself is only ever touched there, so a layer hands its last product on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -227,6 +228,10 @@ class GpuTrunk(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
+
+    @property
+    def layers(self) -> Sequence[GpuLayer]:
+        return self._layers
 
     @property
     def shares_wide(self) -> bool:

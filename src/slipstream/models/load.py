@@ -6,7 +6,7 @@ transformers fills tensors that a checkpoint lacks with random numbers and says 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,11 +82,19 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
 
 def load_weights(
-    path: Path, *, dtype: torch.dtype, device: torch.device, attention: str, trust_remote_code: bool = False
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    trust_remote_code: bool = False,
+    config: PreTrainedConfig | None = None,
+    lent: Collection[str] = (),
 ) -> PreTrainedModel:
     """The model in `path` on `device`, ready to run and not to train, with transformers' attention called `attention`.
 
-    Every tensor comes from the checkpoint: missing, left-over or misshapen ones raise `ModelError`.
+    Every tensor comes from the checkpoint: missing, left-over or misshapen ones raise `ModelError`. config: another
+    one than it is stored with. lent: tensors that it need not have, because another model's take their place.
     """
     files = weight_files(path)
     for file in files:
@@ -107,6 +115,7 @@ def load_weights(
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
+                **({} if config is None else {"config": config}),
                 **placement,
             )
         except torch.OutOfMemoryError as error:
@@ -116,6 +125,7 @@ def load_weights(
             ) from error
         except Exception as error:
             raise ModelError(f"{path}: its weights cannot be loaded ({type(error).__name__}: {error})") from error
+    info["missing_keys"] = set(info["missing_keys"]) - set(lent)
     _check_complete(path, model.config, info)
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
 

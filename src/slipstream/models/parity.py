@@ -47,13 +47,17 @@ def open_model(
     *,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    target: Runner | None = None,
 ) -> Runner:
-    """Load a model, check it against transformers (or recall that it was checked), swap in what holds."""
+    """Load a model, check it against transformers (or recall that it was checked), swap in what holds.
+
+    target: what a draft that is stored without embeddings shares them with.
+    """
     note = _Note(path, dtype, device)
     remembered = note.read()
     if device.type == "cpu" and dtype == torch.float32:
         prepare(progress)  # before the weights: a compiler takes memory while it works
-    runner = open_unchecked(path, dtype, device, trust_remote_code)
+    runner = open_unchecked(path, dtype, device, trust_remote_code, target)
     if remembered is not None:
         runner.swap(fused=remembered == "fused")
         return runner
@@ -70,7 +74,7 @@ def open_model(
         note.write("fused")
         return runner
     del runner  # the swap let the old weights go: load them again
-    runner = open_unchecked(path, dtype, device, trust_remote_code)
+    runner = open_unchecked(path, dtype, device, trust_remote_code, target)
     runner.swap(fused=False)
     if _error(theirs, _ours(runner), dtype) <= TOLERANCE[dtype]:
         note.write("packed")

@@ -7,6 +7,7 @@ target and its draft can share one page table.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,8 @@ from slipstream.models.device_pass import DevicePass, layout_of
 from slipstream.models.gpu import WIDE_ROWS
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.reads import Reads
-from slipstream.models.support import check_supported
+from slipstream.models.shared import LENT, check_fits, lend, shape_of, without_words
+from slipstream.models.support import SHARES, check_supported
 from slipstream.models.tapped import hook
 from slipstream.models.taps import Taps
 
@@ -35,11 +37,15 @@ from slipstream.models.taps import Taps
 class Runner:
     """Runs passes of one model. `swaps` says what was put in place of transformers' own modules."""
 
-    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, target: Runner | None = None) -> None:
+        """target: the one whose embedding and LM head the model has."""
         self.model = model
         self.config = config
-        self.vocab_size = cast(int, model.get_output_embeddings().weight.shape[0])
-        self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.vocab_size: int = (
+            target.vocab_size if target is not None else cast(int, model.get_output_embeddings().weight.shape[0])
+        )
+        theirs = set() if target is None else {id(p) for p in target.model.parameters()}
+        self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in theirs)
         self.swaps = "none"
         self.taps = Taps()  # hidden states that passes keep in the cache
         self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
@@ -160,15 +166,32 @@ class Runner:
         return logits if rows is None or picked else logits[rows]
 
 
-def open_unchecked(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Runner:
-    """Load a model with our attention and nothing else swapped, without comparing it to transformers."""
+def open_unchecked(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    target: Runner | None = None,
+) -> Runner:
+    """Load a model with our attention and nothing else swapped, without comparing it to transformers.
+
+    target: a draft that is stored without embedding and LM head gets those of this model.
+    """
     config = load_config(path, trust_remote_code)
-    check_supported(config)
+    check_supported(config, alone=target is None)
     attention.register()
-    model = load_weights(
-        path, dtype=dtype, device=device, attention=attention.NAME, trust_remote_code=trust_remote_code
+    load = partial(
+        load_weights,
+        path,
+        dtype=dtype,
+        device=device,
+        attention=attention.NAME,
+        trust_remote_code=trust_remote_code,
     )
-    return Runner(model, config)
+    if target is None or not getattr(config, SHARES, False):
+        return Runner(load(), config)
+    check_fits(path, config, *shape_of(target.model))
+    return Runner(lend(load(config=without_words(config), lent=LENT), target.model), config, target)
 
 
 def _num_layers(config: PreTrainedConfig) -> int:

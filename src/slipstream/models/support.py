@@ -50,9 +50,22 @@ _OTHER_MODEL = (
 )
 
 
-def check_supported(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModel`, with the reason and a remedy, unless a model of this configuration may be run."""
+SHARES = "shares_embeddings"
+"""In a configuration: the weights lack embedding and LM head, which are those of the target that it drafts for."""
+
+
+def check_supported(config: PreTrainedConfig, *, alone: bool = True) -> None:
+    """Raise `UnsupportedModel`, with the reason and a remedy, unless a model of this configuration may be run.
+
+    alone: not as a draft beside a target, whose embeddings it could share.
+    """
     kind = config.model_type
+    if alone and getattr(config, SHARES, False):
+        _refuse(
+            config,
+            f"it is a draft that shares its target's embeddings ({SHARES}: true) and has none of its own",
+            "Name it as the drafter of the target that it was trained for: --drafter model:PATH",
+        )
     if scheme := _quantization(config):
         _refuse(
             config, f"its weights are quantized ({scheme}), which is not supported", "Use the unquantized checkpoint"

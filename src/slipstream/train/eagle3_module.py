@@ -7,18 +7,16 @@ it guesses ahead, and learns at every step. Tensors have the names that the head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.models.heads.eagle_shape import EagleShape
 from slipstream.train.batch import Batch
 from slipstream.train.chain_attention import Sequences, attend_chain
 from slipstream.train.hasten import Hastened
+from slipstream.train.layers import Mlp, Norm, Projections, Rotary
 
 
 class Eagle3Module(nn.Module):
@@ -35,14 +33,7 @@ class Eagle3Module(nn.Module):
         self.layers = nn.ModuleList([Layer(shape)])
         self.norm = Norm(shape.hidden, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
-        config: Any = LlamaConfig(
-            hidden_size=shape.hidden,
-            num_attention_heads=shape.heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.trained_positions,
-            rope_parameters=dict(shape.rope),
-        )
-        self._rotary = (LlamaRotaryEmbedding(config),)  # neither weights nor a state of ours
+        self._rotary = Rotary(shape.hidden, shape.heads, shape.head_dim, shape.trained_positions, shape.rope)
         self._read: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = self._before
         self._guess: Callable[..., tuple[Tensor, Tensor]] = self._behind
 
@@ -55,8 +46,7 @@ class Eagle3Module(nn.Module):
         rows, shape = batch.rows, self.shape
         token = torch.roll(rows.ids, -1, dims=1).flatten()  # [N]
         words = self._first.input_layernorm(self._embedding[0](token).float())  # [N, H]
-        rotary = self._rotary[0].to(rows.ids.device)
-        cos, sin = (part[0][:, None] for part in rotary(words, rows.positions.reshape(1, -1)))  # [N, 1, R] fp32
+        cos, sin = self._rotary(words, rows.positions)
         feature = self.combine(batch.taps.flatten(0, 1))
         text: tuple[Tensor, Tensor] | None = None  # K and V of step 0
         chain: list[tuple[Tensor, Tensor]] = []  # of steps 1 to k, at the rows that they belong to
@@ -112,18 +102,6 @@ def _moved(chain: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Te
     return keys, values
 
 
-class Norm(nn.Module):
-    """RMS norm, in fp32 whatever comes in."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
-
-
 class Layer(nn.Module):
     """The head's decoder layer. Its attention reads a token and a feature side by side."""
 
@@ -132,50 +110,10 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
         self.hidden_norm = Norm(shape.hidden, shape.norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
-        self.self_attn = Projections(shape)
-        self.mlp = Mlp(shape)
+        self.self_attn = Projections(2 * shape.hidden, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim)
+        self.mlp = Mlp(shape.hidden, shape.inner)
 
     def behind(self, x: Tensor, attended: Tensor) -> Tensor:  # [N, H], [N, h, D] -> [N, H]
         """The rest of the layer, behind its attention."""
         x = x + self.self_attn.o_proj(attended.flatten(1))
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
-
-
-class Projections(nn.Module):
-    """Queries, keys and values of the layer; its keys and values for all query heads."""
-
-    def __init__(self, shape: EagleShape) -> None:
-        super().__init__()
-        query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden, query, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden, kv, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(query, shape.hidden, bias=False)
-        self._dim, self._group = shape.head_dim, shape.heads // shape.kv_heads
-
-    def forward(self, read: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # each [N, h, D]
-        query, key, value = (
-            product(read).unflatten(1, (-1, self._dim)) for product in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        key, value = (x.repeat_interleave(self._group, dim=1) if self._group > 1 else x for x in (key, value))
-        return _turned(query, cos, sin), _turned(key, cos, sin), value
-
-
-class Mlp(nn.Module):
-    def __init__(self, shape: EagleShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
-        self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, h, D]; cos, sin [N, 1, R]
-    """Rotary embedding of the first R numbers of each head."""
-    width = cos.shape[-1]
-    part, rest = x[..., :width], x[..., width:]
-    first, second = part.chunk(2, dim=-1)
-    turned = (part * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -16,6 +16,7 @@ from slipstream.train.batch import Rows
 from slipstream.train.draft_vocab import DraftVocab
 from slipstream.train.eagle3_module import Eagle3Module
 from slipstream.train.eagle3_options import Eagle3Options
+from slipstream.train.layers import rope_of
 from slipstream.train.teacher import Teacher
 
 _MODEST = 0.3
@@ -55,20 +56,11 @@ def head_shape(options: Eagle3Options, teacher: Teacher, draft_vocab: int) -> Ea
         taps=taps,
         max_positions=positions,
         trained_positions=positions,
-        rope=_rope(config),
+        rope=rope_of(config),
         fc_norm=options.fc_norm,
         norm_before_residual=options.norm_before_residual,
         norm_output=options.norm_output,
     )
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    """The target's rotary frequencies, where a Llama can have them: other engines run heads as Llamas."""
-    found = getattr(config, "rope_parameters", None) or {}
-    found = found.get("full_attention", found)  # some families have one for each kind of layer
-    plain = {"rope_type": "default", "rope_theta": float(found.get("rope_theta") or 10000.0)}
-    whole = found.get("rope_type") in ("linear", "llama3") and not found.get("partial_rotary_factor")
-    return dict(found) if whole else plain
 
 
 @torch.no_grad()

@@ -69,6 +69,10 @@ class Teacher:
         """The LM head's weight, frozen."""
         return cast(Tensor, self._lm_head.weight)
 
+    def layer(self, number: int) -> nn.Module:
+        """One of its decoder layers, counted from 0."""
+        return self._layers[number]
+
     @property
     def vocab_size(self) -> int:
         return self.lm_head.shape[0]

@@ -1,0 +1,128 @@
+"""A distilled draft before its first step: a shape that fits the target, and weights that it has from the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.core.errors import ConfigError
+from slipstream.train.distill_module import DraftModule, DraftShape
+from slipstream.train.distill_options import NOTHING, DraftOptions
+from slipstream.train.layers import rope_of
+from slipstream.train.teacher import Teacher
+
+_MODEST = 0.3
+"""Size of the last states against the target's where nothing is known yet: first guesses should not be sure."""
+
+
+def draft_shape(options: DraftOptions, teacher: Teacher) -> DraftShape:
+    """A draft that fits this target."""
+    config: Any = teacher.config
+    wide = teacher.hidden
+    hidden = options.hidden or wide
+    if hidden > wide:
+        raise ConfigError(f"option hidden={hidden}: must be at most the target's hidden size, {wide}")
+    dim = options.head_dim or int(getattr(config, "head_dim", None) or wide // config.num_attention_heads)
+    target_heads = int(config.num_attention_heads)
+    target_kv = int(getattr(config, "num_key_value_heads", None) or target_heads)
+    if hidden == wide:
+        heads, kv_heads = options.heads or target_heads, options.kv_heads or target_kv
+    else:
+        heads = options.heads or max(hidden // dim, 1)
+        group = max(target_heads // target_kv, 1)
+        kv_heads = options.kv_heads or (heads // group if heads % group == 0 else heads)
+    if heads % kv_heads:
+        raise ConfigError(f"option kv_heads={kv_heads}: must divide heads={heads}")
+    inner = options.inner or _inner(config, hidden, wide)
+    return DraftShape(
+        hidden=hidden,
+        target_hidden=wide,
+        inner=inner,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        num_layers=options.layers,
+        norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        vocab=teacher.vocab_size,
+        positions=int(getattr(config, "max_position_embeddings", None) or 2048),
+        rope=rope_of(config),
+    )
+
+
+def _inner(config: Any, hidden: int, wide: int) -> int:
+    """As wide an MLP as the target has, for its size; in whole vectors."""
+    theirs = int(getattr(config, "intermediate_size", None) or 4 * wide)
+    return theirs if hidden == wide else -(-theirs * hidden // wide // 64) * 64
+
+
+def default_start(layers: int, of: int) -> list[int]:
+    """Which of the target's layers a draft begins with: the first ones, and the last, which speaks."""
+    return list(range(min(layers, of))) if layers == 1 or of < layers else [*range(layers - 1), of - 1]
+
+
+@torch.no_grad()
+def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[int]:
+    """Weights to begin with; returns the target's layers that they are of, none where its layers are of another kind.
+
+    Layers of the target lie in the same space that the draft reads and speaks in, so that even those from far apart
+    do something sensible together. A narrower draft starts from the directions in which the embeddings differ most.
+    """
+    shape = module.shape
+    made = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
+    for name, weight in module.named_parameters():
+        if weight.dim() == 2:
+            fresh = torch.randn(weight.shape, generator=made) * weight.shape[1] ** -0.5
+            weight.copy_(fresh * (0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0))
+    if shape.is_reduced:
+        words = teacher.embedding.float()
+        basis = torch.linalg.eigh(words.T @ words).eigenvectors[:, -shape.hidden :]  # [H, h]
+        module.inward.weight.copy_(basis.T)
+        module.outward.weight.copy_(basis)
+    last = _last_norm(teacher)
+    if last is not None:
+        size = last.pow(2).mean().sqrt()
+        module.norm.weight.copy_(_MODEST * (size if shape.is_reduced else last))
+    wanted = options.start_layers or default_start(shape.num_layers, teacher.num_layers)
+    if options.start_layers:
+        _check_start(options, teacher)
+    if options.start == NOTHING or not _fit(module, teacher, wanted):
+        if options.start_layers:
+            raise ConfigError(
+                f"option start={options.start!r}: the target's layers have other tensors than the draft's (hidden, "
+                "inner, heads, kv_heads, head_dim must be its own, and its layers a Llama's); use start=none"
+            )
+        return []
+    for layer, number in zip(module.layers, wanted, strict=True):
+        layer.load_state_dict({n: t.float() for n, t in teacher.layer(number).state_dict().items()})
+    if last is not None:
+        module.norm.weight.copy_(last)
+    return wanted
+
+
+def _check_start(options: DraftOptions, teacher: Teacher) -> None:
+    wanted = options.start_layers
+    if len(wanted) != options.layers:
+        raise ConfigError(
+            f"option start={options.start!r}: must name as many layers as the draft has, {options.layers}"
+        )
+    if max(wanted) >= teacher.num_layers:
+        raise ConfigError(f"option start={options.start!r}: the target has {teacher.num_layers} layers, counted from 0")
+
+
+def _fit(module: DraftModule, teacher: Teacher, wanted: list[int]) -> bool:
+    """Have these layers of the target the draft's tensors, by name and size?"""
+    ours = _sizes(module.layers[0].state_dict())
+    return len(wanted) == len(module.layers) and all(_sizes(teacher.layer(n).state_dict()) == ours for n in wanted)
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _last_norm(teacher: Teacher) -> Tensor | None:  # [H] fp32
+    norm = getattr(teacher.trunk, "norm", None)
+    weight = getattr(norm, "weight", None) if isinstance(norm, nn.Module) else None
+    return weight.detach().float() if isinstance(weight, Tensor) and weight.shape == (teacher.hidden,) else None

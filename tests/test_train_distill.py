@@ -1,0 +1,273 @@
+"""A distilled draft in training: the numbers of the model that will guess, gradients, and guesses that come true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from conftest import VOCAB, save_model, tiny_llama
+from families import CPU, Passes
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import ConfigError
+from slipstream.drafters.model import ModelDrafter
+from slipstream.models.parity import open_model
+from slipstream.models.runner import Runner
+from slipstream.train.batch import Batch, Rows
+from slipstream.train.chain_attention import Sequences
+from slipstream.train.config import TrainConfig
+from slipstream.train.distill import DraftRecipe
+from slipstream.train.distill_module import DraftModule
+from slipstream.train.distill_options import DraftOptions
+from slipstream.train.distill_start import default_start, draft_shape
+from slipstream.train.recipe import Setting, recipe_class
+from slipstream.train.teacher import Teacher
+from training_rows import packed, random_rows
+
+LENGTHS = ([9, 4], [12])
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_target: Path) -> Teacher:
+    return Teacher.open(tiny_target, "cpu")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Runner:
+    return open_model(tiny_target, torch.float32, CPU)
+
+
+def make(teacher: Teacher, **options: Any) -> DraftRecipe:
+    torch.manual_seed(5)
+    kept = {"kept": "fp32", "layers": 2, **options}
+    config = TrainConfig("draft", "t", Path("out"), self_prompts=1, options=kept)
+    return DraftRecipe.make(Setting(config, teacher, torch.ones(VOCAB, dtype=torch.int64)))
+
+
+def look(teacher: Teacher, recipe: DraftRecipe, rows: Rows | None = None) -> Batch:
+    return teacher.look(random_rows(LENGTHS, WIDTH, VOCAB) if rows is None else rows, recipe.taps)
+
+
+def module_of(recipe: DraftRecipe) -> DraftModule:
+    return cast(DraftModule, recipe.module)
+
+
+def stir(recipe: DraftRecipe) -> None:
+    """Weights that are neither the target's nor plain."""
+    made = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for weight in recipe.module.parameters():
+            weight.mul_(1 + 0.3 * torch.randn(weight.shape, generator=made))
+
+
+@torch.no_grad()
+def logits_of(recipe: DraftRecipe, teacher: Teacher, rows: Rows) -> Tensor:  # [B, T, V]
+    module = module_of(recipe)
+    hidden = module.widened(module(rows, Sequences.of(rows)))
+    return (hidden @ teacher.lm_head.T).view(*rows.ids.shape, -1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"inner": 64, "heads": 2, "kv_heads": 1, "head_dim": 12, "layers": 3},
+        {"shares": False},
+        {"hidden": 16, "layers": 1},
+    ],
+)
+def test_training_and_inference_are_one_model(
+    options: dict[str, Any], teacher: Teacher, target: Runner, tmp_path: Path
+) -> None:
+    """Every row of packed texts gives the logits of the engine's own pass, also when weights are put in later."""
+    recipe = make(teacher, **options)
+    recipe.export(tmp_path)
+    runner = open_model(tmp_path, torch.float32, CPU, target=target)
+    assert "fused" in runner.swaps
+    first = module_of(recipe).state_dict()
+    first = {name: tensor.clone() for name, tensor in first.items()}
+    for again in (False, True):
+        if again:
+            stir(recipe)
+            assert all(not torch.equal(first[n], t) for n, t in recipe.module.state_dict().items())
+            recipe.refresh(ModelDrafter(runner))
+        rows = random_rows(LENGTHS, WIDTH, VOCAB)
+        ours, compared = logits_of(recipe, teacher, rows), 0
+        for row, lengths in enumerate(LENGTHS):
+            start = 0
+            for number, length in enumerate(lengths):
+                ids = rows.ids[row, start : start + length]
+                theirs = Passes(runner, 8).run([(number, ids.tolist())])
+                torch.testing.assert_close(ours[row, start : start + length], theirs, rtol=1e-3, atol=1e-3)
+                start, compared = start + length, compared + length
+        assert compared == 25
+
+
+def test_gradients_reach_every_weight_and_nothing_of_the_target(teacher: Teacher) -> None:
+    for options in ({"variation": 0.3}, {"hidden": 16}):
+        recipe = make(teacher, **options)
+        losses = recipe.loss(look(teacher, recipe))
+        (losses.total / losses.count).backward()
+        for name, weight in recipe.module.named_parameters():
+            assert weight.grad is not None, name
+            assert weight.grad.isfinite().all(), name
+            assert weight.grad.abs().max() > 0, name
+    assert all(weight.grad is None for weight in teacher.model.parameters())
+
+
+def test_the_gradient_is_the_losss(teacher: Teacher) -> None:
+    """Held against small steps of the loss itself, in the direction of the gradient."""
+    recipe = make(teacher, variation=0.7)
+    stir(recipe)
+    batch = look(teacher, recipe)
+    loss = recipe.loss(batch).total
+    loss.backward()
+    weights = list(recipe.module.parameters())
+    grads = [cast(Tensor, weight.grad) for weight in weights]
+    norm = torch.stack([grad.pow(2).sum() for grad in grads]).sum().sqrt()
+    step, found = 1e-2, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.add_(grad, alpha=float(sign * step / norm))
+            found.append(float(recipe.loss(batch).total))
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.sub_(grad, alpha=float(sign * step / norm))
+    assert (found[0] - found[1]) / (2 * step) == pytest.approx(float(norm), rel=0.02)
+
+
+def test_a_loss_knows_nothing_of_neighbours_and_counts_answers_only(teacher: Teacher) -> None:
+    recipe = make(teacher, prompt_weight=0.25)
+    together = recipe.loss(look(teacher, recipe))
+    made = random_rows(LENGTHS, WIDTH, VOCAB).ids
+    sequences = [made[0, :9], made[0, 9:13], made[1, :12]]
+    apart = [recipe.loss(look(teacher, recipe, packed([[ids.tolist()]], len(ids)))) for ids in sequences]
+    for name in ("total", "count", "accepted", "positions"):
+        torch.testing.assert_close(
+            getattr(together, name), sum(getattr(one, name) for one in apart), rtol=1e-4, atol=1e-4
+        )
+    # prompts have two tokens; the first is nobody's guess, the second one of a prompt
+    assert together.positions.tolist() == [7 + 2 + 10]
+    assert float(together.count) == 7 + 2 + 10 + 3 * 0.25
+
+
+def test_a_loss_of_nothing_is_one(teacher: Teacher) -> None:
+    """Rows of prompts alone, or of padding."""
+    recipe = make(teacher)
+    losses = recipe.loss(look(teacher, recipe, packed([[list(range(8))]], WIDTH, prompt=8)))
+    losses.total.backward()
+    assert (float(losses.total.detach()), float(losses.count)) == (0.0, 0.0)
+
+
+def test_it_begins_with_the_targets_own_layers(teacher: Teacher) -> None:
+    """All of them, it is the target: nothing is left to learn. Some of them are a better start than fresh weights."""
+    whole = make(teacher, layers=3, start="0,1,2", variation=0.0)
+    losses = whole.loss(look(teacher, whole))
+    assert float(losses.total.detach()) == pytest.approx(0, abs=1e-3)
+    assert float(losses.accepted / losses.positions) == pytest.approx(1, abs=1e-4)
+    layer = module_of(make(teacher)).layers[1].state_dict()
+    assert all(torch.equal(tensor, layer[name]) for name, tensor in teacher.layer(2).state_dict().items())
+    fresh = module_of(make(teacher, start="none")).layers[1].state_dict()
+    assert not any(torch.equal(fresh[name], layer[name]) for name in fresh if "proj" in name)
+    other = make(teacher, inner=40)  # of another size: fresh ones, without a word
+    assert other.loss(look(teacher, other)).total.isfinite()
+    assert [default_start(n, 30) for n in (1, 2, 3)] == [[0], [0, 29], [0, 1, 29]]
+    assert default_start(4, 3) == [0, 1, 2]
+
+
+def test_it_is_stored_without_the_targets_words(teacher: Teacher, tmp_path: Path) -> None:
+    recipe = make(teacher, kept="fp16")
+    recipe.export(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name for name in stored if "layers" not in name} == {"model.norm.weight"}
+    assert all(tensor.dtype == torch.float16 for tensor in stored.values())
+    assert sum(t.numel() for t in stored.values()) == sum(p.numel() for p in recipe.module.parameters())
+    assert not list(tmp_path.glob("tokenizer*"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["shares_embeddings"] is True
+    assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]) == (VOCAB, 32, 2)
+
+
+def test_the_default_draft_has_less_than_twelve_million_weights() -> None:
+    """Of SmolLM2-135M's shape; without memory for it."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    like = SimpleNamespace(config=tiny_llama(**sizes, head_dim=64), hidden=576, vocab_size=49152, num_layers=30)
+    with torch.device("meta"):
+        module = DraftModule(draft_shape(DraftOptions(), cast(Teacher, like)), nn.Embedding(49152, 576))
+    assert 10_000_000 < sum(weight.numel() for weight in module.parameters()) <= 12_000_000
+
+
+def learn(recipe: DraftRecipe, batch: Batch, steps: int) -> Tensor:
+    """Acceptance that the last batch promises."""
+    optimizer = torch.optim.AdamW(recipe.module.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(steps):
+        losses = recipe.loss(batch)
+        optimizer.zero_grad()
+        (losses.total / losses.count).backward()
+        nn.utils.clip_grad_norm_(recipe.module.parameters(), 1.0)
+        optimizer.step()
+    return losses.accepted / losses.positions
+
+
+@pytest.mark.parametrize("hidden", [0, 16])
+def test_what_is_learnt_is_accepted_in_the_engine(hidden: int, tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
+    """A few answers learnt by heart: the engine's tau rises from about 1, in an engine that stays open."""
+    target = save_model(tmp_path / "target", tiny_llama(), seed=3)
+    teacher = Teacher.open(target, "cpu")
+    prompts = [[10 + i, 20 + i, 30 + i] for i in range(4)]
+    how = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
+    plain = open_llm(target, drafter=None)
+    texts = [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, plain.generate(prompts, how), strict=True)]
+    recipe = make(teacher, start="none", hidden=hidden)
+    recipe.export(tmp_path / "draft")
+
+    def tau(llm: LLM) -> float:
+        outputs = llm.generate(prompts, how)
+        assert [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, outputs, strict=True)] == texts
+        spoken = [o.outputs[0].speculation for o in outputs]
+        return 1 + sum(s.accepted for s in spoken) / sum(s.rounds for s in spoken)
+
+    llm = open_llm(target, drafter=recipe.drafter(tmp_path / "draft"), planner="fixed")
+    before = tau(llm)
+    rows = packed([texts[:2], texts[2:]], 2 * len(texts[0]), prompt=3)
+    accepted = learn(recipe, look(teacher, recipe, rows), 150)
+    assert accepted.min() > 0.7
+    recipe.refresh(llm.engine.drafting.drafters["model"])
+    after = tau(llm)
+    assert before < 1.5
+    assert after > 2.5
+    recipe.export(tmp_path / "again")
+    assert tau(open_llm(target, drafter=recipe.drafter(tmp_path / "again"), planner="fixed")) == after
+    queued = open_llm(target, drafter=recipe.drafter(tmp_path / "again"), planner="fixed", rounds="queued")
+    assert tau(queued) == pytest.approx(after, abs=0.2)  # rounds that begin before the host knows the end count there
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 0}, "option layers=0: must be at least 1"),
+        ({"variation": -1}, r"option variation=-1\.0: must be between 0 and 100"),
+        ({"start": "0,x"}, "option start='0,x': must be layers such as"),
+        ({"start": "0"}, "option start='0': must name as many layers as the draft has, 2"),
+        ({"start": "0,3"}, "option start='0,3': the target has 3 layers, counted from 0"),
+        ({"start": "0,2", "inner": 40}, "option start='0,2': the target's layers have other tensors"),
+        ({"hidden": 64}, "option hidden=64: must be at most the target's hidden size, 32"),
+        ({"kv_heads": 3}, "option kv_heads=3: must divide heads=4"),
+        ({"kept": "fp8"}, "option kept='fp8': must be one of fp16"),
+    ],
+)
+def test_wrong_options_say_what_would_be_right(options: dict[str, Any], message: str, teacher: Teacher) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(teacher, **options)
+
+
+def test_the_recipe_is_known_by_name() -> None:
+    assert recipe_class("draft") is DraftRecipe
