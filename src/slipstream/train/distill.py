@@ -66,6 +66,8 @@ class DraftRecipe:
             )
         module = DraftModule(draft_shape(options, teacher), teacher.model.get_input_embeddings()).to(teacher.device)
         begin(module, options, teacher)
+        if teacher.device.type == "cuda":
+            module.hasten()
         return cls(options, module, teacher)
 
     @property

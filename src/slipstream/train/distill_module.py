@@ -6,7 +6,7 @@ embedding and one before the LM head; when it is stored, each becomes one with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.train.batch import Rows
 from slipstream.train.chain_attention import Sequences, attend_chain
+from slipstream.train.hasten import Hastened
 from slipstream.train.layers import Mlp, Norm, Projections, Rotary
 
 
@@ -60,6 +61,11 @@ class DraftModule(nn.Module):
             x = layer(x, cos, sin, sequences)
         return cast(Tensor, self.norm(x))
 
+    def hasten(self) -> None:
+        """Compile what stands before and behind attention: for passes of one size, on a GPU."""
+        for layer in self.layers:
+            cast(DraftLayer, layer).hasten()
+
     def embed(self, ids: Tensor) -> Tensor:  # [N] -> [N, h] fp32
         words = self._embedding[0](ids).float()
         return cast(Tensor, self.inward(words).float() if self.shape.is_reduced else words)
@@ -78,9 +84,21 @@ class DraftLayer(nn.Module):
         self.self_attn = Projections(shape.hidden, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim)
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
         self.mlp = Mlp(shape.hidden, shape.inner)
+        self._read: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._before
+        self._go_on: Callable[..., Tensor] = self._behind
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:  # [N, h]
-        query, key, value = self.self_attn(self.input_layernorm(x), cos, sin)
+        query, key, value = self._read(x, cos, sin)
         none = key.new_zeros((0, *key.shape))  # there is no chain beside the text
-        x = x + self.self_attn.o_proj(attend_chain(query, key, value, none, none, sequences).flatten(1))
+        return self._go_on(x, attend_chain(query, key, value, none, none, sequences))
+
+    def hasten(self) -> None:
+        self._read, self._go_on = Hastened(self._before), Hastened(self._behind)
+
+    def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # each [N, heads, D]
+        found: tuple[Tensor, Tensor, Tensor] = self.self_attn(self.input_layernorm(x), cos, sin)
+        return found
+
+    def _behind(self, x: Tensor, attended: Tensor) -> Tensor:  # [N, h], [N, heads, D] -> [N, h]
+        x = x + self.self_attn.o_proj(attended.flatten(1))
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
