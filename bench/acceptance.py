@@ -135,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_num_seqs=options.at_once,
             max_draft_rows=options.at_once * (MAX_NODES + 1),
             planner="fixed",
+            graphs=False,  # rounds of many sizes, few of each: recording them takes longer than it saves
         ) as llm:
             asked = {
                 name: [llm.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in group]
