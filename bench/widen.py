@@ -5,7 +5,7 @@
 SMALL is a Llama-like model: a folder, a hub id, or `default`. The small model's numbers stand in the corner of each
 weight; whatever cannot be seen in the result is random, the rest zero. Up to rounding in bf16 the two give the same
 tokens, so the small one is a draft that is right nearly always: what an engine then reaches is what it makes of good
-drafts, and more than a real pair of models would give.
+drafts, and more than a real pair of models would give. `widen_heads.py` does the same for the small one's drafters.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from slipstream.train.config import TrainConfig
 from slipstream.train.distill import DraftRecipe
 from slipstream.train.distill_module import DraftModule
 from slipstream.train.distill_options import DraftOptions
-from slipstream.train.distill_start import default_start, draft_shape
+from slipstream.train.distill_start import draft_shape
 from slipstream.train.recipe import Setting, recipe_class
 from slipstream.train.teacher import Teacher
 from training_rows import packed, random_rows
@@ -168,19 +168,19 @@ def test_a_loss_of_nothing_is_one(teacher: Teacher) -> None:
 
 
 def test_it_begins_with_the_targets_own_layers(teacher: Teacher) -> None:
-    """All of them, it is the target: nothing is left to learn. Some of them are a better start than fresh weights."""
-    whole = make(teacher, layers=3, start="0,1,2", variation=0.0)
+    """All of them and its last norm, it is the target, and nothing is left to learn."""
+    whole = make(teacher, layers=3, variation=0.0)
+    with torch.no_grad():
+        whole.module.get_parameter("norm.weight").copy_(teacher.trunk.get_parameter("norm.weight"))
     losses = whole.loss(look(teacher, whole))
     assert float(losses.total.detach()) == pytest.approx(0, abs=1e-3)
     assert float(losses.accepted / losses.positions) == pytest.approx(1, abs=1e-4)
-    layer = module_of(make(teacher)).layers[1].state_dict()
-    assert all(torch.equal(tensor, layer[name]) for name, tensor in teacher.layer(2).state_dict().items())
+    own = module_of(make(teacher, start="0,2")).layers[1].state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in teacher.layer(2).state_dict().items())
     fresh = module_of(make(teacher, start="none")).layers[1].state_dict()
-    assert not any(torch.equal(fresh[name], layer[name]) for name in fresh if "proj" in name)
+    assert not any(torch.equal(fresh[name], own[name]) for name in fresh if "proj" in name)
     other = make(teacher, inner=40)  # of another size: fresh ones, without a word
     assert other.loss(look(teacher, other)).total.isfinite()
-    assert [default_start(n, 30) for n in (1, 2, 3)] == [[0], [0, 29], [0, 1, 29]]
-    assert default_start(4, 3) == [0, 1, 2]
 
 
 def test_it_is_stored_without_the_targets_words(teacher: Teacher, tmp_path: Path) -> None:

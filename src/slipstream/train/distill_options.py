@@ -22,7 +22,7 @@ class DraftOptions:
     heads: int = 0  # attention heads; 0: as the target's, or as many of its size as fit
     kv_heads: int = 0
     head_dim: int = 0
-    start: str = ""  # the target's layers whose weights it begins with, as 0,1,29; none: fresh ones
+    start: str = ""  # the target's layers whose weights it begins with, as 0,1,2; none: fresh ones
     variation: float = 1.0  # weight of the total variation beside the divergence
     sharpen: float = 0.0  # share of the aim that is the target's best token alone
     prompt_weight: float = 0.0  # of rows that guess a prompt's tokens, against an answer's; above 0 they cost as much
@@ -38,7 +38,7 @@ class DraftOptions:
         _check("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
         _check("kept", self.kept, self.kept in get_args(Kept), "one of " + ", ".join(get_args(Kept)))
         named = self.start in ("", NOTHING) or all(part.strip().isdecimal() for part in self.start.split(","))
-        _check("start", self.start, named, "layers such as 0,1,29, or none")
+        _check("start", self.start, named, "layers such as 0,1,2, or none")
 
     @property
     def start_layers(self) -> list[int]:

@@ -15,7 +15,7 @@ from slipstream.train.layers import rope_of
 from slipstream.train.teacher import Teacher
 
 _MODEST = 0.3
-"""Size of the last states against the target's where nothing is known yet: first guesses should not be sure."""
+"""Size of the last states against the target's: first guesses are mostly wrong, and should not be sure."""
 
 
 def draft_shape(options: DraftOptions, teacher: Teacher) -> DraftShape:
@@ -58,17 +58,12 @@ def _inner(config: Any, hidden: int, wide: int) -> int:
     return theirs if hidden == wide else -(-theirs * hidden // wide // 64) * 64
 
 
-def default_start(layers: int, of: int) -> list[int]:
-    """Which of the target's layers a draft begins with: the first ones, and the last, which speaks."""
-    return list(range(min(layers, of))) if layers == 1 or of < layers else [*range(layers - 1), of - 1]
-
-
 @torch.no_grad()
 def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[int]:
     """Weights to begin with; returns the target's layers that they are of, none where its layers are of another kind.
 
-    Layers of the target lie in the same space that the draft reads and speaks in, so that even those from far apart
-    do something sensible together. A narrower draft starts from the directions in which the embeddings differ most.
+    The target's first layers read what the draft's do, and leave what its LM head makes some sense of; late ones are
+    lost without those before them. A narrower draft starts from the directions in which embeddings differ most.
     """
     shape = module.shape
     made = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
@@ -85,7 +80,7 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
     if last is not None:
         size = last.pow(2).mean().sqrt()
         module.norm.weight.copy_(_MODEST * (size if shape.is_reduced else last))
-    wanted = options.start_layers or default_start(shape.num_layers, teacher.num_layers)
+    wanted = options.start_layers or list(range(min(shape.num_layers, teacher.num_layers)))
     if options.start_layers:
         _check_start(options, teacher)
     if options.start == NOTHING or not _fit(module, teacher, wanted):
@@ -97,8 +92,6 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
         return []
     for layer, number in zip(module.layers, wanted, strict=True):
         layer.load_state_dict({n: t.float() for n, t in teacher.layer(number).state_dict().items()})
-    if last is not None:
-        module.norm.weight.copy_(last)
     return wanted
 
 
