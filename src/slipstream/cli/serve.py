@@ -68,8 +68,14 @@ def serve(
         option(metavar="N", min=0, panel=LIMITS, help="Answers that may wait for their turn; then clients get 429."),
     ] = _USUAL.max_queue,
     max_body: Annotated[
-        int, option(metavar="BYTES", min=1024, panel=LIMITS, help="Of a request.")
-    ] = _USUAL.limits.body_bytes,
+        int | None,
+        option(
+            metavar="BYTES",
+            min=1024,
+            panel=LIMITS,
+            help="Of a request. Default: 1 MiB, and 32 bytes for every token of the context.",
+        ),
+    ] = None,
     request_timeout: Annotated[
         float, option(metavar="SECONDS", panel=LIMITS, help="From a request's arrival to the end of its answer.")
     ] = _USUAL.limits.request_s,

@@ -115,7 +115,8 @@ def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
     def ended(scope: Scope, record: Record) -> None:
         service.metrics.answered(record.path if record.path in known else "other", record.status)
 
-    return Gate(app, config, service.admission, ended), service
+    max_body = config.limits.body_for(llm.max_model_len)
+    return Gate(app, config, service.admission, max_body=max_body, ended=ended), service
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -36,7 +36,7 @@ class ApiKey:
 class Limits:
     """What one request may ask for. Beyond these it is refused with 400 (413 for the body), before it costs anything.
 
-    body_bytes: of the JSON that comes in.
+    body_bytes: of the JSON that comes in; None: 1 MiB, and 32 bytes for every token that the context has.
     body_s: seconds within which it must be here.
     prompts: of one /v1/completions request.
     choices: n; times prompts.
@@ -45,7 +45,7 @@ class Limits:
     request_s: seconds from its arrival to the end of its answer.
     """
 
-    body_bytes: int = 4 * 2**20
+    body_bytes: int | None = None
     body_s: float = 30.0
     prompts: int = 64
     choices: int = 128
@@ -57,8 +57,12 @@ class Limits:
 
     def __post_init__(self) -> None:
         for key in self.__slots__:
-            if not getattr(self, key) > 0:
+            if getattr(self, key) is not None and not getattr(self, key) > 0:
                 raise ConfigError(f"{key}={getattr(self, key)!r}: must be above 0")
+
+    def body_for(self, context: int) -> int:
+        """Most bytes of a body, for a model with such a context."""
+        return self.body_bytes or 2**20 + 32 * context
 
 
 @dataclass(frozen=True, slots=True)

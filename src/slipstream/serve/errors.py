@@ -80,11 +80,10 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         case "json_invalid":
             what = first.get("ctx", {}).get("error", "it cannot be read")
             return ApiError(400, f"the body is not JSON: {what}", code="invalid_json")
-        case "extra_forbidden":
-            name = place[-1] if place else ""
-            return ApiError(
-                400, f"{'.'.join(place)}: unknown or unsupported field {name!r}; leave it out", param=".".join(place)
-            )
+        case "unknown_field":
+            name = first["ctx"]["name"]
+            param = ".".join([*_field_names(place), name])
+            return ApiError(400, f"{param}: unknown or unsupported field {name!r}; leave it out", param=param)
         case "missing" if not place:
             return ApiError(400, "the body is missing: send JSON, with content-type application/json")
         case "missing":

@@ -30,11 +30,18 @@ class Gate:
     """ended: hears of every request when it is over."""
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, admission: Admission, ended: Callable[[Scope, Record], None]
+        self,
+        app: ASGIApp,
+        config: ServeConfig,
+        admission: Admission,
+        *,
+        max_body: int,
+        ended: Callable[[Scope, Record], None],
     ) -> None:
         self._app = app
         self._config = config
         self._admission = admission
+        self._max_body = max_body
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,25 +88,25 @@ class Gate:
         return await self._read(receive, _length(headers.get(b"content-length")))
 
     async def _read(self, receive: Receive, announced: int) -> bytes | None:
-        limits = self._config.limits
-        too_long = ApiError(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_long")
-        if announced > limits.body_bytes:
+        limit, patience_s = self._max_body, self._config.limits.body_s
+        too_long = ApiError(413, f"the body has more than {limit} bytes", code="body_too_long")
+        if announced > limit:
             raise too_long
         parts: list[bytes] = []
         size, more = 0, True
         try:
-            async with asyncio.timeout(limits.body_s):
+            async with asyncio.timeout(patience_s):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > limits.body_bytes:
+                    if size > limit:
                         raise too_long
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise ApiError(408, f"the body was not here within {limits.body_s:g} s", code="timeout") from None
+            raise ApiError(408, f"the body was not here within {patience_s:g} s", code="timeout") from None
         return b"".join(parts)
 
 

@@ -70,6 +70,8 @@ def _params(
         raise refused("top_logprobs", f"must be at most {limits.top_logprobs} on this server")
     if asked.prediction is not None and not drafts:
         raise refused("prediction", "nothing drafts on this server, so nothing would come of it; leave it out")
+    if any(len(word) > limits.stop_chars for word in asked.bad_words or ()):
+        raise refused("bad_words", f"must be strings of at most {limits.stop_chars} characters on this server")
     same: dict[str, Any] = {key: value for key in _SAME if (value := getattr(asked, key)) is not None}
     return SamplingParams(
         **same,

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+UNKNOWN = "unknown_field"
 
 Whole = Annotated[int, Field(ge=0, le=2**62)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True, min_length=1)]
@@ -16,6 +19,15 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 
 class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:
+        """The first of them is enough: pydantic would make an error of every one, and there may be very many."""
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                raise PydanticCustomError(UNKNOWN, "unknown field", {"name": str(key)[:64]})
+        return given
 
 
 class StreamOptions(Fields):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import socket
 import sys
 from types import FrameType
@@ -45,15 +47,19 @@ class HttpServer(uvicorn.Server):
         """Until SIGTERM or SIGINT; then what runs has time to end."""
         before = sys.getswitchinterval()
         sys.setswitchinterval(min(before, _SWITCH_S))
+        gc.collect()
+        gc.freeze()  # a large body has Python look for garbage: not among all that torch and the model have brought
         try:
             self.run(sockets=[self.socket])
         finally:
+            gc.unfreeze()
             sys.setswitchinterval(before)
             self.socket.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On a signal; a second Ctrl-C does not wait. uvicorn would raise it again, with the engine still open."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
         self.drain()
-        super().handle_exit(sig, frame)
 
     def drain(self) -> None:
         """Take nobody in any more, end when those inside have their answers."""

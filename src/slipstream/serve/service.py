@@ -19,6 +19,7 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.health import Health, judge
 from slipstream.serve.metrics import Metrics
+from slipstream.serve.nesting import check_nesting
 from slipstream.serve.prompts import PromptMaker
 from slipstream.serve.record import Record
 from slipstream.serve.sampling import chat_params, completion_params, text_of, wants_report
@@ -77,7 +78,7 @@ class Service:
         self._check_model(asked.model)
         params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
         parser = self._tool_parser(asked)
-        self._check_length("messages", _length(asked))
+        self._check_conversation(asked)
         manner = self._manner(asked, record, "chatcmpl")
 
         def make() -> tuple[list[Job], Wording]:
@@ -92,7 +93,7 @@ class Service:
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("prompt", "give either it or messages")
         self._check_length("prompt", len(asked.prompt or ""))
-        self._check_length("messages", _length(asked))
+        self._check_conversation(asked)
 
         def make() -> list[int]:
             if asked.prompt is None:
@@ -167,6 +168,11 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
+
+    def _check_conversation(self, asked: ChatRequest | TokenizeRequest) -> None:
+        self._check_length("messages", _length(asked))
+        for index, tool in enumerate(asked.tools or ()):
+            check_nesting(f"tools.{index}.function.parameters", tool.function.parameters, self.config.limits.nesting)
 
     def _job(self, ids: list[int], params: SamplingParams, record: Record, index: int, param: str = "prompt") -> Job:
         self._check_length(param, len(ids), "tokens", 1)
