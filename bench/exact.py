@@ -58,7 +58,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     drafters = [name for name in options.drafters.split(",") if name]
-    llm = LLM(options.model, drafter=drafters or None, dtype=options.dtype, device=options.device, max_model_len=4096)
+    llm = LLM(
+        options.model,
+        drafter=drafters or None,
+        dtype=options.dtype,
+        device=options.device,
+        max_model_len=4096,
+        prefix_caching=False,
+    )
     prompts = []
     for prompt in load_prompts(options.prompts)[: options.limit]:
         ids = llm.chat_prompt([{"role": "user", "content": prompt.text}])

@@ -176,6 +176,7 @@ def opened(setup: Setup, tell: Callable[[Start], None] = lambda _: None) -> Iter
         memory="24GiB",
         max_model_len=setup.context,
         rounds="queued" if setup.device == "cpu" else None,  # a CPU is here to try what a GPU will do
+        prefix_caching=False,  # the same prompts come again and again, and are to be computed each time
     )
     try:
         there = time.perf_counter()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.scheduler import Chunk, OwnChunks
+from slipstream.engine.chunks import Chunk, OwnChunks
 
 RULE = OwnChunks(max_rows=64, narrow=8, together=20)
 
@@ -52,7 +52,7 @@ def test_what_is_computed_widely_depends_on_the_prompt_alone(prompt: int, genera
 
 @given(st.lists(st.integers(1, 64), max_size=20))
 def test_a_wide_chunk_has_a_pass_to_itself(rows: list[int]) -> None:
-    chunks = [Chunk(FakeAnswer(n), n) for n in rows]  # type: ignore[arg-type]
+    chunks = [Chunk(FakeAnswer(n + 1), n) for n in rows]  # type: ignore[arg-type]
     passes = RULE.passes(chunks)
     assert sorted(map(id, chunks)) == sorted(id(chunk) for part in passes for chunk in part)
     for part in passes:
@@ -64,7 +64,7 @@ def test_a_wide_chunk_has_a_pass_to_itself(rows: list[int]) -> None:
 @given(st.lists(st.integers(1, 64), max_size=20))
 def test_wide_chunks_share_passes_where_they_may(rows: list[int]) -> None:
     rule = replace(RULE, lonely=12, wide_together=50)
-    chunks = [Chunk(FakeAnswer(n), n) for n in rows]  # type: ignore[arg-type]
+    chunks = [Chunk(FakeAnswer(n + 1), n) for n in rows]  # type: ignore[arg-type]
     passes = rule.passes(chunks)
     assert sorted(map(id, chunks)) == sorted(id(chunk) for part in passes for chunk in part)
     for part in passes:

@@ -20,8 +20,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DraftRequest
+from slipstream.engine.chunks import Chunk
 from slipstream.engine.packing import pack, pack_chunks
-from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Job
 from slipstream.engine.tickets import Ticket
 from slipstream.kv.pages import PageTable

@@ -38,7 +38,9 @@ def wish(dice: random.Random) -> Wish:
     }
     rare = {"logprobs": 2, "frequency_penalty": 0.7, "top_p": 0.8, "top_k": 7, "stop": ["e"], "bad_words": ["ab", "q"]}
     params |= {name: value for name, value in rare.items() if dice.random() < 0.2}
-    return Wish(tuple(dice.randrange(3, 250) for _ in range(length)), params)
+    begins = random.Random(dice.randrange(2)).choices(range(3, 250), k=dice.choice([0, 20, 100, length]))
+    prompt = [*begins, *(dice.randrange(3, 250) for _ in range(length))][:length]  # some begin alike
+    return Wish(tuple(prompt), params)
 
 
 def told(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
@@ -106,7 +108,7 @@ def test_the_same_answers_as_plain_rounds_give(tiny_target: Path, tiny_draft: Pa
             ([model, Echo(), Letters(), "ngram"], ["model", "echo", "letters", "ngram", None]),
         ]
     )
-    plain = answers(Stepper(tiny_target, None, **config), wishes, [None], seed, aborts=False)
+    plain = answers(Stepper(tiny_target, None, prefix_caching=False, **config), wishes, [None], seed, aborts=False)
     queue = Queue(tiny_target, drafters, **config)
     found = answers(queue, wishes, names, seed, aborts=dice.random() < 0.5)
     queue.check_lanes()

@@ -14,10 +14,12 @@ from conftest import VOCAB
 from scripted import Answers, Right
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import CompletionOutput
-from slipstream.engine.scheduler import Chunk, ChunkRule, Schedule, Scheduler
+from slipstream.engine.chunks import Chunk, ChunkRule
+from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.state import Answer, Job, Phase
 from slipstream.engine.text import TextStream
 from slipstream.kv.pages import PageCopy, PagePool
+from slipstream.kv.prefix import PrefixStore
 
 PAGE = 4
 PAGES = 10
@@ -30,11 +32,12 @@ class NoText:
         return ""
 
 
-def make_job(prompt: int, n: int = 1) -> Job:
-    """A job with a prompt of tokens that occur nowhere else."""
+def make_job(prompt: int, n: int = 1, begins: int = 0, salt: str = "") -> Job:
+    """A job with a prompt of tokens that occur nowhere else, but for the first ones, which others may have, too."""
     make_job.made += 1  # type: ignore[attr-defined]
     first = 1000 * make_job.made  # type: ignore[attr-defined]
-    job = Job(f"job-{first}", None, list(range(first, first + prompt)), SamplingParams(n=n), lambda output: None)
+    tokens = [*range(min(begins, prompt)), *range(first + begins, first + prompt)]
+    job = Job(f"job-{first}", None, tokens, SamplingParams(n=n, cache_salt=salt), lambda output: None)
     for sample in range(n):
         leader = job.answers[0] if sample else None
         text = TextStream(NoText(), job.prompt_ids)
@@ -48,8 +51,9 @@ make_job.made = 0  # type: ignore[attr-defined]
 class World:
     """A scheduler with an engine around it that computes nothing: a cache slot holds the token written to it."""
 
-    def __init__(self, pages: int = PAGES) -> None:
-        self.pool = PagePool(pages, PAGE)
+    def __init__(self, pages: int = PAGES, chunks: ChunkRule | None = None, most_kept: int | None = None) -> None:
+        self.pool = PagePool(pages, PAGE, most_kept)
+        self.prefixes = PrefixStore(self.pool)
         self.cache: dict[int, int] = {}
         self.admitted: set[Answer] = set()
         self.copied = 0
@@ -57,7 +61,8 @@ class World:
         self.scheduler = Scheduler(
             self.pool,
             max_running=SEATS,
-            chunks=ChunkRule(MAX_ROWS),
+            chunks=chunks or ChunkRule(MAX_ROWS),
+            prefixes=self.prefixes,
             copy_pages=self.copy_pages,
             on_admit=self.on_admit,
             on_release=self.admitted.discard,
@@ -107,8 +112,7 @@ class World:
         for chunk in plan.chunks:
             answer, completes = chunk.answer, chunk.completes
             self.write(answer, answer.tokens[answer.cached : answer.cached + chunk.rows])
-            assert answer.table is not None
-            answer.table.commit(chunk.rows)
+            self.scheduler.commit(chunk)
             if completes:
                 answer.tokens.append(7)
         for answer in [*plan.decodes, *(c.answer for c in plan.chunks)]:
@@ -129,7 +133,7 @@ class Rounds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = World(most_kept=PAGES // 2)
         self.answers: list[Answer] = []
 
     @property
@@ -137,9 +141,24 @@ class Rounds(RuleBasedStateMachine):
         return [answer for answer in self.answers if not answer.ended]
 
     @precondition(lambda self: len(self.alive) < 12)
-    @rule(prompt=st.integers(1, PAGES * PAGE - 1), n=st.integers(1, 3))
-    def join(self, prompt: int, n: int) -> None:
-        self.answers.extend(self.world.add(make_job(prompt, n)).answers)
+    @rule(
+        prompt=st.integers(1, PAGES * PAGE - 1),
+        n=st.integers(1, 3),
+        begins=st.sampled_from([0, 7, 8, 9, 20, 40]),
+        salt=st.sampled_from(["", "other"]),
+    )
+    def join(self, prompt: int, n: int, begins: int, salt: str) -> None:
+        self.answers.extend(self.world.add(make_job(prompt, n, begins, salt)).answers)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """What it holds must not be found: something is wrong with it."""
+        table = data.draw(st.sampled_from(self.alive)).table
+        if table is not None:
+            self.world.prefixes.forget(table.pages)
+            found = {page for page in range(PAGES) if page in self.world.pool.named}
+            assert found.isdisjoint(table.pages)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -192,6 +211,8 @@ class Rounds(RuleBasedStateMachine):
             self.nothing_is_lost()
         assert not self.alive
         assert self.world.pool.free_pages == PAGES
+        self.world.prefixes.clear()
+        assert self.world.pool.kept_pages == 0
 
 
 Rounds.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

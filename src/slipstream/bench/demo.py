@@ -121,7 +121,7 @@ def show(comparison: Comparison, console: Console) -> None:
 def load(model: str, on_progress: Callable[[str], None]) -> LLM:
     from slipstream.engine.llm import LLM
 
-    return LLM(model, drafter=DRAFTER, on_progress=on_progress)
+    return LLM(model, drafter=DRAFTER, on_progress=on_progress, prefix_caching=False)  # each side computes the prompt
 
 
 @contextmanager

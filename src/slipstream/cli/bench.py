@@ -126,7 +126,7 @@ def bench(
         },
     }
     console = Console()
-    with loaded(common, drafters, max_num_seqs=concurrency) as llm, ExitStack() as stack:
+    with loaded(common, drafters, max_num_seqs=concurrency, prefix_caching=False) as llm, ExitStack() as stack:
         work = run.plan_work(llm, chosen, params, concurrency)
         ours = run.engine_runners(llm, drafters, params.speculation)
         runners: list[run.Runner] = [*ours]

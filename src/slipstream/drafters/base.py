@@ -183,6 +183,16 @@ class DeviceDrafter(Drafter):
         Whoever gets the pages next does not see them, but 0 times NaN is NaN.
         """
 
+    def resume(self, request_id: str, known: int) -> None:
+        """So many tokens of a request's prompt are in the drafter's own cache, from another that began alike.
+
+        Called behind `start`, where the host asks for drafts.
+        """
+
+    def has_read(self, request_id: str) -> int:
+        """Tokens of a request that are in its own cache, where the host asks for drafts: others may resume there."""
+        return 0
+
     def read(self, batch: PassBatch) -> None:
         """The target computes these tokens of prompts now. Called where rounds are queued, before any `draft`."""
 

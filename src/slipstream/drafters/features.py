@@ -107,6 +107,12 @@ class FeatureDrafter(DeviceDrafter):
     def start(self, request: DraftRequest) -> None:
         self._known[request.id] = 1
 
+    def resume(self, request_id: str, known: int) -> None:
+        self._known[request_id] = max(1, known)
+
+    def has_read(self, request_id: str) -> int:
+        return self._known[request_id]
+
     def stop(self, request_id: str) -> None:
         self._known.pop(request_id, None)
 

@@ -99,6 +99,12 @@ class ModelDrafter(DeviceDrafter):
     def start(self, request: DraftRequest) -> None:
         self._progress[request.id] = _Progress()
 
+    def resume(self, request_id: str, known: int) -> None:
+        self._progress[request_id].length = known
+
+    def has_read(self, request_id: str) -> int:
+        return self._progress[request_id].length
+
     def stop(self, request_id: str) -> None:
         self._progress.pop(request_id, None)
 

@@ -16,9 +16,9 @@ from slipstream.core.snapshot import Undrafted
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
+from slipstream.engine.chunks import Chunk
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
-from slipstream.engine.scheduler import Chunk
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
@@ -148,7 +148,7 @@ class Drafting:
     def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
         """The target computes these prompts: device drafters that will draft for one of them read along."""
         for name, drafter in self.drafters.items():
-            mine = [chunk.answer for chunk in chunks if name in chunk.answer.drafters]
+            mine = [c.answer for c in chunks if name in c.answer.drafters and name not in c.answer.behind]
             if mine and isinstance(drafter, DeviceDrafter):
                 self._guarded(name, mine, functools.partial(drafter.read, batch))
 

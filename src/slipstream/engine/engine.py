@@ -18,19 +18,22 @@ from slipstream.core.snapshot import Snapshot
 from slipstream.core.verdict import Verdict, Verdicts
 from slipstream.drafters.base import DeviceDrafter, Drafter, Services
 from slipstream.engine.admission import Admission
+from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.counters import Counters
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.emit import emit
+from slipstream.engine.followers import Followers
 from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.packing import PackedPass, pack
-from slipstream.engine.scheduler import ChunkRule, Schedule, Scheduler
+from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.snapshots import take_snapshot
 from slipstream.engine.state import Answer, Job
 from slipstream.engine.text import Decoder
 from slipstream.kv.cache import compaction
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
+from slipstream.kv.prefix import PrefixStore
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps, TapView
 from slipstream.plan.adaptive import AdaptivePlanner
@@ -57,6 +60,7 @@ class RoundTimes:
 class Engine:
     """Runs requests to their end, several at a time. Not thread-safe: one thread calls everything."""
 
+    follow: type[Followers] = Followers
     spare = 0  # slots and pages beyond what requests can have
 
     def __init__(
@@ -72,7 +76,8 @@ class Engine:
         self.target = target
         self.config = config
         self.plan = plan
-        self.pool = PagePool(plan.num_pages, config.page_size)
+        self.pool = PagePool(plan.num_pages, config.page_size, _most_kept(plan.num_pages, target))
+        self.prefixes = PrefixStore(self.pool) if config.prefix_caching and target.cuts_alike else None
         on_device = [drafter for drafter in drafters.values() if isinstance(drafter, DeviceDrafter)]
         target.tap(Taps.union([drafter.taps for drafter in on_device]))
         self.cache = target.new_cache(plan.num_pages + self.spare, config.page_size)
@@ -84,6 +89,7 @@ class Engine:
             copy_pages=self._copy_pages,
             on_admit=self._admitted,
             on_release=self._released,
+            prefixes=self.prefixes,
         )
         adaptive = config.planner == "adaptive"
         self.drafting = Drafting(
@@ -97,6 +103,7 @@ class Engine:
             max_len=plan.max_model_len,
             reserve=self.scheduler.reserve_draft,
         )
+        self.followers = self.follow(self.drafting, self.prefixes)
         self.jobs: dict[str, Job] = {}
         self.counters = Counters()
         self.admission = Admission(config.max_queue)
@@ -159,6 +166,8 @@ class Engine:
                     answer.end("error", error=RequestError(f"the engine failed: {type(error).__name__}: {error}"))
                 self.scheduler.release(answer)
             self._close(job)
+        if self.prefixes is not None:
+            self.prefixes.clear()  # who knows what is in them
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -214,8 +223,7 @@ class Engine:
             answer.table.commit(1 + verdict.accepted if verdict.tokens else 0)
             answer.doubted = not verdict.tokens
         for chunk in schedule.chunks:
-            assert chunk.answer.table is not None
-            chunk.answer.table.commit(chunk.rows)
+            self.scheduler.commit(chunk)
         return told
 
     def _emit(self, packed: Emitting, told: Sequence[Verdict], logits: Tensor | None) -> list[int]:
@@ -229,6 +237,8 @@ class Engine:
             kept.append(answer.generated - before)
             if usable != verdict.tokens and not answer.ended:
                 if answer.table is not None:  # siblings share some of its pages
+                    if self.prefixes is not None:
+                        self.prefixes.forget(answer.table.pages)
                     own = [p for p in answer.table.pages if self.pool.references(p) == 1]
                     self.cache.clear(own)
                     self.drafting.clear_pages(own)
@@ -306,6 +316,8 @@ class Engine:
         if not answer.output.timing.queued_s:
             answer.output.timing.queued_s = time.perf_counter() - answer.job.arrived
             self.counters.prompt_tokens += answer.prompt_length
+            if answer.leader is None:
+                answer.job.cached_tokens = answer.found * self.config.page_size
         self.sampling.add(
             answer.slot,
             answer.params,
@@ -317,8 +329,10 @@ class Engine:
             bad_words=answer.bad_words,
         )
         self.drafting.start(answer)
+        self.followers.resume(answer)
 
     def _released(self, answer: Answer) -> None:
+        self.followers.note(answer)
         self.drafting.stop(answer)
         self.sampling.remove(answer.slot)
         self._tables.pop(answer.id, None)
@@ -326,6 +340,11 @@ class Engine:
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         self.cache.copy_pages(copies)
         self.drafting.copy_pages(copies)
+
+
+def _most_kept(num_pages: int, target: Runner) -> int:
+    """Pages kept for prompts to come. On a CPU a page takes no memory before it is written: so not all of them."""
+    return num_pages if target.device.type == "cuda" else num_pages // 4
 
 
 def _told(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.engine.scheduler import Chunk
+from slipstream.engine.chunks import Chunk
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageTable
 from slipstream.models.batch import PassBatch, sent

@@ -20,13 +20,15 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
+from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
 from slipstream.engine.draft_loops import DraftFailed, Drafts
 from slipstream.engine.engine import Engine, RoundTimes
+from slipstream.engine.followers import QueuedFollowers
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import FirstTokens, pack_chunks
 from slipstream.engine.plans import Plan
 from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
-from slipstream.engine.scheduler import Chunk, ChunkRule, OwnChunks, Schedule
+from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
 from slipstream.models.batch import fetched
@@ -49,6 +51,7 @@ class Guessed(NamedTuple):
 class QueuedEngine(Engine):
     """An `Engine` whose decoding rounds run from static tensors on the device, one ahead of the host."""
 
+    follow = QueuedFollowers
     spare = 1  # a lane and a page for what belongs to nobody
 
     def __init__(self, *args: Any, graphs: bool = True, progress: Any = None, **kwargs: Any) -> None:
@@ -232,7 +235,7 @@ class QueuedEngine(Engine):
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:
         shared = min(max_rows, WIDE_SIZES[-1]) if self.target.shares_wide else 0
-        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, LONELY_ROWS, shared)
+        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, LONELY_ROWS, shared, self.target.wide_grain)
         return self._own_chunks
 
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
@@ -253,8 +256,8 @@ class QueuedEngine(Engine):
         logits = self.target.forward(packed.batch, self.cache)
         self.drafting.read(chunks, packed.batch)
         for chunk in chunks:
-            assert chunk.answer.table is not None
-            chunk.answer.table.commit(chunk.rows)
+            self.scheduler.commit(chunk)
+            self.followers.note(chunk.answer)
         if not packed.completing:
             return None
         features = self.sampling.features([answer.slot for answer in packed.completing])
@@ -335,8 +338,8 @@ class QueuedEngine(Engine):
         answer.queued = answer.coming = 0
         answer.closing = False
         answer.on_device = False
-        answer.behind.clear()
         super()._released(answer)
+        answer.behind.clear()
 
 
 def _lagging(decodes: Sequence[Answer], plan: Plan) -> dict[str, list[Answer]]:

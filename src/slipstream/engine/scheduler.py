@@ -9,28 +9,14 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import RequestError
+from slipstream.engine.chunks import Chunk, ChunkRule
 from slipstream.engine.state import Answer, Phase
 from slipstream.kv.pages import OutOfPages, PageCopy, PagePool, PageTable
-
-_PASSES = 4
-"""Passes over prompts between two rounds, where they are passes of their own: one request's has one of them, but those
-that came together shall decode together, and every round that some of them miss is one more for all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Pending tokens of one request to compute in this pass. It emits a token when nothing else is pending."""
-
-    answer: Answer
-    rows: int
-
-    @property
-    def completes(self) -> bool:
-        return self.rows == self.answer.pending
+from slipstream.kv.prefix import PrefixStore
 
 
 @dataclass(slots=True)
@@ -43,75 +29,6 @@ class Schedule:
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRule:
-    """How pending tokens are cut into passes: as many as a pass has room for, beside the decodes."""
-
-    max_rows: int
-
-    def room(self, decodes: int) -> int:
-        """Rows for chunks in a pass with so many decodes."""
-        return self.max_rows - decodes
-
-    def rows(self, answer: Answer, room: int) -> int:
-        """How many of the answer's pending tokens come into a pass that has room for so many; 0: not in this one."""
-        return min(room, answer.pending)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnChunks(ChunkRule):
-    """Cut by what a request has itself, so that its prompt comes out the same in any company.
-
-    A pass of more than `narrow` rows may sum in an order that depends on their number, so such a chunk has a pass to
-    itself, unless that is known not to matter where there are more than `lonely`; and it begins and ends at fixed
-    places. It holds prompt tokens only, and never the last, whose logits choose. Rows of narrow passes come out the
-    same however they are cut, and in whatever company: so many share one.
-    """
-
-    narrow: int
-    together: int
-    lonely: int = 0
-    wide_together: int = 0  # rows of chunks larger than lonely ones that share a pass; 0: none do
-
-    def room(self, decodes: int) -> int:
-        return _PASSES * self.max_rows  # chunks and decodes have passes of their own
-
-    def rows(self, answer: Answer, room: int) -> int:
-        start, last = answer.cached, answer.prompt_length - 1
-        rows = min((start // self.max_rows + 1) * self.max_rows, last) - start
-        if rows > self.narrow:
-            return rows if rows <= room else 0
-        return min(answer.pending, self.narrow, room)
-
-    def is_wide(self, chunks: Sequence[Chunk]) -> bool:
-        """Is this a pass over more than narrow chunks?"""
-        return chunks[0].rows > self.narrow
-
-    def passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Which chunks share a pass: wide ones with wide ones, narrow ones with narrow ones."""
-        narrow = [chunk for chunk in chunks if chunk.rows <= self.narrow]
-        lonely = [[chunk] for chunk in chunks if self.narrow < chunk.rows <= self.lonely]
-        wide = [chunk for chunk in chunks if chunk.rows > max(self.narrow, self.lonely)]
-        return [*_shared(wide, self.wide_together), *lonely, *_shared(narrow, self.together)]
-
-    def shares(self, chunks: Sequence[Chunk]) -> bool:
-        """Is this a pass that several wide chunks may share, whether they do or not?"""
-        return bool(self.wide_together) and chunks[0].rows > max(self.narrow, self.lonely)
-
-
-def _shared(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
-    """In order, as many in a pass as have no more than `most` rows together; one at least."""
-    passes: list[list[Chunk]] = []
-    rows = most
-    for chunk in chunks:
-        if rows + chunk.rows > most:
-            passes.append([])
-            rows = 0
-        passes[-1].append(chunk)
-        rows += chunk.rows
-    return passes
 
 
 class Scheduler:
@@ -129,8 +46,10 @@ class Scheduler:
         copy_pages: Callable[[list[PageCopy]], None],
         on_admit: Callable[[Answer], None],
         on_release: Callable[[Answer], None],
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self.pool = pool
+        self.prefixes = prefixes
         self.waiting: deque[Answer] = deque()  # oldest first
         self.running: list[Answer] = []  # oldest first
         self.preemptions = 0
@@ -202,6 +121,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a page or a slot was lost. Cheap enough for every idle moment."""
         self.pool.check_integrity([answer.table.pages for answer in self.running if answer.table is not None])
+        if self.prefixes is not None:
+            self.prefixes.check_integrity()
         slots = sorted([*self._slots, *(answer.slot for answer in self.running)])
         assert slots == list(range(self._max_running)), f"slots {slots}: each must be free or held, once"
         idle = all(answer.table is None and answer.slot == -1 for answer in self.waiting)
@@ -240,15 +161,49 @@ class Scheduler:
 
     def _start(self, answer: Answer) -> bool:
         table = PageTable(self.pool)
+        found = self._found(answer)
+        table.adopt(found)
         # one page beyond what it needs, while others run: room to grow before anybody must be preempted
-        needed = self.pool.pages_for(len(answer.tokens) + 1) + (1 if self.running else 0)
+        needed = self.pool.pages_for(len(answer.tokens) + 1) - len(found) + (1 if self.running else 0)
         if needed > self.pool.free_pages:
             self._take_back_guesses()
         if needed > self.pool.free_pages:
+            table.release()
             return False
         table.reserve(len(answer.tokens) + 1)
         answer.table = table
+        answer.found, answer.kept = len(found), 0
+        if self.prefixes is not None:
+            self.prefixes.queries += answer.prompt_length
+            self.prefixes.hits += table.length
         return True
+
+    def _found(self, answer: Answer) -> list[int]:
+        """Pages with the beginning of its prompt, up to where computing it can go on with the same result."""
+        if self.prefixes is None:
+            return []
+        size, length = self.pool.page_size, answer.prompt_length
+        if not answer.names:
+            kinds = [self._chunks.kind(length, end) for end in range(size, length, size)]
+            known = kinds[: kinds.index(None)] if None in kinds else kinds
+            owner = (answer.params.speculation.tenant, answer.params.cache_salt)
+            answer.names = self.prefixes.names(owner, answer.tokens, [kind for kind in known if kind is not None])
+        pages = self.prefixes.find(answer.names)
+        while pages and not self._chunks.resumes(length, len(pages) * size):
+            pages.pop()
+        return pages
+
+    def commit(self, chunk: Chunk) -> None:
+        """The rows of a chunk are computed. From now on others may find the pages that it filled."""
+        answer, table = chunk.answer, chunk.answer.table
+        assert table is not None
+        table.commit(chunk.rows)
+        if self.prefixes is not None and answer.kept < len(answer.names):
+            full = min(table.length // self.pool.page_size, len(answer.names))
+            pages = table.pages
+            for page in range(answer.kept, full):
+                self.prefixes.keep(pages[page], answer.names[page])
+            answer.kept = max(full, answer.kept)
 
     def _fork(self, answer: Answer, leader: Answer) -> bool:
         """Share the leader's prompt pages; only the last prompt token is computed again, to choose from."""
@@ -261,6 +216,7 @@ class Scheduler:
             return False
         answer.table, copies = leader.table.fork(shared)
         answer.table.reserve(answer.prompt_length + 1)
+        answer.found = 0
         self._copy_pages(copies)
         return True
 

@@ -12,16 +12,16 @@ from slipstream.engine.scheduler import Scheduler
 
 
 def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, admission: Admission) -> Snapshot:
-    pool = scheduler.pool
+    pool, prefixes = scheduler.pool, scheduler.prefixes
     drafts, *by_position = counters.accepted
     return Snapshot(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         pages=pool.num_pages,
         pages_used=pool.num_pages - pool.free_pages,
-        pages_cached=0,
-        prefix_queries=0,
-        prefix_hits=0,
+        pages_cached=pool.kept_pages,
+        prefix_queries=0 if prefixes is None else prefixes.queries,
+        prefix_hits=0 if prefixes is None else prefixes.hits,
         preemptions=scheduler.preemptions,
         refused=admission.refused,
         finished=dict(counters.finished),

@@ -59,6 +59,9 @@ class Answer:
     epoch: int = 0  # how often it gave everything back: results of an earlier life are of no use
     on_device: bool = False  # its lane on the device says where it stands
     closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
+    names: tuple[bytes, ...] = ()  # of the pages of its prompt that others may have, where it computes them itself
+    found: int = 0  # pages of its prompt that others had computed
+    kept: int = 0  # of its named pages are computed
     behind: dict[str, int] = field(default_factory=dict)  # tokens read by device drafters that stopped following it
     id: str = field(init=False)  # of job and sample always: a job may be named like another's second answer
     params: SamplingParams = field(init=False)  # the job's
@@ -147,6 +150,7 @@ class Job:
     arrived: float = field(default_factory=time.perf_counter)
     answers: list[Answer] = field(default_factory=list)
     reported: bool = False
+    cached_tokens: int = 0  # of the prompt that were in the cache when its first answer started
     _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for a whole stream
     _told: list[_Told] = field(init=False, default_factory=list)  # by answer; only where deltas are wanted
 
@@ -164,7 +168,7 @@ class Job:
         else:
             outputs = [answer.output if finished else _snapshot(answer.output) for answer in self.answers]
         self._shown_prompt = self._shown_prompt or list(self.prompt_ids)
-        self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished))
+        self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished, self.cached_tokens))
 
 
 def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:

@@ -145,5 +145,11 @@ def prepare_wide(layout: RowLayout, heads: int, keys: Tensor) -> None:
         layout.tiles(_block_q(group) // group)
 
 
+def wide_tile_rows(heads: int, kv_heads: int) -> int:
+    """Rows that one program reads the keys of."""
+    group = max(1, heads // kv_heads)
+    return _block_q(group) // group
+
+
 def _block_q(group: int) -> int:
-    return int(max(_TILE, triton.next_power_of_2(group)))
+    return max(_TILE, 1 << (group - 1).bit_length())

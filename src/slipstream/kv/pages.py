@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,19 +29,40 @@ class PageCopy:
 
 
 class PagePool:
-    """Reference-counted pages. The lowest free ones go first, so a lone request's pages are neighbours."""
+    """Reference-counted pages. The lowest free ones go first, so a lone request's pages are neighbours.
 
-    def __init__(self, num_pages: int, page_size: int = 16) -> None:
+    Some pages are kept when nobody holds them any more, because somebody may want what is in them. They count as free:
+    when there are no others, the one that was let go longest ago is given away.
+
+    most_kept: so many pages at most are kept so; None: any number.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 16, most_kept: int | None = None) -> None:
         if num_pages < 0 or page_size < 1:
             raise ConfigError(f"num_pages={num_pages}, page_size={page_size}: must be 0 or more, and 1 or more")
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages))  # a heap
         self._references = [0] * num_pages
+        self._most_kept = num_pages if most_kept is None else most_kept
+        self._named: set[int] = set()  # pages that are kept when nobody holds them
+        self._kept: dict[int, None] = {}  # those that nobody holds, the one that was let go longest ago first
+        self.on_evict: Callable[[int], None] = lambda page: None  # hears of a page that is kept no longer
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Pages that may be had, those that are kept for the time being included."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that nobody holds, with something in them that may be wanted."""
+        return len(self._kept)
+
+    @property
+    def named(self) -> Set[int]:
+        """Pages, held or not, that are kept when nobody holds them."""
+        return self._named
 
     def references(self, page: int) -> int:
         """How many tables hold this page."""
@@ -52,35 +73,64 @@ class PagePool:
         return -(-length // self.page_size)
 
     def allocate(self, n: int) -> list[int]:
-        """The n lowest free pages in ascending order, held once each. Takes all of them or raises `OutOfPages`."""
-        if n > len(self._free):
+        """The n lowest free pages in ascending order, held once each. Takes all of them or raises `OutOfPages`.
+
+        Pages that are kept are only taken where there are too few others.
+        """
+        if n > self.free_pages:
             raise OutOfPages(
-                f"{n} cache pages asked for, {len(self._free)} of {self.num_pages} are free: "
+                f"{n} cache pages asked for, {self.free_pages} of {self.num_pages} are free: "
                 "raise the memory budget, or run fewer or shorter requests"
             )
+        while len(self._free) < n:
+            self._evict()
         pages = [heapq.heappop(self._free) for _ in range(n)]
         for page in pages:
             self._references[page] = 1
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder for each of these pages, which must be held."""
+        """One more holder for each of these pages, which must be held or kept."""
         for page in pages:
-            assert self._references[page] > 0, f"page {page} is free: it cannot be shared"
+            assert self._references[page] > 0 or page in self._kept, f"page {page} is free: it cannot be shared"
             self._references[page] += 1
+            self._kept.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
         """One holder fewer for each of these pages; without any left it is free."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free: it cannot be released again"
             self._references[page] -= 1
-            if not self._references[page]:
+            if self._references[page]:
+                continue
+            if page in self._named:
+                self._kept[page] = None
+                if len(self._kept) > self._most_kept:
+                    self._evict()
+            else:
                 heapq.heappush(self._free, page)
+
+    def keep(self, page: int) -> None:
+        """Do not give away what is in this page, which somebody holds, as long as there are others."""
+        assert self._references[page] > 0, f"page {page} is free: there is nothing in it to keep"
+        self._named.add(page)
+
+    def forget(self, page: int) -> None:
+        """The opposite of `keep`."""
+        self._named.remove(page)
+        if page in self._kept:
+            del self._kept[page]
+            heapq.heappush(self._free, page)
+
+    def _evict(self) -> None:
+        page = next(iter(self._kept))
+        self.forget(page)
+        self.on_evict(page)
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the owners hold exactly what the pool has lent. For tests and idle moments."""
         held = Counter(chain.from_iterable(owners))
-        free = Counter(self._free)
+        free = Counter([*self._free, *self._kept])
         for page in range(self.num_pages):
             if self._references[page] != held[page]:
                 raise AssertionError(
@@ -90,6 +140,8 @@ class PagePool:
                 raise AssertionError(f"page {page}: {held[page]} owners hold it, and it is {free[page]} times free")
         if strangers := [page for page in held | free if not 0 <= page < self.num_pages]:
             raise AssertionError(f"pages {strangers} are none of the pool's {self.num_pages}")
+        if not self._kept.keys() <= self._named:
+            raise AssertionError(f"pages {[*self._kept]} are kept, of which only {[*self._named]} are to be")
 
 
 class PageTable:
@@ -112,6 +164,13 @@ class PageTable:
     def capacity(self) -> int:
         """Tokens that the pages held now can take."""
         return len(self._pages) * self.pool.page_size
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Begin with these full pages of committed tokens, which others computed. The table must be new."""
+        assert not self._pages, "a table that has pages cannot begin with others"
+        self.pool.share(pages)
+        self._pages = list(pages)
+        self._length = len(pages) * self.pool.page_size
 
     def reserve(self, length: int) -> None:
         """Hold pages for `length` tokens, the committed ones included. Takes all it needs or raises `OutOfPages`."""
@@ -167,6 +226,6 @@ class PageTable:
 
     def release(self) -> None:
         """Give back everything; the table is as new."""
-        self.pool.release(self._pages)
+        self.pool.release(self._pages[::-1])  # of a prompt that is kept, its end is the first to go
         self._pages = []
         self._length = 0

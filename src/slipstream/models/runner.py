@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from slipstream.core.errors import UnsupportedModel
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.paged_wide import wide_tile_rows
 from slipstream.kernels.row_linear import use_one_tile
 from slipstream.kernels.trust import rows_agree
 from slipstream.kv.cache import KVCache, LayerShape
@@ -50,6 +52,7 @@ class Runner:
         self.taps = Taps()  # hidden states that passes keep in the cache
         self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
         self.shares_wide = False  # prompts of more rows may share a pass
+        self._row_independent = False
         self.reads: Reads | None = None
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = self._probe()
@@ -68,6 +71,16 @@ class Runner:
     @property
     def dtype(self) -> torch.dtype:
         return cast(Tensor, self.model.get_input_embeddings().weight).dtype
+
+    @property
+    def cuts_alike(self) -> bool:
+        """Do prompts come out the same however they are cut into passes by the rules, but for rounding of fp32?"""
+        return self._row_independent or self.dtype == torch.float32
+
+    @property
+    def wide_grain(self) -> int:
+        """Rows that attention takes together in passes over many rows of a prompt."""
+        return lcm(*(wide_tile_rows(self.query_heads, shape.kv_heads) for shape in self.layers))
 
     def tap(self, taps: Taps) -> None:
         """From now on caches have room for these hidden states, and passes write them there."""
@@ -120,6 +133,7 @@ class Runner:
         if trunks and not rows_agree(self.device, self.dtype):
             use_one_tile(self.device, self.dtype)
             kernels += " (of one tile: this chip's others differ)"
+        self._row_independent = bool(trunks)
         self.shares_wide = bool(trunks) and all(
             module.shares_wide for module in self.model.modules() if isinstance(module, gpu.GpuTrunk)
         )
