@@ -18,6 +18,7 @@ from families import CPU, Passes, random_tokens
 from shared_drafts import tiny_shared, with_words
 from slipstream import LLM
 from slipstream.core.errors import ModelError, UnsupportedModel
+from slipstream.drafters import shipped
 from slipstream.drafters.model import ModelDrafter
 from slipstream.kernels.codes import Codes
 from slipstream.kernels.compiled import can_compile
@@ -128,3 +129,13 @@ def test_a_tokenizer_beside_it_is_not_asked(draft: Path, tmp_path: Path, open_ll
     (folder / "tokenizer.json").write_text("{}")
     assert json.loads((folder / "config.json").read_text())["shares_embeddings"]
     assert isinstance(drafter_of(open_llm(drafter=f"model:{folder}")), ModelDrafter)
+
+
+def test_it_is_found_by_its_bare_name(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_llm: Callable[..., LLM]
+) -> None:
+    """As the default model's is: without a tokenizer or a path."""
+    monkeypatch.setattr(shipped, "HEADS", tmp_path)
+    monkeypatch.setattr(shipped, "default_folder", lambda: tiny_target)
+    tiny_shared(tmp_path / "draft")
+    assert isinstance(drafter_of(open_llm(tiny_target, drafter="draft")), ModelDrafter)
