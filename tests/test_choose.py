@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mask_bits import as_bits
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.params import SamplingParams
 from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed
@@ -186,6 +187,7 @@ def test_a_mask_does_not_hide_a_broken_logit(bad: float) -> None:
     assert case.choose() == [0, -1]
     allowed = torch.ones(2, V, dtype=torch.bool)
     allowed[:, 5] = False
+    allowed = as_bits(allowed)
     plain = batch(logits, [SamplingParams()] * 2)
     assert choose(plain.logits, plain.rows, plain.table, plain.features, allowed=allowed)[1] == -1
 
@@ -195,7 +197,7 @@ def test_a_grammar_mask_leaves_only_what_it_allows() -> None:
     case = batch(torch.randn(4, V, generator=torch.Generator().manual_seed(1)), params)
     allowed = torch.zeros(4, V, dtype=torch.bool)
     allowed[:3, [2, 7]] = True
-    tokens = choose(case.logits, case.rows, case.table, case.features, allowed=allowed, candidates=3)
+    tokens = choose(case.logits, case.rows, case.table, case.features, allowed=as_bits(allowed), candidates=3)
     assert set(tokens[:3].tolist()) <= {2, 7}
     assert tokens[3] == -1  # nothing was allowed
 

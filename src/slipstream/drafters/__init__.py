@@ -149,6 +149,7 @@ def drafter_factory(name: str) -> DrafterFactory:
 
 
 register("ngram", "slipstream.drafters.ngram:NgramDrafter")
+register("grammar", "slipstream.drafters.grammar:GrammarDrafter")
 register("lookahead", "slipstream.drafters.lookahead:LookaheadDrafter")
 register("prediction", "slipstream.drafters.prediction:PredictionDrafter")
 register("suffix", "slipstream.drafters.suffix:SuffixDrafter")

@@ -48,6 +48,8 @@ class DraftRequest:
     slot: int  # the request's row in the engine's static tensors
     prediction: Sequence[int] = ()  # the user's own guess at the answer, as tokens
     material: Sequence[Sequence[int]] = ()  # texts that the answer may quote, as tokens
+    forced: Callable[[int], Sequence[int]] | None = None
+    """At most so many of the tokens that must come next, where the answer has a form that leaves no choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,11 @@ def build(
             raise ConfigError(f"drafter {made.name!r} is given twice: give each once")
         drafters[made.name] = made
     default = "+".join(one.name for one in merged[0]) if merged else None
-    if "prediction" not in drafters and drafters:  # costs nothing until a request brings a prediction
-        drafters["prediction"] = drafter_factory("prediction")()
+    for name in (
+        ("prediction", "grammar") if drafters else ()
+    ):  # cost nothing until a request brings what they draft from
+        if name not in drafters:
+            drafters[name] = drafter_factory(name)()
     plan = plan_memory(target, list(drafters.values()), config)
     given: dict[str, Any] = {"default_drafter": default, "plan": plan, "config": config, "decoder": tokenizer}
     if config.rounds == "queued" or (config.rounds is None and has_kernels(where)):

@@ -17,7 +17,9 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
 from slipstream.engine.chunks import Chunk
+from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts
+from slipstream.engine.node_shares import NodeShares
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
@@ -46,6 +48,7 @@ class Drafting:
         reserve: Callable[[Answer, int], int],
     ) -> None:
         self.drafters = dict(drafters)
+        self._shares = NodeShares(self.drafters)
         self.default = default
         self.planner = planner
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
@@ -57,6 +60,7 @@ class Drafting:
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
+        self.constraining = Constraining(vocab_size, device)
         self._draft_tokens = draft_tokens
         self._max_rows = max_rows
         self._max_len = max_len
@@ -70,6 +74,10 @@ class Drafting:
         names = tuple(named.split("+")) if wanted.enabled and named else ()
         if not self.drafters.keys() >= set(names):
             names = ()
+        forced = None
+        if answer.constraint is not None and wanted.enabled and "grammar" in self.drafters:
+            names = ("grammar", *[name for name in names if name != "grammar"])  # what is forced comes first
+            forced = functools.partial(forced_tokens, answer)
         answer.drafters = names
         if not names:
             return
@@ -81,6 +89,7 @@ class Drafting:
             answer.slot,
             answer.prediction,
             answer.material,
+            forced,
         )
         for name in names:
             self._guarded(name, [answer], functools.partial(self._voice(name).start, view))
@@ -211,7 +220,7 @@ class Drafting:
                     self._decline(name, answer)
                 else:
                     groups.setdefault(name, []).append(i)
-        yield from sorted(groups.items(), key=lambda group: self._turn(group[0]))
+        yield from sorted(groups.items(), key=lambda group: self._shares.turn(group[0]))
 
     def observe(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
@@ -249,37 +258,16 @@ class Drafting:
             wanted = params.speculation.draft_tokens
             usual = self._draft_tokens if wanted is None else wanted
             if usual is None:
-                usual = self._usual(answer) if several else drafter.default_draft_tokens
+                usual = self._shares.usual(answer) if several else drafter.default_draft_tokens
             left = params.max_tokens - (length - answer.prompt_length) - answer.queued - 1
             useful = min(usual, share, self._max_len - 1 - length - answer.coming)
             if not wide:
                 useful = min(useful, left)
             if several:
-                useful -= before + self._others(name, answer, useful)
+                useful -= before + self._shares.others(name, answer, useful)
             useful = min(useful, most if ends is None else min(most, ends - length - answer.coming))
             caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
-
-    def _turn(self, name: str) -> int:
-        """When it is asked: on the host before on the device, and first of all what takes no time."""
-        drafter = self.drafters[name]
-        return int(drafter.costly) if isinstance(drafter, HostDrafter) else 2
-
-    def _usual(self, answer: Answer) -> int:
-        """Nodes that all of a request's drafters together are made for."""
-        return sum(self._made_for(name) for name in answer.drafters)
-
-    def _made_for(self, name: str) -> int:
-        drafter = self.drafters[name]
-        most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
-        return min(drafter.default_draft_tokens, most)
-
-    def _others(self, name: str, answer: Answer, nodes: int) -> int:
-        """How many of the request's nodes are kept for drafters that are asked after this one."""
-        order = sorted(answer.drafters, key=self._turn)
-        later = [self._made_for(n) for n in order[order.index(name) + 1 :] if n not in answer.refused]
-        least = 1 if nodes >= len(order) else 0
-        return sum(max(least, nodes * made_for // self._usual(answer)) for made_for in later)
 
     def _ask(self, name: str, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
         drafter = cast(DeviceDrafter, self.drafters[name])
@@ -287,7 +275,7 @@ class Drafting:
         started = time.perf_counter()
         draft = self._guarded(name, answers, lambda: drafter.propose(views, budgets))
         self.observe_draft(name, max(budgets), time.perf_counter() - started)
-        return draft
+        return None if draft is None else self.constraining.lawful_chains(answers, draft)
 
     def observe_draft(self, name: str, nodes: int, seconds: float) -> None:
         """A device drafter took this long for so many nodes. Of a tree all levels are computed, whatever is kept."""
@@ -349,7 +337,8 @@ class Drafting:
         if self._is_whole(name):
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:
-            trees = self.planner.trim(name, ids, proposals.trees, proposals.promises, rows)
+            lawful = self.constraining.lawful(answers, proposals.trees, proposals.promises)
+            trees = self.planner.trim(name, ids, lawful.trees, lawful.promises, rows)
         self._declined(name, answers, proposals.trees, trees)
         return [
             self._fitting(answer, before, tree) if tree.tokens else tree

@@ -47,6 +47,8 @@ from slipstream.verify.mixed import mixed_choices
 _ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
 """What one more row adds to a pass, as a part of the first one, until the engine has seen its own passes."""
 
+_NOTHING_USABLE = "the model gave no usable logits (NaN, or every token masked)"
+
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
@@ -183,11 +185,14 @@ class Engine:
         features = self.sampling.features([a.slot for a in schedule.decodes] + [c.answer.slot for c in schedule.chunks])
         packed = pack(schedule.decodes, schedule.chunks, drafted.draft, paths=features.penalties or features.bad_words)
         logits = self.target.forward(packed.batch, self.cache)
-        chosen = choose(logits, packed.rows, self.sampling, features)
         draft = drafted.draft.extended(len(packed.emitting) - len(schedule.decodes))
+        allowed = self._allowed(packed, draft) if features.grammar else None
+        chosen = choose(logits, packed.rows, self.sampling, features, allowed=allowed)
         choices = packed.choices(chosen)
         if features.rejection and draft.width:
-            choices = mixed_choices(choices, logits, packed.rows, packed.row_of, draft, self.sampling, features)
+            choices = mixed_choices(
+                choices, logits, packed.rows, packed.row_of, draft, self.sampling, features, allowed=allowed
+            )
         verdicts = verify_exact(draft, choices)
         wanted = choices if self.drafting.read_choices(schedule.decodes) else None
         told = self._commit(schedule, packed, draft, verdicts, wanted)
@@ -200,6 +205,10 @@ class Engine:
         times = RoundTimes(host, proposed - planned, verified - proposed)
         self._account(schedule, packed, told, kept, times)
         self._report(packed.emitting)
+
+    def _allowed(self, packed: PackedPass, draft: Draft) -> Tensor:  # [R, W]
+        """What each row may choose, by the grammars of those that have one."""
+        return self.drafting.constraining.allowed(packed.emitting, draft.counts.tolist(), draft.tree)
 
     def _commit(
         self,
@@ -242,7 +251,8 @@ class Engine:
                     own = [p for p in answer.table.pages if self.pool.references(p) == 1]
                     self.cache.clear(own)
                     self.drafting.clear_pages(own)
-                answer.end("error", error=NumericError("the model gave no usable logits (NaN, or every token masked)"))
+                failed = None if answer.constraint is None else answer.constraint.failure
+                answer.end("error", error=NumericError(failed or _NOTHING_USABLE))
             if answer.ended:
                 timing = answer.output.timing
                 self.admission.observe(timing.total_s - timing.queued_s)

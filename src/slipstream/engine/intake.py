@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from slipstream.constrain.compiler import Grammars
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
@@ -25,11 +26,12 @@ class Intake:
         self,
         tokenizer: Any,
         vocab_size: int,
-        eos_ids: Iterable[int],
+        eos_ids: Collection[int],
         drafters: Iterable[str],
         plan: MemoryPlan | None = None,
     ) -> None:
         self._plan = plan
+        self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
@@ -49,6 +51,8 @@ class Intake:
         material = tuple(tuple(self._encode(text)) for text in params.speculation.material)
         bad_words = self._bad_words(params.bad_words)
         self._check_ids("bad_words", (token for word in bad_words for token in word))
+        form = params.structured_outputs
+        constraint = None if form is None else self._grammars.constraint(form, params.stop_token_ids)
         for sample in range(params.n):
             answer = Answer(
                 job=job,
@@ -67,6 +71,7 @@ class Intake:
                 material=material,
                 bad_words=bad_words,
                 end_ids=ends,
+                constraint=constraint.fresh() if constraint is not None and sample else constraint,
                 leader=job.answers[0] if sample else None,
             )
             job.answers.append(answer)
@@ -92,8 +97,6 @@ class Intake:
     def _check(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        if params.structured_outputs is not None:
-            raise InvalidRequest("structured_outputs: this engine cannot do it yet; leave it out")
         wanted = params.speculation.drafter
         if not params.speculation.enabled or wanted is None:
             return

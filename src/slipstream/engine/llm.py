@@ -218,7 +218,10 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio. Cancelling the task or closing the iterator aborts the request."""
-        outputs = self.open_stream(prompt, sampling_params, request_id=request_id)
+        prepare = partial(self.prepare, prompt, sampling_params, request_id=request_id)
+        compiles = sampling_params is not None and sampling_params.structured_outputs is not None
+        # a grammar may take a while to compile: other tasks go on meanwhile
+        outputs = self.start(await asyncio.to_thread(prepare) if compiles else prepare())
         try:
             while arrived := await outputs.take():
                 for output in arrived:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import MAX_NODES
+from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
@@ -119,6 +119,7 @@ class QueuedEngine(Engine):
         others = (
             self.pool.free_pages < len(running)  # near preemption: the exact state frees most
             or any(a.doubted or a.reach >= self.plan.max_model_len or a.params.logprobs is not None for a in running)
+            or any(a.constraint is not None for a in running)  # what it may choose depends on what it chose
         )
         self._waits_for_drafts = drafts and not others
         return bool(running) and (drafts or others)
@@ -146,6 +147,8 @@ class QueuedEngine(Engine):
             drafted = self._mark()
             if self._heard_at is not None and self._waits_for_drafts:
                 waited_s = time.perf_counter() - self._heard_at
+            if run.shape.features.grammar:
+                run.allow(self._allowed_rows(schedule.decodes, plan, run))
             run.verify()
             counts, drafts, hosts = plan.counts, plan.drafts, plan.hosts
             told = run.result(len(counts), max(counts))
@@ -226,6 +229,11 @@ class QueuedEngine(Engine):
             else:
                 return Guessed(plan, run, bool(lagging))
 
+    def _allowed_rows(self, decodes: Sequence[Answer], plan: Plan, run: Round) -> Tensor:  # [R, W]
+        """What each row may choose. Guesses of device drafters are read back first: the host follows grammars."""
+        trees = run.drafted(len(decodes)) if plan.drafts else plan.trees
+        return self.drafting.constraining.allowed(decodes, [len(tree) for tree in trees], trees.__getitem__)
+
     def _crowd_of(self, answers: list[Answer]) -> Crowd:
         if answers != self._crowd.answers:
             features = self.sampling.features([answer.slot for answer in answers])
@@ -261,7 +269,11 @@ class QueuedEngine(Engine):
         if not packed.completing:
             return None
         features = self.sampling.features([answer.slot for answer in packed.completing])
-        chosen = choose(logits, packed.rows, self.sampling, features)
+        masks = None
+        if features.grammar:
+            nothing = [0] * len(packed.completing)
+            masks = self.drafting.constraining.allowed(packed.completing, nothing, lambda _: Tree())
+        chosen = choose(logits, packed.rows, self.sampling, features, allowed=masks)
         self._lanes.begin(packed.completing, chosen)
         self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
         members += [Member.of(answer, NOBODY, 0, decodes=False) for answer in packed.completing]

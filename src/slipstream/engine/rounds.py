@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.constrain.matcher import mask_words
 from slipstream.core.draft import MAX_NODES, Draft, Tree, chain_parents
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.draft_loops import DraftLoops, Drafts, LoopShape
@@ -165,6 +166,10 @@ class Round:
             torch.zeros(shape.rows if shape.tells_choices else 0, dtype=torch.int64, pin_memory=pinned)
             for _ in range(_COPIES)
         ]
+        self._allowed: Tensor | None = None  # [N, W] int32: what grammars permit, where some request has one
+        if shape.features.grammar:
+            words = mask_words(machine.sampling.vocab_size)
+            self._allowed = torch.full((shape.rows, words), -1, dtype=torch.int32, device=device)
         self._loaded: Any = None
         self._sent = self._told = 0
         self._verify_graph: Callable[[], None] | None = None
@@ -200,7 +205,8 @@ class Round:
     def draft(self, drafts: Drafts) -> None:
         """Let these device drafters guess, each so many nodes. Raises `DraftFailed` where one of them cannot."""
         shape = self.shape
-        loop = self._loops.of(LoopShape(shape.requests, shape.keys, shape.features, shape.version, drafts))
+        features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
+        loop = self._loops.of(LoopShape(shape.requests, shape.keys, features, shape.version, drafts))
         loop.run(self.lanes)
         if self._merges:
             self._loaded = None  # the drafts become others than were sent
@@ -222,6 +228,16 @@ class Round:
                 torch.where(mine, parents[:, :nodes], above, out=above)
             if self._odds is not None and q is not None:
                 self._odds.take(q[:, :nodes], mine)
+
+    def drafted(self, requests: int) -> list[Tree]:
+        """The drafts of these as they will be verified, read back: waits for what device drafters are at."""
+        counts, tokens, parents = (t[:requests].tolist() for t in (self._counts, self._tokens, self._parents))
+        return [Tree(tuple(t[:n]), tuple(p[:n])) for n, t, p in zip(counts, tokens, parents, strict=True)]
+
+    def allow(self, masks: Tensor) -> None:
+        """What the first rows may choose: masks [R, W] int32 on the device. The others belong to nobody."""
+        assert self._allowed is not None
+        self._allowed[: masks.shape[0]].copy_(masks)
 
     def verify(self) -> None:
         """The target pass, the verdict, and everything that follows from it on the device."""
@@ -279,7 +295,7 @@ class Round:
         if shape.keeps_logits:
             self.logits = logits
         wanted = SampleRows(rows.lanes, rows.positions + 1, rows.generated, self._paths())
-        chosen = choose(logits, wanted, m.sampling, shape.features)
+        chosen = choose(logits, wanted, m.sampling, shape.features, allowed=self._allowed)
         if shape.features.rejection and shape.width:
             chosen = self._judged(chosen, logits, wanted, draft)
         if shape.tells_choices:
@@ -300,7 +316,9 @@ class Round:
         if self._odds is not None:
             draft = replace(draft, q=self._odds.q)
             drawn = self._odds.drawn & (self._guessed != 0)[:, None]  # who has no device drafter has what was before
-        found = mixed_choices(chosen[row_of], logits, wanted, row_of, draft, sampling, features, drawn)
+        found = mixed_choices(
+            chosen[row_of], logits, wanted, row_of, draft, sampling, features, drawn, allowed=self._allowed
+        )
         nowhere = torch.where(reach < brings, row_of, chosen.shape[0])  # padding is written behind the last row
         return torch.cat((chosen, chosen[:1])).scatter(0, nowhere.flatten(), found.flatten())[:-1]
 

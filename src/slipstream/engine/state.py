@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from slipstream.constrain.matcher import Constraint
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import CompletionOutput, FinishReason, RequestOutput
 from slipstream.core.params import SamplingParams
@@ -45,6 +46,7 @@ class Answer:
     material: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     end_ids: frozenset[int] = frozenset()
+    constraint: Constraint | None = None  # where it stands in the grammar of its form
     leader: Answer | None = None  # the sibling that computes the shared prompt
     phase: Phase = Phase.WAITING
     table: PageTable | None = None

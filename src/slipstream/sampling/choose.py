@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.forbid_bits import forbid_bits_
 from slipstream.kernels.jit import on_gpu
 from slipstream.sampling.blocks import put_rows, row_blocks, row_groups, take_rows
 from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow
 from slipstream.sampling.fused import choose_fused
-from slipstream.sampling.masks import add_bias_, forbid_all_but_, forbid_bad_words_, forbid_ends_
+from slipstream.sampling.masks import add_bias_, forbid_bad_words_, forbid_ends_
 from slipstream.sampling.noise import gumbel_of_hashes
 from slipstream.sampling.penalties import penalize_
 from slipstream.sampling.rows import SampleRows
@@ -39,7 +40,8 @@ def choose(
 ) -> Tensor:
     """The tokens [R] int64 that the rows of `logits` [R, V] choose; -1 for a row that can choose nothing.
 
-    allowed: bools [R, V], what a grammar permits. overwrite: `logits` may be used as scratch; else it stays as it is.
+    allowed: bits [R, W] int32, 32 tokens a word: what grammars permit. overwrite: `logits` may be used as scratch; else
+        it stays as it is.
     candidates: how many tokens a partial sort looks at. It changes the speed, never a token.
     """
     logits = adjusted(logits, rows, table, features, allowed, overwrite)
@@ -112,7 +114,7 @@ def adjusted(
     if features.bad_words:
         forbid_bad_words_(logits, rows, table)
     if allowed is not None:
-        forbid_all_but_(logits, allowed)
+        forbid_bits_(logits, allowed)
     return logits
 
 

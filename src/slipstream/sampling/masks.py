@@ -1,4 +1,6 @@
-"""Logit bias, and the tokens that a row may not choose: ends before `min_tokens`, bad words, what a grammar forbids.
+"""Logit bias, and the tokens that a row may not choose: ends before `min_tokens`, bad words.
+
+What a grammar forbids is a mask of the whole vocabulary: `kernels/forbid_bits.py`.
 
 Each adds to a few logits of every row (0 where there is nothing to do), so no row is treated apart. Forbidding adds
 -inf instead of writing it: a NaN stays a NaN and a +inf becomes one, and the row is still found to be broken.
@@ -36,11 +38,6 @@ def forbid_bad_words_(logits: Tensor, rows: SampleRows, table: SamplingTable) ->
     starts, ends = words[:, :, :-1], words[:, :, -1]
     matches = ((starts == PADDING) | (starts == before[:, None])).all(dim=2)  # [R, W]
     _forbid_(logits, ends, matches & (ends >= 0))
-
-
-def forbid_all_but_(logits: Tensor, allowed: Tensor) -> None:
-    """Forbid what a mask [R, V] of bools does not allow, in place."""
-    logits.add_(torch.zeros_like(logits).masked_fill_(~allowed, -math.inf))
 
 
 def _forbid_(logits: Tensor, ids: Tensor, where: Tensor) -> None:

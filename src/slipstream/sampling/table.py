@@ -41,6 +41,7 @@ class Features:
     min_tokens: bool = False
     bad_words: bool = False
     rejection: bool = False  # some request's drafts are judged by rejection sampling
+    grammar: bool = False  # some request may choose only what its grammar allows: rows have masks
 
     def __or__(self, other: Features) -> Features:
         return Features(*(getattr(self, name) or getattr(other, name) for name in Features.__slots__))
@@ -123,6 +124,7 @@ class SamplingTable:
             min_tokens=bool(ends),
             bad_words=bool(bad_words),
             rejection=params.rejects,
+            grammar=params.structured_outputs is not None,
         )
         self._features[slot] = features
         try:

@@ -30,6 +30,8 @@ def mixed_choices(
     table: SamplingTable,
     features: Features,
     drawn: Tensor | None = None,  # [B, K] bool: False: this node's row of `draft.q` means nothing
+    *,
+    allowed: Tensor | None = None,  # [R, W] int32: what grammars permit, as in `choose`
 ) -> Tensor:
     """The choices [B, K + 1] that decide. Off the accepted path they are the target's own. Looks at no value."""
     slots = rows.slots[row_of[:, 0]]  # [B]
@@ -38,8 +40,9 @@ def mixed_choices(
     room = max(1, _ROOM // ((draft.width + 1) * logits.shape[1]))  # requests at a time
     for part in index.split(room) if index.shape[0] else ():
         own = Draft(draft.tokens[part], draft.parents[part], draft.counts[part], draft.is_chain, _at(draft.q, part))
-        mine = _rows_at(rows, row_of[part].flatten())  # [b * (K + 1)]
-        p = processed(logits[row_of[part].flatten()], mine, table, features).softmax(1)
+        index_of = row_of[part].flatten()  # [b * (K + 1)]
+        mine = _rows_at(rows, index_of)
+        p = processed(logits[index_of], mine, table, features, allowed=_at(allowed, index_of)).softmax(1)
         first = mine.positions.view(own.tokens.shape[0], -1)[:, 0]  # [b]
         keys = rejection_keys(table.streams[slots[part]], first, draft.width + 1)
         found = rejection_choices(own, p.view(*keys.shape[:2], -1), keys, own.q, _at(drawn, part))  # -1 off the path

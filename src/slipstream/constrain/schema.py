@@ -1,0 +1,271 @@
+"""JSON schemas that can be followed to the letter: what would be ignored is refused by name, the rest is put in order.
+
+The compiler knows most of JSON Schema and leaves the rest out without an error; an answer would then break its schema.
+So every keyword is looked at here. Where a schema can be written in another way that the compiler does follow, it is;
+the answers that remain are some of those that the schema allows, never others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.constrain.disjoint import disjoint, type_names
+from slipstream.constrain.patterns import MAX_JSON_WEIGHT, check_pattern
+from slipstream.core.errors import InvalidRequest
+
+MAX_NESTING = 32
+MAX_SUBSCHEMAS = 1000
+MAX_PROPERTIES = 256
+MAX_VALUES = 2000
+MAX_MULTIPLE = 1000
+MAX_PATTERNS_WEIGHT = 4 * MAX_JSON_WEIGHT
+"""Limits of what is compiled: time grows with the square and the cube of some of them."""
+
+FORMATS = frozenset(
+    (
+        "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference",
+        "uri-template", "uuid",
+    )
+)  # fmt: skip
+
+Schema = dict[str, Any]
+_ANNOTATIONS = frozenset(
+    ["title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly"]
+)
+_DEFINITIONS = ("$defs", "definitions")
+_NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+_KEYWORDS: Mapping[str, frozenset[str]] = {
+    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
+    "object": frozenset(
+        (
+            "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+            "maxProperties",
+        )
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}  # fmt: skip
+_OF_TYPES = frozenset().union(*_KEYWORDS.values())
+_COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
+
+
+def lawful_schema(text: str) -> Schema | bool:
+    """The schema in the form in which the compiler follows all of it. Raises `InvalidRequest` where there is none."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs.json is no JSON: {error}") from None
+    return _Reader(given).read(given, "#", 0)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads one schema document."""
+
+    document: Any
+    count: int = 0
+    weight: int = 0  # of all patterns
+
+    def read(self, node: Any, at: str, depth: int) -> Schema | bool:
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, dict):
+            raise _wrong(at, f"{_shown(node)} is no schema: must be an object, true or false")
+        self.count += 1
+        if depth > MAX_NESTING:
+            raise _wrong(at, f"it is nested more than {MAX_NESTING} deep")
+        if self.count > MAX_SUBSCHEMAS:
+            raise _wrong(at, f"there are more than {MAX_SUBSCHEMAS} schemas in it")
+        known = _ANNOTATIONS | _OF_TYPES | {"type", *_COMBINED, *_DEFINITIONS}
+        if node.get("uniqueItems") is False:
+            node = {key: value for key, value in node.items() if key != "uniqueItems"}
+        for key in node:
+            if key not in known:
+                raise _wrong(at, f"{key!r} cannot be followed; leave it out")
+        made = self._meaning({k: v for k, v in node.items() if k not in _ANNOTATIONS}, at, depth)
+        for key in _DEFINITIONS:
+            if key in node:
+                parts = _mapping(node[key], f"{at}/{key}")
+                made[key] = {name: self.read(part, f"{at}/{key}/{name}", depth + 1) for name, part in parts.items()}
+        return made
+
+    def _meaning(self, node: Schema, at: str, depth: int) -> Schema:
+        node = {key: value for key, value in node.items() if key not in _DEFINITIONS}
+        combined = [key for key in _COMBINED if key in node]
+        if not combined:
+            return self._typed(node, at, depth)
+        key = combined[0]
+        others = sorted(node.keys() - {key} - ({"type"} if key in ("const", "enum") else set()))
+        if others:
+            raise _wrong(at, f"{key!r} beside {', '.join(map(repr, others))} cannot be followed; write one schema")
+        read: Callable[[Schema, str, int], Schema] = {
+            "$ref": self._reference,
+            "anyOf": self._any_of,
+            "oneOf": self._any_of,
+            "allOf": self._all_of,
+        }.get(key, self._values)
+        return read(node, at, depth)
+
+    def _reference(self, node: Schema, at: str, depth: int) -> Schema:
+        target = node["$ref"]
+        if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
+            raise _wrong(at, f"$ref {_shown(target)} must be a place in this document, such as #/$defs/name")
+        return {"$ref": target}
+
+    def _any_of(self, node: Schema, at: str, depth: int) -> Schema:
+        key = "anyOf" if "anyOf" in node else "oneOf"
+        given = _listed(node[key], f"{at}/{key}")
+        if key == "oneOf":  # "exactly one" is "any" where no value fits two of them
+            for i, one in enumerate(given):
+                for j in range(i):
+                    if not disjoint(given[j], one, self.document):
+                        raise _wrong(at, f"oneOf: nothing tells schemas {j} and {i} apart; use anyOf")
+        return {"anyOf": [self.read(part, f"{at}/{key}/{i}", depth + 1) for i, part in enumerate(given)]}
+
+    def _all_of(self, node: Schema, at: str, depth: int) -> Schema:
+        given = _listed(node["allOf"], f"{at}/allOf")
+        if len(given) > 1:
+            raise _wrong(at, "allOf of several schemas cannot be followed; write one schema")
+        made = self.read(given[0], f"{at}/allOf/0", depth + 1)
+        return made if isinstance(made, dict) else {"anyOf": [made]}
+
+    def _values(self, node: Schema, at: str, depth: int) -> Schema:
+        key = "const" if "const" in node else "enum"
+        values = [node["const"]] if key == "const" else _listed(node["enum"], f"{at}/enum")
+        if len(values) > MAX_VALUES:
+            raise _wrong(at, f"enum has {len(values)} values: must be at most {MAX_VALUES}")
+        if "type" in node:
+            types = self._types(node, at)
+            for value in values:
+                if types.isdisjoint(type_names(value)):
+                    raise _wrong(at, f"{_shown(value)} is not of type {_shown(node['type'])}")
+        return {key: node[key]}
+
+    def _types(self, node: Schema, at: str) -> set[str]:
+        given = node["type"]
+        types = given if isinstance(given, list) else [given]
+        if not types or not all(isinstance(one, str) and one in _KEYWORDS for one in types):
+            raise _wrong(at, f"type {_shown(given)} must be one or some of {', '.join(_KEYWORDS)}")
+        return set(types)
+
+    def _typed(self, node: Schema, at: str, depth: int) -> Schema:
+        if "type" in node:
+            types = self._types(node, at)
+        else:  # a keyword of strings means nothing to numbers; the compiler takes it to mean nothing at all
+            meant = [name for name, keys in _KEYWORDS.items() if not keys.isdisjoint(node) and name != "integer"]
+            if not node:
+                return {}
+            if len(meant) > 1:
+                raise _wrong(at, f"keywords of {' and '.join(meant)} without a type; say which it is")
+            types = set(meant)
+        wanted = frozenset().union(*(_KEYWORDS[name] for name in types))
+        made: Schema = {key: value for key, value in node.items() if key in wanted}
+        made["type"] = node.get("type", next(iter(types)))
+        if "string" in types:
+            self._string(made, at)
+        if "multipleOf" in made:
+            self._multiple(made, types, at)
+        if "array" in types:
+            self._array(made, at, depth)
+        if "object" in types:
+            self._object(made, at, depth)
+        return made
+
+    def _string(self, made: Schema, at: str) -> None:
+        rules: list[str] = [key for key in ("pattern", "format") if key in made]
+        rules += ["minLength/maxLength"] if "minLength" in made or "maxLength" in made else []
+        if len(rules) > 1:
+            raise _wrong(at, f"{' and '.join(rules)} together cannot be followed; put all of it into one pattern")
+        if "pattern" in made:
+            if not isinstance(made["pattern"], str):
+                raise _wrong(at, f"pattern {_shown(made['pattern'])} must be a text")
+            self._weigh(at, "pattern", made["pattern"])
+        if "format" in made and made["format"] not in FORMATS:
+            raise _wrong(at, f"format {_shown(made['format'])} must be one of {', '.join(sorted(FORMATS))}")
+
+    def _weigh(self, at: str, key: str, pattern: str) -> None:
+        self.weight += check_pattern(f"structured_outputs.json: at {at}: {key}", pattern, in_json=True)
+        if self.weight > MAX_PATTERNS_WEIGHT:
+            raise _wrong(at, "the patterns of this schema are too dear together; make them simpler")
+
+    def _multiple(self, made: Schema, types: set[str], at: str) -> None:
+        step = made["multipleOf"]
+        whole = isinstance(step, int) and not isinstance(step, bool) and 1 <= step <= MAX_MULTIPLE
+        if not whole or "number" in types:
+            raise _wrong(at, f"multipleOf {_shown(step)} must be 1 to {MAX_MULTIPLE}, of type integer")
+
+    def _array(self, made: Schema, at: str, depth: int) -> None:
+        if "items" in made:
+            made["items"] = self.read(made["items"], f"{at}/items", depth + 1)
+        if "prefixItems" in made:
+            parts = _listed(made["prefixItems"], f"{at}/prefixItems")
+            made["prefixItems"] = [self.read(p, f"{at}/prefixItems/{i}", depth + 1) for i, p in enumerate(parts)]
+
+    def _object(self, made: Schema, at: str, depth: int) -> None:
+        named = _mapping(made.get("properties", {}), f"{at}/properties")
+        required = made.get("required", [])
+        if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+            raise _wrong(at, f"required {_shown(required)} must be a list of names")
+        if len(named) + len(required) > MAX_PROPERTIES:
+            raise _wrong(at, f"it has more than {MAX_PROPERTIES} properties")
+        others = made.get("additionalProperties", False)
+        for key in ("patternProperties", "propertyNames"):
+            if key in made and (named or required):
+                raise _wrong(at, f"{key} beside named properties cannot be followed; leave one of them out")
+        missing = [name for name in dict.fromkeys(required) if name not in named]
+        if missing and made.get("additionalProperties", True) is False:
+            raise _wrong(at, f"{missing[0]!r} is required, but no such property is allowed")
+        named = {**named, **{name: made.get("additionalProperties", True) for name in missing}}
+        if named:
+            read = {name: self.read(part, f"{at}/properties/{name}", depth + 1) for name, part in named.items()}
+            made["properties"] = read
+        if "additionalProperties" in made:
+            made["additionalProperties"] = self.read(others, f"{at}/additionalProperties", depth + 1)
+        if "patternProperties" in made:
+            self._pattern_properties(made, at, depth)
+        if "propertyNames" in made:
+            names = self.read(made["propertyNames"], f"{at}/propertyNames", depth + 1)
+            if not isinstance(names, dict) or names.get("type") != "string":
+                raise _wrong(at, "propertyNames must be a schema of strings")
+            made["propertyNames"] = names
+        least = made.get("minProperties", 0)
+        free = others is not False or "patternProperties" in made
+        if isinstance(least, int) and free and least > len(set(required)):  # the same name twice would count twice
+            raise _wrong(at, "minProperties cannot be counted where names are free; name them in required")
+
+    def _pattern_properties(self, made: Schema, at: str, depth: int) -> None:
+        parts = _mapping(made["patternProperties"], f"{at}/patternProperties")
+        if len(parts) != 1:
+            raise _wrong(at, "patternProperties of other than one pattern cannot be followed: they may overlap")
+        for pattern in parts:
+            self._weigh(at, "patternProperties", pattern)
+        made["patternProperties"] = {
+            pattern: self.read(part, f"{at}/patternProperties", depth + 1) for pattern, part in parts.items()
+        }
+
+
+def _mapping(value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(at, f"{_shown(value)} must be an object")
+    return value
+
+
+def _listed(value: Any, at: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise _wrong(at, f"{_shown(value)} must be a list, one at least")
+    return value
+
+
+def _wrong(at: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"structured_outputs.json: at {at}: {why}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:60] + "…"
