@@ -127,7 +127,7 @@ def test_the_table_counts_what_comes_after_right_guesses() -> None:
     assert table[2][:2] == pytest.approx((0.5, 0.0), abs=0.01)  # of these, two have a third token
     assert [len(row) for row in table] == [RANKS] * 3
     unseen = table_of(torch.zeros(2, 0, dtype=torch.int64))
-    assert unseen[1] == pytest.approx(usual_table(2)[1])
+    assert unseen[1] == pytest.approx(usual_table(2)[1], abs=1e-5)
 
 
 def test_the_table_is_measured_on_texts(teacher: Teacher) -> None:
@@ -174,12 +174,13 @@ def test_an_open_engine_takes_weights_and_tree(
     drafter = cast(MedusaDrafter, llm.engine.drafting.drafters["medusa"])
     before = drafter.tree
     recipe.refresh(drafter)
-    assert drafter.tree != before
+    tree = drafter.tree
+    assert tree != before
     refreshed = [o.outputs[0].speculation.accepted for o in llm.generate(prompts, how)]
     recipe.export(tmp_path / "second")
     other = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "second"), **options)
     table = json.loads((tmp_path / "second" / "config.json").read_text())["medusa_acceptance"]
-    assert cast(MedusaDrafter, other.engine.drafting.drafters["medusa"]).tree == best_tree(table)
+    assert cast(MedusaDrafter, other.engine.drafting.drafters["medusa"]).tree == best_tree(table) == tree
     assert [o.outputs[0].speculation.accepted for o in other.generate(prompts, how)] == refreshed
     assert sum(refreshed) > 0
 

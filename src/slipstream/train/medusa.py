@@ -132,7 +132,7 @@ class MedusaRecipe:
             **({INNER: options.inner} if options.inner else {}),
             "hidden_size": self._teacher.hidden,
             "vocab_size": self._teacher.vocab_size,
-            "medusa_acceptance": [[round(chance, 5) for chance in row] for row in self.table],
+            "medusa_acceptance": self.table,
         }
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / HEAD_SAFETENSORS[0], metadata={"format": "pt"})

@@ -23,6 +23,8 @@ _NUMBERS = 1 << 27
 """Logits at a time."""
 _PRIOR_WEIGHT = 16.0
 """So many tries the usual table counts for."""
+_DIGITS = 5
+"""As it is written down: what is stored must be what was measured with, to the last tie."""
 
 
 def text_rows(texts: Sequence[Text]) -> Rows:
@@ -55,7 +57,8 @@ def table_of(places: Tensor) -> Table:  # [heads, n]: the token's place among ea
         tried = reached & (place >= 0)
         hits = torch.bincount(place[tried & (place < RANKS)], minlength=RANKS)
         weight = int(tried.sum()) + _PRIOR_WEIGHT
-        rows.append(tuple((hit + _PRIOR_WEIGHT * p) / weight for hit, p in zip(hits.tolist(), prior, strict=True)))
+        chances = ((hit + _PRIOR_WEIGHT * p) / weight for hit, p in zip(hits.tolist(), prior, strict=True))
+        rows.append(tuple(round(chance, _DIGITS) for chance in chances))
         reached = tried & (place < RANKS)
     return tuple(rows)
 
