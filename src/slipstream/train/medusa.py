@@ -19,7 +19,7 @@ from slipstream.drafters.base import Drafter
 from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import Table, usual_table
 from slipstream.models.headers import HEAD_SAFETENSORS
-from slipstream.models.heads.medusa import INNER, residual_layers
+from slipstream.models.heads.medusa import residual_layers
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch
 from slipstream.train.config import read_options
@@ -30,6 +30,8 @@ from slipstream.train.soft_loss import Aim, soft_loss
 from slipstream.train.teacher import Teacher
 
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_MODEST = 0.1
+"""Fresh layers add little: a head begins with what the target says."""
 
 
 class MedusaModule(nn.Module):
@@ -37,16 +39,13 @@ class MedusaModule(nn.Module):
 
     def __init__(self, options: MedusaOptions, hidden: int) -> None:
         super().__init__()
-        heads, inner = options.heads, options.inner or hidden
-        spread = hidden**-0.5 if options.inner else 0.1 * hidden**-0.5
-        everyone = range(options.layers)
-        self.weights = nn.ParameterList(torch.randn(heads, inner, hidden) * spread for _ in everyone)
-        self.biases = nn.ParameterList(torch.zeros(heads, inner) for _ in everyone)
-        self.outs = nn.ParameterList(torch.zeros(heads, hidden, inner) for _ in everyone if options.inner)
+        heads, everyone = options.heads, range(options.layers)
+        self.weights = nn.ParameterList(torch.randn(heads, hidden, hidden) * _MODEST * hidden**-0.5 for _ in everyone)
+        self.biases = nn.ParameterList(torch.zeros(heads, hidden) for _ in everyone)
 
     def forward(self, x: Tensor) -> Tensor:  # [heads, n, H] -> [heads, n, H]
         """What the LM head reads of each head, for the states that each is given."""
-        return residual_layers(x.to(self.weights[0].dtype), list(self.weights), list(self.biases), list(self.outs))
+        return residual_layers(x.to(self.weights[0].dtype), list(self.weights), list(self.biases))
 
 
 class MedusaRecipe:
@@ -120,16 +119,15 @@ class MedusaRecipe:
     def export(self, folder: Path) -> None:
         options, dtype = self.options, _DTYPES[self.options.kept]
         tensors: dict[str, Tensor] = {}
-        for kind, layers in (("linear.weight", "weights"), ("linear.bias", "biases"), ("out.weight", "outs")):
-            for i, tensor in enumerate(getattr(self._module, layers)):
+        for kind, layers in (("weight", self._module.weights), ("bias", self._module.biases)):
+            for i, tensor in enumerate(layers):
                 for head in range(options.heads):
-                    tensors[f"{head}.{i}.{kind}"] = tensor[head].detach().to("cpu", dtype).clone()
+                    tensors[f"{head}.{i}.linear.{kind}"] = tensor[head].detach().to("cpu", dtype).clone()
         config = {
             "model_type": "medusa",
             "base_model_name_or_path": self._target,
             "medusa_num_heads": options.heads,
             "medusa_num_layers": options.layers,
-            **({INNER: options.inner} if options.inner else {}),
             "hidden_size": self._teacher.hidden,
             "vocab_size": self._teacher.vocab_size,
             "medusa_acceptance": self.table,
@@ -143,8 +141,7 @@ class MedusaRecipe:
 
     def refresh(self, drafter: Drafter) -> None:
         assert isinstance(drafter, MedusaDrafter)
-        module = self._module
-        drafter.heads.refill(list(module.weights), list(module.biases), list(module.outs))
+        drafter.heads.refill(list(self._module.weights), list(self._module.biases))
         drafter.adopt(self.table)
         if self._teacher.device.type == "cuda":
             torch.cuda.synchronize(self._teacher.device)  # the engine computes on streams of its own

@@ -16,8 +16,7 @@ class MedusaOptions:
     """What can be said of the heads with `--set NAME=VALUE`."""
 
     heads: int = 4  # positions that are guessed
-    layers: int = 1  # residual layers of each
-    inner: int = 832  # width of a layer; 0: square ones, which other engines know too
+    layers: int = 3  # residual layers of each
     decay: float = 0.8  # weight of each head's loss against the one before
     variation: float = 0.0  # weight of the total variation beside the divergence
     sharpen: float = 0.5  # share of the aim that is the target's best token alone
@@ -26,7 +25,6 @@ class MedusaOptions:
     def __post_init__(self) -> None:
         _check("heads", self.heads, 1 <= self.heads <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
         _check("layers", self.layers, 1 <= self.layers <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
-        _check("inner", self.inner, self.inner >= 0, "0 or more")
         for name in ("decay", "sharpen"):
             _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
         _check("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")

@@ -2,7 +2,7 @@
 
 A head is a few residual blocks, x + silu(linear(x)), and an LM head of its own, or the target's. Two layouts of
 checkpoints hold the same: the original one (`medusa_lm_head.pt`, `{head}.{layer}.linear.weight`) and vLLM's
-(`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`). Ours may be wide: x + out(silu(linear(x))).
+(`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
 _PICKLES = (*HEAD_PICKLES, "pytorch_model.bin")
-INNER = "medusa_inner"
-"""Key of a configuration whose layers are wide: how wide. Our own; other engines do not know it."""
 _PREFIX = "medusa_head."
 """Stands before the names where a checkpoint was cut out of a whole model."""
 
@@ -43,7 +41,6 @@ class _Names:
     weight: Callable[[int, int], str]  # of a head's residual layer
     bias: Callable[[int, int], str]
     lm_head: Callable[[int], str]
-    out: Callable[[int, int], str]  # of a wide layer
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor], layers: int) -> _Names:
@@ -53,13 +50,11 @@ class _Names:
                 lambda h, i: f"blocks.{h}.layers.{i}{linear}.weight",
                 lambda h, i: f"blocks.{h}.layers.{i}{linear}.bias",
                 lambda h: f"lm_heads.{h}.weight",
-                lambda h, i: f"blocks.{h}.layers.{i}.out.weight",
             )
         return _Names(
             lambda h, i: f"{h}.{i}.linear.weight",
             lambda h, i: f"{h}.{i}.linear.bias",
             lambda h: f"{h}.{layers}.weight",
-            lambda h, i: f"{h}.{i}.out.weight",
         )
 
 
@@ -70,16 +65,15 @@ class MedusaHeads(nn.Module):
 
     def __init__(
         self,
-        weights: list[Tensor],  # [heads, I, H] each; I is H but for wide layers
-        biases: list[Tensor],  # [heads, I] each
-        outs: list[Tensor],  # [heads, H, I] each; none: layers are not wide
+        weights: list[Tensor],  # [heads, H, H] each
+        biases: list[Tensor],  # [heads, H] each
         lm_heads: list[Tensor],  # [Vd, H] each; none: the target's
         target_head: nn.Module,
         width: int,
         vocab: Tensor | None,
     ) -> None:
         super().__init__()
-        self._weights, self._biases, self._outs, self._lm_heads = weights, biases, outs, lm_heads
+        self._weights, self._biases, self._lm_heads = weights, biases, lm_heads
         self._target_head = [target_head]  # in a list: it is no part of this module
         self.width = width  # Vd: ids that it knows
         self.vocab = vocab  # [Vd] int64: the target's id of each of its ids; None: the target's vocabulary
@@ -87,21 +81,19 @@ class MedusaHeads(nn.Module):
 
     @property
     def weights_bytes(self) -> int:
-        everything = (*self._weights, *self._biases, *self._outs, *self._lm_heads)
-        own = {tensor.data_ptr(): tensor for tensor in everything}  # an LM head may be shared
+        own = {t.data_ptr(): t for t in (*self._weights, *self._biases, *self._lm_heads)}  # an LM head may be shared
         return sum(tensor.numel() * tensor.element_size() for tensor in own.values())
 
     def hidden(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, H]
         """What each head makes of the target's last hidden states."""
         own = self._weights[0].dtype if self._weights else features.dtype
         x = features.to(own).expand(self.heads, *features.shape)
-        return residual_layers(x, self._weights, self._biases, self._outs)
+        return residual_layers(x, self._weights, self._biases)
 
     @torch.no_grad()
-    def refill(self, weights: Sequence[Tensor], biases: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Take other numbers of the same shapes, in place: what was captured reads them from now on."""
-        own = (*self._weights, *self._biases, *self._outs)
-        for mine, given in zip(own, (*weights, *biases, *outs), strict=True):
+    def refill(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        """Take other residual layers of the same shapes, in place: what was captured reads them from now on."""
+        for mine, given in zip((*self._weights, *self._biases), (*weights, *biases), strict=True):
             mine.copy_(given)
 
     def logits(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, Vd] fp32
@@ -114,14 +106,12 @@ class MedusaHeads(nn.Module):
 
 def residual_layers(
     x: Tensor,  # [heads, N, H]
-    weights: Sequence[Tensor],  # [heads, I, H] each
-    biases: Sequence[Tensor],  # [heads, I] each
-    outs: Sequence[Tensor],  # [heads, H, I] each, or none
+    weights: Sequence[Tensor],  # [heads, H, H] each
+    biases: Sequence[Tensor],  # [heads, H] each
 ) -> Tensor:  # [heads, N, H]
-    """What all heads make of rows, one after the other. The same for training and for drafting."""
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        added = F.silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
-        x = x + (torch.bmm(added, outs[i].transpose(1, 2)) if outs else added)
+    """What all heads make of rows, layer by layer. The same for training and for drafting."""
+    for weight, bias in zip(weights, biases, strict=True):
+        x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
     return x
 
 
@@ -134,8 +124,6 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     layers = number(files.config, _layers_key(files), files.folder, otherwise=1, most=MOST_PARTS)
     names = _Names.of(tensors, layers)
     hidden = tensors[first].shape[-1] if (first := names.weight(0, 0)) in tensors else shape.hidden
-    is_wide = INNER in files.config
-    inner = number(files.config, INNER, files.folder) if is_wide else hidden
     check_target(files.folder, "a hidden size of", hidden, shape.hidden)
     token_map, shared = tensors.get("token_map"), "lm_head.weight" in tensors
     own = [names.lm_head(head) for head in range(heads)]
@@ -145,10 +133,8 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     optional: dict[str, tuple[int, ...]] = {}
     for head in range(heads):
         for layer in range(layers):
-            wanted[names.weight(head, layer)] = (inner, hidden)
-            optional[names.bias(head, layer)] = (inner,)
-            if is_wide:
-                wanted[names.out(head, layer)] = (hidden, inner)
+            wanted[names.weight(head, layer)] = (hidden, hidden)
+            optional[names.bias(head, layer)] = (hidden,)
     if token_map is not None:
         wanted["token_map"] = (vocab,)
     if shared:  # one for all of them
@@ -163,12 +149,11 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     def placed(tensor: Tensor) -> Tensor:
         return tensor.to(target.device, target.dtype)
 
-    empty = torch.zeros(inner)
+    empty = torch.zeros(hidden)
     everyone = range(heads)
     return MedusaHeads(
         [placed(torch.stack([tensors[names.weight(h, i)] for h in everyone])) for i in range(layers)],
         [placed(torch.stack([tensors.get(names.bias(h, i), empty) for h in everyone])) for i in range(layers)],
-        [placed(torch.stack([tensors[names.out(h, i)] for h in everyone])) for i in range(layers) if is_wide],
         [placed(tensors["lm_head.weight"])] * heads if shared else [placed(tensors[n]) for n in own if with_own],
         target.model.get_output_embeddings(),
         vocab,
