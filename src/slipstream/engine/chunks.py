@@ -47,6 +47,10 @@ class ChunkRule:
         """How many of the answer's pending tokens come into a pass that has room for so many; 0: not in this one."""
         return min(room, answer.pending)
 
+    def first(self, answer: Answer, room: int) -> int:
+        """Rows that are kept for the oldest prompt: all it needs, or half of the room where that is not enough."""
+        return answer.pending if answer.pending <= room else room - room // 2
+
     def kind(self, prompt_length: int, end: int) -> int | None:
         """How a page that ends before `end` is computed, of a prompt of this length. None: as in no other prompt."""
         return 0
@@ -88,6 +92,9 @@ class OwnChunks(ChunkRule):
             return min(answer.pending, self.narrow, room)
         rows = min((start // self.max_rows + 1) * self.max_rows, answer.prompt_length - 1) - start
         return rows if rows <= room else 0
+
+    def first(self, answer: Answer, room: int) -> int:
+        return self.rows(answer, room)  # there is room for more than one block
 
     def kind(self, prompt_length: int, end: int) -> int | None:
         way = self._way(prompt_length, end - 1)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.core.errors import Aborted, InvalidRequest, NumericError, RequestError
+from slipstream.core.errors import Aborted, InvalidRequest, NumericError, RequestError, TimedOut
+from slipstream.core.outputs import FinishReason
 from slipstream.core.snapshot import Snapshot
 from slipstream.core.verdict import Verdict, Verdicts
 from slipstream.drafters.base import DeviceDrafter, Drafter, Services
@@ -21,6 +22,7 @@ from slipstream.engine.admission import Admission
 from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.counters import Counters
+from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.emit import emit
 from slipstream.engine.followers import Followers
@@ -107,6 +109,7 @@ class Engine:
         )
         self.followers = self.follow(self.drafting, self.prefixes)
         self.jobs: dict[str, Job] = {}
+        self._deadlines = Deadlines()
         self.counters = Counters()
         self.admission = Admission(config.max_queue)
         self._tables: dict[str, PageTable] = {}
@@ -139,6 +142,7 @@ class Engine:
         self.jobs[job.id] = job
         for answer in job.answers:
             self.scheduler.add(answer)
+        self._deadlines.add(job)
 
     def check_queue(self, coming: int) -> None:
         """Raise `QueueFull` where too many wait, with these who are on their way. Any thread may ask."""
@@ -154,26 +158,33 @@ class Engine:
         """End a job now, wherever it stands. Unknown ids are ended jobs: nothing to do."""
         job = self.jobs.get(job_id)
         if job is not None:
-            for answer in job.answers:
-                if not answer.ended:
-                    answer.end("abort", error=Aborted("cancelled by its owner"))
-                self.scheduler.release(answer)
-            self._close(job)
+            self._end(job, "abort", Aborted("cancelled by its owner"))
+
+    def expire(self) -> None:
+        """End the jobs whose time is over. Every round begins with this."""
+        for job in self._deadlines.over():
+            if self.jobs.get(job.id) is job:
+                limit = f"timeout_s={job.params.timeout_s:g}"
+                self._end(job, "timeout", TimedOut(f"{limit}: its time was over before its answer was"))
+
+    def _end(self, job: Job, reason: FinishReason, error: RequestError) -> None:
+        for answer in job.answers:
+            if not answer.ended:
+                answer.end(reason, error=error)
+            self.scheduler.release(answer)
+        self._close(job)
 
     def fail_all(self, error: BaseException) -> None:
         """Something broke that is no request's fault: end everything, and be ready for what comes next."""
         for job in list(self.jobs.values()):
-            for answer in job.answers:
-                if not answer.ended:
-                    answer.end("error", error=RequestError(f"the engine failed: {type(error).__name__}: {error}"))
-                self.scheduler.release(answer)
-            self._close(job)
+            self._end(job, "error", RequestError(f"the engine failed: {type(error).__name__}: {error}"))
         if self.prefixes is not None:
             self.prefixes.clear()  # who knows what is in them
 
     @torch.inference_mode()
     def step(self) -> None:
         """One round."""
+        self.expire()
         started = time.perf_counter()
         schedule = self.scheduler.schedule()
         self._report(schedule.refused)

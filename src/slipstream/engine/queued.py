@@ -95,6 +95,7 @@ class QueuedEngine(Engine):
         Where the host must know a round's result to queue the next one, it reads it first and gives it out last, while
         the device is at work again.
         """
+        self.expire()
         waits = self._must_wait()
         heard = self._hear_all() if waits else []
         self._heard_at = self._idle_since if heard else None

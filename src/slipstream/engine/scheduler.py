@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import RequestError
 from slipstream.engine.chunks import Chunk, ChunkRule
+from slipstream.engine.line import WaitingLine
 from slipstream.engine.state import Answer, Phase
 from slipstream.kv.pages import OutOfPages, PageCopy, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
@@ -50,7 +50,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.prefixes = prefixes
-        self.waiting: deque[Answer] = deque()  # oldest first
+        self.waiting = WaitingLine()
         self.running: list[Answer] = []  # oldest first
         self.preemptions = 0
         self._short = False  # the last time somebody was to start, there were not enough pages
@@ -63,7 +63,7 @@ class Scheduler:
 
     def add(self, answer: Answer) -> None:
         """Put it in the queue by age: one that was preempted comes before those that never ran."""
-        insort(self.waiting, answer, key=_age)
+        self.waiting.add(answer)
 
     @property
     def free_seats(self) -> int:
@@ -85,12 +85,28 @@ class Scheduler:
                 reading.append(answer)
         if self.preemptions > before:
             plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]
-        room = self._chunks.room(len(plan.decodes))
-        for answer in reading:
-            if answer.phase is Phase.RUNNING:
-                room -= self._take(plan, answer, room)
-        self._admit(plan, room)
+        reading = [answer for answer in reading if answer.phase is Phase.RUNNING]
+        self._share(plan, reading, self._chunks.room(len(plan.decodes)))
         return plan
+
+    def _share(self, plan: Schedule, reading: Sequence[Answer], room: int) -> None:
+        """Divide the room of a pass among prompts, so that a long one keeps nobody waiting, and is not kept waiting.
+
+        The oldest always goes on: to its end, if there is room for that, else with half of the room and what the others
+        leave. Of them come first those who will be done, the shortest before the others, and then those who wait.
+        """
+        oldest, others = reading[:1], reading[1:]
+        kept = self._chunks.first(oldest[0], room) if oldest else 0
+        room -= kept
+        for answer in sorted(others, key=lambda answer: answer.pending):
+            if answer.pending <= room:
+                room -= self._take(plan, answer, room)
+        room = self._admit(plan, room)
+        served = {chunk.answer for chunk in plan.chunks}
+        for answer in (*oldest, *(other for other in others if other not in served)):
+            room += kept  # the oldest's, who is the first
+            room -= self._take(plan, answer, room)
+            kept = 0
 
     def _take(self, plan: Schedule, answer: Answer, room: int) -> int:
         rows = self._chunks.rows(answer, room)
@@ -128,11 +144,12 @@ class Scheduler:
         idle = all(answer.table is None and answer.slot == -1 for answer in self.waiting)
         assert idle, "a waiting request holds pages or a slot"
 
-    def _admit(self, plan: Schedule, room: int) -> None:
+    def _admit(self, plan: Schedule, room: int) -> int:
+        """Start those who wait, while there are seats, pages and room in the pass. Returns the room that is left."""
         self._short = False
         passed_over: list[Answer] = []
         while self.waiting and self._slots and room > 0:
-            answer = self.waiting.popleft()
+            answer = self.waiting.take()
             if answer.ended:
                 continue
             if answer.leader is not None and answer.leader.phase is Phase.RUNNING and not answer.generated:
@@ -157,7 +174,9 @@ class Scheduler:
                 plan.refused.append(answer)
                 continue
             room -= self._take(plan, answer, room)
-        self.waiting.extendleft(reversed(passed_over))
+        for answer in passed_over:
+            self.waiting.add(answer)
+        return room
 
     def _start(self, answer: Answer) -> bool:
         table = PageTable(self.pool)
