@@ -51,14 +51,15 @@ class Measure(AbstractContextManager["Measure"]):
     def __call__(self) -> list[Measured]:
         """Tokens a pass at each temperature of the data, greedy included."""
         llm = self._opened()
-        drafters = [d for name, d in llm.engine.drafting.drafters.items() if name != "prediction"]
-        if len(drafters) != 1:
-            raise DrafterError(f"recipe {self._recipe.name}: must name one drafter, not {[d.name for d in drafters]}")
+        drafting = llm.engine.drafting
+        drafter = drafting.drafters.get(drafting.default or "")
+        if drafter is None:
+            raise DrafterError(f"recipe {self._recipe.name}: must name one drafter, not {drafting.default!r}")
         if isinstance(self._recipe, Listens) and not self._told:
             said = self._answers(llm, 0.0)
             self._recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
             self._told = True
-        self._recipe.refresh(drafters[0])
+        self._recipe.refresh(drafter)
         temperatures = sorted({0.0, *self._config.temperatures})
         return [self._at(llm, temperature) for temperature in temperatures]
 
