@@ -128,7 +128,10 @@ def _eagle_tensor(wider: Wider, name: str, tensor: Tensor, shape: tuple[int, ...
 def widen_medusa(files: HeadFiles, wide: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and tensors for a target so wide. Residual layers write a hidden state, LM heads read one."""
     config = dict(files.config)
-    small = next(tensor.shape[1] for name, tensor in files.tensors.items() if name.endswith("0.linear.weight"))
+    first = files.tensors.get("0.0.linear.weight")
+    if first is None:
+        raise ValueError(f"{files.folder}: only Medusa heads in the original layout, with 0.0.linear.weight")
+    small = first.shape[1]
     inner = config.get(INNER, 0)
     if inner:  # wide layers stay as much wider than the target as they were
         config[INNER] = inner * wide // small

@@ -161,3 +161,6 @@ def test_what_does_not_fit_is_refused(small: Path, wide: Path, teacher: Teacher,
         widened()
     with pytest.raises(ValueError, match="--heads 7: there must be 2 to each head of keys"):
         widened(heads=7, inner=96)
+    folder = save_heads(tmp_path / "vllm", head_tensors("vllm"), "model.safetensors", medusa_num_heads=3)
+    with pytest.raises(ValueError, match=r"only Medusa heads in the original layout, with 0\.0\.linear\.weight"):
+        heads.widen_head(small, wide, folder, tmp_path / "wide", torch.float32)
