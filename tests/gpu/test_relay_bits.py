@@ -44,7 +44,7 @@ def test_the_same_bits_as_layer_by_layer(name: str) -> None:
 def test_in_a_graph() -> None:
     scene = Scene(SMALL, layers=30, dtype=torch.bfloat16, contexts=(300,), rows=(1,))
     x, delta = scene.relayed(staged=False)
-    scene.layout.tilings.clear()
+    scene.layout.tables.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ours, our_delta = scene.relayed(staged=False)

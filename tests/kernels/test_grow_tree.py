@@ -52,7 +52,9 @@ class Grower:
 
     def __init__(self, kind: type[Growth], width: int, depth: int, seeds: list[int]) -> None:
         lanes = torch.tensor([3, 0, 2][: len(seeds)], device=DEVICE)
-        self.growth = kind(state(), lanes, width, depth, last_place=LAST, guests=width * (depth - 1), most=2)
+        each = width * (depth - 1)
+        guests = 100 + torch.arange(max(1, 2 * each), device=DEVICE)
+        self.growth = kind(state(), lanes, width, depth, last_place=LAST, guests=guests, each=each)
         self.levels: list[Level] = []
         paths: list[tuple[int, ...]] = [() for _ in seeds]
         whose = list(seeds)
@@ -134,10 +136,10 @@ def test_a_level_knows_where_its_rows_stand() -> None:
     assert second.places.tolist() == [5, 5, 11, 11, 56, 56]
     assert second.positions.tolist() == [7, 7, 13, 13, 58, 58]  # behind the text, its next token and two guesses
     assert second.generated.tolist() == [6, 6, 3, 3, 5, 5]
-    assert first.guests.tolist() == [0, 1, 4, 5, 4, 5]
-    assert second.guests.tolist() == [2, 3, 6, 7, 6, 7]
-    assert second.ancestors[:, 1].tolist() == second.guests.tolist()
-    assert second.ancestors[:, 0].tolist() == [first.guests[row] for row in second.rows.tolist()]
+    assert first.slots.tolist() == [100, 101, 104, 105, 104, 105]
+    assert second.slots.tolist() == [102, 103, 106, 107, 106, 107]
+    assert second.ancestors[:, 1].tolist() == [2, 3, 6, 7, 6, 7]  # numbers of these slots in the table
+    assert second.ancestors[:, 0].tolist() == [first.slots[row] - 100 for row in second.rows.tolist()]
 
 
 def test_a_beam_of_one_is_a_chain() -> None:

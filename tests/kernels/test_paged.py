@@ -77,6 +77,16 @@ def test_a_long_context_is_read_in_runs(monkeypatch: pytest.MonkeyPatch, window:
     assert torch.equal(once, scene.check(window=window))
 
 
+def test_the_size_of_tiles_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of trees are divided among many programs: to the bit the same as in whole tiles."""
+    scene = Scene(tree(21, 8, 1, 8), tree(9, 5, 2, 3))
+    small, tables = scene.check(), scene.layout()
+    assert paged._tile_rows(tables, 4, 2) == 1
+    monkeypatch.setattr(paged, "_MANY_PROGRAMS", 0)
+    assert paged._tile_rows(tables, 4, 2) == 8
+    assert torch.equal(scene.check(), small)
+
+
 def test_heads_of_two_sizes_are_refused() -> None:
     scene = Scene(Part(0, 1))
     scene.values = scene.values[..., :8].contiguous()
@@ -139,8 +149,8 @@ class TestRowIndependence:
 def test_tiles_cover_every_row_once() -> None:
     layout = Scene(*MIXED).layout()
     if DEVICE.type == "cpu":
-        tiles = layout.tiles(5)
-        assert layout.tiles(5) is tiles  # once a pass
+        tiles = layout.table(5, 16).tiles
+        assert layout.table(5, 16).tiles is tiles  # once a pass
         found = [line for line in tiles.tolist() if line[0] >= 0]
         covered = [row for _, start, end, _ in found for row in range(start, end)]
         assert covered == list(range(sum(p.rows for p in MIXED)))

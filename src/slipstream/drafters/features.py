@@ -266,8 +266,8 @@ class FeatureDrafter(DeviceDrafter):
             self.width,
             round.depth,
             last_place=self._last_place(round),
-            guests=self._guests_each,
-            most=self._guests.shape[0] // max(self._guests_each, 1),  # padding beyond them shares the last one's
+            guests=self._guests,
+            each=self._guests_each,
         )
         starts = self._starts(lanes, self.width)
         path = torch.empty((lanes.shape[0], 0), dtype=torch.int64, device=lanes.device)
@@ -275,7 +275,7 @@ class FeatureDrafter(DeviceDrafter):
         step = 0
         while level is not None:
             step += 1
-            context = self._context(round, level.places, self._guests[level.guests], starts, level.ancestors)
+            context = self._context(round, level.places, level.slots, starts, level.ancestors)
             hidden = self.head.run(level.tokens, hidden[level.rows], context, level.places, step)
             if _wants_path(round.features):
                 path = torch.cat((path[level.rows], level.tokens[:, None]), dim=1)

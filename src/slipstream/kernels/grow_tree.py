@@ -16,6 +16,12 @@ from torch import Tensor
 
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 from slipstream.kernels.pack_rows import LaneState
+from slipstream.kernels.sortable import NOTHING, sortable, unsorted
+
+_PART = 512
+"""Candidates that one program of the last launch looks at together."""
+_RANKED = 16
+"""Candidates whose places one such program finds: a tree's are divided among several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Level:
     places: Tensor  # [B * width] int64: where each stands in its text
     positions: Tensor  # [B * width] int64: of the token that each guesses
     generated: Tensor  # [B * width] int64: tokens emitted before that one
-    guests: Tensor  # [B * width] int64: the numbers under which its entries lie in the cache
+    slots: Tensor  # [B * width] int64: where its entries lie in the cache
     ancestors: Tensor  # [B * width, step] int32: guests from the tree's first level down to each, itself last
     scores: Tensor  # [B * width] fp32: of the whole path
     candidates: Tensor  # [B * width] int64: its place among the candidates
@@ -36,10 +42,10 @@ class Level:
     @staticmethod
     def empty(rows: int, step: int, device: torch.device) -> Level:
         numbers = torch.empty((8, rows), dtype=torch.int64, device=device).unbind(0)
-        tokens, offered_by, lanes, places, positions, generated, guests, candidates = numbers
+        tokens, offered_by, lanes, places, positions, generated, slots, candidates = numbers
         ancestors = torch.empty((rows, step), dtype=torch.int32, device=device)
         scores = torch.empty(rows, dtype=torch.float32, device=device)
-        return Level(tokens, offered_by, lanes, places, positions, generated, guests, ancestors, scores, candidates)
+        return Level(tokens, offered_by, lanes, places, positions, generated, slots, ancestors, scores, candidates)
 
 
 class Grown(NamedTuple):
@@ -53,9 +59,18 @@ class Growth:
     """The trees of B requests while they grow: all candidates so far, level by level."""
 
     def __init__(
-        self, state: LaneState, lanes: Tensor, width: int, depth: int, *, last_place: int, guests: int, most: int
+        self,
+        state: LaneState,
+        lanes: Tensor,  # [B] int64
+        width: int,
+        depth: int,
+        *,
+        last_place: int,
+        guests: Tensor,  # [G] int64
+        each: int,
     ) -> None:
-        """guests: entries of one request's tree that the cache has room for. most: requests for which it has.
+        """guests: slots of the cache for the entries of trees, `each` of them a request's. Requests for which there
+        are none share the last one's.
 
         last_place: no row stands behind it; who is there is not drafted for.
         """
@@ -66,7 +81,7 @@ class Growth:
         self.parents = torch.empty(shape, dtype=torch.int64, device=device)  # among the candidates; -1 is the root
         self.scores = torch.empty(shape, dtype=torch.float32, device=device)
         self._state, self._lanes, self._last_place = state, lanes, last_place
-        self._guests, self._most = guests, most
+        self._guests, self._each, self._most = guests, each, guests.shape[0] // max(each, 1)
         self._step = 0
 
     def grow(self, tokens: Tensor, scores: Tensor, above: Level | None) -> Level | None:
@@ -94,25 +109,28 @@ class Growth:
         return 0 if self._step == 1 else self.width + (self._step - 2) * self.width**2
 
     def _launch(self, tokens: Tensor, scores: Tensor, above: Level | None, level: Level | None) -> None:
-        first = above is None
+        first, overlap = above is None, on_gpu(tokens)
+        offered = self.width if first else self.width**2
         up, to = above or level, level or above
         none = scores  # not touched
         _grow_kernel[(self._lanes.shape[0],)](
             tokens.contiguous(), scores.contiguous(), self.tokens, self.parents, self.scores,
             up.scores if up else none, up.candidates if up else none, up.ancestors if up else none,
             to.tokens if to else none, to.rows if to else none, to.lanes if to else none, to.places if to else none,
-            to.positions if to else none, to.generated if to else none, to.guests if to else none,
+            to.positions if to else none, to.generated if to else none, to.slots if to else none,
             to.ancestors if to else none, to.scores if to else none, to.candidates if to else none,
-            self._state.length, self._state.generated, self._lanes, self._last_place, self._guests, self._most,
-            WIDTH=self.width, STEP=self._step, BEFORE=self._before, SIZE=self.size, FIRST=first,
-            DEEPER=level is not None, BLOCK=triton.next_power_of_2(self.width if first else self.width**2),
-            LINE=triton.next_power_of_2(self._step), num_warps=1,
+            self._state.length, self._state.generated, self._lanes, self._guests, self._last_place, self._each,
+            self._most, WIDTH=self.width, STEP=self._step, BEFORE=self._before, SIZE=self.size, FIRST=first,
+            DEEPER=level is not None, BLOCK=triton.next_power_of_2(offered), BEAM=triton.next_power_of_2(self.width),
+            LINE=triton.next_power_of_2(self._step), OVERLAP=overlap, num_warps=1 if offered <= 1024 else 4,
+            launch_pdl=overlap,
         )  # fmt: skip
 
     def _launch_tree(self, nodes: int, out: Grown) -> None:
-        _tree_kernel[(self.tokens.shape[0],)](
-            self.tokens, self.parents, self.scores, out.tokens, out.parents, nodes, SIZE=self.size,
-            BLOCK=triton.next_power_of_2(self.size), PART=16, num_warps=4,
+        overlap = on_gpu(self.tokens)
+        _tree_kernel[(self.tokens.shape[0], triton.cdiv(self.size, _RANKED))](
+            self.tokens, self.parents, self.scores, out.tokens, out.parents, nodes, SIZE=self.size, RANKED=_RANKED,
+            PART=min(_PART, triton.next_power_of_2(self.size)), OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
 
     def _twin(self, tokens: Tensor, scores: Tensor, above: Level | None, level: Level | None) -> None:
@@ -130,7 +148,7 @@ class Growth:
         request = torch.arange(requests, device=tokens.device)[:, None]  # [B, 1]
         lanes = self._lanes[:, None].expand_as(chosen)
         length = self._state.length[lanes]
-        guest = request.clamp_max(self._most - 1) * self._guests + (self._step - 1) * width
+        guest = request.clamp_max(self._most - 1) * self._each + (self._step - 1) * width
         guest = guest + torch.arange(width, device=tokens.device)
         level.tokens.copy_(tokens.gather(1, chosen).flatten())
         rows = request.expand_as(chosen) if above is None else request * width + chosen // width
@@ -142,7 +160,7 @@ class Growth:
         level.places.copy_((length + self._step - 1).clamp(0, self._last_place).flatten())
         level.positions.copy_((length + self._step + 1).flatten())
         level.generated.copy_((self._state.generated[lanes] + self._step).flatten())
-        level.guests.copy_(guest.flatten())
+        level.slots.copy_(self._guests[guest.flatten()])
         level.scores.copy_(scores.gather(1, chosen).flatten())
         level.candidates.copy_((chosen + self._before).flatten())
 
@@ -154,7 +172,7 @@ class Growth:
         out.parents.copy_(torch.where(above < 0, -1, rank.gather(1, above.clamp_min(0))))
 
 
-@jit(sizes=["last_place", "guests", "most"], pointers=["lanes"])
+@jit(sizes=["last_place", "each", "most"], pointers=["lanes", "guests"])
 def _grow_kernel(
     offered: tl.tensor,  # [B * rows, WIDTH]
     offered_scores: tl.tensor,
@@ -170,15 +188,16 @@ def _grow_kernel(
     out_places: tl.tensor,
     out_positions: tl.tensor,
     out_generated: tl.tensor,
-    out_guests: tl.tensor,
+    out_slots: tl.tensor,
     out_ancestors: tl.tensor,  # [B * WIDTH, STEP]
     out_scores: tl.tensor,
     out_candidates: tl.tensor,
     length_of: tl.tensor,
     generated_of: tl.tensor,
     lanes: tl.tensor,
+    guests: tl.tensor,  # [G]
     last_place: tl.tensor,
-    guests: tl.tensor,
+    each: tl.tensor,
     most: tl.tensor,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
@@ -187,10 +206,15 @@ def _grow_kernel(
     FIRST: tl.constexpr,
     DEEPER: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two >= what a request is offered
+    BEAM: tl.constexpr,  # power of two >= WIDTH
     LINE: tl.constexpr,  # power of two >= STEP
+    OVERLAP: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     COUNT: tl.constexpr = WIDTH if FIRST else WIDTH * WIDTH
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.arange(0, BLOCK)
     real = at < COUNT
     token = tl.load(offered + request * COUNT + at, mask=real, other=0)
@@ -207,29 +231,38 @@ def _grow_kernel(
         lane = tl.load(lanes + request)
         length = tl.load(length_of + lane)
         emitted = tl.load(generated_of + lane)
-        base = tl.minimum(request, most - 1) * guests + (STEP - 1) * WIDTH
-        line = tl.arange(0, LINE)
-        left = real
+        beam = tl.arange(0, BEAM)
+        row = request * WIDTH + beam
+        kept = beam < WIDTH
+        guest = tl.minimum(request, most - 1) * each + (STEP - 1) * WIDTH + beam
+        slot = tl.load(guests + guest, mask=kept, other=0)
+        left = tl.where(real, sortable(score), NOTHING)
+        chosen = tl.zeros([BEAM], tl.int32)
+        surest = tl.zeros([BEAM], tl.int32)
         for i in range(WIDTH):
-            best = tl.max(tl.where(left, score, -float("inf")), 0)
-            chosen = tl.min(tl.where(left & (score == best), at, BLOCK), 0)  # of equals the first
-            left = left & (at != chosen)
-            row = request * WIDTH + i
-            by = request * 0 + chosen // WIDTH
-            tl.store(out_tokens + row, tl.sum(tl.where(at == chosen, token, 0), 0))
-            tl.store(out_rows + row, request if FIRST else request * WIDTH + by)
-            tl.store(out_lanes + row, lane)
-            tl.store(out_places + row, tl.minimum(tl.maximum(length + STEP - 1, 0), last_place))
-            tl.store(out_positions + row, length + STEP + 1)
-            tl.store(out_generated + row, emitted + STEP)
-            tl.store(out_guests + row, base + i)
-            tl.store(out_scores + row, best)
-            tl.store(out_candidates + row, (chosen + BEFORE).to(tl.int64))
-            way = tl.full([LINE], 0, tl.int32) + (base + i).to(tl.int32)
-            if not FIRST:
-                known = above_ancestors + (request * WIDTH + by) * (STEP - 1) + line
-                way = tl.where(line < STEP - 1, tl.load(known, mask=line < STEP - 1, other=0), way)
-            tl.store(out_ancestors + row * STEP + line, way, mask=line < STEP)
+            best = tl.max(left, 0)
+            first = tl.min(tl.where(left == best, at, BLOCK), 0)  # of equals the first
+            left = tl.where(at == first, NOTHING, left)
+            chosen = tl.where(beam == i, first, chosen)
+            surest = tl.where(beam == i, best, surest)
+        by = chosen // WIDTH
+        same = tl.zeros([BEAM], tl.int64)  # as many as rows
+        tl.store(out_tokens + row, tl.load(offered + request * COUNT + chosen, mask=kept, other=0), mask=kept)
+        tl.store(out_rows + row, same + request if FIRST else request * WIDTH + by, mask=kept)
+        tl.store(out_lanes + row, same + lane, mask=kept)
+        tl.store(out_places + row, same + tl.minimum(tl.maximum(length + STEP - 1, 0), last_place), mask=kept)
+        tl.store(out_positions + row, same + length + STEP + 1, mask=kept)
+        tl.store(out_generated + row, same + emitted + STEP, mask=kept)
+        tl.store(out_slots + row, slot, mask=kept)
+        tl.store(out_scores + row, unsorted(surest), mask=kept)
+        tl.store(out_candidates + row, (chosen + BEFORE).to(tl.int64), mask=kept)
+        line = tl.arange(0, LINE)[None, :]
+        way = tl.zeros([BEAM, LINE], tl.int32) + guest.to(tl.int32)[:, None]
+        if not FIRST:
+            known = above_ancestors + (request * WIDTH + by)[:, None] * (STEP - 1) + line
+            before = kept[:, None] & (line < STEP - 1)
+            way = tl.where(line < STEP - 1, tl.load(known, mask=before, other=0), way)
+        tl.store(out_ancestors + row[:, None] * STEP + line, way, mask=kept[:, None] & (line < STEP))
 
 
 @jit(sizes=["nodes"])
@@ -241,25 +274,35 @@ def _tree_kernel(
     out_parents: tl.tensor,
     nodes: tl.tensor,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # power of two >= SIZE
+    RANKED: tl.constexpr,
     PART: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    at = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
     real = at < SIZE
-    score = tl.load(scores + request * SIZE + at, mask=real, other=-float("inf"))
-    # a candidate's place is how many are surer, or as sure and earlier
-    rank = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, SIZE, PART):
-        other = begin + tl.arange(0, PART)
-        theirs = tl.load(scores + request * SIZE + other, mask=other < SIZE, other=-float("inf"))
-        ahead = (theirs[None, :] > score[:, None]) | (
-            (theirs[None, :] == score[:, None]) & (other[None, :] < at[:, None])
-        )
-        rank += tl.sum((ahead & (other < SIZE)[None, :]).to(tl.int32), 1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    scores += request * SIZE
     token = tl.load(tokens + request * SIZE + at, mask=real, other=0)
     parent = tl.load(parents + request * SIZE + at, mask=real, other=-1).to(tl.int32)
-    above = tl.gather(rank, tl.maximum(parent, 0), 0)
-    kept = real & (rank < nodes)
-    tl.store(out_tokens + request * nodes + rank, token, mask=kept)
-    tl.store(out_parents + request * nodes + rank, tl.where(parent < 0, -1, above).to(tl.int64), mask=kept)
+    score = tl.load(scores + at, mask=real, other=0.0)
+    above_score = tl.load(scores + parent, mask=parent >= 0, other=0.0)
+    # a parent's place is found again here: it may be another program's
+    place = tl.zeros([RANKED], tl.int32)
+    above = tl.zeros([RANKED], tl.int32)
+    for begin in range(0, SIZE, PART):
+        other = begin + tl.arange(0, PART)
+        theirs = tl.load(scores + other, mask=other < SIZE, other=-float("inf"))
+        place += _ahead(theirs, other, score, at)
+        above += _ahead(theirs, other, above_score, parent)
+    kept = real & (place < nodes)
+    tl.store(out_tokens + request * nodes + place, token, mask=kept)
+    tl.store(out_parents + request * nodes + place, tl.where(parent < 0, -1, above).to(tl.int64), mask=kept)
+
+
+@jit
+def _ahead(theirs: tl.tensor, other: tl.tensor, score: tl.tensor, at: tl.tensor) -> tl.tensor:
+    """How many of the others are surer than each, or as sure and earlier: its place, once all were seen."""
+    ahead = (theirs[None, :] > score[:, None]) | ((theirs[None, :] == score[:, None]) & (other[None, :] < at[:, None]))
+    return tl.sum(ahead.to(tl.int32), 1)

@@ -1,18 +1,32 @@
 """Which row of a pass belongs to whom, on the device: what the attention of all its layers reads.
 
-A tile is what one program of the attention works on: a few neighbouring rows of one request. The table of tiles is made
-once a pass, by one launch.
+A tile is what one program of the attention works on: a few neighbouring rows of one request. The table of tiles, and
+for trees that of where each row's own keys lie, are made once a pass, by one launch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import Span
-from slipstream.kernels.jit import jit, tl, triton
+from slipstream.kernels.jit import jit, on_gpu, tl, triton
+
+
+class Tables(NamedTuple):
+    """What the programs of an attention look up."""
+
+    tiles: Tensor
+    """[T, 4] int32: lane, first row, end row and number of keys of each tile; lane -1 where there is none."""
+    own: Tensor | None
+    """[N, W] int32: the cache slots of each row's keys from the block on in which its request's draft begins.
+
+    Those before the draft lie on pages, those of it where its ancestors were put; -1 where there is none. None where
+    all rows are chains, whose keys lie on pages alone.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +44,20 @@ class RowLayout:
     max_keys: int  # no row of this pass sees more keys: those beyond may not be read
     guests: Tensor | None = None  # [G] int64: slots that `ancestors` names; None: the pass's own, by row
     # made once a pass, read by every layer
-    tilings: dict[int, Tensor] = field(init=False, default_factory=dict)  # by rows a tile
-    owns: dict[int, Tensor] = field(init=False, default_factory=dict)  # by keys a block
+    tables: dict[tuple[int, int], Tables] = field(init=False, default_factory=dict)  # by rows a tile, keys a block
     host_spans: list[Span] = field(init=False, default_factory=list)  # for the twin
 
-    def tiles(self, tile_rows: int) -> Tensor:
-        """[T, 4] int32: lane, first row, end row and number of keys of each tile; lane -1 where there is none."""
-        if tile_rows not in self.tilings:
-            self.tilings[tile_rows] = _tiles(self, tile_rows)
-        return self.tilings[tile_rows]
+    def table(self, tile_rows: int, block_keys: int = 0) -> Tables:
+        """block_keys: of the attention; needless where all rows are chains."""
+        asked = (tile_rows, 0 if self.ancestors is None else block_keys)
+        if asked not in self.tables:
+            self.tables[asked] = _tables(self, tile_rows, block_keys)
+        return self.tables[asked]
 
     def tile_count(self, tile_rows: int) -> int:
         """Tiles in the table: as many as there can be, whichever rows belong to whom."""
         rows = self.positions.shape[0]
         return rows // tile_rows + min(self.lanes.shape[0], rows)
-
-    def own(self, block_keys: int) -> Tensor | None:
-        """[N, W] int32: the cache slots of each row's keys from the block on in which its request's draft begins.
-
-        Those before the draft lie on pages, those of it where its ancestors were put; -1 where there is none. None
-        where all rows are chains, whose keys lie on pages alone.
-        """
-        if self.ancestors is None:
-            return None
-        if block_keys not in self.owns:
-            self.owns[block_keys] = _own(self, self.ancestors, block_keys)
-        return self.owns[block_keys]
 
     def spans(self) -> list[Span]:
         """The same for the twin, read by the host."""
@@ -85,12 +87,13 @@ class RowLayout:
         return Span(start, end, torch.cat((committed, self.slots[start:end])), prefix, positions, visible)
 
 
-@jit(sizes=["B", "T"], pointers=["lanes_ptr", "positions_ptr"])
-def _tiles_kernel(
+@jit
+def _write_tiles(
     starts_ptr: tl.tensor,
     lanes_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
+    part: tl.tensor,
     B: tl.tensor,
     T: tl.tensor,
     TILE_ROWS: tl.constexpr,
@@ -98,7 +101,7 @@ def _tiles_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    tile = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile = part * BLOCK_T + tl.arange(0, BLOCK_T)
     request = tl.arange(0, BLOCK_B)
     first = tl.load(starts_ptr + request, mask=request < B, other=0)
     end = tl.load(starts_ptr + request + 1, mask=request < B, other=0)
@@ -118,15 +121,16 @@ def _tiles_kernel(
     tl.store(place + 3, tl.max(position, 1) + 1, mask=tile < T)
 
 
-@jit(sizes=["B", "P", "depths"], pointers=["lanes_ptr", "slots_ptr", "lengths_ptr", "pages_ptr"])
-def _own_kernel(
+@jit
+def _write_own(
     starts_ptr: tl.tensor,
     lanes_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
-    pages_ptr: tl.tensor,  # [S, P]
-    slots_ptr: tl.tensor,  # of those that ancestors name
-    ancestors_ptr: tl.tensor,  # [N, depths]
-    own_ptr: tl.tensor,  # [N, W]
+    pages_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    ancestors_ptr: tl.tensor,
+    own_ptr: tl.tensor,
+    row: tl.tensor,
     B: tl.tensor,
     P: tl.tensor,
     depths: tl.tensor,
@@ -136,7 +140,6 @@ def _own_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0)
     request = tl.arange(0, BLOCK_B)
     first = tl.load(starts_ptr + request, mask=request < B, other=0)
     end = tl.load(starts_ptr + request + 1, mask=request < B, other=0)
@@ -155,27 +158,66 @@ def _own_kernel(
     tl.store(own_ptr + row * W + j, tl.where(real, slot, -1), mask=j < W)
 
 
-def _own(layout: RowLayout, ancestors: Tensor, block_keys: int) -> Tensor:
-    rows, depths = ancestors.shape
-    width = triton.cdiv(block_keys - 1 + depths, block_keys) * block_keys
-    own = torch.empty((rows, width), dtype=torch.int32, device=ancestors.device)
-    requests = layout.lanes.shape[0]
-    slots = layout.slots if layout.guests is None else layout.guests
-    _own_kernel[(rows,)](
-        layout.starts, layout.lanes, layout.lengths, layout.pages, slots, ancestors, own, requests,
-        layout.pages.shape[1], depths, PAGE=layout.page_size, BLOCK_KEYS=block_keys, W=width,
-        BLOCK_B=triton.next_power_of_2(requests), BLOCK_W=triton.next_power_of_2(width), num_warps=2,
-    )  # fmt: skip
-    return own
+@jit(
+    sizes=["B", "P", "T", "rows", "depths"],
+    pointers=["lanes_ptr", "positions_ptr", "slots_ptr", "lengths_ptr", "pages_ptr"],
+)
+def _tables_kernel(
+    starts_ptr: tl.tensor,  # [B + 1]
+    lanes_ptr: tl.tensor,  # [B]
+    positions_ptr: tl.tensor,  # [N]
+    lengths_ptr: tl.tensor,  # [S]
+    pages_ptr: tl.tensor,  # [S, P]
+    slots_ptr: tl.tensor,  # of those that ancestors name
+    ancestors_ptr: tl.tensor,  # [N, depths]
+    tiles_ptr: tl.tensor,  # [T, 4] out
+    own_ptr: tl.tensor,  # [N, W] out, or not touched
+    B: tl.tensor,
+    P: tl.tensor,
+    T: tl.tensor,
+    rows: tl.tensor,  # N of trees, 0 of chains
+    depths: tl.tensor,
+    TREE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    W: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # and nobody may begin before this has ended: attention does not wait for its tables
+    if program >= rows:
+        _write_tiles(
+            starts_ptr, lanes_ptr, positions_ptr, tiles_ptr, program - rows, B, T, TILE_ROWS, BLOCK_T, BLOCK_B, BLOCK_R
+        )
+    elif TREE:
+        _write_own(
+            starts_ptr, lanes_ptr, lengths_ptr, pages_ptr, slots_ptr, ancestors_ptr, own_ptr, program, B, P, depths,
+            PAGE, BLOCK_KEYS, W, BLOCK_B, BLOCK_W,
+        )  # fmt: skip
 
 
-def _tiles(layout: RowLayout, tile_rows: int) -> Tensor:
-    requests = layout.lanes.shape[0]
-    count = layout.tile_count(tile_rows)
-    tiles = torch.empty((count, 4), dtype=torch.int32, device=layout.positions.device)
-    block = 64
-    _tiles_kernel[(triton.cdiv(count, block),)](
-        layout.starts, layout.lanes, layout.positions, tiles, requests, count, TILE_ROWS=tile_rows, BLOCK_T=block,
-        BLOCK_B=triton.next_power_of_2(requests), BLOCK_R=triton.next_power_of_2(tile_rows), num_warps=4,
+def _tables(layout: RowLayout, tile_rows: int, block_keys: int) -> Tables:
+    requests, count = layout.lanes.shape[0], layout.tile_count(tile_rows)
+    ancestors, device = layout.ancestors, layout.positions.device
+    tiles = torch.empty((count, 4), dtype=torch.int32, device=device)
+    rows, depths, width, own = 0, 0, 1, None
+    if ancestors is not None:
+        rows, depths = ancestors.shape
+        width = triton.cdiv(block_keys - 1 + depths, block_keys) * block_keys
+        own = torch.empty((rows, width), dtype=torch.int32, device=device)
+    block, overlap = 64, on_gpu(layout.positions)
+    _tables_kernel[(rows + triton.cdiv(count, block),)](
+        layout.starts, layout.lanes, layout.positions, layout.lengths, layout.pages,
+        layout.slots if layout.guests is None else layout.guests, ancestors, tiles, own, requests,
+        layout.pages.shape[1], count, rows, depths, TREE=own is not None, PAGE=layout.page_size,
+        BLOCK_KEYS=block_keys, W=width, TILE_ROWS=tile_rows, BLOCK_T=block, BLOCK_B=triton.next_power_of_2(requests),
+        BLOCK_R=triton.next_power_of_2(tile_rows), BLOCK_W=triton.next_power_of_2(width), OVERLAP=overlap,
+        num_warps=2, launch_pdl=overlap,
     )  # fmt: skip
-    return tiles
+    return Tables(tiles, own)

@@ -58,8 +58,7 @@ def _attend_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # rows of the tile: TILE_ROWS tokens times the heads of a group, padded
-    TILE_ROWS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # rows of the tile: its tokens times the heads of a group, padded
     BLOCK_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     TREE: tl.constexpr,
@@ -87,7 +86,7 @@ def _attend_kernel(
         q_range = tl.arange(0, BLOCK_Q)
         row = row_start + q_range // GROUP
         head = kv_head * GROUP + q_range % GROUP
-        q_real = (q_range < TILE_ROWS * GROUP) & (row < row_end)
+        q_real = row < row_end
         d_range = tl.arange(0, BLOCK_D)
         d_real = d_range < D
         position = tl.load(positions_ptr + row, mask=q_real, other=-1).to(tl.int32)
@@ -109,14 +108,14 @@ def _attend_kernel(
             for run in range(used):
                 run_top, run_total, run_acc = read_run(
                     q, keys, values, pages, own_ptr, position, row, q_real, row_start, row_end, run, end_key, length,
-                    d_real, scale, softcap, window, W, H_KV, D, BLOCK_D, PAGE, BLOCK_Q, TILE_ROWS, BLOCK_KEYS, SPLIT,
+                    d_real, scale, softcap, window, W, H_KV, D, BLOCK_D, PAGE, BLOCK_Q, BLOCK_KEYS, SPLIT,
                     TREE, SOFTCAP, WINDOW, PRECISION, INDEX, STAGES,
                 )  # fmt: skip
                 top, total, acc = join(top, total, acc, run_top, run_total, run_acc)
         else:
             top, total, acc = read_run(
                 q, keys, values, pages, own_ptr, position, row, q_real, row_start, row_end, split, end_key, length,
-                d_real, scale, softcap, window, W, H_KV, D, BLOCK_D, PAGE, BLOCK_Q, TILE_ROWS, BLOCK_KEYS, SPLIT, TREE,
+                d_real, scale, softcap, window, W, H_KV, D, BLOCK_D, PAGE, BLOCK_Q, BLOCK_KEYS, SPLIT, TREE,
                 SOFTCAP, WINDOW, PRECISION, INDEX, STAGES,
             )  # fmt: skip
         o_mask = q_real[:, None] & d_real[None, :]
@@ -169,11 +168,8 @@ def _launch(
     check_heads(query, values)
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    group = heads // kv_heads
-    block_q = block_q_of(group)
-    tiles = layout.tiles(block_q // group)
-    block_keys = block_keys_of(dim, query.element_size())
-    own = layout.own(block_keys)
+    block_q, block_keys = block_q_of(heads // kv_heads), block_keys_of(dim, query.element_size())
+    tiles, own = layout.table(_tile_rows(layout, heads, kv_heads), block_keys)
     programs, splits = tiles.shape[0] * kv_heads, triton.cdiv(layout.max_keys, SPLIT_KEYS)
     serial = programs >= _MANY_PROGRAMS and programs * splits > _MOST_RUNS
     if serial:
@@ -189,8 +185,7 @@ def _launch(
         layout.lengths, layout.pages, own, rows, layout.pages.shape[1], 0 if own is None else own.shape[1],
         scaling if softcap is not None else scaling * LOG2_E, softcap or 0.0, window or 0,
         H=heads, H_KV=kv_heads, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=layout.page_size,
-        BLOCK_Q=block_q, TILE_ROWS=block_q // group, BLOCK_KEYS=block_keys,
-        SPLIT=SPLIT_KEYS, TREE=own is not None, SOFTCAP=softcap is not None,
+        BLOCK_Q=block_q, BLOCK_KEYS=block_keys, SPLIT=SPLIT_KEYS, TREE=own is not None, SOFTCAP=softcap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", OVERLAP=overlap,
         SERIAL=serial, INDEX=tl.int32 if keys.numel() < 2**31 else tl.int64,
@@ -210,9 +205,19 @@ def check_heads(query: Tensor, values: Tensor) -> None:
 def prepare(layout: RowLayout, heads: int, keys: Tensor) -> None:
     """Make what `attend` reads of the layout before its input is there. Called before the first layer."""
     if on_gpu(layout.positions):
-        group = heads // keys.shape[1]
-        layout.tiles(block_q_of(group) // group)
-        layout.own(block_keys_of(keys.shape[2], keys.element_size()))
+        rows = _tile_rows(layout, heads, keys.shape[1])
+        layout.table(rows, block_keys_of(keys.shape[2], keys.element_size()))
+
+
+def _tile_rows(layout: RowLayout, heads: int, kv_heads: int) -> int:
+    """Rows of a tile. Those of a tree read their own keys one after another: while there are multiprocessors to spare,
+    in smaller tiles. No row comes out otherwise for it."""
+    rows = block_q_of(heads // kv_heads) * kv_heads // heads
+    if layout.ancestors is not None:
+        splits = -(-layout.max_keys // SPLIT_KEYS)
+        while rows > 1 and layout.tile_count(rows // 2) * kv_heads * splits <= _MANY_PROGRAMS:
+            rows //= 2
+    return rows
 
 
 def kept_bytes(heads: int, kv_heads: int, dim: int, max_keys: int) -> int:

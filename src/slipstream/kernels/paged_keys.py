@@ -113,7 +113,6 @@ def read_run(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     TREE: tl.constexpr,
@@ -145,10 +144,8 @@ def read_run(
         own = length // BLOCK_KEYS * BLOCK_KEYS
         for key in range(tl.maximum(begin, own), end_key, BLOCK_KEYS):
             at = key + tl.arange(0, BLOCK_KEYS)
-            for t in tl.range(TILE_ROWS, num_stages=3):
-                r = row_start + t
-                wanted = (at < end_key) & (r < row_end)
-                slot = tl.load(own_ptr + r * W + at - own, mask=wanted, other=-1)
+            for r in tl.range(row_start, row_end, num_stages=3):
+                slot = tl.load(own_ptr + r * W + at - own, mask=at < end_key, other=-1)
                 known = slot >= 0
                 place = slot.to(INDEX) * (H_KV * D)
                 there = known[:, None]

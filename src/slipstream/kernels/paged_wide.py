@@ -122,7 +122,7 @@ def _launch(
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     block_q = _block_q(group)
-    tiles = layout.tiles(block_q // group)
+    tiles = layout.table(block_q // group).tiles
     out = torch.empty_like(query)
     width = dim * query.element_size()
     _attend_kernel[(tiles.shape[0], kv_heads)](
@@ -142,7 +142,7 @@ def prepare_wide(layout: RowLayout, heads: int, keys: Tensor) -> None:
     """As `paged.prepare`."""
     if on_gpu(layout.positions):
         group = heads // keys.shape[1]
-        layout.tiles(_block_q(group) // group)
+        layout.table(_block_q(group) // group)
 
 
 def wide_tile_rows(heads: int, kv_heads: int) -> int:

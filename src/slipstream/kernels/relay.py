@@ -244,7 +244,7 @@ def relay(
     staged: a launch for each stage of each layer, where programs do not run side by side.
     """
     rows, layers = x.shape[0], table.shape[0]
-    tiles, key_runs = layout.tiles(shape.tile_rows), key_runs_of(layout.max_keys)
+    tiles, key_runs = layout.table(shape.tile_rows).tiles, key_runs_of(layout.max_keys)
     splits = [product[2] for product in shape.products]
     per_head = shape.heads * (key_runs if key_runs > 1 else 0)
     sizes = (
