@@ -16,6 +16,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.device_pass import DevicePass
+from slipstream.models.heads.base import HeadStates
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle import EagleHead
 from slipstream.models.heads.layouts import read_eagle
@@ -84,7 +85,7 @@ class Scene:
         )
         return DevicePass(layout, self.cache)
 
-    def run(self, first: int, ids: Tensor, features: Tensor) -> Tensor:
+    def run(self, first: int, ids: Tensor, features: Tensor) -> HeadStates:
         positions = torch.arange(first, first + len(ids))
         return self.head.run(ids, features, self.context(first, len(ids), positions), positions, 0)
 
@@ -106,30 +107,30 @@ def test_prompts_and_steps_are_as_by_hand(scene: Scene) -> None:
     features = head.combine(scene.taps)
     same(features, [by_hand.features(taps) for taps in scene.taps])
     wanted = by_hand.hidden(scene.ids[:10].tolist(), list(features[:10]))
-    same(scene.run(0, scene.ids[:8], features[:8]), wanted[:8])
-    hidden = scene.run(8, scene.ids[8:10], features[8:10])
-    same(hidden, wanted[8:])
+    same(scene.run(0, scene.ids[:8], features[:8]).features, wanted[:8])
+    states = scene.run(8, scene.ids[8:10], features[8:10])
+    same(states.features, wanted[8:])
     ids, given = scene.ids[:10].tolist(), list(features[:10])
     for step in range(3):
-        logits = head.logits(hidden[-1:])
+        logits = head.logits(states.read[-1:])
         same(logits[0], by_hand.logits(wanted[-1]))
         assert logits.dtype == torch.float32
         guess = int(logits[0].argmax())
         token = guess if head.vocab is None else int(head.vocab[guess])
         ids.append(token)
         given.append(wanted[-1])
-        hidden = scene.run(10 + step, torch.tensor([token]), hidden[-1:])
+        states = scene.run(10 + step, torch.tensor([token]), states.features[-1:])
         wanted = by_hand.hidden(ids, given)
-        same(hidden, wanted[-1:])
+        same(states.features, wanted[-1:])
 
 
 @torch.inference_mode()
 def test_a_pass_laid_out_on_the_device_gives_the_same(scene: Scene) -> None:
     features = scene.head.combine(scene.taps)
     scene.run(0, scene.ids[:7], features[:7])
-    usual = scene.run(7, scene.ids[7:], features[7:])
+    usual = scene.run(7, scene.ids[7:], features[7:]).features
     at = torch.arange(7, 12)
-    same(scene.head.run(scene.ids[7:], features[7:], scene.on_device(7, at), at, 0), usual)
+    same(scene.head.run(scene.ids[7:], features[7:], scene.on_device(7, at), at, 0).features, usual)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -148,10 +149,29 @@ def test_the_way_of_the_gpu_gives_the_same(name: str, tmp_path: Path, monkeypatc
         at = torch.arange(first, end)
         ids = usual.ids[first:end]
         wanted = usual.run(first, ids, features[first:end])
-        hidden = scene.head.run(ids, features[first:end], scene.on_device(first, at), at, 0)
-        same(hidden, wanted)
-        same(scene.head.logits(hidden), usual.head.logits(wanted))
+        states = scene.head.run(ids, features[first:end], scene.on_device(first, at), at, 0)
+        same(states.features, wanted.features)
+        same(scene.head.logits(states.read), usual.head.logits(wanted.read))
     assert torch.equal(features, kept)  # the residual is added to a copy
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3.1"])
+@torch.inference_mode()
+def test_rows_read_the_features_named_and_tell_what_is_wanted(
+    name: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.kernels.tiled.tiler", lambda *weights: None)
+    monkeypatch.setattr("slipstream.kernels.linear.packs", lambda weight: False)
+    monkeypatch.setattr("slipstream.models.heads.eagle.has_kernels", lambda device: kernels)
+    scene = Scene(HEADS[name], tmp_path)
+    features, at = scene.head.combine(scene.taps), torch.arange(5)
+    behind, wanted = torch.tensor([9, 3, 3, 0, 11]), torch.tensor([4, 1])
+    ids = scene.ids[:5]
+    whole = scene.head.run(ids, features[behind], scene.on_device(0, at), at, 0)
+    some = scene.head.run(ids, features, scene.on_device(0, at), at, 0, behind=behind, wanted=wanted)
+    assert torch.equal(some.features, whole.features[wanted])
+    assert torch.equal(some.read, whole.read[wanted])
 
 
 @torch.inference_mode()
@@ -166,7 +186,7 @@ def test_each_path_of_a_tree_is_a_text_of_its_own(scene: Scene) -> None:
     ids, given = torch.arange(20, 26), torch.randn(6, H)
     positions = torch.tensor([6 + len(path) - 1 for path in paths])
     masks = [sum(1 << node for node in path) for path in paths]
-    hidden = head.run(ids, given, scene.context(6, 6, positions, masks), positions, 0)
+    hidden = head.run(ids, given, scene.context(6, 6, positions, masks), positions, 0).features
     for node, path in enumerate(paths):
         whole = [*scene.ids[:6].tolist(), *ids[path].tolist()]
         same(hidden[node], by_hand.hidden(whole, [*features[:6], *given[path]])[-1])

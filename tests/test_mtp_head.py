@@ -57,7 +57,7 @@ class Rows:
             logit_rows=None,
         )
         self.length += len(tokens)
-        return self.head.run(batch.input_ids, features, PassContext(batch, self.cache), positions, step)
+        return self.head.run(batch.input_ids, features, PassContext(batch, self.cache), positions, step).features
 
 
 @pytest.mark.parametrize("name", ["deepseek", "glm", "glm-lite", "mimo"])

@@ -83,9 +83,9 @@ def guesses(head: EagleHead, ids: Tensor, taps: Tensor, root: int, steps: int) -
             masks=None,
             logit_rows=None,
         )
-        hidden = head.run(batch.input_ids, given, PassContext(batch, cache), places, step)
-        found.append(head.logits(hidden[-1:])[0])
-        given, first, last = hidden[-1:], last, last + 1
+        states = head.run(batch.input_ids, given, PassContext(batch, cache), places, step)
+        found.append(head.logits(states.read[-1:])[0])
+        given, first, last = states.features[-1:], last, last + 1
     return found
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from conftest import VOCAB, save_tokenizer, tiny_llama
 from slipstream.kv.cache import LayerShape
 from slipstream.models.attention import PassContext
+from slipstream.models.heads.base import HeadStates
 from slipstream.models.taps import Taps
 from slipstream.models.traits import AttentionTraits
 
@@ -45,19 +46,34 @@ class RandomHead(nn.Module):
     def combine(self, taps: Tensor) -> Tensor:
         return taps @ self.fc.T
 
-    def run(self, ids: Tensor, features: Tensor, context: PassContext, positions: Tensor, step: int) -> Tensor:
+    def run(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        context: PassContext,
+        positions: Tensor,
+        step: int,
+        *,
+        behind: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> HeadStates:
+        hidden = self.hidden(ids, features if behind is None else features[behind], context, positions)
+        hidden = hidden if wanted is None else hidden[wanted]
+        return HeadStates(hidden, hidden)
+
+    def hidden(self, ids: Tensor, features: Tensor, context: PassContext, positions: Tensor) -> Tensor:
         x = torch.tanh(features) + 3 * self.embedding[ids] + self.turns[positions]
         q, k, v = (x @ self.qkv.T).view(-1, 3, _HEADS, _DIM).unbind(1)
         attended = context.attend(0, q, k, v, AttentionTraits(_DIM**-0.5, None, None, None))
         return torch.tanh(x + attended.flatten(1) @ self.out.T)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.lm_head.T
+    def logits(self, read: Tensor) -> Tensor:
+        return read @ self.lm_head.T
 
     def plain(self, ids: Sequence[int], features: Tensor) -> Tensor:  # [N, HIDDEN]
         """The rows of one text from its second token on, each over those before it: no cache, no pages."""
         context = cast(PassContext, _Plain())
-        return self.run(torch.tensor(ids), features, context, torch.arange(len(ids)), 0)
+        return self.hidden(torch.tensor(ids), features, context, torch.arange(len(ids)))
 
 
 class _Plain:
@@ -80,19 +96,19 @@ class KnowingHead(RandomHead):
             self.table = torch.tensor(model(every, use_cache=False).logits[:, 0].numpy())  # [V, V]
             self.states = torch.nn.functional.one_hot(every[:, 0], VOCAB).float()
 
-    def run(self, ids: Tensor, features: Tensor, context: PassContext, positions: Tensor, step: int) -> Tensor:
-        hidden = super().run(ids, features[:, :HIDDEN], context, positions, step)
+    def hidden(self, ids: Tensor, features: Tensor, context: PassContext, positions: Tensor) -> Tensor:
+        hidden = super().hidden(ids, features[:, :HIDDEN], context, positions)
         return torch.cat((hidden, self.states[ids]), dim=1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden[:, HIDDEN:].argmax(1)]
+    def logits(self, read: Tensor) -> Tensor:
+        return self.table[read[:, HIDDEN:].argmax(1)]
 
 
 class DoubtingHead(KnowingHead):
     """Knows, but listens to its random part as well: right now and then, and every row that it reads matters."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden) + 0.2 * hidden[:, :HIDDEN] @ self.lm_head.T
+    def logits(self, read: Tensor) -> Tensor:
+        return super().logits(read) + 0.2 * read[:, :HIDDEN] @ self.lm_head.T
 
 
 def save_forgetful(folder: Path) -> Path:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from interpreted import DEVICE, FLOATS
-from slipstream.kernels.add_norm import _launch, add_norm, add_norm_twin
+from slipstream.kernels.add_norm import _launch, add_norm, add_norm_at, add_norm_twin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CLOSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 3.2e-2}  # of 16 bits the last may differ
@@ -42,6 +42,21 @@ def test_a_row_is_normed_alone(dtype: torch.dtype) -> None:
     for row in range(6):
         alone = _launch(x[row : row + 1].clone(), delta[:, row : row + 1].contiguous(), weight, EPS, False)
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_some_rows_are_as_among_all(dtype: torch.dtype) -> None:
+    x, weight, delta = numbers(6, 100, dtype=dtype), numbers(100, dtype=dtype, seed=1), numbers(3, 6, 100, seed=2)
+    rows, sums, whole = torch.tensor([4, 0, 4], device=DEVICE), numbers(3, 100, dtype=dtype), x.clone()
+    kept = x.clone()
+    normed = _launch(x, delta, weight, EPS, False, rows, sums)
+    assert torch.equal(normed, _launch(whole, delta, weight, EPS, False)[rows])
+    assert torch.equal(sums, whole[rows])
+    twin = add_norm_at(x, delta, rows, weight, EPS)
+    if dtype in FLOATS:
+        assert torch.equal(twin.sums, sums)
+    torch.testing.assert_close(twin.normed, normed, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    assert torch.equal(x, kept)
 
 
 def test_the_twin_leaves_the_runs_alone() -> None:

@@ -25,8 +25,9 @@ def test_the_kernel_matches_the_twin(dtype: torch.dtype, width: int, norms: bool
     ids = torch.tensor([0, 8, 3, -1, 40], device=DEVICE)
     weights = (numbers(width, dtype=dtype, seed=2), numbers(width, dtype=dtype, seed=3)) if norms else None
     before = feature.clone()
-    ours = _launch(ids, table, feature, weights, EPS, normed_beside, False)
-    twin = join_feature_twin(ids, table, feature, weights, EPS, normed_beside=normed_beside)
+    behind = torch.tensor([4, 0, 0, 2, 1], device=DEVICE) if normed_beside or not norms else None
+    ours = _launch(ids, table, feature, weights, EPS, behind, normed_beside, False)
+    twin = join_feature_twin(ids, table, feature, weights, EPS, behind=behind, normed_beside=normed_beside)
     for have, want in zip(ours, twin, strict=True):
         assert have.dtype == dtype
         torch.testing.assert_close(have, want, rtol=CLOSE[dtype], atol=CLOSE[dtype])
@@ -44,9 +45,11 @@ def test_the_twin_is_what_its_words_say() -> None:
     assert torch.equal(found.beside, feature)
     torch.testing.assert_close(join_feature(ids, table, feature, (one, two), EPS, normed_beside=True).beside, normed)
     assert torch.equal(join_feature(ids, table, feature, None, EPS).read, torch.cat((table[ids], feature), 1))
+    behind = torch.tensor([2, 2, 0])
+    assert torch.equal(join_feature(ids, table, feature, None, EPS, behind=behind).beside, feature[behind])
 
 
 def test_no_rows_are_no_launch() -> None:
     table = numbers(9, 8)
-    empty = _launch(torch.empty(0, dtype=torch.int64, device=DEVICE), table, table[:0], None, EPS, False, False)
+    empty = _launch(torch.empty(0, dtype=torch.int64, device=DEVICE), table, table[:0], None, EPS, None, False, False)
     assert empty.read.shape == (0, 16)

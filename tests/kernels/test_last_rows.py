@@ -22,8 +22,8 @@ def state(lengths: list[int]) -> LaneState:
     recent = [ring([1000 * lane + t for t in range(length + 1)]) for lane, length in enumerate(lengths)]
     nothing = torch.zeros(lanes, dtype=torch.int64, device=DEVICE)
     return LaneState(
-        nothing, nothing, torch.tensor(lengths, device=DEVICE), nothing, pages.int().to(DEVICE),
-        torch.tensor(recent, device=DEVICE),
+        nothing, nothing, torch.tensor(lengths, device=DEVICE), 7 + torch.arange(lanes, device=DEVICE),
+        pages.int().to(DEVICE), torch.tensor(recent, device=DEVICE),
     )  # fmt: skip
 
 
@@ -49,6 +49,8 @@ def test_a_long_text_and_a_short_one() -> None:
     assert rows.slots[:4].tolist() == [first, first + 1, TRASH, TRASH]
     assert rows.slots[4:].tolist() == rows.seen[4:].tolist()
     assert rows.last.tolist() == [1, 7]
+    assert rows.positions.tolist() == [3, 71]
+    assert rows.generated.tolist() == [8, 7]
 
 
 @settings(max_examples=20, deadline=None)

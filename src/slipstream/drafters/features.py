@@ -9,6 +9,7 @@ to know how many were right. Chains stand behind the text, on its pages; the row
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.device_pass import DevicePass, layout_of
 from slipstream.models.gpu import WIDE_ROWS
-from slipstream.models.heads.base import Head
+from slipstream.models.heads.base import Head, HeadStates
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
@@ -37,6 +38,21 @@ from slipstream.sampling.table import Features
 
 _MOST_OFFERED = 8192
 """Tokens among which the nodes of a tree are chosen: one program of the device looks at all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """The guesses of B requests, a row a step, and where each stands in its text."""
+
+    guesses: Tensor  # [depth, B] int64, filled in step by step
+    positions: Tensor  # [depth, B] int64
+    generated: Tensor  # [depth, B] int64: tokens emitted before each
+
+    @staticmethod
+    def behind(rows: LastRows, depth: int) -> Chains:
+        ahead = torch.arange(depth, device=rows.last.device)[:, None]
+        guesses = torch.zeros((depth, rows.last.shape[0]), dtype=torch.int64, device=rows.last.device)
+        return Chains(guesses, rows.positions + ahead, rows.generated + ahead)
 
 
 class FeatureDrafter(DeviceDrafter):
@@ -71,6 +87,7 @@ class FeatureDrafter(DeviceDrafter):
         self._services: Services | None = None
         self._cache: KVCache | None = None
         self._guests = torch.empty(0, dtype=torch.int64)
+        self._firsts: dict[int, Tensor] = {}  # by rows of a request: the first row of each, where all have as many
         self._known: dict[str, int] = {}  # by request: tokens that the head has read, where the host asks for drafts
 
     def page_bytes(self, page_size: int) -> int:
@@ -94,6 +111,8 @@ class FeatureDrafter(DeviceDrafter):
         self._cache = KVCache(self.head.layers, pages, size, self.head.dtype, device)
         self._trash_page = services.cache_pages
         self._guests = (services.cache_pages + 1) * size + torch.arange(max(slots, 1), device=device)
+        every = torch.arange(2 * services.sampling.num_slots + 1, dtype=torch.int32, device=device)  # with padding
+        self._firsts = {rows: every * rows for rows in {1, self.width, self.depth + 1}}
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         assert self._cache is not None
@@ -151,7 +170,7 @@ class FeatureDrafter(DeviceDrafter):
     def _read(self, batch: PassBatch) -> None:
         self._run(batch, self._features(batch.slots), 0)
 
-    def _run(self, batch: PassBatch, features: Tensor, step: int) -> Tensor:  # [N, H]
+    def _run(self, batch: PassBatch, features: Tensor, step: int) -> HeadStates:
         """A pass over rows that the host laid out."""
         assert self._cache is not None
         context = PassContext(batch, self._cache)
@@ -205,14 +224,11 @@ class FeatureDrafter(DeviceDrafter):
         return Draft(tokens, parents, counts, not self.makes_trees)
 
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:
-        hidden = self._read_last(round)  # [B, H]
-        return self._tree(round, hidden) if self.makes_trees else self._chain(round, hidden)
-
-    def _read_last(self, round: DraftRound) -> Tensor:  # [B, H]
-        """Read the last tokens, and give the head's hidden state behind the last one."""
+        """Read the last tokens, and go on from the head's hidden state behind the last one."""
         rows = self._last_rows(round)
         context = self._context(round, rows.places, rows.slots, self._starts(round.lanes, self.depth + 1))
-        return self.head.run(rows.ids, self._features(rows.seen), context, rows.places, 0)[rows.last]
+        last = self.head.run(rows.ids, self._features(rows.seen), context, rows.places, 0, wanted=rows.last)
+        return self._tree(round, rows, last) if self.makes_trees else self._chain(round, rows, last)
 
     def _last_rows(self, round: DraftRound) -> LastRows:
         assert self._cache is not None
@@ -226,42 +242,43 @@ class FeatureDrafter(DeviceDrafter):
             last_place=self._last_place(round),
         )
 
-    @staticmethod
-    def _starts(lanes: Tensor, rows: int) -> Tensor:  # [B + 1] int32
+    def _starts(self, lanes: Tensor, rows: int) -> Tensor:  # [B + 1] int32
         """The first row of each request, where all have as many."""
-        return torch.arange(0, rows * (lanes.shape[0] + 1), rows, dtype=torch.int32, device=lanes.device)
+        every = self._firsts[rows]
+        assert lanes.shape[0] < every.shape[0], f"{lanes.shape[0]} requests, and slots for half of {every.shape[0]}"
+        return every[: lanes.shape[0] + 1]
 
-    def _chain(self, round: DraftRound, hidden: Tensor) -> Tensor:  # [B, depth]
-        guesses = torch.zeros((round.depth, round.lanes.shape[0]), dtype=torch.int64, device=round.lanes.device)
-        self._guess(round, guesses, 0, hidden)
-        self._go_on(round, guesses, 1, hidden)
-        return guesses.T
+    def _chain(self, round: DraftRound, rows: LastRows, last: HeadStates) -> Tensor:  # [B, depth]
+        chains = Chains.behind(rows, round.depth)
+        self._guess(round, chains, 0, last.read)
+        self._go_on(round, chains, 1, last.features)
+        return chains.guesses.T
 
-    def _guess(self, round: DraftRound, guesses: Tensor, step: int, hidden: Tensor) -> None:
-        """Write the guess of this step into guesses [depth, B], from the head's hidden states [B, H]."""
-        path = guesses[:step].T if step and _wants_path(round.features) else None
-        rows = self._rows(round, round.lanes, step, path)
-        guesses[step] = self._best(self.head.logits(hidden), rows, round.features)
+    def _guess(self, round: DraftRound, chains: Chains, step: int, read: Tensor) -> None:
+        """Write the guess of this step, from what the LM head reads [B, H]."""
+        path = chains.guesses[:step].T if step and _wants_path(round.features) else None
+        rows = SampleRows(round.lanes, chains.positions[step], chains.generated[step], path)
+        chains.guesses[step] = self._best(self.head.logits(read), rows, round.features)
 
-    def _go_on(self, round: DraftRound, guesses: Tensor, known: int, hidden: Tensor) -> None:
+    def _go_on(self, round: DraftRound, chains: Chains, known: int, features: Tensor) -> None:
         """Behind so many guesses one by one, each a pass of one row a request, behind the text."""
         assert self._cache is not None
-        state, lanes, size = round.state, round.lanes, self._cache.page_size
+        lanes, size = round.lanes, self._cache.page_size
         starts = self._starts(lanes, 1)
-        ahead = torch.arange(max(0, round.depth - known), device=lanes.device)[:, None]
-        places = (state.length[lanes] + ahead).clamp_(0, self._last_place(round))  # [depth - known, B]
-        slots = state.pages[lanes, places // size].long() * size + places % size
+        places = (chains.positions[: max(0, round.depth - known)] - 1).clamp_(0, self._last_place(round))
+        slots = round.state.pages[lanes, places // size].long() * size + places % size  # [depth - known, B]
         for step in range(known, round.depth):
             at = places[step - known]
             context = self._context(round, at, slots[step - known], starts)
-            hidden = self.head.run(guesses[step - 1], hidden, context, at, step)
-            self._guess(round, guesses, step, hidden)
+            states = self.head.run(chains.guesses[step - 1], features, context, at, step)
+            features = states.features
+            self._guess(round, chains, step, states.read)
 
-    def _tree(self, round: DraftRound, hidden: Tensor) -> DeviceTree:
+    def _tree(self, round: DraftRound, last_rows: LastRows, states: HeadStates) -> DeviceTree:
         """Level by level, each a pass of `width` rows a request. The surest of all that was offered is the tree."""
-        state, lanes = round.state, round.lanes
+        lanes = round.lanes
         growth = Growth(
-            state,
+            round.state,
             lanes,
             self.width,
             round.depth,
@@ -271,17 +288,19 @@ class FeatureDrafter(DeviceDrafter):
         )
         starts = self._starts(lanes, self.width)
         path = torch.empty((lanes.shape[0], 0), dtype=torch.int64, device=lanes.device)
-        level = growth.grow(*self._offer(hidden, self._rows(round, lanes, 0, None), round.features), None)
+        rows = SampleRows(lanes, last_rows.positions, last_rows.generated)
+        level = growth.grow(*self._offer(states.read, rows, round.features), None)
         step = 0
         while level is not None:
             step += 1
-            context = self._context(round, level.places, level.slots, starts, level.ancestors)
-            hidden = self.head.run(level.tokens, hidden[level.rows], context, level.places, step)
+            at, above = level.places, level.rows
+            context = self._context(round, at, level.slots, starts, level.ancestors)
+            states = self.head.run(level.tokens, states.features, context, at, step, behind=above)
             if _wants_path(round.features):
-                path = torch.cat((path[level.rows], level.tokens[:, None]), dim=1)
+                path = torch.cat((path[above], level.tokens[:, None]), dim=1)
             wanted = path if path.shape[1] else None
             rows = SampleRows(level.lanes, level.positions, level.generated, wanted)
-            level = growth.grow(*self._offer(hidden, rows, round.features), level)
+            level = growth.grow(*self._offer(states.read, rows, round.features), level)
         return DeviceTree(*growth.tree(round.nodes))
 
     def _context(
@@ -307,16 +326,10 @@ class FeatureDrafter(DeviceDrafter):
         assert self._cache is not None
         return min(self.head.max_positions, round.state.pages.shape[1] * self._cache.page_size) - 1
 
-    @staticmethod
-    def _rows(round: DraftRound, lanes: Tensor, step: int, path: Tensor | None) -> SampleRows:
-        """Rows that guess the token at `step` behind the one to come."""
-        state = round.state
-        return SampleRows(lanes, state.length[lanes] + 1 + step, state.generated[lanes] + step, path)
-
-    def _offer(self, hidden: Tensor, rows: SampleRows, features: Features) -> Ranked:
+    def _offer(self, read: Tensor, rows: SampleRows, features: Features) -> Ranked:
         assert self._services is not None
         table = self._services.sampling.apart(self.name, features)  # a tree's first nodes depend on its last ones'
-        return rank(self.head.logits(hidden), rows, table, features, self.width, self.head.vocab)
+        return rank(self.head.logits(read), rows, table, features, self.width, self.head.vocab)
 
     def _best(self, logits: Tensor, rows: SampleRows, features: Features) -> Tensor:  # [R]
         """The guess of each row; nonsense is found out by the target."""

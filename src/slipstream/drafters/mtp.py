@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRound, Opening, Services
-from slipstream.drafters.features import FeatureDrafter
+from slipstream.drafters.features import Chains, FeatureDrafter
 from slipstream.drafters.head_rows import Stretch, head_batch
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.cache import KVCache
@@ -82,13 +82,12 @@ class MtpDrafter(FeatureDrafter):
         if self._states is None:
             super()._read(batch)
             return
-        hidden = self._run(batch, self._features(batch.slots), 0)
-        self._keep(0, batch.slots, hidden)
+        self._keep(0, batch.slots, self._run(batch, self._features(batch.slots), 0).features)
         for module in range(1, self.modules):
             rows = self._shifted(batch, module)
             if rows is None:
                 return  # too short a text for it, and for those behind it
-            self._keep(module, rows.slots, self._run(rows, self._made(module - 1, rows.slots), module))
+            self._keep(module, rows.slots, self._run(rows, self._made(module - 1, rows.slots), module).features)
 
     def _shifted(self, batch: PassBatch, by: int) -> PassBatch | None:
         """The same tokens, each so many places further back; those that would stand before the text are left out."""
@@ -129,17 +128,18 @@ class MtpDrafter(FeatureDrafter):
         """
         state, lanes = round.state, round.lanes
         most = max(round.depth, self.modules)
-        guesses = torch.zeros((most, lanes.shape[0]), dtype=torch.int64, device=lanes.device)
         rows = self._last_rows(round)
+        chains = Chains.behind(rows, most)
         hidden = self._features(rows.seen)  # [B * rows, H]
         length = state.length[lanes, None]  # [B, 1]
         for step in range(self.modules):
             token = rows.tokens.view(lanes.shape[0], -1) + step  # [B, rows]
-            guessed = guesses.T.gather(1, (token - length - 1).clamp(0, most - 1))
+            guessed = chains.guesses.T.gather(1, (token - length - 1).clamp(0, most - 1))
             ids = torch.where(token <= length, state.recent[lanes[:, None], token % RECENT], guessed)
             context = self._context(round, rows.places, rows.slots, self._starts(lanes, token.shape[1]))
-            hidden = self.head.run(ids.flatten(), hidden, context, rows.places, step)
+            states = self.head.run(ids.flatten(), hidden, context, rows.places, step)
+            hidden = states.features
             self._keep(step, rows.slots, hidden)
-            self._guess(round, guesses, step, hidden[rows.last])
-        self._go_on(round, guesses, self.modules, hidden[rows.last])
-        return guesses[: round.depth].T
+            self._guess(round, chains, step, states.read[rows.last])
+        self._go_on(round, chains, self.modules, hidden[rows.last])
+        return chains.guesses[: round.depth].T

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -31,20 +33,23 @@ def normed(x: tl.tensor, scale: tl.tensor, weight: tl.tensor, kind: tl.constexpr
     return ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
 
 
-@jit(sizes=["M"])
+@jit(sizes=["M"], pointers=["rows_ptr"])
 def _add_norm_kernel(
     delta_ptr: tl.tensor,  # [splits, M, D], or not read
-    x_ptr: tl.tensor,  # [M, D]: read, and written where there is a delta
+    x_ptr: tl.tensor,  # [M, D]
+    sum_ptr: tl.tensor,  # x itself, or [R, D] where PICKED: written where there is a delta
+    rows_ptr: tl.tensor,  # [R] int64: rows of x, or not read
     weight_ptr: tl.tensor,  # [D]
-    out_ptr: tl.tensor,  # [M, D]
+    out_ptr: tl.tensor,  # [M, D], or [R, D] where PICKED
     M: tl.tensor,
     eps: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,  # 0: no delta
+    PICKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0)
+    to = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     real = at < D
     kind = x_ptr.dtype.element_ty
@@ -52,14 +57,15 @@ def _add_norm_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    row = tl.load(rows_ptr + to) if PICKED else to
     x = tl.load(x_ptr + row * D + at, mask=real, other=0.0).to(tl.float32)
     if SPLITS > 0:
         delta = tl.load(delta_ptr + row * D + at, mask=real, other=0.0).to(tl.float32)
         for s in tl.static_range(1, SPLITS):
             delta += tl.load(delta_ptr + (s * M + row) * D + at, mask=real, other=0.0)
         x = plus(x, delta, kind)
-        tl.store(x_ptr + row * D + at, x.to(kind), mask=real)
-    tl.store(out_ptr + row * D + at, normed(x, norm_scale(squares(x, 0), D, eps), weight, kind), mask=real)
+        tl.store(sum_ptr + to * D + at, x.to(kind), mask=real)
+    tl.store(out_ptr + to * D + at, normed(x, norm_scale(squares(x, 0), D, eps), weight, kind), mask=real)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
@@ -69,13 +75,46 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, ove
     return _launch(x, delta, weight, eps, overlap)
 
 
-def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, overlap: bool) -> Tensor:
-    out = torch.empty_like(x)
+class Picked(NamedTuple):
+    """Some of the rows."""
+
+    sums: Tensor  # [R, D]
+    normed: Tensor  # [R, D]
+
+
+def add_norm_at(
+    x: Tensor,  # [M, D]
+    delta: Tensor,  # [splits, M, D]
+    rows: Tensor,  # [R] int64
+    weight: Tensor,
+    eps: float,
+    *,
+    overlap: bool = False,
+) -> Picked:
+    """The same for these rows alone; x stays as it is."""
+    if not on_gpu(x):
+        sums = x[rows]
+        return Picked(sums, add_norm_twin(sums, delta[:, rows], weight, eps))
+    sums = x.new_empty((rows.shape[0], x.shape[1]))
+    return Picked(sums, _launch(x, delta, weight, eps, overlap, rows, sums))
+
+
+def _launch(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    overlap: bool,
+    rows: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Tensor:
+    sums = x if sums is None else sums
+    out = torch.empty_like(sums)
     m, d = x.shape
     block = triton.next_power_of_2(d)
-    _add_norm_kernel[(m,)](
-        delta if delta is not None else x, x, weight, out, m, eps, D=d, BLOCK=block,
-        SPLITS=0 if delta is None else delta.shape[0], OVERLAP=overlap,
+    _add_norm_kernel[(out.shape[0],)](
+        delta if delta is not None else x, x, sums, rows, weight, out, m, eps, D=d, BLOCK=block,
+        SPLITS=0 if delta is None else delta.shape[0], PICKED=rows is not None, OVERLAP=overlap,
         num_warps=min(16, max(1, block // 512)), launch_pdl=overlap,
     )  # fmt: skip
     return out

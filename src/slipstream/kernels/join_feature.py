@@ -22,41 +22,44 @@ class Joined(NamedTuple):
     read: Tensor  # [M, 2 D]: token, then feature
 
 
-@jit(sizes=["M", "rows"], pointers=["ids_ptr"])
+@jit(sizes=["rows"], pointers=["ids_ptr", "behind_ptr"])
 def _join_feature_kernel(
     ids_ptr: tl.tensor,  # [M] int64
     table_ptr: tl.tensor,  # [rows, D]
-    feature_ptr: tl.tensor,  # [M, D]
+    feature_ptr: tl.tensor,  # [M, D], or as many as there are where PICKED
+    behind_ptr: tl.tensor,  # [M] int64: which of the features each reads, or not read
     token_norm_ptr: tl.tensor,  # [D], or not read
     feature_norm_ptr: tl.tensor,
     beside_ptr: tl.tensor,  # [M, D] out
     read_ptr: tl.tensor,  # [M, 2 D] out
-    M: tl.tensor,
     rows: tl.tensor,
     eps: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
     NORMED_BESIDE: tl.constexpr,
+    PICKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < D
     kind = read_ptr.dtype.element_ty
+    if NORMS:
+        token_weight = tl.load(token_norm_ptr + at, mask=real, other=0.0).to(tl.float32)
+        feature_weight = tl.load(feature_norm_ptr + at, mask=real, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # what stands in for nobody may hold anything
     token_id = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), rows - 1)
     token = tl.load(table_ptr + token_id * D + at, mask=real, other=0.0).to(tl.float32)
-    feature = tl.load(feature_ptr + row * D + at, mask=real, other=0.0).to(tl.float32)
+    source = tl.load(behind_ptr + row) if PICKED else row
+    feature = tl.load(feature_ptr + source * D + at, mask=real, other=0.0).to(tl.float32)
     beside = feature.to(kind)
     if NORMS:
-        weight = tl.load(token_norm_ptr + at, mask=real, other=0.0).to(tl.float32)
-        token = normed(token, norm_scale(squares(token, 0), D, eps), weight, kind)
-        weight = tl.load(feature_norm_ptr + at, mask=real, other=0.0).to(tl.float32)
-        feature = normed(feature, norm_scale(squares(feature, 0), D, eps), weight, kind)
+        token = normed(token, norm_scale(squares(token, 0), D, eps), token_weight, kind)
+        feature = normed(feature, norm_scale(squares(feature, 0), D, eps), feature_weight, kind)
         if NORMED_BESIDE:
             beside = feature
     tl.store(beside_ptr + row * D + at, beside, mask=real)
@@ -71,12 +74,13 @@ def join_feature(
     norms: tuple[Tensor, Tensor] | None,  # the token's and the feature's, each [D]
     eps: float,
     *,
+    behind: Tensor | None = None,  # [M] int64: which of the features each reads; None: its own
     normed_beside: bool = False,  # the normed feature goes on, not the feature itself
     overlap: bool = False,
 ) -> Joined:
     if not on_gpu(feature):
-        return join_feature_twin(ids, table, feature, norms, eps, normed_beside=normed_beside)
-    return _launch(ids, table, feature, norms, eps, normed_beside, overlap)
+        return join_feature_twin(ids, table, feature, norms, eps, behind=behind, normed_beside=normed_beside)
+    return _launch(ids, table, feature, norms, eps, behind, normed_beside, overlap)
 
 
 def _launch(
@@ -85,17 +89,18 @@ def _launch(
     feature: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
+    behind: Tensor | None,
     normed_beside: bool,
     overlap: bool,
 ) -> Joined:
-    m, d = feature.shape
-    beside, read = torch.empty_like(feature), feature.new_empty((m, 2 * d))
+    m, d = ids.shape[0], feature.shape[1]
+    beside, read = feature.new_empty((m, d)), feature.new_empty((m, 2 * d))
     block = triton.next_power_of_2(d)
     token_norm, feature_norm = norms or (feature, feature)
     if m:
         _join_feature_kernel[(m,)](
-            ids, table, feature, token_norm, feature_norm, beside, read, m, table.shape[0], eps, D=d, BLOCK=block,
-            NORMS=norms is not None, NORMED_BESIDE=normed_beside, OVERLAP=overlap,
+            ids, table, feature, behind, token_norm, feature_norm, beside, read, table.shape[0], eps, D=d, BLOCK=block,
+            NORMS=norms is not None, NORMED_BESIDE=normed_beside, PICKED=behind is not None, OVERLAP=overlap,
             num_warps=min(16, max(1, block // 512)), launch_pdl=overlap,
         )  # fmt: skip
     return Joined(beside, read)
@@ -108,8 +113,10 @@ def join_feature_twin(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     *,
+    behind: Tensor | None = None,
     normed_beside: bool = False,
 ) -> Joined:
+    feature = feature if behind is None else feature[behind]
     token = table[ids.clamp(0, table.shape[0] - 1)]
     beside = feature
     if norms is not None:

@@ -25,17 +25,20 @@ class LastRows:
     seen: Tensor  # [B * count] int64: slots of the target's hidden states
     slots: Tensor  # [B * count] int64: slots of the head's K and V
     last: Tensor  # [B] int64: the row of each request's last token
+    positions: Tensor  # [B] int64: of the token that this row guesses
+    generated: Tensor  # [B] int64: tokens emitted before that one
 
     @staticmethod
     def empty(requests: int, count: int, device: torch.device) -> LastRows:
         rows = torch.empty((5, requests * count), dtype=torch.int64, device=device)
         tokens, ids, places, seen, slots = rows.unbind(0)
-        return LastRows(tokens, ids, places, seen, slots, rows.new_empty(requests))
+        return LastRows(tokens, ids, places, seen, slots, *rows.new_empty((3, requests)).unbind(0))
 
 
 @jit(sizes=["P"], pointers=["lanes_ptr"])
 def _last_rows_kernel(
     length_ptr: tl.tensor,  # [S]
+    generated_ptr: tl.tensor,  # [S]
     pages_ptr: tl.tensor,  # [S, P]
     recent_ptr: tl.tensor,  # [S, RING]
     lanes_ptr: tl.tensor,  # [B]
@@ -45,6 +48,8 @@ def _last_rows_kernel(
     seen_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     last_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    emitted_ptr: tl.tensor,
     P: tl.tensor,
     last_place: tl.tensor,
     trash_slot: tl.tensor,
@@ -71,6 +76,8 @@ def _last_rows_kernel(
     tl.store(seen_ptr + at, seen, mask=wanted)
     tl.store(slots_ptr + at, tl.where(real, seen, trash_slot), mask=wanted)
     tl.store(last_ptr + request, request * COUNT + length - first)
+    tl.store(positions_ptr + request, length + 1)
+    tl.store(emitted_ptr + request, tl.load(generated_ptr + lane))
 
 
 def last_rows(
@@ -91,8 +98,8 @@ def _launch(
     state: LaneState, lanes: Tensor, count: int, page_size: int, trash_slot: int, last_place: int, rows: LastRows
 ) -> None:
     _last_rows_kernel[(lanes.shape[0],)](
-        state.length, state.pages, state.recent, lanes, rows.tokens, rows.ids, rows.places, rows.seen, rows.slots,
-        rows.last, state.pages.shape[1], last_place, trash_slot,
+        state.length, state.generated, state.pages, state.recent, lanes, rows.tokens, rows.ids, rows.places, rows.seen,
+        rows.slots, rows.last, rows.positions, rows.generated, state.pages.shape[1], last_place, trash_slot,
         COUNT=count, BLOCK=triton.next_power_of_2(count), PAGE=page_size, RING=RECENT, num_warps=1,
     )  # fmt: skip
 
@@ -109,4 +116,5 @@ def last_rows_twin(
     own = torch.where(real, seen, trash_slot)
     ids = state.recent[lanes[:, None], token % RECENT]
     last = count * torch.arange(lanes.shape[0], device=lanes.device) + (length - first)[:, 0]
-    return LastRows(token.flatten(), ids.flatten(), place.flatten(), seen.flatten(), own.flatten(), last)
+    whose = (last, length[:, 0] + 1, state.generated[lanes])
+    return LastRows(token.flatten(), ids.flatten(), place.flatten(), seen.flatten(), own.flatten(), *whose)

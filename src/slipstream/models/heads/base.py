@@ -7,6 +7,7 @@ V lie in the drafter's cache at place q - 1, which is its rotary position as wel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,14 @@ from torch import Tensor
 from slipstream.kv.cache import LayerShape
 from slipstream.models.attention import PassContext
 from slipstream.models.taps import Taps
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStates:
+    """What a head made of rows."""
+
+    features: Tensor  # [R, H]: what the rows behind them read
+    read: Tensor  # [R, H]: what its LM head reads, the same or normed
 
 
 class Head(Protocol):
@@ -50,12 +59,15 @@ class Head(Protocol):
     def run(
         self,
         ids: Tensor,  # [N] int64, of the target's vocabulary
-        features: Tensor,  # [N, H]: what `combine` gave, or what `run` gave for the row before
+        features: Tensor,  # [N, H]: what `combine` gave, or what `run` gave for the rows before
         context: PassContext,  # attention goes through `context.attend(layer, q, k, v, traits)`
         positions: Tensor,  # [N] int64, for rotary embeddings
         step: int,  # which guess this is for, from 0: heads of several modules have one for each
-    ) -> Tensor:  # [N, H]
-        """Its hidden states, which are the next rows' features. Writes K and V through the context."""
+        *,
+        behind: Tensor | None = None,  # [N] int64: which of the features each row reads; None: its own
+        wanted: Tensor | None = None,  # [R] int64: rows that somebody asks about; None: all
+    ) -> HeadStates:
+        """Its hidden states of the wanted rows. Writes K and V of all rows through the context."""
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R, Vd] fp32
-        """What it guesses behind these rows."""
+    def logits(self, read: Tensor) -> Tensor:  # [R, H] -> [R, Vd] fp32
+        """What it guesses behind these rows, by `HeadStates.read`."""

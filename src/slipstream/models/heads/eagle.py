@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slipstream.kernels.add_norm import add_norm
+from slipstream.kernels.add_norm import add_norm, add_norm_at
 from slipstream.kernels.arena import Arena
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.join_feature import join_feature
@@ -26,6 +26,7 @@ from slipstream.models.attention import PassContext
 from slipstream.models.device_pass import DevicePass
 from slipstream.models.fuse import FusedNorm, prepare
 from slipstream.models.gpu import WIDE_ROWS, GpuLayer
+from slipstream.models.heads.base import HeadStates
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle_layer import EagleLayer, product
 from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
@@ -103,29 +104,37 @@ class EagleHead(nn.Module):
             taps = self.input_norm(taps)
         return self._product(self.fc, taps)
 
-    def run(self, ids: Tensor, features: Tensor, context: PassContext, positions: Tensor, step: int) -> Tensor:
+    def run(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        context: PassContext,
+        positions: Tensor,
+        step: int,
+        *,
+        behind: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> HeadStates:
         """As `Head.run`. EAGLE has one module for all steps."""
         if self._kernels is not None and isinstance(context, DevicePass):
-            return self._kernels.run(ids, features, context, positions)
+            return self._kernels.run(ids, features, context, positions, behind, wanted)
         embedded = self._embed(ids)
         turns = self._rotary(embedded, positions[None])
-        x, normed = self._first(embedded, features)
+        x, normed = self._first(embedded, features if behind is None else features[behind])
         for i, layer in enumerate(self._layers):
             block = cast(EagleLayer, layer)
             if i:
                 assert block.input_norm is not None
                 normed = block.input_norm(x)
             x = block.run(x, normed, context, turns)
-        return x if self.norm is None or not self.shape.norm_output else cast(Tensor, self.norm(x))
+        x = x if wanted is None else x[wanted]
+        return self._states(x, x if self.norm is None else self.norm(x))
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R, Vd] fp32
-        if self.norm is not None and not self.shape.norm_output:
-            on_gpu = self._kernels is not None
-            eps, hidden = self.shape.norm_eps, hidden.contiguous()
-            hidden = add_norm(hidden, None, self.norm.weight, eps) if on_gpu else self.norm(hidden)
-        if self._kernels is not None and isinstance(self._lm_head, PackedLinear):
-            return row_linear(hidden, self._lm_head.weight, self._lm_head.bias, out_dtype=torch.float32)
-        return cast(Tensor, self._lm_head(hidden)).float()
+    def logits(self, read: Tensor) -> Tensor:  # [R, H] -> [R, Vd] fp32
+        head = self._lm_head
+        if self._kernels is not None and isinstance(head, PackedLinear):
+            return row_linear(read.contiguous(), head.weight, head.bias, out_dtype=torch.float32, overlap=True)
+        return cast(Tensor, head(read)).float()
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Other weights in place of those that it was opened with: for heads in training. Vocabulary, biases stay.
@@ -143,6 +152,12 @@ class EagleHead(nn.Module):
         for name, norm in norms.items():
             if norm is not None:
                 norm.weight.copy_(weights[f"{name}.weight"])
+
+    def _states(self, x: Tensor, normed: Tensor) -> HeadStates:
+        """EAGLE-1 has no last norm. Most others norm for the LM head alone, some for what goes on as well."""
+        if self.norm is None:
+            return HeadStates(x, x)
+        return HeadStates(normed if self.shape.norm_output else x, normed)
 
     def _embed(self, ids: Tensor) -> Tensor:  # [N] -> [N, H]
         """What stands in for nobody may hold anything."""
@@ -164,7 +179,7 @@ class EagleHead(nn.Module):
         """By a kernel for few rows: a prompt's are better off with cuBLAS."""
         if self._kernels is None or x.shape[0] > WIDE_ROWS:
             return cast(Tensor, linear(x))
-        return row_linear(x.contiguous(), linear.weight, linear.bias)
+        return row_linear(x.contiguous(), linear.weight, linear.bias, overlap=True)
 
 
 class _Kernels:
@@ -177,21 +192,31 @@ class _Kernels:
         cos, sin = head._rotary(torch.empty(0, dtype=head.dtype, device=head._device), every[None])
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # [positions, R]
 
-    def run(self, ids: Tensor, features: Tensor, context: DevicePass, positions: Tensor) -> Tensor:
+    def run(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        context: DevicePass,
+        positions: Tensor,
+        behind: Tensor | None,
+        wanted: Tensor | None,
+    ) -> HeadStates:
         head, overlap = self._head, not context.wide
         context.prepare(head.shape.heads)
         first, *rest = self._layers
-        x, read = self._first(ids, features, overlap)
+        x, read = self._first(ids, features, behind, overlap)
         turn = (positions, self._cos, self._sin, overlap)
         delta = first.run_normed(read, x, context, *turn)
         for layer in rest:
             delta = layer.run(x, delta, context, *turn)
-        # the sum stands in x behind this; EAGLE-1 has no last norm, and its result is not read
-        last = first.post_norm if head.norm is None else head.norm.weight
-        normed = add_norm(x, delta, last, head.shape.norm_eps, overlap=overlap)
-        return normed if head.shape.norm_output else x
+        # EAGLE-1 has no last norm: by whichever weight, its result is not read
+        last, eps = first.post_norm if head.norm is None else head.norm.weight, head.shape.norm_eps
+        if wanted is None:
+            normed = add_norm(x, delta, last, eps, overlap=overlap)
+            return head._states(x, normed)  # the sum stands in x now
+        return head._states(*add_norm_at(x, delta, wanted, last, eps, overlap=overlap))
 
-    def _first(self, ids: Tensor, features: Tensor, overlap: bool) -> tuple[Tensor, Tensor]:
+    def _first(self, ids: Tensor, features: Tensor, behind: Tensor | None, overlap: bool) -> tuple[Tensor, Tensor]:
         """As the head's own, in one launch; what goes on is the layers' to write to."""
         head = self._head
         plain = type(head._embedding) is nn.Embedding  # others do something to what they look up
@@ -199,8 +224,16 @@ class _Kernels:
         if not plain:
             ids = torch.arange(len(ids), device=ids.device)
         norms = None if head.hidden_norm is None else (self._layers[0].input_norm, head.hidden_norm.weight)
-        beside = head.shape.norm_before_residual
-        joined = join_feature(ids, table, features, norms, head.shape.norm_eps, normed_beside=beside, overlap=overlap)
+        joined = join_feature(
+            ids,
+            table,
+            features,
+            norms,
+            head.shape.norm_eps,
+            behind=behind,
+            normed_beside=head.shape.norm_before_residual,
+            overlap=overlap,
+        )
         if norms is not None:
             return joined
         x = head._product(head.fc, joined.read)

@@ -19,6 +19,7 @@ from slipstream.kv.cache import LayerShape
 from slipstream.models import attention
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.fuse import pack
+from slipstream.models.heads.base import HeadStates
 from slipstream.models.heads.checkpoint import read_config
 from slipstream.models.heads.mtp_files import EMBEDDINGS, LM_HEADS, own_tensor, read_modules
 from slipstream.models.heads.mtp_module import MtpModule, build_modules
@@ -81,15 +82,28 @@ class MtpHead(nn.Module):
     def combine(self, taps: Tensor) -> Tensor:  # [N, H]
         return taps
 
-    def run(self, ids: Tensor, features: Tensor, context: PassContext, positions: Tensor, step: int) -> Tensor:
+    def run(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        context: PassContext,
+        positions: Tensor,
+        step: int,
+        *,
+        behind: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> HeadStates:
+        """As `Head.run`. What a module made is normed already."""
         embedded = self._others[0](ids.clamp(0, self._known_ids - 1))  # what stands in for nobody may hold anything
         module = self.parts[min(step, len(self.parts) - 1)]
         with attention.running(context):
             turns = self.rotary(embedded, positions[None])
-            return cast(Tensor, module(embedded, features, positions, turns))
+            hidden = module(embedded, features if behind is None else features[behind], positions, turns)
+        hidden = cast(Tensor, hidden if wanted is None else hidden[wanted])
+        return HeadStates(hidden, hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R, V] fp32
-        return cast(Tensor, self._others[1](hidden)).float()
+    def logits(self, read: Tensor) -> Tensor:  # [R, H] -> [R, V] fp32
+        return cast(Tensor, self._others[1](read)).float()
 
     @torch.inference_mode()
     def _probe(self) -> list[LayerShape]:
