@@ -21,6 +21,13 @@ def test_the_compiled_function_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Hastened(double)(torch.tensor(3)).item() == 7
 
 
+def test_only_calls_of_its_size_are_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda x: function(x) + 1)
+    fast = Hastened(double, (2, 3))
+    assert fast(torch.ones(2, 3, 5)).max() == 3
+    assert fast(torch.ones(2, 4, 5)).max() == 2
+
+
 def test_where_compiling_fails_it_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
 

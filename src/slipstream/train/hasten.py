@@ -14,17 +14,24 @@ Found = TypeVar("Found")
 
 
 class Hastened(Generic[Given, Found]):
-    """A function that is compiled at its first call, for the sizes of that call. Takes seconds, once."""
+    """A function that is compiled when it is called with tensors of one size: that takes seconds, once.
 
-    def __init__(self, function: Callable[Given, Found]) -> None:
-        self._plain = function
+    size: the first of what it is given begins with these dimensions. With others it runs as it is: a compilation for
+    each would never pay. None: all calls have one size.
+    """
+
+    def __init__(self, function: Callable[Given, Found], size: tuple[int, ...] | None = None) -> None:
+        self._plain, self._size = function, size
         self._fast: Any = torch.compile(function, dynamic=False)
 
     def __call__(self, *args: Given.args, **named: Given.kwargs) -> Found:
-        if self._fast is not None:
+        if self._fast is not None and self._fits(args):
             try:
                 found: Found = self._fast(*args, **named)
                 return found
             except (TorchDynamoException, InductorError):  # there is no compiler, or it fails
                 self._fast = None
         return self._plain(*args, **named)
+
+    def _fits(self, args: tuple[Any, ...]) -> bool:
+        return self._size is None or tuple(args[0].shape[: len(self._size)]) == self._size

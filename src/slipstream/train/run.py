@@ -49,7 +49,7 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
         tell(f"data: {len(data.sequences):,} answers, {data.sequences.answer_tokens:,} tokens of them")
         teacher = Teacher.open(target, device, trust_remote_code=config.trust_remote_code)
         if device.type == "cuda":
-            teacher.hasten()
+            teacher.hasten(config.rows, config.row_tokens)
         torch.manual_seed(config.seed)
         made = kind.make(Setting(config, teacher, data.sequences.counts(teacher.vocab_size)))
         parameters = sum(p.numel() for p in made.module.parameters() if p.requires_grad)

@@ -108,11 +108,11 @@ class Teacher:
         states = torch.cat(parts, dim=-1) if parts else normed[..., :0]
         return Batch(rows, states, normed)
 
-    def hasten(self) -> None:
-        """Compile the layers: for passes of one size, on a GPU."""
+    def hasten(self, rows: int, row_tokens: int) -> None:
+        """Compile the layers, for passes of this size on a GPU. Others are computed as before."""
         for layer in self._layers:
             # its function and not the module: hooks stay outside, so that one compilation serves all layers
-            layer.forward = Hastened(layer.forward)
+            layer.forward = Hastened(layer.forward, (rows, row_tokens))
 
     def logits(self, normed: Tensor) -> Tensor:  # [..., H] -> [..., V] fp32
         """What the target says behind these states. Wide: hand in some positions at a time."""
