@@ -36,6 +36,7 @@ def test_counts_are_those_of_the_requests(
     seen = llm.snapshot()
     stats = [output.speculation for output in outputs]
     assert seen.generated_tokens == sum(s.emitted for s in stats) == 5 * 16
+    assert seen.turns == sum(s.rounds for s in stats)
     assert seen.prompt_tokens == 5 * 3
     assert seen.draft_tokens == sum(s.drafted for s in stats)
     assert seen.accepted_tokens == sum(s.accepted for s in stats) > 0

@@ -18,6 +18,16 @@ class Logprob:
     decoded_token: str
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where one token of an answer comes from: the target itself chose it, or it had been guessed and stood."""
+
+    round: int  # of this answer, from 1
+    depth: int  # in the round's draft, from 1; 0: the target's own token
+    drafters: tuple[str, ...]  # who guessed it; nobody: the target's own token
+    text_end: int  # characters of the answer's text with this token; one that ends inside a character adds none yet
+
+
 @dataclass(slots=True)
 class DrafterStats:
     """What one drafter did for one request."""
@@ -76,7 +86,7 @@ class Timing:
 class CompletionOutput:
     """One of the `n` answers of a request.
 
-    text, token_ids and logprobs are all so far; in a stream of `output_kind="delta"` only what is new.
+    text, token_ids, logprobs and origins are all so far; in a stream of `output_kind="delta"` only what is new.
     """
 
     index: int
@@ -88,6 +98,7 @@ class CompletionOutput:
     error: str | None = None
     timing: Timing = field(default_factory=Timing)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    origins: list[Origin] | None = None  # by token, where `SpeculationParams.origins` asks for them
 
 
 @dataclass(slots=True)

@@ -40,6 +40,7 @@ class SpeculationParams:
     tenant: whose request it is. Drafters that remember answers draft from those of the same tenant only.
     material: texts that the answer may quote without their being in the prompt: what a tool gave back, retrieved files.
         Drafted from by drafters that take it (`suffix`), never trusted, and forgotten with the request.
+    origins: say of each token who guessed it (`CompletionOutput.origins`).
     """
 
     enabled: bool = True
@@ -48,13 +49,15 @@ class SpeculationParams:
     verifier: VerifierName = "exact"
     tenant: str = ""
     material: str | Sequence[str] = ()
+    origins: bool = False
 
     def __post_init__(self) -> None:
         wanted = self.draft_tokens
         if wanted is not None and not (_whole(wanted) and 0 <= wanted <= 63):
             raise InvalidRequest(f"draft_tokens={wanted!r}: must be 0 to 63 (a pass checks at most 64 rows)")
-        if not isinstance(self.enabled, bool):
-            raise InvalidRequest(f"enabled={self.enabled!r}: must be True or False")
+        for key in ("enabled", "origins"):
+            if not isinstance(getattr(self, key), bool):
+                raise InvalidRequest(f"{key}={getattr(self, key)!r}: must be True or False")
         if self.verifier not in get_args(VerifierName):
             raise InvalidRequest(f"verifier={self.verifier!r}: must be one of {', '.join(get_args(VerifierName))}")
         if not isinstance(self.tenant, str):

@@ -34,6 +34,7 @@ class Snapshot:
     prompt_tokens: int  # of requests that were admitted
     generated_tokens: int
     rounds: int
+    turns: int  # rounds by answer: each counts once for every answer that it emitted for
     draft_s: float
     verify_s: float
     host_s: float

@@ -81,6 +81,16 @@ class Verdict:
         choices = (self.choices[0], *[self.choices[1 + node] for node in own]) if self.choices else ()
         return replace(told, path=path, choices=choices)
 
+    def guessers(self, place: int) -> tuple[str, ...]:
+        """Who proposed the token at this place of `tokens`; nobody: it is the target's own."""
+        if place >= self.accepted:
+            return ()
+        authors = self.authors
+        if not authors.places:
+            return authors.names
+        node = self.path[place]
+        return tuple([name for name, nodes in zip(authors.names, authors.places, strict=False) if node in nodes])
+
     @property
     def usable(self) -> tuple[int, ...]:
         """The tokens without the -1 that the last one may be."""

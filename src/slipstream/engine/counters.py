@@ -15,6 +15,7 @@ class Counters:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.rounds = 0
+        self.turns = 0
         self.draft_s = 0.0
         self.verify_s = 0.0
         self.host_s = 0.0

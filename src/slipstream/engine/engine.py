@@ -253,7 +253,7 @@ class Engine:
         for answer, verdict, rows in zip(packed.emitting, told, logprobs, strict=True):
             usable = verdict.usable
             before = answer.generated - len(usable)
-            emit(answer, usable, rows, self.plan.max_model_len)
+            emit(answer, verdict, rows, self.plan.max_model_len)
             kept.append(answer.generated - before)
             if usable != verdict.tokens and not answer.ended:
                 if answer.table is not None:  # siblings share some of its pages
@@ -300,6 +300,7 @@ class Engine:
         """A round's share of time and acceptance for each of its requests."""
         counters, totals = self.counters, self.drafting.totals
         counters.rounds += 1
+        counters.turns += len(told)
         counters.draft_s += times.draft
         counters.verify_s += times.verify
         counters.host_s += times.host

@@ -66,7 +66,11 @@ class Intake:
                     keep_stop=params.include_stop_str_in_output,
                     skip_special_tokens=params.skip_special_tokens,
                 ),
-                output=CompletionOutput(sample, logprobs=None if params.logprobs is None else []),
+                output=CompletionOutput(
+                    sample,
+                    logprobs=None if params.logprobs is None else [],
+                    origins=[] if params.speculation.origins else None,
+                ),
                 prediction=prediction,
                 material=material,
                 bad_words=bad_words,

@@ -189,6 +189,7 @@ def _snapshot(output: CompletionOutput, tokens: int = 0, characters: int = 0) ->
         text=output.text[characters:],
         token_ids=output.token_ids[tokens:],
         logprobs=None if output.logprobs is None else output.logprobs[tokens:],
+        origins=None if output.origins is None else output.origins[tokens:],
         timing=replace(output.timing),
         speculation=replace(output.speculation, by_drafter=by_drafter),
     )

@@ -51,6 +51,11 @@ class TextStream:
         held = max((_overlap(self._text, stop) for stop in self._stops), default=0)
         return self._text[: len(self._text) - held]
 
+    @property
+    def length(self) -> int:
+        """Characters, those included that are held back."""
+        return len(self._text)
+
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
         """Append one token. Returns the stop string that it completed, with the text cut there; else None.
 

@@ -142,7 +142,7 @@ class EngineResponse(Response):
                 if output.text or output.token_ids or output.finish_reason is not None:
                     pieces.setdefault(index, Piece(index)).add(output)
         if self._work.chunk_chars is None:
-            return [piece for piece in pieces.values() if piece.text or piece.logprobs or piece.finish_reason]
+            return [piece for piece in pieces.values() if _says(piece)]
         return [part for piece in pieces.values() for part in self._cut(piece, self._work.chunk_chars)]
 
     def _cut(self, piece: Piece, size: int) -> list[Piece]:
@@ -169,6 +169,10 @@ class EngineResponse(Response):
                 raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
             if output.finish_reason == "error":
                 raise RequestError(output.error or "the answer failed")
+
+
+def _says(piece: Piece) -> bool:
+    return bool(piece.text or piece.logprobs or piece.origins or piece.finish_reason)
 
 
 async def _watch(receive: Receive, stream: OutputStream, record: Record) -> None:

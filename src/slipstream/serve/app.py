@@ -19,6 +19,7 @@ from slipstream.serve.errors import ApiError, from_exception, from_validation
 from slipstream.serve.gate import Gate
 from slipstream.serve.live import LiveView
 from slipstream.serve.metrics import CONTENT_TYPE
+from slipstream.serve.page import add_page
 from slipstream.serve.record import Record
 from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from slipstream.serve.service import Service
@@ -56,7 +57,13 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     _add_errors(app)
-    view = LiveView(service.llm.snapshot, lambda: service.admission.inside, lambda: service.health().status)
+    add_page(app)
+    view = LiveView(
+        service.llm.snapshot,
+        lambda: service.admission.inside,
+        lambda: service.health().status,
+        lambda: service.admission.draining,
+    )
 
     @app.post("/v1/completions", response_class=Response, responses=_ANSWERS)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -97,7 +104,7 @@ def make_app(service: Service) -> FastAPI:
     ) -> Response:
         if stream:
             return StreamingResponse(view.events(every), media_type="text/event-stream")
-        return Response(view.view(view.begun)[0].json(), media_type="application/json")
+        return Response(view.view(view.begun)[0].json, media_type="application/json")
 
     @app.get("/version", responses=_ERRORS)
     async def version() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.outputs import Logprob
 from slipstream.serve.tools import Call, Parsed, ToolParser
-from slipstream.serve.wording import Manner, Piece, Wording, ending_of, quoted, reason_json
+from slipstream.serve.wording import Manner, Piece, Wording, ending_of, quoted, reason_json, with_origins
 
 
 class ChatWording(Wording):
@@ -55,13 +55,14 @@ class ChatWording(Wording):
         told: dict[str, Any] = {"content": parsed.text} if parsed.text else {}
         if parsed.calls:
             told["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(parsed.calls)]
-        if not (told or piece.finish_reason or piece.logprobs):
+        if not (told or piece.finish_reason or piece.logprobs or piece.origins):
             return ""
         return self._event(piece, json.dumps(told, ensure_ascii=True), logprobs)
 
     def _event(self, piece: Piece, delta: str, logprobs: str) -> str:
         ending = ending_of(piece, self._reason(piece))
-        return self.event(f'{{"index":{piece.index},"delta":{delta},"logprobs":{logprobs},{ending}}}')
+        more = with_origins(piece)
+        return self.event(f'{{"index":{piece.index},"delta":{delta},"logprobs":{logprobs},{ending}{more}}}')
 
     def _parse(self, piece: Piece, *, last: bool) -> Parsed:
         if self._make_parser is None:

@@ -17,10 +17,11 @@ from slipstream.serve.auth import tenant_of
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, from_exception
 from slipstream.serve.logs import log, log_request
+from slipstream.serve.page import PATHS
 from slipstream.serve.record import Record
 
-OPEN = frozenset({"/health"})
-"""Paths that need no key: whoever starts and stops servers has none."""
+OPEN = frozenset({"/health", *PATHS})
+"""Paths that need no key: whoever starts and stops servers has none, and the page has to be there to ask for one."""
 WORK = frozenset({"/v1/completions", "/v1/chat/completions"})
 GONE = 499
 """nginx' status for clients that went away before they were answered; it is seen in logs and metrics only."""

@@ -7,11 +7,12 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from slipstream.core.snapshot import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Live:
     """The engine's counts, and how fast they grew since the view before (since the start, in the first)."""
 
@@ -25,7 +26,9 @@ class Live:
     health: str
     engine: Snapshot
 
+    @cached_property
     def json(self) -> str:
+        """Written once, for all who listen."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
 
@@ -40,12 +43,20 @@ class Seen:
 
 
 class LiveView:
-    """look: the engine's counts; inside: answers taken in; health: in a word."""
+    """look: the engine's counts; inside: answers taken in; health: in a word; ending: does the server drain?"""
 
-    def __init__(self, look: Callable[[], Snapshot], inside: Callable[[], int], health: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        look: Callable[[], Snapshot],
+        inside: Callable[[], int],
+        health: Callable[[], str],
+        ending: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._look = look
         self._inside = inside
         self._health = health
+        self._ending = ending
+        self._beats: dict[float, _Beat] = {}  # by pace
         self.begun = Seen(time.perf_counter())
 
     def view(self, before: Seen) -> tuple[Live, Seen]:
@@ -65,9 +76,41 @@ class LiveView:
         return live, Seen(now, engine.generated_tokens, engine.rounds, engine.accepted_tokens)
 
     async def events(self, every_s: float) -> AsyncIterator[str]:
-        """A view now, and one every so many seconds, as server-sent events."""
-        live, seen = self.view(self.begun)
-        while True:
-            yield f"data: {live.json()}\n\n"
-            await asyncio.sleep(every_s)
-            live, seen = self.view(seen)
+        """A view now, and one every so many seconds, as server-sent events; until the server drains."""
+        beat = self._beats.get(every_s) or _Beat(self, every_s)
+        self._beats[every_s] = beat
+        beat.listeners += 1
+        try:
+            yield _event(beat.last)
+            while not self._ending():
+                yield _event(await beat.next())
+        finally:
+            beat.listeners -= 1
+            if not beat.listeners:
+                del self._beats[every_s]
+
+
+class _Beat:
+    """Views at one pace: however many listen, the engine is asked once."""
+
+    def __init__(self, view: LiveView, every_s: float) -> None:
+        self.listeners = 0
+        self.last, self._seen = view.view(view.begun)
+        self._view = view
+        self._every_s = every_s
+        self._coming: asyncio.Task[Live] | None = None
+
+    async def next(self) -> Live:
+        """The view that comes next. Whoever is first to wait for it sets the clock; one who goes away stops nothing."""
+        if self._coming is None or self._coming.done():
+            self._coming = asyncio.create_task(self._look())
+        return await asyncio.shield(self._coming)
+
+    async def _look(self) -> Live:
+        await asyncio.sleep(self._every_s)
+        self.last, self._seen = self._view.view(self._seen)
+        return self.last
+
+
+def _event(live: Live) -> str:
+    return f"data: {live.json}\n\n"

@@ -118,6 +118,7 @@ def _speculation(asked: SamplingFields, tenant: str) -> SpeculationParams:
         verifier=fields.verifier,
         tenant=tenant,
         material=fields.material,
+        origins=fields.origins,
     )
 
 

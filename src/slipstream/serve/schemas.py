@@ -43,6 +43,7 @@ class SpeculationFields(Fields):
     verifier: Literal["exact", "rejection"] = "exact"
     material: str | Strings = Field(default_factory=list, description="texts that the answer may quote")
     report: bool = Field(False, description="say in the answer what speculation did")
+    origins: bool = Field(False, description="say of each token who guessed it")
 
 
 class SamplingFields(Fields):

@@ -193,6 +193,8 @@ class Service:
             raise refused("n", f"{answers} answers are too many: must be at most {limits.choices} on this server")
         if asked.stream and chunk_chars is not None and params.logprobs is not None:
             raise refused("logprobs", "this server's streams are cut into chunks of one size, which have none")
+        if asked.stream and chunk_chars is not None and params.speculation.origins:
+            raise refused("speculation.origins", "this server's streams do not show how many guesses stood")
         self.admission.enter(answers)
         entered = time.perf_counter()
 

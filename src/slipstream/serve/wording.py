@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring
 from typing import Any
 
-from slipstream.core.outputs import CompletionOutput, FinishReason, Logprob
+from slipstream.core.outputs import CompletionOutput, FinishReason, Logprob, Origin
 from slipstream.serve.record import AnswerRecord, Record
 from slipstream.serve.usage import speculation_report, usage
 
@@ -32,12 +32,15 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    origins: list[Origin] | None = None
 
     def add(self, output: CompletionOutput) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+        if output.origins is not None:
+            self.origins = [*(self.origins or ()), *output.origins]
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
 
@@ -83,6 +86,9 @@ class Wording(ABC):
     def whole(self, pieces: Sequence[Piece], record: Record) -> bytes:
         manner = self.manner
         choices = [self.choice(piece) for piece in pieces]
+        for choice, piece in zip(choices, pieces, strict=True):
+            if piece.origins is not None:
+                choice["origins"] = origins_json(piece)
         if manner.report:
             for choice, answer in zip(choices, record.answers, strict=True):
                 choice["speculation"] = speculation_report(answer)
@@ -136,6 +142,18 @@ def reason_json(piece: Piece, reason: str | None = None) -> dict[str, Any]:
     if piece.stop_reason is not None:
         told["stop_reason"] = piece.stop_reason
     return told
+
+
+def origins_json(piece: Piece) -> list[dict[str, Any]]:
+    """Who guessed each token. `text_end` counts from the beginning of the choice's text."""
+    return [
+        {"token": token, **asdict(origin)} for token, origin in zip(piece.token_ids, piece.origins or (), strict=True)
+    ]
+
+
+def with_origins(piece: Piece) -> str:
+    """The part of an event's choice that says it; nothing where nobody asked."""
+    return f',"origins":{json.dumps(origins_json(piece))}' if piece.origins else ""
 
 
 def answer_record(output: CompletionOutput, tokens: int) -> AnswerRecord:

@@ -1,0 +1,128 @@
+// The playground: a conversation with the model, each answer with speculation, without it, or both one after the other.
+
+import { AnswerView, seconds } from "./answer.js";
+import { element } from "./plots.js";
+import { ask, events } from "./server.js";
+
+const $ = (id) => document.getElementById(id);
+let model = ""; // as the server calls it
+let messages = []; // the conversation so far
+let running = null; // what ends the answer that is being written
+
+/** served: the model, as /v1/models has it. May be called again, when the key was asked for again. */
+export function openPlayground(served) {
+  const first = !model;
+  model = served.id;
+  $("tokens").max = served.max_model_len;
+  offerDrafters();
+  if (!first) return;
+  $("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!running) send();
+  });
+  $("prompt").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    $("ask").requestSubmit();
+  });
+  $("stop").addEventListener("click", () => running?.abort());
+  $("fresh").addEventListener("click", () => {
+    running?.abort();
+    messages = [];
+    $("turns").replaceChildren();
+    $("prompt").focus();
+  });
+}
+
+async function offerDrafters() {
+  const { engine } = await (await ask("/live")).json();
+  const names = Object.keys(engine.drafters).filter((name) => name !== "prediction"); // which needs a text
+  const made = names.map((name) => new Option(name, name));
+  $("drafter").replaceChildren(new Option("the server's choice", ""), ...made);
+}
+
+async function send() {
+  const prompt = $("prompt").value.trim();
+  if (!prompt) return;
+  const mode = document.querySelector("[name=mode]:checked").value;
+  const asked = [...messages, { role: "user", content: prompt }];
+  const request = requestOf(asked);
+  const turn = element("article", "turn");
+  const answers = element("div", mode === "both" ? "answers both" : "answers");
+  turn.append(element("p", "prompt", prompt), answers);
+  $("turns").append(turn);
+  $("prompt").value = "";
+  busy(true);
+  try {
+    // With speculation first: a drafter that remembers answers would otherwise know this one.
+    const on = mode === "off" ? null : await run(answers, "With speculation", request, true);
+    const off = mode === "on" || (on && !on.report) ? null : await run(answers, "Without", request, false);
+    if (on?.report && off?.report) turn.append(compared(on, off));
+    const told = on ?? off;
+    if (told.report) messages = [...asked, { role: "assistant", content: told.text }];
+  } finally {
+    busy(false);
+  }
+}
+
+function requestOf(asked) {
+  return {
+    model,
+    messages: asked,
+    temperature: Number($("temperature").value),
+    seed: $("seed").value ? Number($("seed").value) : Math.floor(Math.random() * 2 ** 32),
+    max_completion_tokens: Number($("tokens").value) || undefined,
+    logprobs: $("logprobs").checked,
+    stream: true,
+  };
+}
+
+/** Answer a request on the page. The view has a report if it came to its end. */
+async function run(place, title, request, enabled) {
+  const view = new AnswerView(title);
+  place.append(view.element);
+  view.element.scrollIntoView({ block: "nearest" });
+  const speculation = { enabled, report: true, origins: true };
+  if (enabled && $("drafter").value) speculation.drafter = $("drafter").value;
+  running = new AbortController();
+  try {
+    let report = null;
+    const response = await ask("/v1/chat/completions", { body: { ...request, speculation }, signal: running.signal });
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      for (const choice of event.choices) view.add(choice);
+      report = event.speculation?.[0] ?? report;
+    }
+    if (!report) throw new Error("the stream broke off");
+    view.end(report);
+  } catch (error) {
+    view.fail(error.name === "AbortError" ? "stopped" : error.message);
+  }
+  return view;
+}
+
+/** What came of the same request both ways. */
+function compared(on, off) {
+  const [a, b] = [on, off].map((view) => view.tokens.map((token) => token.id));
+  const length = Math.max(a.length, b.length);
+  const part = Array.from({ length }).findIndex((_, i) => a[i] !== b[i]);
+  const words = element("p", part < 0 ? "verdict same" : "verdict other");
+  if (part < 0) {
+    const [fast, plain] = [on, off].map((view) => view.report.seconds.total);
+    words.append(element("b", "", `The same ${a.length} tokens.`), ` With speculation ${seconds(fast)}, without ${seconds(plain)}: `);
+    words.append(element("b", "", `${(plain / fast).toFixed(2)}×`), " as fast.");
+  } else {
+    on.markFrom(part);
+    off.markFrom(part);
+    words.append(element("b", "", `They part at token ${part + 1}.`), " The seed and all settings were the same.");
+  }
+  return words;
+}
+
+function busy(is) {
+  if (!is) running = null;
+  $("send").disabled = is;
+  $("stop").hidden = !is;
+}
