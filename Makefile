@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak format model
+.PHONY: help demo test soak format model browser
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,10 +25,23 @@ $(READY): pyproject.toml constraints.txt
 model: $(READY) ## fetch the default model once (93 MB)
 	@$(BIN)/python -m slipstream.models.default
 
+# The page's tests run in a real Chromium. Debian's is installed where that can be done; elsewhere the tests say what is
+# missing.
+browser:
+	@test -n "$$SLIPSTREAM_CHROMIUM" || command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	        echo "installing chromium, for the tests of the page"; \
+	        export DEBIAN_FRONTEND=noninteractive; \
+	        { apt-get install -y -qq chromium || { apt-get update -qq && apt-get install -y -qq chromium; }; } >/dev/null; \
+	    else \
+	        echo "no Chromium here: install one (apt-get install chromium), or name it in SLIPSTREAM_CHROMIUM;"; \
+	        echo "without it the tests of the page fail"; \
+	    fi; }
+
 demo: $(READY) model ## the same answer with and without speculation, and the speed of each
 	@$(BIN)/python -m slipstream.bench.demo
 
-test: $(READY) model ## format, lint, types, layers, tests
+test: $(READY) model browser ## format, lint, types, layers, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

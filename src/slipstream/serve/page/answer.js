@@ -10,7 +10,7 @@ export class AnswerView {
     this.text = "";
     this.element = element("section", "answer");
     this._head = element("h3", "", title);
-    this._times = element("span", "small", "…");
+    this._times = element("span", "times small", "…");
     this._head.append(" ", this._times);
     this._text = element("div", "text");
     this._text.tabIndex = 0;

@@ -77,7 +77,7 @@ function difference(after, before) {
 
 function showTiles(now, grown) {
   $("rate").textContent = figure(now.tokens_per_s);
-  line($("rate-line"), views.map((view) => (view === views[0] && view.seconds > 5 ? 0 : view.tokens_per_s)), KEPT);
+  line($("rate-line"), views.map((view) => (view === views[0] && view.seconds > 5 ? 0 : view.tokens_per_s)), Math.max(MINUTE, views.length));
   $("running").textContent = now.engine.running;
   $("waiting").textContent = `running, ${now.engine.waiting} waiting`;
   $("tau").textContent = grown.turns ? (grown.generated_tokens / grown.turns).toFixed(2) : "–";
