@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -75,7 +75,7 @@ class LiveView:
         )
         return live, Seen(now, engine.generated_tokens, engine.rounds, engine.accepted_tokens)
 
-    async def events(self, every_s: float) -> AsyncIterator[str]:
+    async def events(self, every_s: float) -> AsyncGenerator[str, None]:
         """A view now, and one every so many seconds, as server-sent events; until the server drains."""
         beat = self._beats.get(every_s) or _Beat(self, every_s)
         self._beats[every_s] = beat
