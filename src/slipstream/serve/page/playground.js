@@ -5,6 +5,7 @@ import { element } from "./plots.js";
 import { ask, events } from "./server.js";
 
 const $ = (id) => document.getElementById(id);
+const AIDES = ["prediction", "grammar"]; // drafters that guess from what a request brings, which here is nothing
 let model = ""; // as the server calls it
 let messages = []; // the conversation so far
 let running = null; // what ends the answer that is being written
@@ -36,7 +37,7 @@ export function openPlayground(served) {
 
 async function offerDrafters() {
   const { engine } = await (await ask("/live")).json();
-  const names = Object.keys(engine.drafters).filter((name) => name !== "prediction"); // which needs a text
+  const names = Object.keys(engine.drafters).filter((name) => !AIDES.includes(name));
   const made = names.map((name) => new Option(name, name));
   $("drafter").replaceChildren(new Option("the server's choice", ""), ...made);
 }
