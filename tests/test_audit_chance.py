@@ -65,10 +65,13 @@ def test_a_biased_rule_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_engine_that_believes_drafts_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
-    def believing(choices: Tensor, logits: Tensor, rows: Any, row_of: Tensor, draft: Any, *rest: Any) -> Tensor:
+    def believing(
+        choices: Tensor, logits: Tensor, rows: Any, row_of: Tensor, draft: Any, *rest: Any, **more: Any
+    ) -> Tensor:
         """Takes the first guess of all who asked for rejection sampling."""
         found = choices.clone()
-        found[:, 0] = torch.where(draft.counts > 0, draft.tokens[:, 0], found[:, 0])
+        if draft.width:
+            found[:, 0] = torch.where(draft.counts > 0, draft.tokens[:, 0], found[:, 0])
         return found
 
     monkeypatch.setattr(engine_module, "mixed_choices", believing)

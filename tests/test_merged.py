@@ -21,6 +21,7 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters import DrafterSpec, merged_name, parse_merged, parse_specs
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, Drafter, DraftRequest, DraftRound, Needs
 from slipstream.engine.plans import Gathered, Guesses
+from stepping import Arrival, Stepper
 
 SEATS = 8
 
@@ -304,6 +305,30 @@ def test_names() -> None:
     for texts in (["ngram+ngram"], ["ngram", "ngram"], ["model:x", "ngram+model:y"], ["ngram+"], ["ngram+nothing"]):
         with pytest.raises(ConfigError):
             parse_specs(texts)
+
+
+class Silent(Scripted):
+    """Has nothing to say."""
+
+    name: ClassVar[str] = "silent"
+    default_draft_tokens: ClassVar[int] = 16
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        return [Tree()] * len(requests)
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+@pytest.mark.parametrize(("draft_tokens", "deepest"), [(None, 3), (9, 9), (2, 2)])
+def test_what_one_leaves_lets_no_other_go_further_than_alone(
+    tiny_target: Path, rounds: str, draft_tokens: int | None, deepest: int
+) -> None:
+    """Unless so many were asked for."""
+    bench = Stepper(tiny_target, [Silent(Answers()), Echo()], rounds=rounds)
+    how = SpeculationParams(drafter="silent+echo", draft_tokens=draft_tokens)
+    job = Arrival(7, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculation=how))
+    stats = bench.run([job])[0].speculation.by_drafter["echo"]
+    assert stats.drafted > stats.drafts * (deepest - 1)
+    assert stats.drafted <= stats.drafts * deepest
 
 
 def test_the_default_may_be_merged(tiny_target: Path, tiny_draft: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rejection_scenes import (
     REQUESTS,
@@ -35,6 +37,18 @@ from slipstream.verify.exact import verify_exact
 from slipstream.verify.rejection import rejection_choices, rejection_keys, verify_rejection
 
 CPU = torch.device("cpu")
+
+
+class Counting(TorchDispatchMode):
+    """How many operations of torch are called."""
+
+    steps: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.steps += 1
+        return func(*args, **(kwargs or {}))
+
+
 LEAST = 1e-3  # p-value of a test that passes; seeds are fixed, so it always does or never
 FOUND = 1e-6  # p-value of a mistake that is noticed
 
@@ -220,6 +234,41 @@ def test_copied_drafts_beside_drawn_ones_are_what_they_are_by_themselves(chains:
     # a row of q that cannot be true counts as none
     assert torch.equal(alone, rejection_choices(draft, some.p, some.keys, torch.full_like(some.q, torch.nan)))
     assert torch.equal(alone, rejection_choices(draft, some.p, some.keys, torch.zeros_like(some.q)))
+
+
+@pytest.mark.parametrize("vocab", [3, V, 5003])
+def test_copied_trees_at_once_are_what_they_are_one_by_one(vocab: int) -> None:
+    """Of a small vocabulary nothing may be left, and of all some rows are of no use."""
+    some = scene(10, 600, vocab=vocab, width=30 if vocab > 3 else 12)
+    p = some.p.clone()
+    p[p < 0.3 / vocab] = 0.0
+    for b, tree in enumerate(some.trees):  # what is guessed is likely, so that paths are long
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            p[b, parent + 1, token] += 0.4
+    p /= p.sum(2, keepdim=True)
+    p[::7, 1], p[3::11, 0] = torch.nan, 0.0
+    draft, none = some.draft, torch.zeros_like(some.drawn)
+    at_once = rejection_choices(draft, p, some.keys)
+    assert torch.equal(at_once, rejection_choices(draft, p, some.keys, some.q, none))
+    assert (at_once >= 0).sum(1).max() > 4
+
+
+def test_a_copied_tree_is_as_many_steps_for_any_number_of_nodes() -> None:
+    """Each is a launch of a captured round."""
+
+    def steps(width: int) -> int:
+        draft = Draft.pack([Tree(tuple(range(width)), (ROOT,) * width)], CPU)
+        p, keys = (
+            torch.full((1, width + 1, 100), 0.01),
+            rejection_keys(torch.zeros(1).long(), torch.zeros(1).long(), width + 1),
+        )
+        counting = Counting()  # type: ignore[no-untyped-call]
+        with counting:
+            rejection_choices(draft, p, keys)
+        return counting.steps
+
+    assert steps(60) <= steps(8) + 40  # views are counted, too; and pointers are longer
+    assert steps(60) < 400
 
 
 @pytest.mark.parametrize("chains", [True, False])

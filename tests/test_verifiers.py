@@ -94,7 +94,7 @@ def test_mistakes_are_noticed(
     mistake(monkeypatch)
     setting, name = "T 1, top-k 6", "model" if drafter == "model" else "drawing"
     guesser = f"model:{tiny_draft}" if drafter == "model" else Drawing(SHAPES[drafter], SETTINGS[setting])
-    tokens = Crowd(target, guesser).tokens(asked(SETTINGS[setting], name), REQUESTS)
+    tokens = Crowd(target, guesser).tokens(asked(SETTINGS[setting], name), 2 * REQUESTS)
     assert wanted(setting).p_value(tokens) < FOUND
 
 
@@ -151,10 +151,18 @@ def test_both_engines_give_the_same_answer(target: Path, tiny_draft: Path) -> No
     assert found[0] == found[1]
 
 
-def test_without_a_draft_it_is_plain_decoding(target: Path) -> None:
-    one = replace(LONG, seed=2, speculation=SpeculationParams(verifier="rejection", draft_tokens=0))
-    crowd = Crowd(target, Copying())
-    assert crowd.answers([one])[0].token_ids == crowd.answers([replace(one, speculation=PLAIN)])[0].token_ids
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_without_a_draft_it_draws_by_its_own_noise(
+    target: Path, wanted: Callable[[str], Expected], setting: str, rounds: str
+) -> None:
+    crowd = Crowd(target, Copying(), rounds=rounds)
+    params = asked(SETTINGS[setting], "copying")
+    params = replace(params, speculation=replace(params.speculation, draft_tokens=0))
+    tokens = crowd.tokens(params, REQUESTS)
+    assert wanted(setting).p_value(tokens) > ALWAYS
+    plain = crowd.tokens(replace(params, speculation=PLAIN), REQUESTS)
+    assert not torch.equal(tokens[:, 0], plain[:, 0]), "from the first token on"
 
 
 def test_no_value_is_looked_at_in_a_round() -> None:
@@ -180,6 +188,26 @@ def test_no_value_is_looked_at_in_a_round() -> None:
         assert found.shape == (2, 6)
 
 
+def test_memory_is_planned_for_what_is_drawn_from(target: Path, tiny_draft: Path) -> None:
+    """By the draft model, and once more by the nodes of a round: what it is made for, and others beside them."""
+    seats = {"max_num_seqs": 8, "max_draft_rows": 256}
+    told, plain = (Crowd(target, drafter, **seats).engine.plan for drafter in (f"model:{tiny_draft}", "ngram"))
+    assert told.workspace_bytes - plain.workspace_bytes == (5 + 10) * 9 * VOCAB * 4
+    fewer = Crowd(target, f"model:{tiny_draft}", draft_tokens=2, **seats).engine.plan
+    assert fewer.workspace_bytes - plain.workspace_bytes == (2 + 2) * 9 * VOCAB * 4
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_no_more_is_drawn_than_was_planned_for(target: Path, tiny_draft: Path, rounds: str) -> None:
+    crowd = Crowd(target, [f"model:{tiny_draft}", Copying()], rounds=rounds)
+    for verifier, most in (("rejection", 10), ("exact", 30)):
+        how = SpeculationParams(drafter="model", draft_tokens=30, verifier=verifier)  # type: ignore[arg-type]
+        stats = crowd.answers([replace(LONG, seed=1, max_tokens=34, speculation=how)])[0].speculation
+        drafts = stats.by_drafter["model"].drafts
+        assert drafts < stats.drafted <= most * drafts
+        assert verifier == "rejection" or stats.drafted > 10 * drafts
+
+
 def test_a_verifier_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="verifier='typical': must be one of exact, rejection"):
         SpeculationParams(verifier="typical")  # type: ignore[arg-type]
@@ -191,5 +219,5 @@ def test_how_many_requests_are_judged_together_changes_nothing(
     params = [replace(LONG, seed=s, speculation=SpeculationParams(verifier="rejection")) for s in range(5)]
     crowd = Crowd(target, f"model:{tiny_draft}", draft_tokens=4)
     together = [a.token_ids for a in crowd.answers(params)]
-    monkeypatch.setattr(mixed, "_ROOM", 2 * 5 * VOCAB)
+    monkeypatch.setattr(mixed, "JUDGED_ROWS", 2 * 5)
     assert [a.token_ids for a in crowd.answers(params)] == together

@@ -10,16 +10,16 @@ from typing import TypeVar, cast, get_args
 
 import torch
 
-from slipstream.core.draft import MAX_NODES, Draft, Tree
+from slipstream.core.draft import Draft, Tree
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import Undrafted
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
+from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts
-from slipstream.engine.node_shares import NodeShares
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
@@ -48,7 +48,6 @@ class Drafting:
         reserve: Callable[[Answer, int], int],
     ) -> None:
         self.drafters = dict(drafters)
-        self._shares = NodeShares(self.drafters)
         self.default = default
         self.planner = planner
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
@@ -57,13 +56,14 @@ class Drafting:
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self._following = frozenset(n for n in self._on_device if drafters[n].needs.own_cache)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
+        self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len)
+        self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
+        self._levels = {name: _levels(drafter) for name, drafter in drafters.items()}
+        self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
         self.constraining = Constraining(vocab_size, device)
-        self._draft_tokens = draft_tokens
-        self._max_rows = max_rows
-        self._max_len = max_len
         self._reserve = reserve
         self._failures: dict[str, dict[str, str]] = {}  # by drafter and request: what its next draft will hear of
 
@@ -132,7 +132,7 @@ class Drafting:
         for name, mine in self._groups(decodes):
             answers = [decodes[i] for i in mine]
             used, beside = [gathered.used(i) for i in mine], gathered.beside(mine)
-            caps = self._caps(name, answers, used, len(decodes))
+            caps = self._caps.of(name, answers, used, len(decodes))
             self.undrafted["limited"] += caps.count(0)
             if not any(caps):
                 continue
@@ -220,7 +220,7 @@ class Drafting:
                     self._decline(name, answer)
                 else:
                     groups.setdefault(name, []).append(i)
-        yield from sorted(groups.items(), key=lambda group: self._shares.turn(group[0]))
+        yield from sorted(groups.items(), key=lambda group: self._caps.turns[group[0]])
 
     def observe(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> None:
         """Tell drafters and planner how the round ended."""
@@ -230,7 +230,7 @@ class Drafting:
                 share = verdict.share(name)
                 if share.drafted:
                     # of a tree no more can be accepted than it has levels
-                    reached = min(share.drafted, self._levels(name) or share.drafted)
+                    reached = min(share.drafted, self._levels[name] or share.drafted)
                     self.planner.observe(name, answer.id, reached, share.accepted)
                 if name not in told:
                     told[name] = ([], [])
@@ -239,35 +239,6 @@ class Drafting:
                 parts.append(share)
         for name, (theirs, parts) in told.items():
             self._guarded(name, theirs, functools.partial(self._voice(name).observe, parts))
-
-    def _caps(self, name: str, answers: Sequence[Answer], used: Sequence[int], requests: int) -> list[int]:
-        """Most nodes that are of any use: limits of the requests, of the context and of the pass.
-
-        used: nodes that others gave already. Of several drafters each has a part of the request's nodes, by what it
-        is made for, and what those before it left of theirs.
-        """
-        drafter = self.drafters[name]
-        ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
-        most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
-        share = min(self._max_rows // requests - 1, MAX_NODES)
-        wide = self._is_whole(name)  # its trees are no deeper for having more nodes
-        caps: list[int] = []
-        for answer, before in zip(answers, used, strict=True):
-            params, length = answer.params, len(answer.tokens)
-            several = len(answer.drafters) > 1
-            wanted = params.speculation.draft_tokens
-            usual = self._draft_tokens if wanted is None else wanted
-            if usual is None:
-                usual = self._shares.usual(answer) if several else drafter.default_draft_tokens
-            left = params.max_tokens - (length - answer.prompt_length) - answer.queued - 1
-            useful = min(usual, share, self._max_len - 1 - length - answer.coming)
-            if not wide:
-                useful = min(useful, left)
-            if several:
-                useful -= before + self._shares.others(name, answer, useful)
-            useful = min(useful, most if ends is None else min(most, ends - length - answer.coming))
-            caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
-        return caps
 
     def _ask(self, name: str, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
         drafter = cast(DeviceDrafter, self.drafters[name])
@@ -279,16 +250,15 @@ class Drafting:
 
     def observe_draft(self, name: str, nodes: int, seconds: float) -> None:
         """A device drafter took this long for so many nodes. Of a tree all levels are computed, whatever is kept."""
-        self.planner.observe_draft(name, 1 if self._levels(name) else nodes, seconds)
+        self.planner.observe_draft(name, 1 if self._levels[name] else nodes, seconds)
+
+    def tells_q(self, drafts: Drafts) -> bool:
+        """Does one of these device drafters tell what it draws from?"""
+        return any(name in self._telling for name, _ in drafts)
 
     def makes_trees(self, drafts: Drafts) -> bool:
         """Does one of these device drafters guess trees?"""
-        return any(self._levels(name) for name, _ in drafts)
-
-    def _levels(self, name: str) -> int:
-        """Of the trees that a device drafter makes; 0 for all others."""
-        drafter = self.drafters[name]
-        return drafter.depth if isinstance(drafter, DeviceDrafter) and drafter.makes_trees else 0
+        return any(self._levels[name] for name, _ in drafts)
 
     def _budgets(
         self,
@@ -301,7 +271,7 @@ class Drafting:
     ) -> list[int]:
         """How far a device drafter is to go for each request: as far as pays, and as far as there are pages."""
         ids = [answer.id for answer in answers]
-        levels = self._levels(name)
+        levels = self._levels[name]
         plan = functools.partial(self.planner.budget_trees, levels=levels) if levels else self.planner.budget
         budget = plan(name, ids, caps, rows, beside)
         self._declined(name, answers, caps, budget)
@@ -334,7 +304,7 @@ class Drafting:
             for answer in answers:
                 if answer.id in failures:
                     self._refuse(answer, name, failures.pop(answer.id))
-        if self._is_whole(name):
+        if name in self._wholes:
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:
             lawful = self.constraining.lawful(answers, proposals.trees, proposals.promises)
@@ -357,10 +327,6 @@ class Drafting:
         self.undrafted["declined"] += 1
         self.totals[name].declined += 1
         answer.output.speculation.of(name).declined += 1
-
-    def _is_whole(self, name: str) -> bool:
-        drafter = self.drafters[name]
-        return isinstance(drafter, HostDrafter) and drafter.whole
 
     def _fitting(self, answer: Answer, used: int, tree: Tree) -> Tree:
         """As much of the tree as there are pages for: the first nodes of a tree are a tree too."""
@@ -397,3 +363,8 @@ class Drafting:
         answer.refused[name] = why
         answer.output.speculation.of(name).failures += 1
         self.totals[name].failures += 1
+
+
+def _levels(drafter: Drafter) -> int:
+    """Of the trees that a device drafter makes; 0 for all others."""
+    return drafter.depth if isinstance(drafter, DeviceDrafter) and drafter.makes_trees else 0

@@ -200,7 +200,7 @@ class Engine:
         allowed = self._allowed(packed, draft) if features.grammar else None
         chosen = choose(logits, packed.rows, self.sampling, features, allowed=allowed)
         choices = packed.choices(chosen)
-        if features.rejection and draft.width:
+        if features.rejection:
             choices = mixed_choices(
                 choices, logits, packed.rows, packed.row_of, draft, self.sampling, features, allowed=allowed
             )

@@ -14,11 +14,13 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import CapacityError, InvalidRequest
 from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.odds import odds_bytes
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.paged import kept_bytes
 from slipstream.kv.cache import KVCache
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
+from slipstream.verify.mixed import JUDGED_ROWS
 
 _CPU_DEFAULT = 2**31
 _CPU_SHARE = 0.5
@@ -61,9 +63,11 @@ class MemoryPlan:
 def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> MemoryPlan:
     """Divide the budget into workspace and pages. Raises `CapacityError` where what was asked for does not fit."""
     budget = _budget(target.device) if config.memory is None else config.memory
-    workspace = config.draft_rows * target.vocab_size * 4 * _LOGIT_COPIES
+    rows = max(config.draft_rows, 3 * JUDGED_ROWS) if drafts else config.draft_rows
+    workspace = rows * target.vocab_size * 4 * _LOGIT_COPIES
     if has_kernels(target.device):
         workspace += _attention_bytes(target, config) + _page_bytes(target, drafts, config)  # a page for nobody
+    workspace += odds_bytes(drafts, config.draft_tokens, config.max_num_seqs + 1, target.vocab_size)
     workspace += sum(draft.workspace_bytes(config.max_num_seqs + 1) for draft in drafts)
     page = _page_bytes(target, drafts, config)
     asked = config.max_model_len

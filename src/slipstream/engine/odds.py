@@ -6,10 +6,37 @@ guesses are, without the host looking on; what was drafted on the host or has no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from slipstream.core.draft import MAX_NODES
+from slipstream.drafters.base import DeviceDrafter, Drafter
+
+
+def made_for(drafter: Drafter) -> int:
+    """Nodes that a drafter guesses for a request where nothing else is said."""
+    return min(drafter.default_draft_tokens, drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES)
+
+
+def judged_nodes(drafters: Sequence[Drafter], draft_tokens: int | None) -> int:
+    """Most nodes of a request that is judged by what some of them were drawn from: twice as many as those are made for
+    who tell it, so that others have room beside them.
+
+    draft_tokens: the engine's own limit; None: there is none.
+    """
+    told = sum(made_for(drafter) for drafter in drafters if drafter.needs.probabilities)
+    return min(MAX_NODES, 2 * told if draft_tokens is None else draft_tokens)
+
+
+def odds_bytes(drafters: Sequence[Drafter], draft_tokens: int | None, requests: int, vocab_size: int) -> int:
+    """What is kept of what nodes were drawn from, at most: by those who draw, and once more node by node."""
+    telling = [drafter for drafter in drafters if drafter.needs.probabilities]
+    nodes = judged_nodes(drafters, draft_tokens)
+    drawn = sum(nodes if draft_tokens is not None else made_for(drafter) for drafter in telling)
+    return (nodes + drawn) * requests * vocab_size * 4 if telling else 0
 
 
 class OddsRoom:

@@ -35,6 +35,7 @@ from slipstream.models.batch import fetched
 from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
+from slipstream.verify.mixed import undrafted_choices
 
 _NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
 """Where nobody reads logits, nobody asks where they lie."""
@@ -216,6 +217,7 @@ class QueuedEngine(Engine):
                 version=self.sampling.version,
                 keeps_logits=crowd.reads_logits,
                 tells_choices=self.drafting.read_choices(decodes),
+                draws=crowd.features.rejection and self.drafting.tells_q(drafts),
                 most_keys=self.plan.max_model_len + 1 + MAX_NODES,
             )
             run = self.rounds.of(shape)
@@ -275,6 +277,8 @@ class QueuedEngine(Engine):
             nothing = [0] * len(packed.completing)
             masks = self.drafting.constraining.allowed(packed.completing, nothing, lambda _: Tree())
         chosen = choose(logits, packed.rows, self.sampling, features, allowed=masks)
+        if features.rejection:
+            chosen = undrafted_choices(chosen, logits, packed.rows, self.sampling, features, masks)
         self._lanes.begin(packed.completing, chosen)
         self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
         members += [Member.of(answer, NOBODY, 0, decodes=False) for answer in packed.completing]

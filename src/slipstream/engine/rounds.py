@@ -66,6 +66,7 @@ class RoundShape(NamedTuple):
     version: int  # of the sampling table's tensors
     keeps_logits: bool  # somebody reads them afterwards
     tells_choices: bool = False  # … or what was chosen at every row
+    draws: bool = False  # a drafter of the round tells what it draws from
 
     @staticmethod
     def of(
@@ -77,6 +78,7 @@ class RoundShape(NamedTuple):
         version: int,
         keeps_logits: bool,
         tells_choices: bool = False,
+        draws: bool = False,
         most_keys: int = 1 << 40,
     ) -> RoundShape:
         """For requests with so many nodes each; none has more than `longest` tokens before the round.
@@ -90,7 +92,7 @@ class RoundShape(NamedTuple):
         while keys < longest + 1 + width:
             keys *= 4
         keys = min(keys, -(-most_keys // SPLIT_KEYS) * SPLIT_KEYS)
-        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices)
+        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices, draws)
 
 
 def _bucket(size: int, sizes: Sequence[int]) -> int:
@@ -153,7 +155,7 @@ class Round:
         self._moves = PathMoves.empty(b, k, device) if shape.is_tree else None
         self.told = Told.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
-        self._odds = loops.odds(b, k) if k and shape.features.rejection else None
+        self._odds = loops.odds(b, k) if k and shape.draws else None
         pinned = device.type == "cuda"
         self._chain = chain_parents(k)  # guesses made on the device are chains, unless they say otherwise
         self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
@@ -296,7 +298,7 @@ class Round:
             self.logits = logits
         wanted = SampleRows(rows.lanes, rows.positions + 1, rows.generated, self._paths())
         chosen = choose(logits, wanted, m.sampling, shape.features, allowed=self._allowed)
-        if shape.features.rejection and shape.width:
+        if shape.features.rejection:
             chosen = self._judged(chosen, logits, wanted, draft)
         if shape.tells_choices:
             self._chosen = chosen

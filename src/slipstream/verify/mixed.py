@@ -1,8 +1,8 @@
 """Both verifiers in one pass: requests that asked for rejection sampling get its choices, the others the target's own.
 
 The two say their verdict in the same form (the token chosen at each row), so what follows need not know whose is whose.
-A request that nothing was drafted for keeps the target's own choice too: it has the same distribution, because no token
-before it depends on that position's noise, and without drafts the two verifiers are one.
+A request that asked for it is drawn for by that verifier's noise in every round, drafted or not: guesses may come from
+the target's own choices further on (lookahead), so how far the text got may depend on the noise of the next place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
 from slipstream.verify.rejection import rejection_choices, rejection_keys
 
-_ROOM = 2**24
-"""Probabilities that are looked at together. Their memory is not planned for, so a large round is judged in parts."""
+JUDGED_ROWS = 64
+"""Rows of probabilities that are looked at together, at least one request's. Six copies of them exist meanwhile: what
+two copies of three times as many logits take. So it is done where tokens were sampled before."""
 
 
 def mixed_choices(
@@ -35,9 +36,9 @@ def mixed_choices(
 ) -> Tensor:
     """The choices [B, K + 1] that decide. Off the accepted path they are the target's own. Looks at no value."""
     slots = rows.slots[row_of[:, 0]]  # [B]
-    asked = table.rejects[slots] & (draft.counts > 0)  # [B]
+    asked = table.rejects[slots]  # [B]
     index = rows_where(asked)
-    room = max(1, _ROOM // ((draft.width + 1) * logits.shape[1]))  # requests at a time
+    room = max(1, JUDGED_ROWS // (draft.width + 1))  # requests at a time
     for part in index.split(room) if index.shape[0] else ():
         own = Draft(draft.tokens[part], draft.parents[part], draft.counts[part], draft.is_chain, _at(draft.q, part))
         index_of = row_of[part].flatten()  # [b * (K + 1)]
@@ -49,6 +50,21 @@ def mixed_choices(
         decided = asked[part, None] & (found >= 0)  # [b, K + 1]
         choices = choices.index_copy(0, part, torch.where(decided, found, choices[part]))
     return choices
+
+
+def undrafted_choices(
+    choices: Tensor,  # [B] int64: the target's own, in the order of the rows
+    logits: Tensor,  # [B, V]
+    rows: SampleRows,  # [B]
+    table: SamplingTable,
+    features: Features,
+    allowed: Tensor | None = None,  # [B, W] int32: what grammars permit, as in `choose`
+) -> Tensor:  # [B]
+    """The same where nothing was drafted: behind a prompt."""
+    nothing = choices.new_zeros(choices.shape[0], 0)  # [B, 0]
+    draft = Draft(nothing, nothing, torch.zeros_like(choices), True)
+    row_of = torch.arange(choices.shape[0], device=choices.device)[:, None]
+    return mixed_choices(choices[:, None], logits, rows, row_of, draft, table, features, allowed=allowed)[:, 0]
 
 
 def _rows_at(rows: SampleRows, index: Tensor) -> SampleRows:

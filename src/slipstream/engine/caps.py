@@ -1,0 +1,76 @@
+"""How many nodes a drafter may guess for a request at most: by the request, the context, the pass, and the company."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slipstream.core.draft import MAX_NODES
+from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
+from slipstream.engine.odds import judged_nodes, made_for
+from slipstream.engine.state import Answer
+
+
+class NodeCaps:
+    """The caps of an engine's drafters. What is always the same for a drafter is found out once."""
+
+    def __init__(
+        self, drafters: Mapping[str, Drafter], *, draft_tokens: int | None, max_rows: int, max_len: int
+    ) -> None:
+        self.turns = {name: _turn(drafter) for name, drafter in drafters.items()}  # in this order they are asked
+        self._drafters = drafters
+        self._made_for = {name: made_for(drafter) for name, drafter in drafters.items()}
+        self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
+        self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
+        self._judged_nodes = judged_nodes(list(drafters.values()), draft_tokens)
+        self._draft_tokens = draft_tokens
+        self._max_rows = max_rows
+        self._max_len = max_len
+
+    def of(self, name: str, answers: Sequence[Answer], used: Sequence[int], requests: int) -> list[int]:
+        """Most nodes that are of any use: limits of the requests, of the context and of the pass.
+
+        used: nodes that others gave already. Of several drafters each has a part of the request's nodes, by what it
+        is made for, and what those before it left of theirs.
+        """
+        drafter = self._drafters[name]
+        ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
+        most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
+        share = min(self._max_rows // requests - 1, MAX_NODES)
+        wide = name in self._wholes  # its trees are no deeper for having more nodes
+        caps: list[int] = []
+        for answer, before in zip(answers, used, strict=True):
+            params, length = answer.params, len(answer.tokens)
+            several = len(answer.drafters) > 1
+            own = most
+            wanted = params.speculation.draft_tokens
+            usual = self._draft_tokens if wanted is None else wanted
+            if usual is None:
+                usual = self._usual(answer) if several else drafter.default_draft_tokens
+                own = min(most, self._made_for[name])  # what others left is no reason to go further than alone
+            if params.rejects and not self._telling.isdisjoint(answer.drafters):
+                usual = min(usual, self._judged_nodes)  # there is memory for what so many were drawn from
+            left = params.max_tokens - (length - answer.prompt_length) - answer.queued - 1
+            useful = min(usual, share, self._max_len - 1 - length - answer.coming)
+            if not wide:
+                useful = min(useful, left)
+            if several:
+                useful -= before + self._others(name, answer, useful)
+            useful = min(useful, own if ends is None else min(own, ends - length - answer.coming))
+            caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
+        return caps
+
+    def _usual(self, answer: Answer) -> int:
+        """Nodes that all of a request's drafters together are made for."""
+        return sum(self._made_for[name] for name in answer.drafters)
+
+    def _others(self, name: str, answer: Answer, nodes: int) -> int:
+        """How many of the request's nodes are kept for drafters that are asked after this one."""
+        order = sorted(answer.drafters, key=self.turns.__getitem__)
+        later = [self._made_for[n] for n in order[order.index(name) + 1 :] if n not in answer.refused]
+        least = 1 if nodes >= len(order) else 0
+        return sum(max(least, nodes * made_for // self._usual(answer)) for made_for in later)
+
+
+def _turn(drafter: Drafter) -> int:
+    """When it is asked: on the host before on the device, and first of all what takes no time."""
+    return int(drafter.costly) if isinstance(drafter, HostDrafter) else 2

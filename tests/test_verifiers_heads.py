@@ -1,0 +1,146 @@
+"""Rejection sampling through real engines with trees of heads, and with guesses made of the target's own choices.
+
+None of these nodes was drawn from a q that is told, so each has q = 1: the distribution is the model's all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import eagle_scenes
+from conftest import save_model, tiny_llama
+from medusa_checkpoints import knowing_medusa
+from rejection_scenes import V
+from slipstream.core.draft import Tree
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DraftRequest, HostDrafter, Needs
+from slipstream.drafters.lookahead import LookaheadDrafter
+from slipstream.plan.planner import Planner
+from slipstream.verify import mixed, rejection
+from verifier_scenes import ALWAYS, SETTINGS, Crowd, Expected, asked, expected
+
+FOUND = 1e-6  # p-value of a mistake that is noticed
+REQUESTS = 12  # times the samples of each
+CASES = [("medusa", "eager"), ("eagle", "queued"), ("medusa", "queued"), ("eagle", "eager")]
+NODES = 10
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, and small weights: it is never sure."""
+    config = tiny_llama(num_hidden_layers=1, initializer_range=0.2)
+    return save_model(tmp_path_factory.mktemp("models") / "shallow", config, seed=3)
+
+
+@pytest.fixture(scope="module")
+def wanted(target: Path) -> Callable[[str], Expected]:
+    return cache(lambda name: expected(target, SETTINGS[name]))
+
+
+@pytest.fixture(scope="module")
+def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("heads")
+    eagle = eagle_scenes.eagle1().write(folder / "eagle")
+    return {
+        "medusa": f"medusa:{knowing_medusa(folder / 'medusa', target)}",
+        "eagle": f"eagle:{eagle}?width=3&depth=3&nodes={NODES}",
+    }
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("name", "rounds"), CASES)
+def test_trees_of_heads(
+    target: Path, heads: dict[str, str], wanted: Callable[[str], Expected], setting: str, name: str, rounds: str
+) -> None:
+    crowd = Crowd(target, heads[name], rounds=rounds, draft_tokens=NODES)
+    tokens = crowd.tokens(asked(SETTINGS[setting], name), REQUESTS)
+    assert wanted(setting).p_value(tokens) > ALWAYS
+
+
+@pytest.mark.parametrize(("name", "rounds"), CASES[:2])
+def test_a_biased_acceptance_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    target: Path,
+    heads: dict[str, str],
+    wanted: Callable[[str], Expected],
+    name: str,
+    rounds: str,
+) -> None:
+    monkeypatch.setattr(rejection, "_passes", lambda u, chance, odds: u * odds < chance * 3)
+    crowd = Crowd(target, heads[name], rounds=rounds, draft_tokens=NODES)
+    tokens = crowd.tokens(asked(SETTINGS["T 1, top-k 6"], name), 2 * REQUESTS)
+    assert wanted("T 1, top-k 6").p_value(tokens) < FOUND
+
+
+class NowAndThen(Planner):
+    """Every second round is drafted."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def next_round(self) -> None:
+        self.rounds += 1
+
+    def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
+        return list(trees) if self.rounds % 2 else [Tree()] * len(trees)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_lookahead_with_plain_rounds_between(
+    target: Path, wanted: Callable[[str], Expected], setting: str, rounds: str
+) -> None:
+    crowd = Crowd(target, LookaheadDrafter(window=2, ngram=3), rounds=rounds, draft_tokens=NODES)
+    crowd.engine.drafting.planner = NowAndThen()
+    tokens = crowd.tokens(asked(SETTINGS[setting], "lookahead"), REQUESTS)
+    assert wanted(setting).p_value(tokens) > ALWAYS
+
+
+class Peeking(HostDrafter):
+    """Looks what the target chooses behind a guess that is hardly ever right, and then drafts only if that was a token
+    of its liking: so whether a place is drafted depends on the noise of that place."""
+
+    name: ClassVar[str] = "peeking"
+    needs: ClassVar[Needs] = Needs(choices=True)
+    bounded: ClassVar[bool] = True
+    liking: ClassVar[frozenset[int]] = frozenset({5, 11})
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int | None] = {}  # by request: what was chosen behind its guess; None: it may look
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        trees = []
+        for request, nodes in zip(requests, budget, strict=True):
+            peeked = self.seen.get(request.id)
+            guess = [] if peeked is not None and peeked not in self.liking else [(request.tokens[-1] + 4) % V]
+            trees.append(Tree.chain(guess[:nodes]))
+        return trees
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            peeks = verdict.drafted and not verdict.accepted
+            self.seen[verdict.request_id] = verdict.choices[1] if peeks and len(verdict.choices) > 1 else None
+
+    def stop(self, request_id: str) -> None:
+        self.seen.pop(request_id, None)
+
+
+def test_noise_that_was_seen_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch, target: Path, wanted: Callable[[str], Expected]
+) -> None:
+    setting = "T 1, top-k 6"
+    params = asked(SETTINGS[setting], "peeking")
+    assert wanted(setting).p_value(Crowd(target, Peeking()).tokens(params, 2 * REQUESTS)) > ALWAYS
+    judged = mixed.mixed_choices
+
+    def plain_where_undrafted(choices, logits, rows, row_of, draft, *rest, **more):  # type: ignore[no-untyped-def]
+        found = judged(choices, logits, rows, row_of, draft, *rest, **more)
+        return found.where((draft.counts > 0)[:, None], choices)
+
+    monkeypatch.setattr("slipstream.engine.engine.mixed_choices", plain_where_undrafted)
+    assert wanted(setting).p_value(Crowd(target, Peeking()).tokens(params, 2 * REQUESTS)) < FOUND
