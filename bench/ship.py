@@ -39,11 +39,12 @@ def ship(run: Path, into: Path, acceptance: Path | None) -> Path:
     if size > MOST_BYTES:
         raise ValueError(f"{folder}: all drafters would have {size / 2**20:.1f} MiB, at most 64 are shipped")
     measured = json.loads(acceptance.read_text(encoding="utf-8")) if acceptance else None
+    record["config"]["target"] = into.name  # as users call it, wherever it lay when the drafter was trained
     card = model_card(record, name, acceptance=measured, licence=LICENCE)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in found:
-        shutil.copy(file, folder)
+        shutil.copyfile(file, folder / file.name)
     (folder / "README.md").write_text(card, encoding="utf-8")
     return folder
 

@@ -47,13 +47,13 @@ def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, taus: Sequence[float]) -> None:
-    """Measurements give these, one after the other; at temperature 1 they rise always."""
+    """Measurements give these together, one after the other; at temperature 0 alone they rise always."""
     left: Iterator[float] = iter(taus)
     rising = iter(range(100))
 
     def measure(self: Measure) -> list[Measured]:
-        tau = next(left)
-        return [Measured(0.0, tau, 0.5, 10, 20), Measured(1.0, float(next(rising)), 0.5, 10, 20)]
+        tau, greedy = next(left), float(next(rising))
+        return [Measured(0.0, greedy, 0.5, 10, 20), Measured(1.0, tau - greedy, 0.5, 10, 20)]
 
     monkeypatch.setattr(Measure, "__call__", measure)
 
@@ -80,11 +80,11 @@ def test_the_best_measured_is_the_finished_one(base: TrainConfig, monkeypatch: p
     measured(monkeypatch, [1.5, 1.9, 1.9, 1.7])
     lines: list[str] = []
     finished = run(base, lines)
-    assert finished.tau == {"0": 1.9, "1": 1.0}
+    assert finished.tau == {"0": 1.0, "1": 0.9}
     assert torch.equal(weights(finished.folder), exported[4])  # not step 6, which is no better
     assert not torch.equal(exported[4], exported[6])
     record = json.loads((base.out / "run.json").read_text())
-    assert record["best"] == {"step": 4, "tau": {"0": 1.9, "1": 1.0}}
+    assert record["best"] == {"step": 4, "tau": {"0": 1.0, "1": 0.9}}
     assert [point["step"] for point in record["measured"]] == [2, 4, 6, 8]
     assert any("the drafter of step 4" in line for line in lines)
     again = run(base)  # nothing is left to do
@@ -107,11 +107,11 @@ def test_a_resumed_run_keeps_it(base: TrainConfig, monkeypatch: pytest.MonkeyPat
         patch.setattr(Trainer, "_train_step", killed)
         with pytest.raises(RuntimeError, match="killed"):
             run(config)
-    assert load_best(config.out) == Best(4, {"0": 1.9, "1": 1.0})
+    assert load_best(config.out) == Best(4, {"0": 1.0, "1": 0.9})
     kept = weights(config.out / "best" / "drafter")
     measured(monkeypatch, [1.9, 1.6, 1.7])  # steps 4, 6 and 8: the checkpoint was of step 3
     finished = run(config)
-    assert finished.tau["0"] == 1.9
+    assert sum(finished.tau.values()) == 1.9
     assert torch.equal(weights(finished.folder), kept)
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_begins_anew_forgets_it(base: TrainConfig, monkeypatch: pytes
     config = replace(base, out=base.out.parent / "anew")
     keep_best(config.out, Best(400, {"0": 9.0}), lambda folder: folder.mkdir(parents=True))
     measured(monkeypatch, [1.1, 1.2, 1.3, 1.4])
-    assert run(config).tau["0"] == 1.4
+    assert sum(run(config).tau.values()) == 1.4
 
 
 def test_a_damaged_note_is_named(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ class Best:
     """When it was measured, and what it reached."""
 
     step: int
-    tau: Mapping[str, float]  # by temperature; the first one decides
+    tau: Mapping[str, float]  # by temperature
 
     def beats(self, other: Best | None) -> bool:
         """Is it better, not merely as good? Then the earlier one stays."""
-        return other is None or next(iter(self.tau.values())) > next(iter(other.tau.values()))
+        return other is None or sum(self.tau.values()) > sum(other.tau.values())
 
 
 def load_best(out: Path) -> Best | None:
