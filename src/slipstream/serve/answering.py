@@ -84,6 +84,7 @@ class EngineResponse(Response):
         try:
             while arrived := await stream.take():
                 for request in arrived:
+                    record.cached_tokens += request.num_cached_tokens if request.finished else 0
                     for index, output in self._new(request):
                         pieces[index].add(output)
             if record.disconnected:
@@ -101,6 +102,7 @@ class EngineResponse(Response):
         wording, begun = self._work.wording, False
         try:
             while arrived := await stream.take():
+                record.cached_tokens += sum(request.num_cached_tokens for request in arrived if request.finished)
                 events = [] if begun else [wording.opening(len(self._ends))]
                 events += [wording.events(piece) for piece in self._pieces(arrived)]
                 if not begun:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from slipstream.core.errors import Aborted, CapacityError, InvalidRequest
+from slipstream.core.errors import Aborted, CapacityError, InvalidRequest, QueueFull
 
 _NAMED = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)[=:]")
 _TYPES = {
@@ -67,6 +68,9 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, InvalidRequest | CapacityError):
         named = _NAMED.match(str(error))
         return ApiError(400, str(error), param=named[1] if named else None, code="invalid_value")
+    if isinstance(error, QueueFull):
+        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return ApiError(429, f"too many requests: {error}", code="rate_limit_exceeded", headers=wait)
     if isinstance(error, Aborted):
         return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
     return ApiError(500, "internal error: the server's log has it under this request's id", code="internal_error")

@@ -27,6 +27,7 @@ class Record:
     arrived: float = field(default_factory=time.perf_counter)
     answers: list[AnswerRecord] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, found in the cache
     streamed: bool = False
     disconnected: bool = False
     error: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.serve.config import Limits
 from slipstream.serve.errors import refused
+from slipstream.serve.forms import form_of
 from slipstream.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -82,6 +83,8 @@ def _params(
         logprobs=logprobs,
         prediction=_predicted(asked.prediction),
         speculation=_speculation(asked, tenant),
+        structured_outputs=form_of(asked, limits.nesting),
+        cache_salt=asked.cache_salt or "",
         output_kind="delta" if asked.stream else "cumulative",
     )
 

@@ -5,6 +5,7 @@ Whether a value is possible in itself is said here; whether it is on this server
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -25,9 +26,14 @@ class Fields(BaseModel):
     def _refuse_unknown(cls, given: Any) -> Any:
         """The first of them is enough: pydantic would make an error of every one, and there may be very many."""
         for key in given if isinstance(given, dict) else ():
-            if key not in cls.model_fields:
+            if key not in _names(cls):
                 raise PydanticCustomError(UNKNOWN, "unknown field", {"name": str(key)[:64]})
         return given
+
+
+@functools.cache
+def _names(of: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in of.model_fields.items())
 
 
 class StreamOptions(Fields):
@@ -44,6 +50,40 @@ class SpeculationFields(Fields):
     material: str | Strings = Field(default_factory=list, description="texts that the answer may quote")
     report: bool = Field(False, description="say in the answer what speculation did")
     origins: bool = Field(False, description="say of each token who guessed it")
+
+
+class TextFormat(Fields):
+    type: Literal["text"]
+
+
+class JsonFormat(Fields):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Fields):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Fields):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Fields):
+    """vLLM's: exactly one of the first five."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = True
 
 
 class SamplingFields(Fields):
@@ -73,6 +113,16 @@ class SamplingFields(Fields):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
     speculation: SpeculationFields | Literal["off"] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="an older name of structured_outputs.json")
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    cache_salt: str | None = Field(
+        None, max_length=256, description="prompts share cached parts only with those of the same salt"
+    )
+    prediction: Prediction | None = None
 
 
 class CompletionRequest(SamplingFields):
@@ -84,7 +134,6 @@ class CompletionRequest(SamplingFields):
     parse_special_tokens: bool = Field(
         False, description="read special tokens in the prompt's text as such: only for prompts that no stranger wrote"
     )
-    prediction: Prediction | None = None
 
 
 class TextPart(Fields):
@@ -165,10 +214,6 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
-class TextFormat(Fields):
-    type: Literal["text"]
-
-
 class ChatFields(Fields):
     """What a conversation is, for answers and for counting its tokens."""
 
@@ -186,8 +231,6 @@ class ChatRequest(ChatFields, SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
-    response_format: TextFormat | None = None
-    prediction: Prediction | None = None
 
 
 class TokenizeRequest(Fields):
@@ -210,4 +253,5 @@ class DetokenizeRequest(Fields):
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
 
 
-CompletionRequest.model_rebuild()
+for _late in (SamplingFields, CompletionRequest):  # which speak of what stands below them
+    _late.model_rebuild()

@@ -23,8 +23,8 @@ from slipstream.serve.nesting import check_nesting
 from slipstream.serve.prompts import PromptMaker
 from slipstream.serve.record import Record
 from slipstream.serve.sampling import chat_params, completion_params, text_of, wants_report
-from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from slipstream.serve.tools import ToolParser, parser_for
+from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, NamedTool, TokenizeRequest
+from slipstream.serve.tools import NamedParser, RequiredParser, ToolParser, parser_for
 from slipstream.serve.wording import Manner, Wording
 
 _LONGEST_TOKEN = 16
@@ -147,15 +147,20 @@ class Service:
         )
 
     def _tool_parser(self, asked: ChatRequest) -> Callable[[], ToolParser] | None:
-        if asked.tool_choice is not None and not asked.tools:
+        chosen, tools = asked.tool_choice, asked.tools or []
+        if chosen is not None and not tools:
             raise refused("tool_choice", "needs tools")
-        if asked.parallel_tool_calls is False:
-            raise refused("parallel_tool_calls", "false is not supported; leave it out")
-        if asked.tool_choice not in (None, "auto", "none"):
-            raise refused("tool_choice", "must be auto or none on this server")
-        if not asked.tools or asked.tool_choice == "none":
+        if not tools or chosen == "none":
             return None
-        names = [tool.function.name for tool in asked.tools]
+        names = [tool.function.name for tool in tools]
+        if isinstance(chosen, NamedTool):
+            return functools.partial(NamedParser, [chosen.function.name])
+        if chosen == "required":
+            return functools.partial(RequiredParser, names)
+        if asked.parallel_tool_calls is False:
+            raise refused("parallel_tool_calls", "false needs tool_choice: required, or a tool's name")
+        if any(tool.function.strict for tool in tools):
+            raise refused("tools", "strict needs tool_choice: required, or a tool's name")
         return functools.partial(self._parser, names)
 
     def _check_length(self, param: str, length: int, unit: str = "characters", each: int = _LONGEST_TOKEN) -> None:
@@ -203,7 +208,8 @@ class Service:
             self.metrics.observe(record)
 
         try:
-            jobs, wording = await self._prepared(make, length)
+            slow = params.structured_outputs is not None  # it may have to be compiled
+            jobs, wording = await self._prepared(make, _SHORT + 1 if slow else length)
         except BaseException:
             self.admission.leave(answers, 0.0)
             raise

@@ -122,6 +122,27 @@ def _as_text(text: str, *, last: bool) -> Parsed:
     return Parsed(text)
 
 
+class NamedParser(ToolParser):
+    """Where the answer was made to be one tool's arguments: the whole of it is."""
+
+    def feed(self, text: str, *, last: bool) -> Parsed:
+        self._held += text
+        (name,) = self.names
+        return Parsed(calls=(Call(name, self._held),)) if last else Parsed()
+
+
+class RequiredParser(ToolParser):
+    """Where the answer was made to be a list of calls. One that was cut off comes out as text."""
+
+    def feed(self, text: str, *, last: bool) -> Parsed:
+        self._held += text
+        if not last:
+            return Parsed()
+        calls = [self._call(value) for value in _loads(self._held) or ()]
+        whole = tuple(call for call in calls if call is not None)
+        return Parsed(calls=whole) if whole and len(whole) == len(calls) else Parsed(self._held)
+
+
 PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": LlamaParser}
 
 

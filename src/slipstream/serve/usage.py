@@ -16,6 +16,7 @@ def usage(record: Record, *, predicted: bool) -> dict[str, Any]:
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
         "total_tokens": record.prompt_tokens + record.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
     }
     if predicted:
         stats = record.speculation.by_drafter.get(PREDICTION)

@@ -1,0 +1,93 @@
+"""What form an answer must have: from the fields by which clients say so to the engine's own.
+
+OpenAI has `response_format`, vLLM `structured_outputs` and before that `guided_…`; a tool that must be called is a
+form, too. A request may ask for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.core.structured import StructuredOutputsParams
+from slipstream.serve.errors import refused
+from slipstream.serve.nesting import check_nesting
+from slipstream.serve.schemas import ChatRequest, NamedTool, SamplingFields, SchemaFormat, TextFormat, Tool
+
+_OLD_NAMES = ("json", "regex", "choice", "grammar")
+
+
+def form_of(asked: SamplingFields, nesting: int) -> StructuredOutputsParams | None:
+    """The form that a request asks for, at most so many levels deep; None: any text."""
+    found: dict[str, dict[str, Any]] = {}
+    if asked.response_format is not None and not isinstance(asked.response_format, TextFormat):
+        found["response_format"] = _of_format(asked.response_format)
+    if asked.structured_outputs is not None:
+        found["structured_outputs"] = asked.structured_outputs.model_dump(by_alias=True)
+    for name in _OLD_NAMES:
+        if (value := getattr(asked, f"guided_{name}")) is not None:
+            found[f"guided_{name}"] = {name: value}
+    if isinstance(asked, ChatRequest) and (tool_form := _of_tools(asked)) is not None:
+        found["tool_choice"] = tool_form
+    if len(found) > 1:
+        raise refused(list(found)[1], f"cannot go with {next(iter(found))}: an answer has one form")
+    for param, form in found.items():
+        check_nesting(param, form.get("json"), nesting)
+        return StructuredOutputsParams.of(form)
+    return None
+
+
+def _of_format(wanted: Any) -> dict[str, Any]:
+    if isinstance(wanted, SchemaFormat):
+        if wanted.json_schema.schema_ is None:
+            raise refused("response_format.json_schema.schema", "is missing")
+        return {"json": wanted.json_schema.schema_}
+    return {"json_object": True}
+
+
+def _of_tools(asked: ChatRequest) -> dict[str, Any] | None:
+    tools = asked.tools or []
+    if isinstance(asked.tool_choice, NamedTool):
+        name = asked.tool_choice.function.name
+        chosen = next((tool for tool in tools if tool.function.name == name), None)
+        if chosen is None:
+            raise refused("tool_choice", f"{name!r} is none of the tools")
+        return {"json": _arguments(chosen)}
+    return {"json": _calls(tools, asked.parallel_tool_calls is not False)} if asked.tool_choice == "required" else None
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _calls(tools: Sequence[Tool], several: bool) -> dict[str, Any]:
+    """A list of calls. What a tool's schema defines for itself is kept apart from what the others do."""
+    definitions: dict[str, Any] = {}
+    items = []
+    for index, tool in enumerate(tools):
+        schema = dict(_moved(_arguments(tool), f"tool{index}."))
+        for key in ("$defs", "definitions"):
+            definitions |= {f"tool{index}.{name}": part for name, part in schema.pop(key, {}).items()}
+        call = {"name": {"const": tool.function.name}, "parameters": schema}
+        items.append(
+            {"type": "object", "properties": call, "required": ["name", "parameters"], "additionalProperties": False}
+        )
+    form: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
+    if not several:
+        form["maxItems"] = 1
+    return {**form, "$defs": definitions} if definitions else form
+
+
+def _moved(schema: Any, prefix: str) -> Any:
+    """The same schema with its references pointing to where its definitions are put."""
+    if isinstance(schema, list):
+        return [_moved(part, prefix) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part, prefix) for key, part in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str):
+        for start in ("#/$defs/", "#/definitions/"):
+            if reference.startswith(start):
+                moved["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(start)}"
+    return moved
