@@ -84,6 +84,26 @@ class TestKeys:
         assert seen == ["ann", "bob"]
 
 
+def test_the_log_has_no_text_of_clients(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "slipstream")
+    with serving(llm) as server:
+        for body in (
+            {"model": MODEL, "prompt": "XSECRET", "user": "XSECRET"},
+            {"model": "XSECRET", "prompt": "a"},
+            {"model": MODEL, "prompt": "a", "XSECRET": 1},
+            {"model": MODEL, "prompt": "a", "stop": ["XSECRET" * 1000]},
+            {"model": MODEL, "prompt": "a", "logit_bias": {"XSECRET": 1}},
+            {"model": MODEL, "prompt": "a", "speculation": {"drafter": "XSECRET"}},
+            {"model": MODEL, "prompt": "XSECRET" * 1000},
+        ):
+            post(server, body)
+        post(server, {"model": MODEL, "messages": [{"role": "XSECRET", "content": "XSECRET"}]}, "/v1/chat/completions")
+    fields = [getattr(record, "fields", {}) for record in caplog.records]
+    assert len([f for f in fields if "status" in f]) == 8
+    assert len(fields[0]["user"]) == 12
+    assert "XSECRET" not in str(fields) + caplog.text
+
+
 def hostile() -> dict[str, bytes]:
     def body(**fields: Any) -> bytes:
         return json.dumps({"model": MODEL, "prompt": "a", **fields}).encode()

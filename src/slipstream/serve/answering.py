@@ -17,7 +17,7 @@ from slipstream.core.outputs import CompletionOutput, RequestOutput
 from slipstream.engine.llm import LLM
 from slipstream.engine.state import Job
 from slipstream.engine.streams import OutputStream
-from slipstream.serve.errors import ApiError, from_exception
+from slipstream.serve.errors import ApiError, for_log, from_exception
 from slipstream.serve.record import Record
 from slipstream.serve.wording import Piece, Wording, answer_record
 
@@ -119,7 +119,7 @@ class EngineResponse(Response):
                 await _refuse(error, record, send)
                 return
             told = from_exception(error)
-            record.error = _named(error)
+            record.error = for_log(error)
             ending = b"data: " + told.json + b"\n\n"
         await send({"type": "http.response.body", "body": ending})
 
@@ -188,13 +188,9 @@ async def _watch(receive: Receive, stream: OutputStream, record: Record) -> None
 async def _refuse(error: Exception, record: Record, send: Send) -> None:
     """A status and a body in the place of an answer."""
     told = from_exception(error)
-    record.error = _named(error)
+    record.error = for_log(error)
     body = told.json
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(key.lower().encode(), value.encode()) for key, value in told.headers.items()]
     await send({"type": "http.response.start", "status": told.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from slipstream import __version__
 from slipstream.core.errors import SlipstreamError
 from slipstream.engine.llm import LLM
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import ApiError, from_exception, from_validation
+from slipstream.serve.errors import ApiError, for_log, from_exception, from_validation
 from slipstream.serve.gate import Gate
 from slipstream.serve.live import LiveView
 from slipstream.serve.metrics import CONTENT_TYPE
@@ -128,14 +128,13 @@ def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
 
 def _add_errors(app: FastAPI) -> None:
     async def say(request: Request, error: Exception) -> Response:
-        told = from_exception(error)
-        Record.of(request.scope).error = f"{type(error).__name__}: {error}" if told.status >= 500 else told.message
-        return told.response()
+        Record.of(request.scope).error = for_log(error)
+        return from_exception(error).response()
 
     async def say_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         told = from_validation(error.errors())
-        Record.of(request.scope).error = f"{told.param or 'body'} refused"  # its value may be a prompt
+        Record.of(request.scope).error = told.for_log
         return told.response()
 
     async def say_http(request: Request, error: Exception) -> Response:

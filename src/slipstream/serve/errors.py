@@ -44,6 +44,12 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @property
+    def for_log(self) -> str:
+        """What the log may say of it: messages can quote what a client wrote."""
+        where = "request" if self.param is None or self.code == "unknown_field" else self.param.split(".")[0]
+        return f"{where}: {self.code or self.status}"
+
+    @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -76,6 +82,12 @@ def from_exception(error: Exception) -> ApiError:
     return ApiError(500, "internal error: the server's log has it under this request's id", code="internal_error")
 
 
+def for_log(error: Exception) -> str:
+    """An error in the words of a log: of a client's mistake only where it was, of ours everything."""
+    told = from_exception(error)
+    return told.for_log if told.status < 500 else f"{type(error).__name__}: {error}"
+
+
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first thing that pydantic found wrong, in words."""
     first = errors[0]
@@ -87,7 +99,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         case "unknown_field":
             name = first["ctx"]["name"]
             param = ".".join([*_field_names(place), name])
-            return ApiError(400, f"{param}: unknown or unsupported field {name!r}; leave it out", param=param)
+            remedy = f"unknown or unsupported field {name!r}; leave it out"
+            return ApiError(400, f"{param}: {remedy}", param=param, code="unknown_field")
         case "missing" if not place:
             return ApiError(400, "the body is missing: send JSON, with content-type application/json")
         case "missing":

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.admission import Admission
 from slipstream.serve.auth import tenant_of
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import ApiError, from_exception
+from slipstream.serve.errors import ApiError, for_log, from_exception
 from slipstream.serve.logs import log, log_request
 from slipstream.serve.page import PATHS
 from slipstream.serve.record import Record
@@ -68,6 +68,7 @@ class Gate:
             if body is not None:
                 await self._app(scope, _replayed(body, receive), answer)
         except Exception as error:
+            record.error = for_log(error)
             if not isinstance(error, ApiError):
                 log.error("failed", exc_info=error, extra={"fields": {"request_id": record.id}})
             if not record.status:

@@ -5,6 +5,7 @@ It never holds a prompt, an answer or a key.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -35,6 +36,11 @@ class Record:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.arrived
+
+    def note_user(self, user: str | None) -> None:
+        """Enough to find a user's requests again, for who knows the name."""
+        if user:
+            self.user = hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()[:12]
 
     @property
     def completion_tokens(self) -> int:

@@ -136,6 +136,7 @@ class Service:
 
     def _manner(self, asked: CompletionRequest | ChatRequest, record: Record, prefix: str) -> Manner:
         options = asked.stream_options
+        record.note_user(asked.user)
         return Manner(
             f"{prefix}-{record.id}",
             int(time.time()),
