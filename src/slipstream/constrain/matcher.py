@@ -7,7 +7,8 @@ that the state is the same afterwards; what the verdict keeps of the draft is fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,19 +79,21 @@ class Constraint:
 
     def advance(self, tokens: Sequence[int], begin: int) -> None:
         """Follow the answer up to its end: `tokens[begin:]`, of which the first may have been followed before."""
-        for token in tokens[begin + self._seen :]:
-            if self.failure is not None or self._ended:
-                return
-            if not self._accept(token):
-                self.failure = f"token {token} was chosen against the grammar of structured_outputs"
-                return
-            self._seen += 1
-            self._ended = token in self._ends
+        with self._failing():
+            for token in tokens[begin + self._seen :]:
+                if self.failure is not None or self._ended:
+                    return
+                if not self._accept(token):
+                    self.failure = f"token {token} was chosen against the grammar of structured_outputs"
+                    return
+                self._seen += 1
+                self._ended = token in self._ends
 
     def legal(self, tree: Tree) -> list[bool]:
         """Of each node of a draft, whether the grammar allows it and all that is above it."""
         kept = [False] * len(tree)
-        self._walk(tree, kept.__setitem__)
+        with self._failing():
+            self._walk(tree, kept.__setitem__)
         return kept
 
     def masks(self, tree: Tree, out: Tensor, row: int) -> None:
@@ -99,15 +102,16 @@ class Constraint:
         Behind a node that is not allowed anything may follow: nobody gets there.
         """
         started = time.perf_counter()
+        if self.failure is None:
+            out[row : row + 1 + len(tree)] = _ALL
+            with self._failing():
+                self._fill(out, row)
+                if tree.tokens:
+                    self._walk(tree, lambda node, _: self._fill(out, row + 1 + node, tree.tokens[node]))
+        seconds = time.perf_counter() - started
         if self.failure is not None:
             out[row : row + 1 + len(tree)] = _NONE
-            return
-        out[row : row + 1 + len(tree)] = _ALL
-        self._fill(out, row)
-        if tree.tokens:
-            self._walk(tree, lambda node, _: self._fill(out, row + 1 + node, tree.tokens[node]))
-        seconds = time.perf_counter() - started
-        if seconds > MOST_SECONDS:
+        elif seconds > MOST_SECONDS:  # this round's masks are right; the next allows nothing
             self.failure = (
                 f"the grammar of structured_outputs is too ambiguous: one round took {seconds:.2f} s; make it simpler"
             )
@@ -150,6 +154,14 @@ class Constraint:
         words = self._next[0].nonzero()[:, 0].tolist()  # [w]
         bits = int(self._next[0, words[0]]) % (1 << WORD) if len(words) == 1 else 0
         return words[0] * WORD + bits.bit_length() - 1 if bits.bit_count() == 1 else None
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong in the library is this answer's failure, and nobody else's."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = f"the grammar of structured_outputs failed: {type(error).__name__}: {error}"
 
     def _walk(self, tree: Tree, enter: Callable[[int, bool], None]) -> None:
         """Enter each allowed node with the state behind it. The state is as before at the end."""

@@ -233,7 +233,10 @@ class Round:
 
     def drafted(self, requests: int) -> list[Tree]:
         """The drafts of these as they will be verified, read back: waits for what device drafters are at."""
-        counts, tokens, parents = (t[:requests].tolist() for t in (self._counts, self._tokens, self._parents))
+        b, k = self.shape.requests, self.shape.width
+        read = self._inputs.cpu()
+        counts = read[b : b + requests].tolist()
+        tokens, parents = read[4 * b :].view(2, b, k)[:, :requests].tolist()
         return [Tree(tuple(t[:n]), tuple(p[:n])) for n, t, p in zip(counts, tokens, parents, strict=True)]
 
     def allow(self, masks: Tensor) -> None:
