@@ -135,6 +135,17 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
     assert (common.max_model_len, common.trust_remote_code) == (100, True)
 
 
+def test_generate_an_answer_of_a_form(run: Run, llm: FakeLLM, tmp_path: Path) -> None:
+    schema = '{"type": "object"}'
+    (tmp_path / "schema.json").write_text(schema)
+    assert run("generate", "Hi", "--json-schema", str(tmp_path / "schema.json")).code == 0
+    assert run("generate", "Hi", "--regex", "a+").code == 0
+    assert [params.structured_outputs for _, params in llm.asked] == [
+        slipstream.StructuredOutputsParams(json=schema),
+        slipstream.StructuredOutputsParams(regex="a+"),
+    ]
+
+
 def test_drafts_can_be_forced(run: Run, llm: FakeLLM) -> None:
     run("generate", "Hi", "--planner", "fixed")
     assert llm.made_with["common"].planner_or("adaptive") == "fixed"
@@ -194,6 +205,8 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ("generate Hi --raw --system x", "--raw"),
         ("generate Hi --logprobs 2", "add --json"),
         ("generate \t", "PROMPT is empty: say what to ask"),
+        ("generate Hi --json-schema no/such/file", "--json-schema no/such/file: cannot be read"),
+        ("generate Hi --json-schema x --regex y", "an answer has one form"),
         ("generate Hi --prediction no/such/file", "--prediction no/such/file: cannot be read"),
         ("generate Hi --draft-tokens 64", "63"),
         ("generate Hi --verifier typical", "verifier='typical': must be one of exact, rejection"),

@@ -16,6 +16,7 @@ from slipstream.cli.show import note, request_json, summary
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
+from slipstream.core.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -87,6 +88,19 @@ def generate(
             help="Above 1, such as 1.1, tokens of prompt and answer come less often again; 1 is off.",
         ),
     ] = 1.0,
+    json_schema: Annotated[
+        str | None,
+        option(
+            "--json-schema",
+            metavar="FILE",
+            panel=OUTPUT,
+            help="The answer is JSON of the schema in this file. Needs the extra [grammar].",
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        option(metavar="PATTERN", panel=OUTPUT, help="The answer matches this pattern. Needs the extra [grammar]."),
+    ] = None,
     logprobs: Annotated[
         int | None,
         option(
@@ -111,6 +125,8 @@ def generate(
         raise ConfigError(f"--material {material[0]}: only suffix drafts from it; add --drafter suffix")
     if logprobs is not None and not as_json:
         raise ConfigError(f"--logprobs {logprobs}: log probabilities are shown in the JSON only; add --json")
+    if json_schema is not None and regex is not None:
+        raise ConfigError("--regex with --json-schema: an answer has one form; give one of them")
     text = read_text("-", "PROMPT") if prompt == "-" else prompt
     if not text.strip() and not raw:
         raise ConfigError("PROMPT is empty: say what to ask; '-' reads it from stdin")
@@ -123,6 +139,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         logprobs=logprobs,
         prediction=read_text(prediction, "--prediction") if prediction is not None else None,
+        structured_outputs=form(json_schema, regex),
     )
     if material:
         texts = tuple(read_text(source, "--material") for source in material)
@@ -147,6 +164,12 @@ def generate(
             note(summary(answer))
         if answer.error is not None:
             raise RequestError(answer.error)
+
+
+def form(json_schema: str | None, regex: str | None) -> StructuredOutputsParams | None:
+    if json_schema is not None:
+        return StructuredOutputsParams(json=read_text(json_schema, "--json-schema"))
+    return None if regex is None else StructuredOutputsParams(regex=regex)
 
 
 def messages(system: str | None, text: str) -> list[dict[str, str]]:
