@@ -70,11 +70,11 @@ def test_the_card_is_filled_in_from_the_records() -> None:
     card = model_card(RECORD, "medusa", acceptance=ACCEPTANCE, licence="Apache-2.0")
     assert card.startswith("# medusa for tiny-model\n")
     assert "slipstream generate --model tiny-model --drafter 'medusa'" in card
-    assert "It adds 2,874,624 parameters." in card
+    assert "Adds 2,874,624 parameters." in card
     assert "Licence: Apache-2.0." in card
     assert "20,000 user turns that the target wrote itself" in card
     assert "prompts of `code.jsonl`" in card
-    assert "41,234 of them, 9,876,543 tokens, sampled at temperature 0, 1, 2 to a prompt" in card
+    assert "41,234 of them, 9,876,543 tokens, sampled at temperature 0 and 1, 2 to a prompt" in card
     assert "1,600 steps in 2.9 minutes on NVIDIA H200; kept: the weights of step 1,200." in card
     assert "| learning_rate | 0.002 |" in card
     assert "| --set heads | 3 |" in card

@@ -19,7 +19,7 @@ class NodeCaps:
         self.turns = {name: _turn(drafter) for name, drafter in drafters.items()}  # in this order they are asked
         self._drafters = drafters
         self._made_for = {name: made_for(drafter) for name, drafter in drafters.items()}
-        self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
+        self._wide = frozenset(n for n, d in drafters.items() if _is_wide(d))
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
         self._judged_nodes = judged_nodes(list(drafters.values()), draft_tokens)
         self._draft_tokens = draft_tokens
@@ -36,7 +36,7 @@ class NodeCaps:
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
         most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
         share = min(self._max_rows // requests - 1, MAX_NODES)
-        wide = name in self._wholes  # its trees are no deeper for having more nodes
+        wide = name in self._wide
         caps: list[int] = []
         for answer, before in zip(answers, used, strict=True):
             params, length = answer.params, len(answer.tokens)
@@ -74,3 +74,10 @@ class NodeCaps:
 def _turn(drafter: Drafter) -> int:
     """When it is asked: on the host before on the device, and first of all what takes no time."""
     return int(drafter.costly) if isinstance(drafter, HostDrafter) else 2
+
+
+def _is_wide(drafter: Drafter) -> bool:
+    """Are its trees no deeper for having more nodes? Then an answer that ends soon is no reason for fewer."""
+    if isinstance(drafter, HostDrafter):
+        return drafter.whole
+    return isinstance(drafter, DeviceDrafter) and drafter.makes_trees

@@ -9,9 +9,9 @@ from typing import Any
 Record = Mapping[str, Any]
 
 _KINDS = {
-    "eagle3": "an EAGLE-3 head: one decoder layer that reads three hidden states of the target and guesses in a row",
+    "eagle3": "An EAGLE-3 head: one decoder layer that reads three hidden states of the target and guesses in a row",
     "medusa": "Medusa heads: each guesses one position further from the target's last hidden state, by its LM head",
-    "draft": "a small decoder that shares the target's embeddings and LM head",
+    "draft": "A small decoder that shares the target's embeddings and LM head",
 }
 _SETTINGS = (
     "steps",
@@ -36,8 +36,8 @@ def model_card(record: Record, drafter: str, *, acceptance: Record | None = None
     recipe, target = config["recipe"], _short(config["target"])
     parts = [
         f"# {recipe} for {target}",
-        f"This is {_KINDS.get(recipe, 'a drafter')}. It guesses tokens for `{target}`, which checks them: answers are "
-        f"the target's own, only sooner. It adds {record['parameters']:,} parameters.",
+        f"{_KINDS.get(recipe, 'A drafter')}. Guesses tokens for `{target}`, which checks them: answers are the "
+        f"target's own, only sooner. Adds {record['parameters']:,} parameters.",
         f"```\nslipstream generate --model {target} --drafter '{drafter}' \"…\"\n```",
         *([f"Licence: {licence}."] if licence else []),
         "## Data",
@@ -60,7 +60,7 @@ def _data(data: Record) -> str:
         sources.append(f"{made['self_prompts']:,} user turns that the target wrote itself behind its chat template")
     if made.get("prompts"):
         sources.append("prompts of " + ", ".join(f"`{Path(name).name}`" for name in made["prompts"]))
-    temperatures = ", ".join(f"{t:g}" for t in made["temperatures"])
+    temperatures = " and ".join(f"{t:g}" for t in made["temperatures"])
     return (
         f"The target's own answers: {data['answers']:,} of them, {data['answer_tokens']:,} tokens, sampled at "
         f"temperature {temperatures}, {made['samples']} to a prompt, up to {made['max_tokens']} tokens each. Prompts: "
