@@ -147,7 +147,7 @@ def test_attention_that_never_reaches_us_is_refused_by_name(
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedModel, match=f"model_type {family}"):
         open_model(tmp_path / "model", FP32, CPU)
-    monkeypatch.setattr(runner_module, "check_supported", lambda config: None)
+    monkeypatch.setattr(runner_module, "check_supported", lambda config, **_: None)
     with pytest.raises(UnsupportedModel, match=why):
         open_model(tmp_path / "model", FP32, CPU)
     assert not (own_cache / "checked").exists()
