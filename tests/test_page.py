@@ -196,6 +196,16 @@ def test_on_a_phone(open_page: Open, server: HttpServer, scheme: str) -> None:
         assert box["height"] >= 44  # for a thumb
 
 
+def test_where_acceptance_is_hidden_the_page_tells_no_more(open_page: Open, llm: LLM) -> None:
+    with serving(llm, chunk_chars=8) as hiding:
+        page = open_page(hiding.url)
+        ask(page, PROMPT, "both")
+        expect(page.locator(".verdict.same")).to_contain_text("characters")
+        on, off = page.locator(".answer .text").all_inner_texts()
+        assert on == off != ""
+        expect(page.locator(".token")).to_have_count(0)
+
+
 def test_what_the_server_refuses_is_said(open_page: Open, server: HttpServer) -> None:
     page = open_page(server.url)
     ask(page, "x" * 5000)

@@ -8,6 +8,7 @@ export class AnswerView {
   constructor(title) {
     this.tokens = []; // {id, text, origin, chance}
     this.text = "";
+    this.told = true; // does the server say who guessed what? Where it hides acceptance it does not.
     this.element = element("section", "answer");
     this._head = element("h3", "", title);
     this._times = element("span", "times small", "…");
@@ -38,8 +39,10 @@ export class AnswerView {
       this.text += choice.delta.content;
       for (const char of choice.delta.content) this._chars.push(char);
     }
-    this._place(false);
-    this._times.textContent = `${this.tokens.length} tokens, ${seconds((performance.now() - this._begun) / 1000)}`;
+    if (this.told) this._place(false);
+    else this._spell();
+    const many = this.told ? `${this.tokens.length} tokens, ` : "";
+    this._times.textContent = many + seconds((performance.now() - this._begun) / 1000);
   }
 
   /** The stream is over. report: what the server says that speculation did. */
@@ -75,10 +78,13 @@ export class AnswerView {
       token.span = this._span(token, this._placed);
       if (token.text) this._text.append(token.span);
     }
-    if (final && this._spelled < this._chars.length) {
-      this._text.append(this._chars.slice(this._spelled).join(""));
-      this._spelled = this._chars.length;
-    }
+    if (final) this._spell();
+  }
+
+  /** Show the text that no token has. */
+  _spell() {
+    if (this._spelled < this._chars.length) this._text.append(this._chars.slice(this._spelled).join(""));
+    this._spelled = this._chars.length;
   }
 
   _span(token, place) {

@@ -88,7 +88,7 @@ async function run(place, title, request, enabled) {
   running = new AbortController();
   try {
     let report = null;
-    const response = await ask("/v1/chat/completions", { body: { ...request, speculation }, signal: running.signal });
+    const response = await answerTo({ ...request, speculation }, view);
     for await (const data of events(response)) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data);
@@ -104,16 +104,28 @@ async function run(place, title, request, enabled) {
   return view;
 }
 
+async function answerTo(body, view) {
+  const { signal } = running;
+  try {
+    return await ask("/v1/chat/completions", { body, signal });
+  } catch (error) {
+    if (error.param !== "speculation.origins") throw error;
+    view.told = false;
+    return ask("/v1/chat/completions", { body: { ...body, speculation: { ...body.speculation, origins: false } }, signal });
+  }
+}
+
 /** What came of the same request both ways. */
 function compared(on, off) {
-  const [a, b] = [on, off].map((view) => view.tokens.map((token) => token.id));
+  const [a, b] = [on, off].map((view) => (view.told ? view.tokens.map((token) => token.id) : [...view.text]));
+  const unit = on.told ? "token" : "character";
   const length = Math.max(a.length, b.length);
   const part = Array.from({ length }).findIndex((_, i) => a[i] !== b[i]);
   const words = element("p", part < 0 ? "verdict same" : "verdict other");
   if (part < 0) {
     // Both read the same prompt, but the second may find it in the cache: so from the first token on.
     const [fast, plain] = [on, off].map(({ report }) => report.seconds.total - report.seconds.first_token);
-    words.append(element("b", "", `The same ${a.length} tokens.`));
+    words.append(element("b", "", `The same ${a.length} ${unit}s.`));
     if (fast > 0) {
       words.append(` From the first to the last ${seconds(fast)} with speculation, ${seconds(plain)} without: `);
       words.append(element("b", "", `${(plain / fast).toFixed(2)}×`), " as fast.");
@@ -121,7 +133,7 @@ function compared(on, off) {
   } else {
     on.markFrom(part);
     off.markFrom(part);
-    words.append(element("b", "", `They part at token ${part + 1}.`), " The seed and all settings were the same.");
+    words.append(element("b", "", `They part at ${unit} ${part + 1}.`), " The seed and all settings were the same.");
   }
   return words;
 }

@@ -10,9 +10,10 @@ export const key = {
 
 /** The server said no; `message` is its own. */
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, param) {
     super(message);
     this.status = status;
+    this.param = param; // the field that it did not take
   }
 }
 
@@ -24,7 +25,8 @@ export async function ask(path, { body, signal } = {}) {
   const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
   if (response.ok) return response;
   const told = await response.json().catch(() => null);
-  throw new Refused(response.status, told?.error?.message ?? `${response.status} ${response.statusText}`);
+  const message = told?.error?.message ?? `${response.status} ${response.statusText}`;
+  throw new Refused(response.status, message, told?.error?.param);
 }
 
 /** The data of a response's server-sent events, one by one. EventSource cannot send a key. */

@@ -169,5 +169,5 @@ const milliseconds = (value) => `${value >= 10 || value === nice(value) ? Math.r
 function duration(seconds) {
   const [days, hours, minutes] = [seconds / 86400, (seconds / 3600) % 24, (seconds / 60) % 60].map(Math.floor);
   if (days) return `${days} d ${hours} h`;
-  return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min` : `${Math.floor(seconds)} s`;
+  return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min` : "less than a minute";
 }
