@@ -60,6 +60,7 @@ class Drafting:
         self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
         self._levels = {name: _levels(drafter) for name, drafter in drafters.items()}
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
+        self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
@@ -129,6 +130,7 @@ class Drafting:
     def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
         self.planner.next_round()
+        self.guessed_s = 0.0
         for name, mine in self._groups(decodes):
             answers = [decodes[i] for i in mine]
             used, beside = [gathered.used(i) for i in mine], gathered.beside(mine)
@@ -297,7 +299,9 @@ class Drafting:
         reason = "late" if proposals.late else "no_guess"
         self.undrafted[reason] += sum(1 for most, tree in zip(caps, proposals.trees, strict=True) if most and not tree)
         if costly and any(caps):
-            self.planner.observe_draft(name, max(caps), time.perf_counter() - started)
+            took = time.perf_counter() - started
+            self.planner.observe_draft(name, max(caps), took)
+            self.guessed_s += took
         failures = self._failures.setdefault(name, {})
         failures.update(proposals.failures)  # also of requests whose prompt is still being computed
         if failures:

@@ -47,6 +47,7 @@ class Guessed(NamedTuple):
     plan: Plan
     run: Round
     caught_up: bool  # a drafter had to read what it had missed first
+    begun: Any  # a mark where the device begins with it: what the host guesses is not its work
 
 
 class QueuedEngine(Engine):
@@ -133,7 +134,6 @@ class QueuedEngine(Engine):
 
     def _queue(self, schedule: Schedule) -> Ticket:
         """Everything of a round that the device does, in order. Only prompts make it wait for what is queued."""
-        begun = self._mark()
         members: list[Member] = []
         told = run = chosen = owners = None
         rows = 0
@@ -141,11 +141,11 @@ class QueuedEngine(Engine):
         hosts: tuple[str, ...] = ()
         waited_s = None
         caught_up = False
-        drafted = begun
         known = len(self.rounds)
         drafting = self._draft(schedule.decodes) if schedule.decodes else None
+        begun = drafted = self._mark() if drafting is None else drafting.begun
         if drafting is not None:
-            plan, run, caught_up = drafting
+            plan, run, caught_up, _ = drafting
             drafted = self._mark()
             if self._heard_at is not None and self._waits_for_drafts:
                 waited_s = time.perf_counter() - self._heard_at
@@ -182,6 +182,7 @@ class QueuedEngine(Engine):
             waited_s,
             chosen,
             owners,
+            self.drafting.guessed_s if drafting is not None else 0.0,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -222,15 +223,16 @@ class QueuedEngine(Engine):
             )
             run = self.rounds.of(shape)
             run.load(slots, plan.trees, plan.shares)
+            begun = self._mark()
             if not drafts:
-                return Guessed(plan, run, bool(lagging))
+                return Guessed(plan, run, bool(lagging), begun)
             try:
                 run.draft(drafts)
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
             else:
-                return Guessed(plan, run, bool(lagging))
+                return Guessed(plan, run, bool(lagging), begun)
 
     def _allowed_rows(self, decodes: Sequence[Answer], plan: Plan, run: Round) -> Tensor:  # [R, W]
         """What each row may choose. Guesses of device drafters are read back first: the host follows grammars."""
@@ -319,13 +321,13 @@ class QueuedEngine(Engine):
             self._free_marks += {id(mark): mark for mark in ticket.marks}.values()
             ticket.marks = ()
         else:
-            times = RoundTimes(0.0, 0.0, lasted_s)
+            times = RoundTimes(0.0, ticket.guessed_s, max(0.0, lasted_s - ticket.guessed_s))
         if ticket.decodes and ticket.steady:
             self.drafting.planner.observe_pass(ticket.rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
             if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
                 for name in ticket.hosts:
-                    self.drafting.planner.observe_wait(name, ticket.waited_s)
+                    self.drafting.planner.observe_wait(name, max(0.0, ticket.waited_s - ticket.guessed_s))
             for name, nodes in ticket.drafts:
                 self.drafting.observe_draft(name, nodes, times.draft / len(ticket.drafts))
         return times

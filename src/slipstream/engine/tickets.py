@@ -64,6 +64,7 @@ class Ticket:
     waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
     chosen: NDArray[np.int64] | None = None  # [N]: what was chosen at every row of the decodes, where it is wanted
     owners: NDArray[np.int64] | None = None  # [D, K]: who proposed each node, where drafts were merged on the device
+    guessed_s: float = 0.0  # what guesses on the host took that the planner counts by themselves
 
     def wait(self) -> None:
         if self.marks:

@@ -53,6 +53,7 @@ class AdaptivePlanner(Planner):
         self._draft_cost: dict[str, PassCost] = {}
         self._idle: dict[str, int] = {}  # rounds since the drafter last drafted
         self._patience: dict[str, int] = {}  # idle rounds before the next probe
+        self._spent: dict[str, float] = {}  # seconds that the guesses took which are to be trimmed now
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._largest: dict[str, int] = {}  # drafts that were ever allowed
@@ -162,16 +163,17 @@ class AdaptivePlanner(Planner):
         promises: Sequence[Sequence[float] | None],
         rows: int,
     ) -> list[Tree]:
-        """Keep the nodes that pay, of guesses that cost nothing to have. A node stays only with its parent."""
+        """Keep the nodes that pay, of guesses that cost nothing to have any more. A node stays only with its parent."""
+        wait_s = self._wait(drafter) + self._spent.pop(drafter, 0.0)
         chances: list[float] = []  # [N]
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
             if tree.tokens:
                 chances += along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
         if not chances:
-            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + self._wait(drafter)))
+            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
             return list(trees)
         ranked = sorted(chances, reverse=True)
-        best = self._best(drafter, rows, list(accumulate(ranked, initial=float(rows))))
+        best = self._best(drafter, rows, list(accumulate(ranked, initial=float(rows))), wait_s)
         best = self._probe(drafter, best, min(4, len(chances)))
         best = self._explore(rows, best)
         if best == 0:
@@ -205,9 +207,12 @@ class AdaptivePlanner(Planner):
         taken = set(order[: best if pays else len(order)])
         return [tree if i in taken else _NOTHING for i, tree in enumerate(trees)]
 
-    def _best(self, drafter: str, rows: int, expected: Sequence[float]) -> int:
-        """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes."""
-        most, wait_s = len(expected) - 1, self._wait(drafter)
+    def _best(self, drafter: str, rows: int, expected: Sequence[float], wait_s: float) -> int:
+        """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes.
+
+        wait_s: what the round took already, whatever is taken of the guesses.
+        """
+        most = len(expected) - 1
         steps = self._cost.steps(rows, rows + most)
         best, plain = 0, rows / (steps.seconds[0] + wait_s)
         top = plain
@@ -232,6 +237,8 @@ class AdaptivePlanner(Planner):
 
     def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
         self._drafting(drafter).observe(nodes, seconds)
+        if self._cost.observed:  # else the two have different units
+            self._spent[drafter] = seconds
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
         if drafted:
@@ -273,7 +280,7 @@ class AdaptivePlanner(Planner):
         return small
 
     def _wait(self, drafter: str) -> float:
-        """Seconds that a round waits for this drafter, whatever is then taken of its guesses."""
+        """Seconds that a round waits for this drafter, its guesses not counted, whatever is then taken of them."""
         waits = self._waits.get(drafter)
         return waits.seconds if waits is not None and self._cost.observed else 0.0
 

@@ -77,10 +77,13 @@ class Planner:
         """A target pass over this many rows took this long."""
 
     def observe_wait(self, drafter: str, seconds: float) -> None:
-        """The device had nothing to do for so long, because a drafter on the host had to know a round's result."""
+        """The device had nothing to do for so long, because a drafter on the host had to know a round's result.
+
+        Without what `observe_draft` was told of.
+        """
 
     def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
-        """A device drafter took this long to go `nodes` deep."""
+        """A drafter whose guesses cost time took this long to go `nodes` deep."""
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
         """What became of one request's draft."""
