@@ -100,7 +100,8 @@ export class AnswerView {
     const counts = new Map();
     for (const { origin } of this.tokens) {
       const name = origin.drafters.join(" and ") || "the model itself";
-      const colour = origin.drafters.length ? colourOf(origin.drafters[0]) : "target";
+      const [first, ...others] = origin.drafters;
+      const colour = first ? `${colourOf(first)}${others.length ? " shared" : ""}` : "target";
       counts.set(name, { colour, name, value: (counts.get(name)?.value ?? 0) + 1 });
     }
     legend(this._legend, [...counts.values()].sort((a, b) => b.value - a.value));
