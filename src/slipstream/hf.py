@@ -1,0 +1,245 @@
+"""For people who stay in transformers: speculation inside `model.generate`.
+
+    model.generate(**inputs, max_new_tokens=200, custom_generate=slipstream.hf.generate, drafter="ngram")
+
+The model, its cache, the logits processors and the stopping criteria are transformers' own; so the tokens are those of
+plain `generate`, sampled ones too, since exactly one random number is drawn for every token, in order. What is ours is
+the guessing: a host drafter's chain is checked in one pass, as far as the planner expects it to pay. It is for one
+prompt at a time; the engine (`slipstream.LLM`) is faster, batches, and has all drafters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Tree
+from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.params import SamplingParams
+from slipstream.core.verdict import Verdict, author
+from slipstream.drafters import drafter_factory, parse_spec
+from slipstream.drafters.base import DraftRequest, HostDrafter
+from slipstream.drafters.guard import DrafterGuard
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import PassCost
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+_ID = "hf"
+_ROW_SLOPE = {"cpu": 0.15}
+_GPU_SLOPE = 0.01
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One prompt in the making."""
+
+    ids: Tensor  # [1, T]: prompt and answer
+    tokens: list[int]  # the same without padding; the last one is not in the cache
+    done: bool = False
+    scores: list[Tensor] = field(default_factory=list)  # [1, V] each, where they are asked for
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,  # [1, T]
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: str | HostDrafter = "ngram",
+    draft_tokens: int | None = None,
+    prediction: Sequence[int] | Tensor | None = None,
+    stream_to: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """What `generate` calls in the place of its own loop.
+
+    drafter: `ngram`, `suffix`, `prediction`, or a `HostDrafter` of your own.
+    draft_tokens: most guesses a pass; None: what the drafter is made for.
+    prediction: the answer as you expect it, as token ids.
+    stream_to: a streamer. `generate` keeps its own argument `streamer` to itself where its loop is replaced.
+    """
+    _check(model, input_ids, generation_config)
+    ids = _unpadded(input_ids, model_kwargs.get("attention_mask"))
+    past = model_kwargs.get("past_key_values")
+    guesser = _Guesser(drafter, draft_tokens, prediction, model, ids[0].tolist())
+    loop = _Loop(model, past, logits_processor, stopping_criteria, generation_config, stream_to)
+    try:
+        answer = loop.run(input_ids, ids, guesser)
+    finally:
+        guesser.close()
+    if not generation_config.return_dict_in_generate:
+        return answer.ids
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    made: Any = GenerateDecoderOnlyOutput  # its types know fewer tensors than it takes
+    output: GenerateDecoderOnlyOutput = made(
+        sequences=answer.ids,
+        scores=tuple(answer.scores) if generation_config.output_scores else None,
+        logits=tuple(answer.logits) if generation_config.output_logits else None,
+        past_key_values=loop.past,
+    )
+    return output
+
+
+class _Loop:
+    """Rounds of draft, one pass, and as many tokens as stand."""
+
+    def __init__(
+        self, model: Any, past: Any, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any
+    ) -> None:
+        self.past = past
+        self._model = model
+        self._processors = processors
+        self._criteria = criteria
+        self._config = config
+        self._streamer = streamer
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.no_grad()
+    def run(self, padded: Tensor, ids: Tensor, guesser: _Guesser) -> _Answer:
+        """padded: the prompt as the caller gave it, which is what processors and criteria expect to see."""
+        answer = _Answer(padded, guesser.tokens)
+        if self._streamer is not None:
+            self._streamer.put(padded.cpu())
+        logits = self._forward(ids[:, _length(self.past) :], 1)  # the prompt, or what of it is not cached
+        self._take(answer, logits, ())
+        while not answer.done:
+            chain = guesser.chain()
+            rows = torch.tensor([[answer.tokens[-1], *chain]], device=ids.device)
+            begun = time.perf_counter()
+            logits = self._forward(rows, 1 + len(chain))
+            accepted = self._take(answer, logits, chain)
+            if accepted < len(chain):
+                self.past.crop(accepted - len(chain))  # below 0: so many tokens are taken away
+            guesser.observe(chain, accepted, time.perf_counter() - begun)
+        if self._streamer is not None:
+            self._streamer.end()
+        return answer
+
+    def _forward(self, rows: Tensor, keep: int) -> Tensor:  # [1, keep, V]
+        kept = {"logits_to_keep": keep} if self._keeps else {}
+        out = self._model(input_ids=rows, past_key_values=self.past, use_cache=True, return_dict=True, **kept)
+        self.past = out.past_key_values
+        logits: Tensor = out.logits[:, -keep:]
+        return logits
+
+    def _take(self, answer: _Answer, logits: Tensor, chain: Sequence[int]) -> int:
+        """Choose tokens one by one, as long as the guesses are what was chosen. How many of them stood."""
+        for place in range(logits.shape[1]):
+            raw = logits[:, place].to(dtype=torch.float32, copy=True)  # [1, V]
+            scores = self._processors(answer.ids, raw)
+            token = self._choose(scores)
+            answer.ids = torch.cat([answer.ids, token[:, None]], dim=1)
+            answer.tokens.append(int(token))
+            if self._config.output_scores:
+                answer.scores.append(scores)
+            if self._config.output_logits:
+                answer.logits.append(logits[:, place].to(dtype=torch.float32, copy=True))
+            if self._streamer is not None:
+                self._streamer.put(token.cpu())
+            answer.done = bool(torch.as_tensor(self._criteria(answer.ids, answer.scores or None)).all())
+            if answer.done or place == len(chain) or int(token) != chain[place]:
+                return place
+        return len(chain)
+
+    def _choose(self, scores: Tensor) -> Tensor:  # [1, V] -> [1]
+        if not self._config.do_sample:
+            return scores.argmax(dim=-1)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+
+
+class _Guesser:
+    """One drafter, for one prompt, under the planner: it guesses as much as pays, and nothing where nothing does."""
+
+    def __init__(
+        self,
+        drafter: str | HostDrafter,
+        draft_tokens: int | None,
+        prediction: Sequence[int] | Tensor | None,
+        model: PreTrainedModel,
+        tokens: list[int],
+    ) -> None:
+        self.tokens = tokens
+        guessed = prediction.flatten().tolist() if isinstance(prediction, Tensor) else list(prediction or ())
+        if guessed and drafter == "ngram":
+            drafter = "prediction"
+        made = _made(drafter)
+        params = SamplingParams(prediction=None)
+        self._guard = DrafterGuard(made, int(model.get_output_embeddings().weight.shape[0]))
+        self._request = DraftRequest(_ID, tokens, len(tokens), params, 0, tuple(guessed))
+        self._most = made.default_draft_tokens if draft_tokens is None else draft_tokens
+        self._planner = AdaptivePlanner(PassCost(_ROW_SLOPE.get(model.device.type, _GPU_SLOPE)))
+        self._name = made.name
+        self._round_s = 0.0
+        self._guard.start(self._request)
+
+    def chain(self) -> tuple[int, ...]:
+        """The guesses for this round."""
+        self._planner.next_round()
+        proposed = self._guard.propose([self._request], [self._most], self._round_s)
+        (tree,) = self._planner.trim(self._name, [_ID], proposed.trees, proposed.promises, 1)
+        return _first_path(tree)
+
+    def observe(self, chain: Sequence[int], accepted: int, seconds: float) -> None:
+        self._round_s = seconds
+        self._planner.observe_pass(1 + len(chain), seconds)
+        if chain:
+            self._planner.observe(self._name, _ID, len(chain), accepted)
+        emitted = tuple(self.tokens[-1 - accepted :])
+        verdict = Verdict(_ID, emitted, len(chain), accepted, tuple(range(accepted)), authors=author(self._name))
+        self._guard.observe([verdict])
+
+    def close(self) -> None:
+        self._guard.stop(_ID)
+        self._guard.close()
+
+
+def _first_path(tree: Tree) -> tuple[int, ...]:
+    """From the root always the first child: the caches of transformers take no branches."""
+    chain: list[int] = []
+    parent = -1
+    for node, (token, above) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if above == parent:
+            chain.append(token)
+            parent = node
+    return tuple(chain)
+
+
+def _made(drafter: str | HostDrafter) -> HostDrafter:
+    made = drafter_factory(parse_spec(drafter).name)() if isinstance(drafter, str) else drafter
+    if not isinstance(made, HostDrafter) or made.needs.choices or made.whole:
+        name = drafter if isinstance(drafter, str) else type(drafter).__name__
+        raise ConfigError(
+            f"drafter={name!r}: must be ngram, suffix, prediction or a HostDrafter here; use slipstream.LLM"
+        )
+    return made
+
+
+def _check(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig) -> None:
+    if input_ids.shape[0] != 1:
+        raise InvalidRequest(f"{input_ids.shape[0]} prompts: give one at a time, or use slipstream.LLM, which batches")
+    if model.config.is_encoder_decoder:
+        raise InvalidRequest(f"{type(model).__name__}: has an encoder; must be a decoder-only model")
+    if (config.num_beams or 1) > 1:
+        raise InvalidRequest(f"num_beams={config.num_beams}: must be 1")
+    for key in ("output_attentions", "output_hidden_states"):
+        if getattr(config, key, False):
+            raise InvalidRequest(f"{key}=True: not kept here; leave it out")
+
+
+def _unpadded(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    return input_ids if mask is None else input_ids[:, mask[0].bool()]
+
+
+def _length(past: Any) -> int:
+    return 0 if past is None else int(past.get_seq_length())
