@@ -113,7 +113,12 @@ def test_a_criterion_ends_an_accepted_run(model: Any) -> None:
     plain = model.generate(PROMPT, max_new_tokens=60, eos_token_id=None)
     answer = plain[0, PROMPT.shape[1] :].tolist()
     criteria = StoppingCriteriaList([EosTokenCriteria(answer[20])])
-    options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": None, "stopping_criteria": criteria}
+    options: dict[str, Any] = {
+        "max_new_tokens": 60,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "stopping_criteria": criteria,
+    }
     expected = model.generate(PROMPT, **options)
     ours = model.generate(PROMPT, custom_generate=hf.generate, drafter=Oracle(answer), **options)
     assert ours.tolist() == expected.tolist()

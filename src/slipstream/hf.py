@@ -226,12 +226,14 @@ def _made(drafter: str | HostDrafter) -> HostDrafter:
 
 
 def _check(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig) -> None:
+    if (config.num_beams or 1) > 1:
+        raise InvalidRequest(f"num_beams={config.num_beams}: must be 1")
+    if (config.num_return_sequences or 1) > 1:
+        raise InvalidRequest(f"num_return_sequences={config.num_return_sequences}: must be 1")
     if input_ids.shape[0] != 1:
         raise InvalidRequest(f"{input_ids.shape[0]} prompts: give one at a time, or use slipstream.LLM, which batches")
     if model.config.is_encoder_decoder:
         raise InvalidRequest(f"{type(model).__name__}: has an encoder; must be a decoder-only model")
-    if (config.num_beams or 1) > 1:
-        raise InvalidRequest(f"num_beams={config.num_beams}: must be 1")
     for key in ("output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
             raise InvalidRequest(f"{key}=True: not kept here; leave it out")
