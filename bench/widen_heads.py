@@ -32,7 +32,6 @@ from slipstream.models.headers import HEAD_PICKLES, HEAD_SAFETENSORS, has_head
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
 from slipstream.models.heads.layouts import read_eagle
-from slipstream.models.heads.medusa import INNER
 from slipstream.models.heads.save import save_eagle3
 from slipstream.models.resolve import resolve
 from slipstream.models.shared import EMBEDDING, LM_HEAD, shares_embeddings
@@ -132,22 +131,17 @@ def widen_medusa(files: HeadFiles, wide: int, dtype: torch.dtype) -> tuple[dict[
     if first is None:
         raise ValueError(f"{files.folder}: only Medusa heads in the original layout, with 0.0.linear.weight")
     small = first.shape[1]
-    inner = config.get(INNER, 0)
-    if inner:  # wide layers stay as much wider than the target as they were
-        config[INNER] = inner * wide // small
     if "hidden_size" in config:
         config["hidden_size"] = wide
-    wider, between = Wider(small, wide, dtype), config.get(INNER, wide)
+    wider = Wider(small, wide, dtype)
     found: dict[str, Tensor] = {}
     for name, tensor in files.tensors.items():
         if not tensor.is_floating_point():  # token_map
             found[name] = tensor
         elif name.endswith(".bias"):
-            found[name] = torch.cat((tensor.float(), torch.zeros(between - len(tensor)))).to(dtype)
+            found[name] = torch.cat((tensor.float(), torch.zeros(wide - len(tensor)))).to(dtype)
         elif name.endswith(".linear.weight"):
-            found[name] = wider.product(tensor, (between, wide), writes=not inner)
-        elif name.endswith(".out.weight"):
-            found[name] = wider.written(tensor, (wide, between))
+            found[name] = wider.product(tensor, (wide, wide), writes=True)
         else:
             found[name] = wider.product(tensor, (tensor.shape[0], wide))
     return config, found

@@ -212,5 +212,5 @@ def test_vocabularies_padded_to_other_widths(
 
 
 def test_a_model_drafter_needs_a_model(tiny_target: Path) -> None:
-    with pytest.raises(ConfigError, match="model:PATH"):
+    with pytest.raises(ConfigError, match="draft:PATH"):
         LLM(tiny_target, drafter="model")
