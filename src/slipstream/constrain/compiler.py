@@ -8,6 +8,7 @@ first such request comes.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -88,7 +89,8 @@ class Grammars:
         except Exception as error:
             raise InvalidRequest(f"structured_outputs: not with this model's tokenizer: {_reason(error)}") from None
         self._in_json = _without_controls(info.decoded_vocab, self._vocab_size)
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+        threads = max(1, min(8, (os.cpu_count() or 1) // 2))  # the rest is for those who run
+        return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=_CACHE_BYTES)
 
     def _encoded(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -127,6 +129,8 @@ def _compile(compiler: Any, form: StructuredOutputsParams) -> Any:
 
 def _reason(error: BaseException) -> str:
     """Its last line, without where in the library it was raised."""
+    if "Check failed" in str(error):  # a limit of the compiler's own, in the words of its source
+        return "the compiler cannot; make patterns and lengths shorter"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     _, found, reason = lines[-1].partition(".cc:")
     return reason.partition(": ")[2] if found else lines[-1]

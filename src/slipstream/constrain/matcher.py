@@ -19,8 +19,10 @@ from slipstream.core.draft import ROOT, Tree
 
 WORD = 32
 """Tokens that one number of a mask stands for."""
-MOST_SECONDS = 0.25
-"""What one round may take for one answer's masks. A grammar that takes longer holds up everybody: the answer ends."""
+GRACE_S = 0.25
+ROUND_S = 0.005
+"""Seconds that the masks of one answer may take: so many in all, and so many more for each round. A grammar that takes
+longer holds up everybody: the answer ends. It is this thread's own time, not that of others who have the CPU."""
 
 _ALL, _NONE = -1, 0
 
@@ -56,6 +58,8 @@ class Constraint:
         self._usual_end = rules.usual_end if rules.usual_end in self._ends else min(rules.end_ids)
         self._seen = 0  # tokens of the answer that the state has followed
         self._ended = False
+        self._spent_s = 0.0
+        self._rounds = 0
         self._next = torch.zeros((1, mask_words(rules.vocab_size)), dtype=torch.int32)  # [1, W] scratch
         self._only_ends = torch.zeros_like(self._next)  # [1, W]
         for token in rules.end_ids:
@@ -101,20 +105,20 @@ class Constraint:
 
         Behind a node that is not allowed anything may follow: nobody gets there.
         """
-        started = time.perf_counter()
+        started = time.thread_time()
         if self.failure is None:
             out[row : row + 1 + len(tree)] = _ALL
             with self._failing():
                 self._fill(out, row)
                 if tree.tokens:
                     self._walk(tree, lambda node, _: self._fill(out, row + 1 + node, tree.tokens[node]))
-        seconds = time.perf_counter() - started
+        self._spent_s += time.thread_time() - started
+        self._rounds += 1
         if self.failure is not None:
             out[row : row + 1 + len(tree)] = _NONE
-        elif seconds > MOST_SECONDS:  # this round's masks are right; the next allows nothing
-            self.failure = (
-                f"the grammar of structured_outputs is too ambiguous: one round took {seconds:.2f} s; make it simpler"
-            )
+        elif self._spent_s > GRACE_S + ROUND_S * self._rounds:  # these masks are right; the next allow nothing
+            spent = f"{self._spent_s:.2f} s for {self._rounds} rounds"
+            self.failure = f"the grammar of structured_outputs is too ambiguous: {spent}; make it simpler"
 
     def forced(self, most: int) -> list[int]:
         """What comes next whatever the model says, as the tokens that its tokenizer makes of it; at most so many.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from slipstream.core.errors import InvalidRequest
 
-MAX_WEIGHT = 10_000
+MAX_WEIGHT = 2000
 MAX_JSON_WEIGHT = 256
 """… of a pattern in a schema: it is joined with what JSON says of strings, in time that grows with the square."""
 _MANY = 2
