@@ -147,8 +147,8 @@ def test_the_number_of_heads_must_be_one(target: Runner, tmp_path: Path, count: 
         load_medusa(folder, target)
 
 
-def test_a_folder_of_something_else_is_told_what_is_missing(target: Runner, tiny_target: Path) -> None:
-    with pytest.raises(ModelError, match="medusa_num_heads=None, must be a positive whole number"):
+def test_a_folder_of_something_else_is_told_how_to_name_it(target: Runner, tiny_target: Path) -> None:
+    with pytest.raises(DrafterError, match=r"holds a whole model, not Medusa heads; write model:"):
         load_medusa(tiny_target, target)
 
 

@@ -64,6 +64,7 @@ class Opening:
     open_runner: Callable[[Path, Runner | None], Runner]
     """Another model beside the target, checked and swapped as it is. The second: whose embeddings it may share."""
     say: Callable[[str], None] = lambda _: None  # what is worth knowing while things load
+    target_config: Any = None  # the target's configuration: what a head must fit is seen before any weights are read
 
 
 @dataclass(frozen=True, slots=True)

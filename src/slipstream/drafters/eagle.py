@@ -30,12 +30,19 @@ class EagleDrafter(FeatureDrafter):
 
     @classmethod
     def check(cls, opening: Opening) -> None:
-        from slipstream.models.heads.checkpoint import read_config
+        from slipstream.models.headers import stored_names
+        from slipstream.models.heads.checkpoint import HeadFiles, TargetShape, read_config
+        from slipstream.models.heads.kinds import check_kind
+        from slipstream.models.heads.layouts import read_eagle
 
         assert opening.path is not None  # `with_shipped` refuses one without
         folder, _, options = opening.path.partition("?")
         parse_options(options)
-        read_config(opening.resolve(folder))
+        path = opening.resolve(folder)
+        read_config(path)
+        check_kind(path, stored_names(path), cls.name)
+        if (shape := TargetShape.of_config(opening.target_config)) is not None:
+            read_eagle(HeadFiles.peek(path), shape)
 
     @classmethod
     def open(cls, opening: Opening, target: Runner) -> EagleDrafter:

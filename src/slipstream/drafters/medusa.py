@@ -27,8 +27,8 @@ from slipstream.drafters.medusa_tree import (
     check_table,
     usual_table,
 )
-from slipstream.models.heads.checkpoint import read_config
-from slipstream.models.heads.medusa import MedusaHeads, load_medusa
+from slipstream.models.heads.checkpoint import TargetShape, read_config
+from slipstream.models.heads.medusa import MedusaHeads, check_medusa, load_medusa
 from slipstream.models.runner import Runner
 from slipstream.sampling.rank import rank
 from slipstream.sampling.rows import SampleRows
@@ -67,7 +67,10 @@ class MedusaDrafter(DeviceDrafter):
     @classmethod
     def check(cls, opening: Opening) -> None:
         assert opening.path is not None  # it is registered as one that takes a path
-        read_config(opening.resolve(opening.path))
+        folder = opening.resolve(opening.path)
+        read_config(folder)
+        if (shape := TargetShape.of_config(opening.target_config)) is not None:
+            check_medusa(folder, shape)
 
     @classmethod
     def open(cls, opening: Opening, target: Runner) -> MedusaDrafter:

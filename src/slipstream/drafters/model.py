@@ -23,6 +23,8 @@ from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
+from slipstream.models.headers import stored_names
+from slipstream.models.heads.kinds import check_kind
 from slipstream.models.runner import Runner
 from slipstream.models.shared import shares_embeddings
 from slipstream.sampling.choose import choose, processed
@@ -58,6 +60,7 @@ class ModelDrafter(DeviceDrafter):
     @classmethod
     def check(cls, opening: Opening) -> None:
         folder = cls._folder(opening)
+        check_kind(folder, stored_names(folder), cls.name)
         if not shares_embeddings(folder):
             opening.load_tokenizer(folder)
 

@@ -72,8 +72,8 @@ def build(
             target=shares,
         )
 
-    check_supported(load_config(path, trust_remote_code))
-
+    target_config = load_config(path, trust_remote_code)
+    check_supported(target_config)
     tokenizer: Any = load_tokenizer(path, trust_remote_code)
     opening = Opening(
         path=None,
@@ -83,6 +83,7 @@ def build(
         load_tokenizer=lambda folder: load_tokenizer(folder, trust_remote_code),
         open_runner=open_runner,
         say=say,
+        target_config=target_config,
     )
     for choice in choices:
         kind = _class_of(choice)

@@ -77,6 +77,15 @@ def read_header(file: Path) -> dict[str, Any]:
     return dict(header)
 
 
+def stored_names(folder: Path) -> set[str]:
+    """The names of all tensors in `folder`'s safetensors; none where it has other files."""
+    return {name for file in (weight_files(folder) or _head_files(folder)) for name in read_header(file)}
+
+
+def _head_files(folder: Path) -> list[Path]:
+    return [folder / name for name in HEAD_SAFETENSORS if (folder / name).is_file()]
+
+
 def summarize(folder: Path) -> WeightsSummary:
     """Sizes and types of the weights in `folder`."""
     count = total = 0

@@ -58,7 +58,7 @@ class Runner:
         probe = self._probe()
         self.layers = [LayerShape(*probe.shapes[layer]) for layer in probe.layers_seen]
         self._traits = probe.traits
-        self.max_positions = _max_positions(config)
+        self.max_positions = max_positions_of(config)
 
     @property
     def query_heads(self) -> int:
@@ -212,7 +212,8 @@ def _num_layers(config: PreTrainedConfig) -> int:
     return cast(int, config.num_hidden_layers)
 
 
-def _max_positions(config: PreTrainedConfig) -> int:
+def max_positions_of(config: PreTrainedConfig) -> int:
+    """The longest text that a model reads right."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if longest := getattr(config, name, None):
             return min([cast(int, longest), *_one_rotary(config)])

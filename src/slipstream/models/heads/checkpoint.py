@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from slipstream.core.errors import DrafterError, ModelError
 from slipstream.models.headers import read_header, weight_files
-from slipstream.models.runner import Runner
+from slipstream.models.runner import Runner, max_positions_of
 
 _PICKLES = ("pytorch_model.bin",)
 AGAIN = "Fetch the head again, or correct its config.json"
@@ -43,6 +44,16 @@ class TargetShape:
         hidden = cast(int, target.config.hidden_size)
         return TargetShape(hidden, target.vocab_size, len(target.layers), target.max_positions)
 
+    @staticmethod
+    def of_config(config: PreTrainedConfig) -> TargetShape | None:
+        """By its configuration, before any weights are read; None where that does not say."""
+        hidden, vocab, layers = (
+            getattr(config, key, None) for key in ("hidden_size", "vocab_size", "num_hidden_layers")
+        )
+        if not (isinstance(hidden, int) and isinstance(vocab, int) and isinstance(layers, int)):
+            return None
+        return TargetShape(hidden, vocab, layers, max_positions_of(config))
+
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
@@ -59,6 +70,13 @@ class HeadFiles:
             raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")
         return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors))
 
+    @staticmethod
+    def peek(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
+        """The same, but of tensors in safetensors only the shapes, and the values of ids: quick, however large."""
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")
+        return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors, _outlines))
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
@@ -74,7 +92,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(
-    folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()
+    folder: Path,
+    pickles: Sequence[str] = _PICKLES,
+    safetensors: Sequence[str] = (),
+    load: Callable[[Path], Mapping[str, Tensor]] = load_file,
 ) -> dict[str, Tensor]:  # on the CPU
     """The weights in `folder`: safetensors where there are some, else a pickle, which may hold tensors only."""
     files = weight_files(folder) or [folder / name for name in safetensors if (folder / name).is_file()][:1]
@@ -82,7 +103,7 @@ def read_tensors(
     for file in files:
         read_header(file)  # notices damage, and names the file
         try:
-            tensors.update(load_file(file))
+            tensors.update(load(file))
         except SafetensorError as error:  # offsets and sizes that contradict each other
             raise ModelError(f"{file}: damaged ({error}); fetch the file again") from error
     if files:
@@ -92,6 +113,17 @@ def read_tensors(
             return _unpickled(folder / name)
     names = ", ".join(("model.safetensors", *safetensors, *pickles))
     raise ModelError(f"{folder}: no weights; one of these files must be there: {names}")
+
+
+def _outlines(file: Path) -> dict[str, Tensor]:
+    """Numbers that are ids, or marks, as they are; of weights the shape alone."""
+    found: dict[str, Tensor] = {}
+    with safe_open(file, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 - no mapping
+            part = stored.get_slice(name)
+            is_weight = part.get_dtype().startswith(("F", "BF"))
+            found[name] = torch.empty(part.get_shape(), device="meta") if is_weight else stored.get_tensor(name)
+    return found
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from slipstream.models.heads.checkpoint import (
     check_tensors,
     number,
 )
+from slipstream.models.heads.kinds import check_kind
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
@@ -115,9 +116,28 @@ def residual_layers(
     return x
 
 
-def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
-    """The heads in `folder`, or the reason why they cannot guess for this target."""
-    files, shape = HeadFiles.read(folder, _PICKLES, HEAD_SAFETENSORS), TargetShape.of(target)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Heads as they are stored, held against their configuration and their target."""
+
+    tensors: Mapping[str, Tensor]
+    names: _Names
+    heads: int
+    layers: int
+    hidden: int
+    vocab: int
+    shared: bool  # one LM head for all
+    own: tuple[str, ...]  # LM heads of their own; (): they have none
+    token_map: Tensor | None
+
+
+def check_medusa(folder: Path, shape: TargetShape) -> None:
+    """Raise where the heads in `folder` cannot guess for such a target, without reading their weights."""
+    _stored(HeadFiles.peek(folder, _PICKLES, HEAD_SAFETENSORS), shape)
+
+
+def _stored(files: HeadFiles, shape: TargetShape) -> _Stored:
+    check_kind(files.folder, files.tensors.keys(), "medusa")
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in files.tensors.items()}
     key = next((key for key in ("medusa_num_heads", "num_heads") if key in files.config), "medusa_num_heads")
     heads = max(number(files.config, key, files.folder, most=MOST_PARTS), _heads_in(tensors))
@@ -145,19 +165,27 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
     check_tensors(files.folder, tensors, wanted, optional)
     if token_map is not None:
         _check_map(files, token_map, shape.vocab, with_own)
+    lm_heads = tuple(own) if with_own and not shared else ()
+    return _Stored(tensors, names, heads, layers, hidden, vocab, shared, lm_heads, token_map)
+
+
+def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
+    """The heads in `folder`, or the reason why they cannot guess for this target."""
+    stored = _stored(HeadFiles.read(folder, _PICKLES, HEAD_SAFETENSORS), TargetShape.of(target))
+    tensors, names, everyone, layers = stored.tensors, stored.names, range(stored.heads), range(stored.layers)
 
     def placed(tensor: Tensor) -> Tensor:
         return tensor.to(target.device, target.dtype)
 
-    empty = torch.zeros(hidden)
-    everyone = range(heads)
+    empty = torch.zeros(stored.hidden)
+    lm_heads = [placed(tensors["lm_head.weight"])] * stored.heads if stored.shared else []
     return MedusaHeads(
-        [placed(torch.stack([tensors[names.weight(h, i)] for h in everyone])) for i in range(layers)],
-        [placed(torch.stack([tensors.get(names.bias(h, i), empty) for h in everyone])) for i in range(layers)],
-        [placed(tensors["lm_head.weight"])] * heads if shared else [placed(tensors[n]) for n in own if with_own],
+        [placed(torch.stack([tensors[names.weight(h, i)] for h in everyone])) for i in layers],
+        [placed(torch.stack([tensors.get(names.bias(h, i), empty) for h in everyone])) for i in layers],
+        lm_heads or [placed(tensors[name]) for name in stored.own],
         target.model.get_output_embeddings(),
-        vocab,
-        None if token_map is None else token_map.to(target.device, torch.int64),
+        stored.vocab,
+        None if stored.token_map is None else stored.token_map.to(target.device, torch.int64),
     )
 
 
