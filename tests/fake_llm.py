@@ -28,6 +28,7 @@ class FakeLLM:
     interrupt_at: int | None = None
     error: str | None = None
     max_model_len: int = 4096
+    remarks: tuple[str, ...] = ()
     made_with: dict[str, Any] = field(default_factory=dict)
     asked: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     chats: list[list[dict[str, str]]] = field(default_factory=list)

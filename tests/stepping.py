@@ -37,7 +37,11 @@ class Stepper:
             assert built.engine.pool.num_pages == pages
         self.engine = built.engine
         self._intake = Intake(
-            built.tokenizer, self.engine.target.vocab_size, built.eos_ids, self.engine.drafting.drafters
+            built.tokenizer,
+            self.engine.target.vocab_size,
+            built.eos_ids,
+            self.engine.drafting.drafters,
+            default=self.engine.drafting.default,
         )
 
     @staticmethod

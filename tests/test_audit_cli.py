@@ -113,3 +113,25 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(run: Run) -> None:
     assert done.json["settings"]["prompts"] == 1
     assert done.json["settings"]["skipped_prompts"] == 1
     assert run("--max-model-len", "16").code == 1
+
+
+def test_temperature_0_samples_nothing(run: Run) -> None:
+    done = run("--temperature", "0", "--top-p", "0.9", "--drafter", "none")
+    assert done.code == 0, done.out
+    titles = [check["title"] for check in done.json["checks"]]
+    assert any(title.startswith("greedy") for title in titles)
+    assert not [title for title in titles if "T=" in title or "rejection" in title]
+    assert any("Nothing was sampled, as asked" in note for note in done.json["notes"])
+
+
+def test_as_many_answers_are_drawn_as_were_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    generate = LLM.generate
+
+    def counting(self: LLM, prompts: Any, params: Any = None, **more: Any) -> Any:
+        drawn.extend(p.n for p in params if p.speculation.verifier == "rejection")
+        return generate(self, prompts, params, **more)
+
+    monkeypatch.setattr(LLM, "generate", counting)
+    assert run("--samples", "7", "--concurrency", "3", "--drafter", "none").code == 0
+    assert drawn == [3, 3, 1], "of the probe, three at a time"

@@ -165,6 +165,12 @@ def test_nothing_drafted_says_why(declined: int, rounds: str) -> None:
     assert rate_line(40, 10.0, SpeculationStats(rounds=40, emitted=40)).endswith("nothing drafted")
 
 
+def test_what_is_to_be_known_of_a_drafter_stands_in_the_summary(run: Run, llm: FakeLLM) -> None:
+    llm.remarks = ("small has another vocabulary than the target: ids are mapped",)
+    assert "· stop · small has another vocabulary than the target: ids are mapped\n" in run("generate", "Hi").err
+    assert run("chat", stdin="Hi\n").err.startswith("small has another vocabulary")
+
+
 def test_no_speculation_loads_no_drafter(run: Run, llm: FakeLLM) -> None:
     done = run("generate", "Hi", "--no-speculation")
     assert llm.made_with["drafters"] == ()

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
+from slipstream.core.errors import InvalidRequest
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.suffix import SuffixDrafter
 
@@ -91,3 +92,17 @@ def test_it_is_offered_by_name(open_llm: Callable[..., LLM]) -> None:
     llm = open_llm(drafter="suffix")
     assert ask(llm, PARAMS, SpeculationParams(drafter="suffix"))[0].error is None
     assert "suffix" in open_llm(speculative_config={"method": "suffix"}).engine.drafting.drafters
+
+
+def test_material_that_nobody_drafts_from_is_refused(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm(drafter=["ngram", SuffixDrafter()])
+    given = SpeculationParams(material=["abc"])
+    with pytest.raises(InvalidRequest, match=r"speculation\.material: ngram does not draft from it; name .*: suffix"):
+        ask(llm, PARAMS, given)
+    with pytest.raises(InvalidRequest, match="prediction does not draft from it"):
+        ask(llm, replace(PARAMS, prediction="abc"), given)
+    fine = [replace(given, drafter="suffix"), replace(given, drafter="ngram+suffix"), replace(given, enabled=False)]
+    for how in fine:
+        assert ask(llm, PARAMS, how)[0].error is None
+    with pytest.raises(InvalidRequest, match="there is no drafter to draft from it; load one that does, such as suff"):
+        ask(open_llm(drafter=None), PARAMS, given)

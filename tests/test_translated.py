@@ -192,3 +192,10 @@ def test_the_planner_stops_what_does_not_pay(open_pair: Callable[..., LLM]) -> N
     assert got[0].speculation.rounds > 80
     drafted = got[0].speculation.by_drafter
     assert "model" not in drafted or drafted["model"].drafts < 40
+
+
+@pytest.mark.parametrize(("kind", "how"), [("marks", "drafts through the text"), ("same", "ids are mapped")])
+def test_how_vocabularies_are_bridged_is_told(open_pair: Callable[..., LLM], kind: str, how: str) -> None:
+    (remark,) = open_pair(kind).remarks
+    assert "has another vocabulary than the target" in remark
+    assert how in remark

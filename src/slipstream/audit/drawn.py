@@ -36,6 +36,7 @@ class Drawn(Stage):
         # no more answers to a request than run at once: those that wait would have to read the prompt again
         self._together = min(bench.llm.engine.config.max_num_seqs, MAX_N)
         self.size = -(-samples // self._together)
+        self._samples = samples
         self._tally, self._failed = Tally(), False
         self._fit = Fit()
         self._prompt = ""
@@ -48,7 +49,8 @@ class Drawn(Stage):
         context = [*prompt.token_ids, *answer[: len(answer) // 2]]
         answers: list[tuple[int, ...]] = []
         for number in range(self.size):
-            params = replace(self._params, seed=(self._params.seed or 0) + number, n=self._together)
+            count = min(self._together, self._samples - number * self._together)
+            params = replace(self._params, seed=(self._params.seed or 0) + number, n=count)
             bench.probe.tell(context, params.seed, answer[len(answer) // 2 :])
             for given in bench.llm.generate([{"prompt_token_ids": context}], [params])[0].outputs:
                 self._tally.add(given)

@@ -38,9 +38,14 @@ class AuditConfig:
     trust_remote_code: bool = False
 
 
-def settings(max_tokens: int, seed: int, own: SamplingParams | None = None) -> tuple[Setting, ...]:
-    """Greedy, and sampled: with `own` where it is given, else at temperature 1, without and with top-p."""
+def settings(
+    max_tokens: int, seed: int, own: SamplingParams | None = None, *, sampled: bool = True
+) -> tuple[Setting, ...]:
+    """Greedy, and unless that is all, sampled: with `own` where it is given, else at temperature 1, without and with
+    top-p."""
     greedy = Setting("greedy", SamplingParams(temperature=0, max_tokens=max_tokens))
+    if not sampled:
+        return (greedy,)
     if own is not None:
         limits = (
             (f"top-k {own.top_k}", own.top_k),
@@ -49,9 +54,9 @@ def settings(max_tokens: int, seed: int, own: SamplingParams | None = None) -> t
         )
         name = ", ".join([f"T={own.temperature:g}", *(text for text, wanted in limits if wanted)])
         return greedy, Setting(name, own)
-    sampled = SamplingParams(temperature=1, max_tokens=max_tokens, seed=seed)
+    whole = SamplingParams(temperature=1, max_tokens=max_tokens, seed=seed)
     nucleus = SamplingParams(temperature=1, top_p=0.9, max_tokens=max_tokens, seed=seed)
-    return greedy, Setting("T=1", sampled), Setting("T=1, top-p 0.9", nucleus)
+    return greedy, Setting("T=1", whole), Setting("T=1, top-p 0.9", nucleus)
 
 
 class Progress:
@@ -118,8 +123,10 @@ def plan(bench: Bench, config: AuditConfig, note: Callable[[str], None]) -> Iter
             for mode in modes:
                 yield Cache(bench, greedy, mode, bench.fresh)
             yield from _against_transformers(bench, greedy, modes[0], config, note)
-    if config.samples:
-        sampled = next(setting.params for setting in config.settings if not setting.params.greedy)
+    sampled = next((setting.params for setting in config.settings if not setting.params.greedy), None)
+    if sampled is None:
+        note("Nothing was sampled, as asked (--temperature 0): this says nothing of sampled answers.")
+    elif config.samples:
         for shape in SHAPES:
             yield Rule(bench, shape, sampled.temperature)
         for mode in modes:

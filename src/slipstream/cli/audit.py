@@ -107,9 +107,10 @@ def audit(
 
     Decodes prompts plainly, one by one, then with every --drafter (may be repeated), alone and in a batch: greedy, and
     sampled for the same seeds (at temperature 1, without and with top-p; or as --temperature, --top-p, --top-k and
-    --min-p say). Every token must be the same. Where one differs, the margin between the two tokens tells a tie that
-    rounding decides from a bug. Also compares the cache that speculation leaves behind with a fresh prompt, and
-    with transformers, and tests whether rejection sampling draws from the model's distribution.
+    --min-p say; with --temperature 0 nothing is sampled). Every token must be the same. Where one differs, the margin
+    between the two tokens tells a tie that rounding decides from a bug. Also compares the cache that speculation leaves
+    behind with a fresh prompt, and with transformers, and tests whether rejection sampling draws from the model's
+    distribution.
 
     Exit status: 0 lossless, 1 not (or not shown), 2 a bad option, 130 stopped by Ctrl-C; the report of what was
     done is written all the same. The last line on stdout is the report as JSON.
@@ -132,7 +133,9 @@ def audit(
         fitting = tokenized(llm, chosen, max_tokens)
         config = run.AuditConfig(
             drafters=tuple(merged_name(parse_merged(drafter)) for drafter in common.drafters),
-            settings=run.settings(max_tokens, seed, None if own.greedy else own),
+            settings=run.settings(
+                max_tokens, seed, None if own.greedy else own, sampled=common.temperature is None or not own.greedy
+            ),
             at_once=concurrency,
             draft_tokens=common.draft_tokens,
             samples=samples,
@@ -151,11 +154,11 @@ def audit(
 
 
 def sampling(common: Common, seed: int) -> SamplingParams:
-    """What was asked for. Limits without a temperature mean temperature 1: they do nothing to greedy decoding."""
+    """What was asked for. Limits without any temperature mean temperature 1: they do nothing to greedy decoding."""
     params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
     params = replace(params, seed=seed)
     limited = params.top_k or params.top_p < 1 or params.min_p
-    return replace(params, temperature=1.0) if params.greedy and limited else params
+    return replace(params, temperature=1.0) if common.temperature is None and limited else params
 
 
 def report_files(out: Path | None, json_file: Path | None, markdown_file: Path | None) -> dict[str, list[Path]]:
@@ -193,6 +196,7 @@ def described(common: Common, llm: LLM, config: AuditConfig, prompts: int, skipp
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["slipstream", *sys.argv[1:]],
         "drafters": list(common.drafters),
+        "remarks": list(llm.remarks),
         "versions": versions(),
         "hardware": hardware(),
         "settings": {

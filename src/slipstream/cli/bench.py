@@ -147,6 +147,7 @@ def bench(
             run.long_prompt(llm), [r for r in runners if r.name in (run.PLAIN, baseline.NAME)]
         )
         used = memory_report(llm, imports)
+        result["remarks"] = list(llm.remarks)
         if startup:
             result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
             if peers:
@@ -207,7 +208,7 @@ def memory_report(llm: LLM, imports: int) -> memory.MemoryReport:
 def closing_lines(
     summary: report.Summary, prefill: run.PrefillReport, used: memory.MemoryReport, result: dict[str, Any]
 ) -> list[str]:
-    lines = []
+    lines = [*result.get("remarks", ())]
     for row in summary.rows:
         if row.category == report.ALL and row.rounds:
             whole = row.draft_s + row.verify_s + row.host_s or 1.0

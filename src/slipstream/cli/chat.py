@@ -156,6 +156,8 @@ def chat(
     with loaded(common, common.drafters) as llm:
         conversation = Conversation(llm, common, system, as_json)
         terminal = sys.stdin.isatty()
+        for remark in llm.remarks:
+            note(remark)
         if terminal:
             note(f"{common.model} · {COMMANDS}")
         while (line := read_line(terminal)) is not None:

@@ -159,9 +159,10 @@ def generate(
                 print(f"--- answer {answer.index + 1} of {n}\n{answer.text}", flush=True)
         else:
             answers = [stream(llm, request, params)]
+        remarks = llm.remarks
     for answer in answers:
         if not as_json:
-            note(summary(answer))
+            note(" · ".join((summary(answer), *remarks)))
         if answer.error is not None:
             raise RequestError(answer.error)
 

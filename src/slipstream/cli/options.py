@@ -196,15 +196,16 @@ class Common:
         ),
     ] = False
     temperature: Annotated[
-        float,
+        float | None,
         option(
             "--temperature",
             "-t",
             metavar="T",
             panel=SAMPLING,
-            help="0 always takes the likeliest token; 0.7 is usual for varied answers, 1 is the model as trained.",
+            help="0 always takes the likeliest token; 0.7 is usual for varied answers, 1 is the model as trained. "
+            "Default: 0; audit: both 0 and 1.",
         ),
-    ] = 0.0
+    ] = None
     top_p: Annotated[
         float,
         option(
@@ -284,12 +285,12 @@ class Common:
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:
         """The request's parameters. A sampled request without a seed gets one here, so that it can be shown."""
-        seed = self.seed
-        if seed is None and self.temperature > 0:
+        seed, temperature = self.seed, self.temperature or 0.0
+        if seed is None and temperature > 0:
             seed = secrets.randbits(32)
         try:
             return SamplingParams(
-                temperature=self.temperature,
+                temperature=temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
                 min_p=self.min_p,

@@ -35,6 +35,7 @@ class Needs:
     own_cache: bool = False  # keeps K and V of its own on the target's page table
     probabilities: bool = False  # tells what it drew from (`DraftRound.q`, `Draft.q`) where rejection sampling asks
     choices: bool = False  # verdicts say what the target chose at every node, accepted or not
+    material: bool = False  # drafts from `DraftRequest.material`; where no drafter does, material is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class Drafter(ABC):
     default_draft_tokens: ClassVar[int] = 5
     max_positions: int | None = None  # the longest context it can draft in; None: any
     weights_bytes: int = 0  # of its own weights, beside the target's
+    remark: str = ""  # what users should know of how it was opened
 
     @classmethod  # noqa: B027
     def check(cls, opening: Opening) -> None:

@@ -76,7 +76,8 @@ class ModelDrafter(DeviceDrafter):
             return cls(runner)
         drafter = TranslatedDrafter(runner, own, opening.tokenizer, target.vocab_size)
         how = "ids are mapped" if drafter.alike else "it drafts through the text"
-        opening.say(f"{folder.name} has another vocabulary than the target: {how}")
+        drafter.remark = f"{folder.name} has another vocabulary than the target: {how}"
+        opening.say(drafter.remark)
         return drafter
 
     @staticmethod

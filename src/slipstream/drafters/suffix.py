@@ -17,7 +17,7 @@ from slipstream.core.draft import MAX_NODES, ROOT, Tree, chain_parents
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
-from slipstream.drafters.base import DraftRequest, HostDrafter
+from slipstream.drafters.base import DraftRequest, HostDrafter, Needs
 from slipstream.drafters.promise import PromiseTable
 from slipstream.drafters.suffix_code import LONGEST, take_out
 from slipstream.drafters.suffix_store import SuffixIndex, SuffixStore
@@ -61,6 +61,7 @@ class SuffixDrafter(HostDrafter):
     """
 
     name: ClassVar[str] = "suffix"
+    needs: ClassVar[Needs] = Needs(material=True)
     bounded: ClassVar[bool] = True
     default_draft_tokens: ClassVar[int] = 32
 

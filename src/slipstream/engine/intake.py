@@ -12,6 +12,7 @@ from slipstream.constrain.compiler import Grammars
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
+from slipstream.drafters.base import Drafter
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.state import Answer, Job, Sink
 from slipstream.engine.text import TextStream
@@ -27,15 +28,17 @@ class Intake:
         tokenizer: Any,
         vocab_size: int,
         eos_ids: Collection[int],
-        drafters: Iterable[str],
+        drafters: Mapping[str, Drafter],
         plan: MemoryPlan | None = None,
+        default: str | None = None,  # who drafts where a request names nobody
     ) -> None:
         self._plan = plan
         self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
-        self._drafters = tuple(drafters)
+        self._drafters = drafters
+        self._default = default
 
     def job(
         self, prompt: Prompt, params: SamplingParams, sink: Sink, *, streaming: bool, request_id: str | None = None
@@ -102,6 +105,8 @@ class Intake:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         wanted = params.speculation.drafter
+        if params.speculation.enabled:
+            self._check_material(params)
         if not params.speculation.enabled or wanted is None:
             return
         names = wanted.split("+")
@@ -114,6 +119,16 @@ class Intake:
             )
         if len(set(names)) < len(names):
             raise InvalidRequest(f"speculation.drafter={wanted!r}: must name each drafter once")
+
+    def _check_material(self, params: SamplingParams) -> None:
+        """Material that nobody drafts from would be of no use, and nobody would know."""
+        named = params.speculation.drafter or ("prediction" if params.prediction else self._default) or ""
+        names = [name for name in named.split("+") if name in self._drafters]
+        if params.speculation.material and not any(self._drafters[name].needs.material for name in names):
+            taking = [name for name, drafter in self._drafters.items() if drafter.needs.material]
+            remedy = f"name one that does: {', '.join(taking)}" if taking else "load one that does, such as suffix"
+            who = f"{named} does not draft from it" if named else "there is no drafter to draft from it"
+            raise InvalidRequest(f"speculation.material: {who}; {remedy}, or leave it out")
 
     def _check_ids(self, key: str, ids: Iterable[object]) -> None:
         for token in ids:

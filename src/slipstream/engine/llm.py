@@ -129,8 +129,14 @@ class LLM:
             built.eos_ids,
             built.engine.drafting.drafters,
             built.engine.plan,
+            built.engine.drafting.default,
         )
         return built.engine
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What there is to know of how its drafters were opened: that one has another vocabulary, say."""
+        return tuple(drafter.remark for drafter in self.engine.drafting.drafters.values() if drafter.remark)
 
     def generate(
         self,
