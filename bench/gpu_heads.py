@@ -17,7 +17,7 @@ from gpu_passes import CONTEXT, PAGE, REPEATS, lane_state
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRound, Services
 from slipstream.drafters.eagle import EagleDrafter
-from slipstream.engine.rounds import RoundShape
+from slipstream.engine.round_shape import RoundShape
 from slipstream.kv.pages import PagePool, PageTable
 from slipstream.models.heads.eagle import EagleHead
 from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.params import SamplingParams
-from slipstream.engine.rounds import RoundShape
+from slipstream.engine.round_shape import RoundShape
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.core.draft import Tree
 from slipstream.drafters.promise import PromiseTable
-from slipstream.engine.rounds import RoundShape
+from slipstream.engine.round_shape import RoundShape
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import SIZES, PassCost
 from slipstream.sampling.table import Features

@@ -15,7 +15,8 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import draft_loops, rounds
 from slipstream.engine.draft_loops import DraftFailed, DraftLoops, LoopShape
 from slipstream.engine.queued import QueuedEngine
-from slipstream.engine.rounds import Round, RoundShape
+from slipstream.engine.round_shape import RoundShape
+from slipstream.engine.rounds import Round
 from slipstream.sampling.table import Features
 
 

@@ -27,7 +27,8 @@ from slipstream.engine.followers import QueuedFollowers
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import FirstTokens, pack_chunks
 from slipstream.engine.plans import Plan
-from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
+from slipstream.engine.round_shape import RoundShape
+from slipstream.engine.rounds import Machine, Round, Rounds
 from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket

@@ -8,10 +8,9 @@ stands, and gives the same tokens.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,86 +18,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.constrain.matcher import mask_words
-from slipstream.core.draft import MAX_NODES, Draft, Tree, chain_parents
+from slipstream.core.draft import Draft, Tree, chain_parents
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.draft_loops import DraftLoops, Drafts, LoopShape
+from slipstream.engine.round_shape import RoundShape
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.merge_trees import Union, merge_guesses
 from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
-from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
 from slipstream.models.graphs import captured
 from slipstream.models.paths import Progress
 from slipstream.models.runner import Runner
-from slipstream.plan.cost import SIZES
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rows import SampleRows
-from slipstream.sampling.table import Features, SamplingTable
+from slipstream.sampling.table import SamplingTable
 from slipstream.verify.mixed import mixed_choices
 
-_REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_WIDTHS = (0, 16, MAX_NODES)
-"""Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured when it first comes."""
-_DRAWN_WIDTHS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, MAX_NODES)
-"""… of rejection sampling, which looks at the whole vocabulary for every node that there might be."""
-_CROWD = 16
-"""So many requests rarely all have short contexts: they share the next larger size."""
 _COPIES = 3
 """Host copies of a round's input, and of its result: more than there are rounds in the making."""
 _MOST = 128
 """Captured rounds that are kept; those that were not used for longest are let go."""
-
-
-class RoundShape(NamedTuple):
-    """What a captured round depends on. Sizes come in buckets, so that there are few of them.
-
-    A tuple, because one is made and looked up every round while the device waits.
-    """
-
-    requests: int
-    width: int  # nodes of a request at most
-    rows: int
-    keys: int  # keys that a row sees at most
-    is_tree: bool
-    features: Features
-    version: int  # of the sampling table's tensors
-    keeps_logits: bool  # somebody reads them afterwards
-    tells_choices: bool = False  # … or what was chosen at every row
-    draws: bool = False  # a drafter of the round tells what it draws from
-
-    @staticmethod
-    def of(
-        counts: Sequence[int],
-        longest: int,
-        *,
-        is_tree: bool,
-        features: Features,
-        version: int,
-        keeps_logits: bool,
-        tells_choices: bool = False,
-        draws: bool = False,
-        most_keys: int = 1 << 40,
-    ) -> RoundShape:
-        """For requests with so many nodes each; none has more than `longest` tokens before the round.
-
-        most_keys: no row of any round sees more.
-        """
-        requests = _bucket(len(counts), _REQUESTS)
-        width = _bucket(max(counts), _DRAWN_WIDTHS if features.rejection else _WIDTHS)
-        rows = _bucket(len(counts) + sum(counts), SIZES)
-        keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
-        while keys < longest + 1 + width:
-            keys *= 4
-        keys = min(keys, -(-most_keys // SPLIT_KEYS) * SPLIT_KEYS)
-        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices, draws)
-
-
-def _bucket(size: int, sizes: Sequence[int]) -> int:
-    """The next larger size; beyond the last, a multiple of it."""
-    last = sizes[-1]
-    return sizes[bisect_left(sizes, size)] if size <= last else -(-size // last) * last
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from slipstream.core.draft import Tree
 from slipstream.core.errors import CapacityError, ConfigError
-from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
+from slipstream.engine.round_shape import RoundShape
+from slipstream.engine.rounds import Machine, Round, Rounds
 from slipstream.kernels.pack_rows import RECENT, LaneState
 from slipstream.kernels.paged import SPLIT_KEYS
 from slipstream.kv.cache import KVCache
