@@ -150,7 +150,8 @@ class Common:
             "-d",
             metavar="NAME[:PATH]",
             panel=SPECULATION,
-            help="Who guesses ahead. ngram: what the text already said; suffix: that, and earlier answers; lookahead: "
+            help="Who guesses ahead. auto: all that make sense for the model, each where it pays; ngram: what the "
+            "text already said; suffix: that, and earlier answers; lookahead: "
             "what the model says further on; prediction: the text of --prediction; "
             "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH and "
             "eagle:PATH: heads that were trained for the model (eagle3, medusa and draft without a path: the default "

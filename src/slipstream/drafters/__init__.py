@@ -46,6 +46,9 @@ class _Entry:
     ships: str | None = None
 
 
+AUTO = "auto"
+"""Not a drafter: all those that make sense for the target (`auto.py`)."""
+
 _entries: dict[str, _Entry] = {}
 _aliases: dict[str, str] = {}
 
@@ -66,7 +69,7 @@ def register(
     for taken in (name, *aliases):
         if not taken or ":" in taken or "+" in taken:
             raise ConfigError(f"drafter name {taken!r}: must not be empty, or have a colon (NAME:PATH) or a plus (A+B)")
-        if taken in _entries or taken in _aliases:
+        if taken in _entries or taken in _aliases or taken == AUTO:
             raise ConfigError(f"drafter name {taken!r} is taken: choose another")
     _entries[name] = _Entry(factory, takes_path, ships)
     _aliases.update(dict.fromkeys(aliases, name))
@@ -86,8 +89,10 @@ def parse_spec(text: str) -> DrafterSpec:
     """Read `NAME[:PATH]`; an alias becomes the drafter's own name."""
     given, colon, path = text.partition(":")
     name = _aliases.get(given, given)
+    if text == AUTO:
+        return DrafterSpec(AUTO)
     if name not in _entries:
-        raise ConfigError(f"drafter {given!r} is unknown: must be one of {', '.join(drafter_names())}, or none")
+        raise ConfigError(f"drafter {given!r} is unknown: must be one of {', '.join(drafter_names())}, auto, or none")
     if colon and not path:
         raise ConfigError(f"drafter {text!r}: a path must follow the colon")
     if colon and not _entries[name].takes_path:
@@ -102,7 +107,7 @@ def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
     parts: list[str] = []
     for piece in text.split("+"):
         name = piece.partition(":")[0]
-        if parts and ":" in parts[-1] and name not in _entries and name not in _aliases:
+        if parts and ":" in parts[-1] and name not in _entries and name not in _aliases and name != AUTO:
             parts[-1] += "+" + piece
         else:
             parts.append(piece)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import ConfigError
-from slipstream.drafters import DrafterSpec, drafter_factory, parse_merged, parse_specs
+from slipstream.drafters import AUTO, DrafterSpec, drafter_factory, parse_merged, parse_specs
+from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.base import Drafter, Opening
 from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig
@@ -52,11 +53,13 @@ def build(
     listed = list(_listed(drafter))
     parse_specs([one for one in listed if isinstance(one, str)])  # refuses a name with two meanings
     merged = [parse_merged(one) if isinstance(one, str) else (one,) for one in listed]
-    named = dict.fromkeys(choice for parts in merged for choice in parts)
     where = pick_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)  # kernels, events and graphs of this thread belong to it
     path = resolve(model, progress, trust_remote_code=trust_remote_code)
+    own = {one.name: one for parts in merged for one in parts if isinstance(one, DrafterSpec)}
+    auto = auto_specs(path, where.type, own) if AUTO in own else ()
+    named = dict.fromkeys(choice for parts in merged for choice in _expanded(parts, auto))
     choices = [with_shipped(one, path) if isinstance(one, DrafterSpec) else one for one in named]
 
     def open_runner(folder: Path, beside: Runner | None = None) -> Runner:
@@ -113,12 +116,23 @@ def build(
         if name not in drafters:
             drafters[name] = drafter_factory(name)()
     plan = plan_memory(target, list(drafters.values()), config)
-    given: dict[str, Any] = {"default_drafter": default, "plan": plan, "config": config, "decoder": tokenizer}
+    given: dict[str, Any] = {
+        "default_drafter": default,
+        "auto": tuple(spec.name for spec in auto),
+        "plan": plan,
+        "config": config,
+        "decoder": tokenizer,
+    }
     if config.rounds == "queued" or (config.rounds is None and has_kernels(where)):
         engine: Engine = QueuedEngine(target, drafters, graphs=config.graphs, progress=progress, **given)
     else:
         engine = Engine(target, drafters, **given)
     return Built(engine, tokenizer, path, eos_ids(target, tokenizer))
+
+
+def _expanded(parts: Sequence[DrafterSpec | Drafter], auto: Sequence[DrafterSpec]) -> Sequence[DrafterSpec | Drafter]:
+    specs = [one for one in parts if isinstance(one, DrafterSpec)]
+    return expanded(specs, auto) if specs else parts  # objects stand alone
 
 
 def _class_of(choice: DrafterSpec | Drafter) -> type[Drafter] | None:

@@ -14,6 +14,7 @@ from slipstream.core.draft import Draft, Tree
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import Undrafted
 from slipstream.core.verdict import Verdict
+from slipstream.drafters import AUTO
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
 from slipstream.engine.caps import NodeCaps
@@ -46,9 +47,11 @@ class Drafting:
         max_rows: int,
         max_len: int,
         reserve: Callable[[Answer, int], int],
+        auto: Sequence[str] = (),
     ) -> None:
         self.drafters = dict(drafters)
         self.default = default
+        self.auto = tuple(auto)  # what requests mean by this name
         self.planner = planner
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
@@ -72,7 +75,9 @@ class Drafting:
         """The answer is admitted: choose its drafter and tell it."""
         wanted = answer.params.speculation
         named = wanted.drafter or ("prediction" if answer.prediction else self.default)
-        names = tuple(named.split("+")) if wanted.enabled and named else ()
+        names = self._named(named) if wanted.enabled and named else ()
+        if answer.prediction and not wanted.drafter and AUTO in (self.default or "").split("+"):
+            names = tuple(dict.fromkeys((*names, *self._named(self.default or ""))))
         if not self.drafters.keys() >= set(names):
             names = ()
         forced = None
@@ -94,6 +99,13 @@ class Drafting:
         )
         for name in names:
             self._guarded(name, [answer], functools.partial(self._voice(name).start, view))
+
+    def _named(self, named: str) -> tuple[str, ...]:
+        """The drafters of `A+B`, with what `auto` means in its place."""
+        found: dict[str, None] = {}
+        for name in named.split("+"):
+            found.update(dict.fromkeys(self.auto if name == AUTO and self.auto else (name,)))
+        return tuple(found)
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""

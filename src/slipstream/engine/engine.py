@@ -73,6 +73,7 @@ class Engine:
         drafters: Mapping[str, Drafter],
         *,
         default_drafter: str | None,
+        auto: Sequence[str] = (),
         plan: MemoryPlan,
         config: EngineConfig,
         decoder: Decoder,
@@ -106,6 +107,7 @@ class Engine:
             max_rows=config.draft_rows,
             max_len=plan.max_model_len,
             reserve=self.scheduler.reserve_draft,
+            auto=auto,
         )
         self.followers = self.follow(self.drafting, self.prefixes)
         self.jobs: dict[str, Job] = {}

@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
+from slipstream.drafters import AUTO
 from slipstream.drafters.vllm_names import from_vllm
 from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import Built, DrafterChoice, build
@@ -36,9 +37,9 @@ class LLM:
     """A language model that speculates.
 
     model: `default`, a folder or hub id in Hugging Face format, or a GGUF file.
-    drafter: `ngram`, `suffix`, `prediction`, `model:PATH`, several of them, a `Drafter` of your own, or None for plain
-        decoding. `A+B` merges the drafts of two (`ngram+model:PATH`). The first is used unless a request names
-        another; a request with a prediction drafts from that.
+    drafter: `auto` (all that make sense for the model), `ngram`, `suffix`, `prediction`, `model:PATH`, several of them,
+        a `Drafter` of your own, or None for plain decoding. `A+B` merges the drafts of two (`auto+model:PATH`). The
+        first is used unless a request names another; a request with a prediction drafts from that.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
@@ -127,7 +128,7 @@ class LLM:
             built.tokenizer,
             built.engine.target.vocab_size,
             built.eos_ids,
-            built.engine.drafting.drafters,
+            [*built.engine.drafting.drafters, *((AUTO,) if built.engine.drafting.auto else ())],
             built.engine.plan,
             built.engine.drafting.default,
         )

@@ -1,0 +1,81 @@
+"""`auto`: who is opened for a target, what requests mean by the name, and that tokens stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtp_checkpoints import MTP, save_with_modules
+from slipstream import LLM, SamplingParams, SpeculationParams
+from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.drafters import DrafterSpec, parse_merged, register
+from slipstream.drafters.auto import auto_specs, expanded
+from slipstream.drafters.shipped import HEADS
+from slipstream.models.default import default_folder
+
+Open = Callable[..., LLM]
+
+ECHO = [5, 6, 7, 8, 9, 10] * 6
+
+
+def params(**more: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def test_every_target_has_suffix(tiny_target: Path) -> None:
+    assert auto_specs(tiny_target, "cpu", {}) == (DrafterSpec("suffix"),)
+    assert auto_specs(tiny_target, "cuda", {}) == (DrafterSpec("suffix"),)
+
+
+def test_the_default_model_has_its_head_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.drafters.auto._has_modules", lambda folder: False)
+    head = DrafterSpec("eagle", str(HEADS / "eagle3"))
+    assert auto_specs(default_folder(), "cpu", {}) == (DrafterSpec("suffix"),)
+    assert auto_specs(default_folder(), "cuda", {}) == (DrafterSpec("suffix"), head)
+
+
+def test_who_names_another_head_has_that_one() -> None:
+    own = DrafterSpec("suffix", "?mine")
+    assert auto_specs(Path("nowhere"), "cpu", {"suffix": own}) == (own,)
+
+
+def test_it_stands_among_others() -> None:
+    auto = (DrafterSpec("suffix"), DrafterSpec("mtp"))
+    specs = parse_merged("ngram+auto+suffix+model:some/path")
+    names = [spec.name for spec in expanded(specs, auto)]
+    assert names == ["ngram", "suffix", "mtp", "model"]
+    assert [spec.name for spec in parse_merged("model:a+b+auto")] == ["model", "auto"]
+    with pytest.raises(ConfigError, match="taken"):
+        register("auto", "nowhere:Nothing")
+
+
+def test_the_same_tokens(open_llm: Open, tiny_draft: Path) -> None:
+    llm = open_llm(drafter=f"auto+model:{tiny_draft}", planner="fixed")
+    plain = llm.generate(ECHO, params(speculation=SpeculationParams(enabled=False)))[0].outputs[0]
+    auto = llm.generate(ECHO, params())[0].outputs[0]
+    assert auto.token_ids == plain.token_ids
+    assert set(auto.speculation.by_drafter) == {"suffix", "model"}
+    named = llm.generate(ECHO, params(speculation=SpeculationParams(drafter="auto")))[0].outputs[0]
+    assert named.token_ids == plain.token_ids
+    assert set(named.speculation.by_drafter) == {"suffix"}
+
+
+def test_a_prediction_joins_it(open_llm: Open) -> None:
+    llm = open_llm(drafter="auto", planner="fixed")
+    plain = llm.generate(ECHO, params(speculation=SpeculationParams(enabled=False)))[0].outputs[0]
+    guided = llm.generate(ECHO, params(prediction=plain.text))[0].outputs[0]
+    assert guided.token_ids == plain.token_ids
+    assert {"suffix", "prediction"} <= set(guided.speculation.by_drafter)
+
+
+def test_requests_know_it_only_where_it_is_loaded(open_llm: Open) -> None:
+    llm = open_llm(drafter="ngram")
+    with pytest.raises(InvalidRequest, match="auto"):
+        llm.generate(ECHO, params(speculation=SpeculationParams(drafter="auto")))
+
+
+def test_modules_of_the_checkpoint_are_found(tmp_path: Path) -> None:
+    folder = save_with_modules(tmp_path / "mtp", MTP["deepseek"])
+    assert auto_specs(folder, "cpu", {}) == (DrafterSpec("suffix"), DrafterSpec("mtp"))
