@@ -125,6 +125,21 @@ def merged_name(specs: Sequence[DrafterSpec]) -> str:
     return "+".join(spec.name for spec in specs)
 
 
+def names_of(merged: str, auto: Sequence[str]) -> tuple[str, ...]:
+    """The names in `A+B`, each once, with what `auto` means in its place."""
+    found: dict[str, None] = {}
+    for name in merged.split("+"):
+        found.update(dict.fromkeys(auto if name == AUTO and auto else (name,)))
+    return tuple(found)
+
+
+def chosen_for(default: str | None, predicted: bool) -> str | None:
+    """Who drafts for a request that names nobody. With a prediction that is what is drafted from, and `auto` beside."""
+    if not predicted:
+        return default
+    return f"prediction+{default}" if default is not None and AUTO in default.split("+") else "prediction"
+
+
 def parse_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     """All drafters that these name, merged or not. A request chooses by the name, so a name must mean one thing."""
     merged = [parse_merged(text) for text in texts]

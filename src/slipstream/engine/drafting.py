@@ -14,7 +14,7 @@ from slipstream.core.draft import Draft, Tree
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import Undrafted
 from slipstream.core.verdict import Verdict
-from slipstream.drafters import AUTO
+from slipstream.drafters import chosen_for, names_of
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
 from slipstream.engine.caps import NodeCaps
@@ -74,10 +74,8 @@ class Drafting:
     def start(self, answer: Answer) -> None:
         """The answer is admitted: choose its drafter and tell it."""
         wanted = answer.params.speculation
-        named = wanted.drafter or ("prediction" if answer.prediction else self.default)
-        names = self._named(named) if wanted.enabled and named else ()
-        if answer.prediction and not wanted.drafter and AUTO in (self.default or "").split("+"):
-            names = tuple(dict.fromkeys((*names, *self._named(self.default or ""))))
+        named = wanted.drafter or chosen_for(self.default, bool(answer.prediction))
+        names = names_of(named, self.auto) if wanted.enabled and named else ()
         if not self.drafters.keys() >= set(names):
             names = ()
         forced = None
@@ -99,13 +97,6 @@ class Drafting:
         )
         for name in names:
             self._guarded(name, [answer], functools.partial(self._voice(name).start, view))
-
-    def _named(self, named: str) -> tuple[str, ...]:
-        """The drafters of `A+B`, with what `auto` means in its place."""
-        found: dict[str, None] = {}
-        for name in named.split("+"):
-            found.update(dict.fromkeys(self.auto if name == AUTO and self.auto else (name,)))
-        return tuple(found)
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""

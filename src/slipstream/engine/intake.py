@@ -12,6 +12,7 @@ from slipstream.constrain.compiler import Grammars
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
+from slipstream.drafters import AUTO, chosen_for, names_of
 from slipstream.drafters.base import Drafter
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.state import Answer, Job, Sink
@@ -31,6 +32,7 @@ class Intake:
         drafters: Mapping[str, Drafter],
         plan: MemoryPlan | None = None,
         default: str | None = None,  # who drafts where a request names nobody
+        auto: Sequence[str] = (),  # who is meant by this name
     ) -> None:
         self._plan = plan
         self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
@@ -39,6 +41,7 @@ class Intake:
         self._eos_ids = frozenset(eos_ids)
         self._drafters = drafters
         self._default = default
+        self._auto = auto
 
     def job(
         self, prompt: Prompt, params: SamplingParams, sink: Sink, *, streaming: bool, request_id: str | None = None
@@ -110,8 +113,8 @@ class Intake:
         if not params.speculation.enabled or wanted is None:
             return
         names = wanted.split("+")
-        if not set(names) <= set(self._drafters):
-            loaded = ", ".join(self._drafters) or "none"
+        if not set(names_of(wanted, self._auto)) <= set(self._drafters):
+            loaded = ", ".join([*[AUTO] * bool(self._auto), *self._drafters]) or "none"
             several = ", or several, as A+B" if len(self._drafters) > 1 else ""
             plainly = "; for plain decoding give enabled=False" if wanted == "none" else ""
             raise InvalidRequest(
@@ -122,8 +125,8 @@ class Intake:
 
     def _check_material(self, params: SamplingParams) -> None:
         """Material that nobody drafts from would be of no use, and nobody would know."""
-        named = params.speculation.drafter or ("prediction" if params.prediction else self._default) or ""
-        names = [name for name in named.split("+") if name in self._drafters]
+        named = params.speculation.drafter or chosen_for(self._default, params.prediction is not None) or ""
+        names = [name for name in names_of(named, self._auto) if name in self._drafters]
         if params.speculation.material and not any(self._drafters[name].needs.material for name in names):
             taking = [name for name, drafter in self._drafters.items() if drafter.needs.material]
             remedy = f"name one that does: {', '.join(taking)}" if taking else "load one that does, such as suffix"

@@ -16,7 +16,6 @@ from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
-from slipstream.drafters import AUTO
 from slipstream.drafters.vllm_names import from_vllm
 from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import Built, DrafterChoice, build
@@ -128,9 +127,10 @@ class LLM:
             built.tokenizer,
             built.engine.target.vocab_size,
             built.eos_ids,
-            [*built.engine.drafting.drafters, *((AUTO,) if built.engine.drafting.auto else ())],
+            built.engine.drafting.drafters,
             built.engine.plan,
             built.engine.drafting.default,
+            built.engine.drafting.auto,
         )
         return built.engine
 
