@@ -23,6 +23,7 @@ from slipstream.serve.page import add_page
 from slipstream.serve.record import Record
 from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from slipstream.serve.service import Service
+from slipstream.serve.telemetry import Tracer
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -119,7 +120,11 @@ def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
     app = make_app(service)
     known = frozenset(path for route in app.routes if isinstance(path := getattr(route, "path", None), str))
 
+    tracer = Tracer() if config.telemetry else None
+
     def ended(scope: Scope, record: Record) -> None:
+        if tracer is not None:
+            tracer.tell(scope, record)
         service.metrics.answered(record.path if record.path in known else "other", record.status)
 
     max_body = config.limits.body_for(llm.max_model_len)

@@ -16,9 +16,9 @@ from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import log
 
-_SWITCH_S = 0.0005
-"""How long the event loop's thread may compute while the engine's waits for the interpreter; Python's own is ten times
-that, and would be a whole round."""
+_SWITCH_S = 0.0001
+"""How long the event loop's thread may compute while the engine's waits for the interpreter; Python's own, 5 ms,
+would be a whole round."""
 _BACKLOG = 2048
 
 
