@@ -58,19 +58,28 @@ def tasks(
     return found
 
 
+def speculative(mode: str, draft: str | None) -> dict[str, Any] | None:
+    """What vLLM is told of a mode. draft: the folder of its draft model, or of its EAGLE-3 head."""
+    lookup = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    weights = {"model": draft, "num_speculative_tokens": PEER_DEPTH}
+    known: dict[str, dict[str, Any] | None] = {
+        "plain": None,
+        "ngram": {"method": "ngram", **lookup},
+        "ngram_gpu": {"method": "ngram_gpu", **lookup},
+        "draft": {"method": "draft_model", **weights},
+        "eagle3": {"method": "eagle3", **weights},
+        # draws its guesses at temperatures above 0, where the mode before always takes the likeliest
+        "eagle3_drawn": {"method": "eagle3", "draft_sample_method": "probabilistic", **weights},
+    }
+    return known[mode]
+
+
 def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
     """vLLM in this process. `tell` hears everything so far, after every part."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams, __version__  # type: ignore[import-not-found]
 
-    lookup = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    speculative = {
-        "plain": None,
-        "ngram": {"method": "ngram", **lookup},
-        "ngram_gpu": {"method": "ngram_gpu", **lookup},
-        "draft": {"method": "draft_model", "model": task.draft, "num_speculative_tokens": PEER_DEPTH},
-    }[task.mode]
     positions = AutoConfig.from_pretrained(task.model).max_position_embeddings
     context = min(CONTEXT if "prefill" in task.parts else CONTEXT // 2, positions)
     start = time.perf_counter()  # as ours: imports do not count
@@ -80,7 +89,7 @@ def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
         max_model_len=context,
         gpu_memory_utilization=0.4,
         max_num_seqs=64,
-        speculative_config=speculative,
+        speculative_config=speculative(task.mode, task.draft),
         enable_prefix_caching=False,
     )
 
@@ -112,8 +121,13 @@ def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def run_apart(task: PeerTask, peer_path: str | None, timeout: float) -> dict[str, Any]:
-    """The task in a process of its own, with `peer_path` first on its path; what it said until it ended."""
-    command = [sys.executable, str(Path(__file__).with_name("gpu.py")), *task.arguments]
+    """The task in a process of its own; what it said until it ended."""
+    return apart("gpu.py", task.arguments, peer_path, timeout)
+
+
+def apart(script: str, arguments: Sequence[str], peer_path: str | None, timeout: float) -> dict[str, Any]:
+    """One of the commands here in a process of its own, with `peer_path` first on its path; its last words."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     paths = filter(None, [peer_path, os.environ.get("PYTHONPATH")])
     return last_words(command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout)
 

@@ -147,6 +147,7 @@ class Setup:
     device: str
     dtype: str
     context: int  # the longest prompt with its answer
+    planner: str = "adaptive"
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -175,6 +176,7 @@ def opened(setup: Setup, tell: Callable[[Start], None] = lambda _: None) -> Iter
         device=setup.device,
         memory="24GiB",
         max_model_len=setup.context,
+        planner=setup.planner,
         rounds="queued" if setup.device == "cpu" else None,  # a CPU is here to try what a GPU will do
         prefix_caching=False,  # the same prompts come again and again, and are to be computed each time
     )

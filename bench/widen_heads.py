@@ -16,6 +16,7 @@ guesses what it guesses for the small model: the wide one's hidden states are th
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -38,6 +39,8 @@ from slipstream.models.shared import EMBEDDING, LM_HEAD, shares_embeddings
 from slipstream.models.support import SHARES
 
 _NOISE = 0.02
+_NOTE = "widened.json"
+"""What a folder was made of, in the folder itself."""
 
 
 class Wider:
@@ -189,6 +192,30 @@ def widen_head(
     save_eagle3(made, out, "original")
     save_eagle3(made, out / "speculators", "speculators", target=str(wide))
     return f"eagle:{out}"
+
+
+def widen_all(small: Path, wide: Path, heads: Path, work: Path, dtype: torch.dtype) -> dict[str, str]:
+    """Every drafter in `heads` (eagle3, medusa, draft: a folder each) for the wide target, into a folder of `work`.
+
+    By its name, how an engine is told of it. What is there already of the same drafter and target is left as it is.
+    """
+    found = {}
+    for head in sorted(folder for folder in heads.iterdir() if (folder / "config.json").is_file()):
+        out = work / head.name
+        note, made_of = out / _NOTE, _fingerprint(head, small, wide, dtype)
+        known = json.loads(note.read_text()) if note.is_file() else {}
+        if known.get("made_of") != made_of:
+            kind = widen_head(small, wide, head, out, dtype).partition(":")[0]
+            known = {"kind": kind, "made_of": made_of}
+            note.write_text(json.dumps(known) + "\n")  # last: a folder without it is not whole
+        found[head.name] = f"{known['kind']}:{out}"
+    return found
+
+
+def _fingerprint(head: Path, small: Path, wide: Path, dtype: torch.dtype) -> str:
+    files = [small / "config.json", wide / "config.json", *sorted(file for file in head.iterdir() if file.is_file())]
+    parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.suffix != ".md"]
+    return hashlib.sha256("".join([str(dtype), *parts]).encode()).hexdigest()
 
 
 def main() -> None:

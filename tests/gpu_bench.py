@@ -16,6 +16,8 @@ sys.path.append(str(ROOT_FOLDER / "bench"))
 _PARTS = ("clock", "heads", "ours", "passes", "peers", "report", "table", "tokens")
 _NAMES = ("gpu", *(f"gpu_{part}" for part in _PARTS), "widen")
 gpu, clocks, heads, ours, passes, peers, reports, tables, tokens, widen = (import_module(name) for name in _NAMES)
+_CURVE = ("curve", "curve_ours", "curve_peers", "curve_run", "curve_table", "curve_work")
+curve, curve_ours, curve_peers, curve_run, curve_table, curve_work = (import_module(name) for name in _CURVE)
 
 CPU = torch.device("cpu")
 

@@ -9,14 +9,17 @@ from html import escape
 _WIDTH, _HEIGHT, _EDGE = 380, 260, 50
 _COLOURS = ("#1f6feb", "#d1572a", "#2a8f4f", "#8957c2", "#b58900", "#0f8b8d", "#c2417c", "#6a737d")
 _TICKS = 4
+_LARGE = 1000
+"""From here on numbers are written out instead of in powers of ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram: lines by name, each of (x, y) points."""
+    """One diagram: lines by name, each of (x, y) points. ticks: what stands under which x; None: numbers, evenly."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
+    ticks: Mapping[float, str] | None = None
 
 
 def draw(panels: Sequence[Panel], title: str) -> str:
@@ -42,11 +45,14 @@ def _panel(panel: Panel, left: int) -> str:
             down = _HEIGHT - 30 - (y - low_y) / (high_y - low_y) * (_HEIGHT - 60)
             return round(across, 1), round(down, 1)
 
-        for tick in range(_TICKS + 1):
-            x, y = (low + (high - low) * tick / _TICKS for low, high in ((low_x, high_x), (low_y, high_y)))
-            (at_x, bottom), (edge, at_y) = place(x, low_y), place(low_x, y)
-            out.append(f'<text x="{at_x}" y="{bottom + 14}" text-anchor="middle">{x:,.0f}</text>')
-            out.append(f'<text x="{edge - 5}" y="{at_y + 4}" text-anchor="end">{y:.3g}</text>')
+        marks = panel.ticks or {x: f"{x:,.0f}" for x in _evenly(low_x, high_x)}
+        for x, name in marks.items():
+            at_x, bottom = place(x, low_y)
+            out.append(f'<text x="{at_x}" y="{bottom + 14}" text-anchor="middle">{escape(name)}</text>')
+        for y in _evenly(low_y, high_y):
+            edge, at_y = place(low_x, y)
+            label = f"{y:,.0f}" if high_y >= _LARGE else f"{y:.3g}"
+            out.append(f'<text x="{edge - 5}" y="{at_y + 4}" text-anchor="end">{label}</text>')
             out.append(f'<line x1="{edge}" x2="{_WIDTH - 20}" y1="{at_y}" y2="{at_y}" stroke="#ddd"/>')
         for number, (name, line) in enumerate(panel.lines.items()):
             colour = _COLOURS[number % len(_COLOURS)]
@@ -57,6 +63,10 @@ def _panel(panel: Panel, left: int) -> str:
                 out.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>')
                 out.append(f'<text x="{x - 4}" y="{y - 5}" text-anchor="end" fill="{colour}">{escape(name)}</text>')
     return "".join(out) + "</g>"
+
+
+def _evenly(low: float, high: float) -> list[float]:
+    return [low + (high - low) * tick / _TICKS for tick in range(_TICKS + 1)]
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
