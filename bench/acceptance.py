@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench.prompts import by_category, load_prompts, select
 from slipstream.core.draft import MAX_NODES
 
@@ -68,7 +68,11 @@ def measured(llm: LLM, prompts: Sequence[Sequence[int]], temperature: float, max
     before, began = llm.snapshot(), time.perf_counter()
     params = [
         SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=max(1, min(max_tokens, llm.max_model_len - len(ids)))
+            temperature=temperature,
+            seed=seed,
+            max_tokens=max(1, min(max_tokens, llm.max_model_len - len(ids))),
+            # answers of another temperature must not be remembered: they are to the same prompts
+            speculation=SpeculationParams(tenant=f"T={temperature:g}"),
         )
         for seed, ids in enumerate(prompts)
     ]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from slipstream import LLM
@@ -147,7 +147,7 @@ class Setup:
     device: str
     dtype: str
     context: int  # the longest prompt with its answer
-    planner: str = "adaptive"
+    planner: Literal["adaptive", "fixed"] = "adaptive"
 
     @property
     def modes(self) -> tuple[str, ...]:

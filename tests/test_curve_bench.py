@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -65,8 +65,8 @@ def small_heads(tmp_path_factory: pytest.TempPathFactory, tiny_draft: Path) -> P
 class FakeVllm:
     """Answers with ones; every pass after the first of an answer drafts five, of which two stand."""
 
-    opened: list[dict[str, Any]] = []
-    asked: list[tuple[int, float, int]] = []  # requests, temperature, tokens wanted
+    opened: ClassVar[list[dict[str, Any]]] = []
+    asked: ClassVar[list[tuple[int, float, int]]] = []  # requests, temperature, tokens wanted
 
     def __init__(self, **options: Any) -> None:
         FakeVllm.opened.append(options)
@@ -183,10 +183,10 @@ def check_peers(found: dict[str, Any], fake: type[FakeVllm], folder: Path, small
     assert first["speculative_config"] == {"method": "eagle3", "model": str(head), "num_speculative_tokens": 5}
     assert plain["speculative_config"] is None
     assert eagle["speculative_config"]["model"] == str(folder / "work" / "eagle3" / "speculators")
-    for config in (json.loads((head / "config.json").read_text()),):
-        assert config["speculators_model_type"] == "eagle3"
-        assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-        assert config["transformer_layer_config"]["model_type"] == "llama"
+    config = json.loads((head / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert config["transformer_layer_config"]["model_type"] == "llama"
     sides = found["interchange"]
     assert sides["ours"]["prompts"] == sides["vllm"]["acceptance"]["prompts"] == 4
     assert sides["vllm"]["acceptance"]["tau"] == 4 * 7 / (4 + 4 * 2)
@@ -230,7 +230,12 @@ def test_a_drafter_that_changed_is_made_again(
     made: list[Path] = []
     heads = curve_run.widen_heads
     widen_head: Callable[..., str] = heads.widen_head
-    monkeypatch.setattr(heads, "widen_head", lambda *given: (made.append(given[2]), widen_head(*given))[1])
+
+    def noted(*given: Any) -> str:
+        made.append(given[2])
+        return widen_head(*given)
+
+    monkeypatch.setattr(heads, "widen_head", noted)
     ask = (tiny_target, tiny_target, tmp_path / "heads", tmp_path / "work", torch.float32)
     assert heads.widen_all(*ask) == heads.widen_all(*ask) == {"medusa": f"medusa:{tmp_path / 'work' / 'medusa'}"}
     assert len(made) == 1
