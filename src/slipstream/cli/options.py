@@ -155,7 +155,8 @@ class Common:
             "what the model says further on; prediction: the text of --prediction; "
             "model:PATH: a smaller model, best with the same tokenizer, such as model:path/to/small; medusa:PATH and "
             "eagle:PATH: heads that were trained for the model (eagle3, medusa and draft without a path: the default "
-            "model's own); mtp: the model's own modules for that; A+B: both, "
+            "model's own); mtp: the model's own modules for that; grammar: what the form of an answer forces (comes by "
+            "itself with one); A+B: both, "
             f"their drafts merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
