@@ -1,0 +1,69 @@
+"""The commands behind the figures of drafters that draft from text alone: what they count, on texts known by heart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from bench_scripts import replay, suffix_speed
+from slipstream.core.draft import Tree
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DraftRequest, HostDrafter
+from slipstream.drafters.suffix import SuffixDrafter
+
+
+class Next(HostDrafter):
+    """Guesses that numbers go on, so many of them."""
+
+    name: ClassVar[str] = "next"
+
+    def __init__(self, right: int) -> None:
+        self.right = right
+        self.heard: list[Verdict] = []
+        self.texts: list[list[int]] = []
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        last = requests[0].tokens[-1]
+        self.texts.append(list(requests[0].tokens))
+        return [Tree((99, *range(last + 1, last + 1 + self.right), 98), (-1, -1, *range(1, self.right + 1)))]
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        self.heard += verdicts
+
+
+@pytest.mark.parametrize(("right", "tau"), [(1, 2.0), (3, 4.0), (7, 8.0), (20, 16.0)])
+def test_tau_counts_what_stands_and_the_targets_own(right: int, tau: float) -> None:
+    answer = list(range(10, 27))  # the first comes from the prompt, and 16 of rounds
+    drafter = Next(right)
+    assert replay.tau(drafter, [replay.Recorded("x", [1, 2], answer)], 63) == tau
+    assert [token for verdict in drafter.heard for token in verdict.tokens] == answer[1:]
+    assert drafter.texts[0] == [1, 2, 10]
+    assert all(verdict.path == tuple(range(1, verdict.accepted + 1)) for verdict in drafter.heard)
+
+
+def test_past_outputs_are_kept_from_answer_to_answer() -> None:
+    answers = [replay.Recorded("x", [1], [(7 * i * i + i) % 97 for i in range(60)])] * 2
+    assert replay.tau(SuffixDrafter(), answers, 16) > 1.5 * replay.tau(SuffixDrafter(store_tokens=0), answers, 16)
+
+
+def test_answers_are_taken_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text('{"task": "second turns", "prompt": [1], "answer": [2, 3]}\n')
+    options = type("Options", (), {"answers": file})()
+    assert replay.recorded(options) == [replay.Recorded("second turns", [1], [2, 3])]
+
+
+def test_the_store_is_filled_and_timed() -> None:
+    text = suffix_speed.stitched([list(range(500)), list(range(300, 900))], seed=0)
+    assert all(0 <= token < 900 for token in islice(text, 1000))
+    drafter = SuffixDrafter(store_tokens=4000)
+    times = suffix_speed.filled(drafter, 4000, text)
+    assert drafter.store.tokens == 4000
+    assert 0 < times["insert_us"] <= times["worst_us"]
+    found = suffix_speed.looked_up(drafter, 4, 8, 5, text)
+    assert 0 < found["best_ms"] <= found["median_ms"]
+    assert 0 < found["drafted"] <= 8
