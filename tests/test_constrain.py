@@ -327,6 +327,38 @@ def test_a_grammar_that_takes_too_long_ends_its_answer(open_llm: Any, monkeypatc
     assert len(other.token_ids) == 5 or other.finish_reason == "stop"
 
 
+def test_a_large_draft_is_not_what_ends_an_answer(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A millisecond a mask is slow but allowed: not too much only because there are many nodes, but fewer next time."""
+    constraint = start(grammars, regex="a{900}")
+    clock = iter(range(10**6))
+    monkeypatch.setattr("time.thread_time", lambda: 0.032 * next(clock))  # a walk of 32 masks
+    out = torch.zeros((32, WORDS), dtype=torch.int32)
+    assert constraint.most_nodes == 63
+    for _ in range(40):
+        constraint.masks(Tree.chain(tokens_of("a" * 31)), out, 0)
+    assert constraint.failure is None
+    assert constraint.most_nodes == 5
+
+
+def test_a_small_draft_does_not_save_a_slow_grammar(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = start(grammars, regex="a{900}")
+    clock = iter(range(10**6))
+    monkeypatch.setattr("time.thread_time", lambda: 0.02 * next(clock))
+    out = torch.zeros((1, WORDS), dtype=torch.int32)
+    constraint.masks(Tree(), out, 0)
+    assert (constraint.failure, constraint.most_nodes) == (None, 0)
+    for _ in range(40):
+        constraint.masks(Tree(), out, 0)
+    assert "too ambiguous" in str(constraint.failure)
+
+
+def test_special_tokens_in_drafts_are_refused_quietly(grammars: Grammars, capfd: pytest.CaptureFixture[str]) -> None:
+    constraint = start(grammars, regex="ab")
+    assert constraint.legal(Tree.chain([290])) == [False]
+    assert constraint.failure is None
+    assert capfd.readouterr() == ("", "")
+
+
 def test_without_the_package_the_error_names_the_extra(open_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm: LLM = open_llm()
     real = builtins.__import__
@@ -350,6 +382,21 @@ def test_compiled_rules_are_kept_up_to_a_limit(grammars: Grammars) -> None:
     grammars.constraint(form)
     assert compiler.get_cache_size_bytes() == size > 0
     assert 0 < compiler.cache_limit_bytes < 1 << 30
+
+
+def test_a_matcher_that_raises_while_it_looks_ahead_ends_its_answer(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is not where the text is any more: what it allowed from there on would be wrong."""
+    constraint = start(grammars, regex="aab|aac")
+
+    def broken() -> None:
+        raise RuntimeError("a bug in there")
+
+    monkeypatch.setattr(constraint, "_only_token", broken)
+    assert constraint.forced(5) == []
+    assert "a bug in there" in str(constraint.failure)
+    assert allowed(constraint) == [set()]
 
 
 def test_a_matcher_that_raises_ends_its_answer(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

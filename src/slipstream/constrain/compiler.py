@@ -39,6 +39,7 @@ class Grammars:
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._lock = threading.Lock()
         self._made: Any = None
+        self._no_text: frozenset[int] = frozenset()
         self._in_json: Tensor | None = None  # [W]: tokens that JSON may have at all
         self._encode = lru_cache(_KNOWN_TEXTS)(self._encoded)  # keys of a schema come again in every answer
 
@@ -52,6 +53,7 @@ class Grammars:
             self._encode,
             getattr(self._tokenizer, "eos_token_id", None),
             self._in_json if form.kind.startswith("json") else None,
+            self._no_text,
         )
         found = Constraint(rules)
         if not found.possible:
@@ -88,6 +90,7 @@ class Grammars:
             )
         except Exception as error:
             raise InvalidRequest(f"structured_outputs: not with this model's tokenizer: {_reason(error)}") from None
+        self._no_text = frozenset(info.special_token_ids)
         self._in_json = _without_controls(info.decoded_vocab, self._vocab_size)
         threads = max(1, min(8, (os.cpu_count() or 1) // 2))  # the rest is for those who run
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=_CACHE_BYTES)

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import ROOT, Tree
+from slipstream.core.draft import MAX_NODES, ROOT, Tree
 
 WORD = 32
 """Tokens that one number of a mask stands for."""
 GRACE_S = 0.25
-ROUND_S = 0.005
-"""Seconds that the masks of one answer may take: so many in all, and so many more for each round. A grammar that takes
-longer holds up everybody: the answer ends. It is this thread's own time, not that of others who have the CPU."""
+MASK_S = 0.005
+"""Seconds that the grammar of one answer may take: so many in all, and so many more for each mask. One that takes
+longer holds up everybody: the answer ends. It is this thread's own time, not that of others who have the CPU. Masks are
+counted, and not rounds, so that a draft is never what ends an answer; a slow grammar has small ones (`most_nodes`)."""
 
 _ALL, _NONE = -1, 0
 
@@ -41,6 +42,7 @@ class Rules:
     encode: Callable[[str], Sequence[int]] = lambda _: ()
     usual_end: int | None = None
     also: Tensor | None = None  # [W] int32: a mask that holds everywhere, besides
+    never: frozenset[int] = frozenset()  # tokens that are no text; asked about one, xgrammar writes to the terminal
 
 
 class Constraint:
@@ -59,7 +61,7 @@ class Constraint:
         self._seen = 0  # tokens of the answer that the state has followed
         self._ended = False
         self._spent_s = 0.0
-        self._rounds = 0
+        self._masks = 0
         self._next = torch.zeros((1, mask_words(rules.vocab_size)), dtype=torch.int32)  # [1, W] scratch
         self._only_ends = torch.zeros_like(self._next)  # [1, W]
         for token in rules.end_ids:
@@ -80,6 +82,12 @@ class Constraint:
     def complete(self) -> bool:
         """May the answer end here?"""
         return bool(self._matcher.is_completed())
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of a draft whose masks take no longer, all together, than the slowest grammar's one."""
+        usual_s = self._spent_s / max(1, self._masks)
+        return min(MAX_NODES, int(MASK_S / max(usual_s, 1e-9)))
 
     def advance(self, tokens: Sequence[int], begin: int) -> None:
         """Follow the answer up to its end: `tokens[begin:]`, of which the first may have been followed before."""
@@ -105,19 +113,16 @@ class Constraint:
 
         Behind a node that is not allowed anything may follow: nobody gets there.
         """
-        started = time.thread_time()
         if self.failure is None:
             out[row : row + 1 + len(tree)] = _ALL
             with self._failing():
                 self._fill(out, row)
                 if tree.tokens:
                     self._walk(tree, lambda node, _: self._fill(out, row + 1 + node, tree.tokens[node]))
-        self._spent_s += time.thread_time() - started
-        self._rounds += 1
         if self.failure is not None:
             out[row : row + 1 + len(tree)] = _NONE
-        elif self._spent_s > GRACE_S + ROUND_S * self._rounds:  # these masks are right; the next allow nothing
-            spent = f"{self._spent_s:.2f} s for {self._rounds} rounds"
+        elif self._spent_s > GRACE_S + MASK_S * self._masks:  # these masks are right; the next allow nothing
+            spent = f"{self._spent_s:.2f} s for {self._masks} masks"
             self.failure = f"the grammar of structured_outputs is too ambiguous: {spent}; make it simpler"
 
     def forced(self, most: int) -> list[int]:
@@ -125,8 +130,12 @@ class Constraint:
 
         The text is certain, the tokens are the likeliest: the model may cut the same text in another way.
         """
-        if self.failure is not None or self._ended:
-            return []
+        with self._failing():
+            if self.failure is None and not self._ended:
+                return self._forced(most)
+        return []
+
+    def _forced(self, most: int) -> list[int]:
         tokens: list[int] = []
         for token in self._rules.encode(self._forced_text())[:most]:
             if token in self._ends or not self._accept(token):
@@ -161,11 +170,14 @@ class Constraint:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """What goes wrong in the library is this answer's failure, and nobody else's."""
+        """What goes wrong in the library is this answer's failure, and nobody else's; the time is its own, too."""
+        started = time.thread_time()
         try:
             yield
         except Exception as error:
             self.failure = f"the grammar of structured_outputs failed: {type(error).__name__}: {error}"
+        finally:
+            self._spent_s += time.thread_time() - started
 
     def _walk(self, tree: Tree, enter: Callable[[int, bool], None]) -> None:
         """Enter each allowed node with the state behind it. The state is as before at the end."""
@@ -191,11 +203,14 @@ class Constraint:
     def _fill(self, out: Tensor, row: int, token: int | None = None) -> None:
         """What may follow here. Behind an end, `token` being one, nothing is asked."""
         if not self._ended and token not in self._ends:
+            self._masks += 1
             self._matcher.fill_next_token_bitmask(out, row)
             if self._rules.also is not None:
                 out[row] &= self._rules.also
 
     def _accept(self, token: int) -> bool:
+        if token in self._rules.never and token not in self._ends:
+            return False
         return bool(self._matcher.accept_token(token))
 
     def _rollback(self, tokens: int) -> None:

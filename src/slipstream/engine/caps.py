@@ -49,6 +49,8 @@ class NodeCaps:
                 own = min(most, self._made_for[name])  # what others left is no reason to go further than alone
             if params.rejects and not self._telling.isdisjoint(answer.drafters):
                 usual = min(usual, self._judged_nodes)  # there is memory for what so many were drawn from
+            if answer.constraint is not None:
+                usual = min(usual, answer.constraint.most_nodes)
             left = params.max_tokens - (length - answer.prompt_length) - answer.queued - 1
             useful = min(usual, share, self._max_len - 1 - length - answer.coming)
             if not wide:
