@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from slipstream.bench import baseline, memory, report, run
 from slipstream.bench.prompts import load_prompts, select
+from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.machine import hardware, versions
 from slipstream.cli.options import OUTPUT, PROMPTS, Common, option, with_common
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 MEASURING = "Measuring"
+TRAFFIC = "Traffic: requests that come at a rate, real or simulated"
 DEFAULT_MAX_TOKENS = 128
 
 
@@ -79,6 +82,67 @@ def bench(
         bool,
         option("--startup", panel=MEASURING, help="Also time a fresh process from its start to the first token."),
     ] = False,
+    record: Annotated[
+        Path | None,
+        option(
+            metavar="FILE",
+            panel=TRAFFIC,
+            help="Keep what passes and drafts cost and what became of every guess, for --simulate. With --planner "
+            "fixed it has most of the guesses.",
+        ),
+    ] = None,
+    simulate: Annotated[
+        Path | None,
+        option(
+            metavar="FILE",
+            panel=TRAFFIC,
+            help="Load no model: let traffic run through engines that behave as recorded, far faster than real time.",
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        option(
+            metavar="R[,R…]",
+            panel=TRAFFIC,
+            help="Requests a second, coming at random times, such as 0.5 or 1,2,4. Without --simulate: one rate, the "
+            "prompts are sent to the real engine so. Default with --simulate: when they came in the recording.",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        option(
+            metavar="N", min=1, panel=TRAFFIC, help="So many requests. Default: 200 simulated; real: every prompt once."
+        ),
+    ] = None,
+    replicas: Annotated[
+        int, option(metavar="N", min=1, panel=TRAFFIC, help="Simulated engines that share the traffic.")
+    ] = 1,
+    traffic: Annotated[
+        Path | None,
+        option(
+            metavar="FILE",
+            panel=TRAFFIC,
+            help="Simulate these requests: JSON lines with arrival (seconds), prompt_tokens and output_tokens.",
+        ),
+    ] = None,
+    latency_target: Annotated[
+        str,
+        option(
+            metavar="TARGETS",
+            panel=TRAFFIC,
+            help="Seconds to the first token and by token after it that a request must keep to be good, such as "
+            "ttft=0.5,tpot=0.05. Default: any.",
+        ),
+    ] = "",
+    speculation: Annotated[
+        list[str] | None,
+        option(
+            metavar="HOW", panel=TRAFFIC, help="Simulate off, fixed or planned; may be repeated. Default: all three."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, option(metavar="FILE", panel=OUTPUT, help="Draw what was simulated as SVG: a curve a way.")
+    ] = None,
     json_file: Annotated[
         Path | None,
         option(
@@ -94,14 +158,26 @@ def bench(
     Every drafter (repeat --drafter) and plain decoding answer the same prompts in turn. The table is for people; the
     last line on stdout is JSON.
     """
+    capacity = Capacity(
+        simulate, rate, requests, replicas, traffic, latency_target, tuple(speculation or ()), plot, record, json_file
+    )
+    capacity.check()
+    if simulate is not None:
+        from slipstream.cli.traffic import simulate_traffic
+
+        simulate_traffic(common, capacity)
+        return
     for peer in peers or ():
         if peer != baseline.NAME:
             raise ConfigError(f"--peers {peer}: unknown; must be {baseline.NAME}")
     drafters = () if common.no_speculation else common.drafters
     params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
     chosen = select(load_prompts(prompts), category or (), limit)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
+    if rate is not None:
+        from slipstream.cli.traffic import run_traffic
+
+        run_traffic(common, capacity, chosen, params)
+        return
 
     load = memory.load_average()
     use_threads(common.threads)
@@ -142,7 +218,14 @@ def bench(
             other = stack.enter_context(baseline.TransformersPeer(same))
             runners, eos = [*runners, other], other.eos_token_ids
         modes = [runner.name for runner in runners]
-        samples = measured(work.units, runners, repeats)
+        if record is None:
+            samples = measured(work.units, runners, repeats)
+        else:
+            from slipstream.cli.traffic import Tape
+
+            tape = Tape(llm, common.model)
+            samples = measured(work.units, runners, repeats, tape.start)
+            tape.stop().save(record)
         prefill = run.measure_prefill(
             run.long_prompt(llm), [r for r in runners if r.name in (run.PLAIN, baseline.NAME)]
         )
@@ -176,13 +259,19 @@ def bench(
         json_file.write_text(json.dumps(whole, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def measured(units: tuple[run.Unit, ...], runners: list[run.Runner], repeats: int) -> list[run.Sample]:
+def measured(
+    units: tuple[run.Unit, ...],
+    runners: list[run.Runner],
+    repeats: int,
+    when_warm: Callable[[], None] = lambda: None,
+) -> list[run.Sample]:
     """Warm up and measure, with a progress bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("warming up", total=len(units) * len(runners) * repeats)
         run.warm_up(units[0], runners)
+        when_warm()
         done = -1
 
         def step(category: str, mode: str) -> None:

@@ -21,6 +21,7 @@ from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts
+from slipstream.engine.listening import RoundListener
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
 from slipstream.engine.state import Answer
 from slipstream.kv.pages import PageCopy
@@ -65,6 +66,7 @@ class Drafting:
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
         self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
+        self.listener: RoundListener | None = None
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
         self.constraining = Constraining(vocab_size, device)
@@ -256,6 +258,8 @@ class Drafting:
     def observe_draft(self, name: str, nodes: int, seconds: float) -> None:
         """A device drafter took this long for so many nodes. Of a tree all levels are computed, whatever is kept."""
         self.planner.observe_draft(name, 1 if self._levels[name] else nodes, seconds)
+        if self.listener is not None:
+            self.listener.drew(name, nodes, seconds)
 
     def tells_q(self, drafts: Drafts) -> bool:
         """Does one of these device drafters tell what it draws from?"""
@@ -301,8 +305,10 @@ class Drafting:
         proposals = self.guards[name].propose(views, caps, self.round_s)
         reason = "late" if proposals.late else "no_guess"
         self.undrafted[reason] += sum(1 for most, tree in zip(caps, proposals.trees, strict=True) if most and not tree)
+        took = time.perf_counter() - started
+        if self.listener is not None:
+            self.listener.offered(name, answers, caps, proposals.trees, proposals.promises, took)
         if costly and any(caps):
-            took = time.perf_counter() - started
             self.planner.observe_draft(name, max(caps), took)
             self.guessed_s += took
         failures = self._failures.setdefault(name, {})

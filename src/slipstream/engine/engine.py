@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.emit import emit
 from slipstream.engine.followers import Followers
+from slipstream.engine.listening import RoundListener, RoundTimes
 from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.packing import PackedPass, pack
@@ -46,19 +47,10 @@ from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
 from slipstream.verify.mixed import mixed_choices
 
-_ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
+ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
 """What one more row adds to a pass, as a part of the first one, until the engine has seen its own passes."""
 
 _NOTHING_USABLE = "the model gave no usable logits (NaN, or every token masked)"
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Seconds of one round. Verify is the target pass, sampling and commit; host is what is left."""
-
-    host: float
-    draft: float
-    verify: float
 
 
 class Engine:
@@ -100,7 +92,7 @@ class Engine:
         self.drafting = Drafting(
             drafters,
             default_drafter,
-            AdaptivePlanner(PassCost(_ROW_SLOPE[target.device.type])) if adaptive else Planner(),
+            AdaptivePlanner(PassCost(ROW_SLOPE[target.device.type])) if adaptive else Planner(),
             vocab_size=target.vocab_size,
             device=target.device,
             draft_tokens=config.draft_tokens,
@@ -113,6 +105,7 @@ class Engine:
         self.jobs: dict[str, Job] = {}
         self._deadlines = Deadlines()
         self.counters = Counters()
+        self.listener: RoundListener | None = None
         self.admission = Admission(config.max_queue)
         self._tables: dict[str, PageTable] = {}
         self._logprobs = LogprobReader(decoder)
@@ -145,6 +138,10 @@ class Engine:
         for answer in job.answers:
             self.scheduler.add(answer)
         self._deadlines.add(job)
+
+    def listen(self, listener: RoundListener | None) -> None:
+        """Tell this one of every round from now on; None: nobody."""
+        self.listener = self.drafting.listener = listener
 
     def check_queue(self, coming: int) -> None:
         """Raise `QueueFull` where too many wait, with these who are on their way. Any thread may ask."""
@@ -215,7 +212,9 @@ class Engine:
             answer.tokens.extend(verdict.usable)
         kept = self._emit(packed, told, logits)
         host = planned - started + time.perf_counter() - verified
-        times = RoundTimes(host, proposed - planned, verified - proposed)
+        read_rows = sum(chunk.rows for chunk in schedule.chunks)
+        rows = packed.batch.num_rows - read_rows
+        times = RoundTimes(host, proposed - planned, verified - proposed, rows, read_rows)
         self._account(schedule, packed, told, kept, times)
         self._report(packed.emitting)
 
@@ -300,6 +299,8 @@ class Engine:
         self, answers: Sequence[Answer], told: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
     ) -> None:
         """A round's share of time and acceptance for each of its requests."""
+        if self.listener is not None:
+            self.listener.round(answers, told, kept, times)
         counters, totals = self.counters, self.drafting.totals
         counters.rounds += 1
         counters.turns += len(told)

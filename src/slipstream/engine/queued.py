@@ -22,9 +22,10 @@ from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
 from slipstream.engine.draft_loops import DraftFailed, Drafts
-from slipstream.engine.engine import Engine, RoundTimes
+from slipstream.engine.engine import Engine
 from slipstream.engine.followers import QueuedFollowers
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.listening import RoundTimes
 from slipstream.engine.packing import FirstTokens, pack_chunks
 from slipstream.engine.plans import Plan
 from slipstream.engine.round_shape import RoundShape
@@ -184,6 +185,7 @@ class QueuedEngine(Engine):
             chosen,
             owners,
             self.drafting.guessed_s if drafting is not None else 0.0,
+            sum(chunk.rows for chunk in schedule.chunks),
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -318,11 +320,13 @@ class QueuedEngine(Engine):
         ticket, lasted_s = heard.ticket, heard.lasted_s
         if ticket.marks:
             draft_s, verify_s = ticket.seconds(0), ticket.seconds(1) + ticket.seconds(2)
-            times = RoundTimes(max(0.0, lasted_s - draft_s - verify_s), draft_s, verify_s)
+            host_s = max(0.0, lasted_s - draft_s - verify_s)
+            times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows)
             self._free_marks += {id(mark): mark for mark in ticket.marks}.values()
             ticket.marks = ()
         else:
-            times = RoundTimes(0.0, ticket.guessed_s, max(0.0, lasted_s - ticket.guessed_s))
+            verify_s = max(0.0, lasted_s - ticket.guessed_s)
+            times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
         if ticket.decodes and ticket.steady:
             self.drafting.planner.observe_pass(ticket.rows, times.verify)
             self.drafting.round_s = times.draft + times.verify

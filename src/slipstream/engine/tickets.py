@@ -65,6 +65,7 @@ class Ticket:
     chosen: NDArray[np.int64] | None = None  # [N]: what was chosen at every row of the decodes, where it is wanted
     owners: NDArray[np.int64] | None = None  # [D, K]: who proposed each node, where drafts were merged on the device
     guessed_s: float = 0.0  # what guesses on the host took that the planner counts by themselves
+    read_rows: int = 0  # of prompts that were computed beside
 
     def wait(self) -> None:
         if self.marks:

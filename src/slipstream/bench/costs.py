@@ -1,0 +1,134 @@
+"""What a round costs, between and beyond the sizes that were recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from slipstream.bench.recording import Costs, PassSeen
+from slipstream.core.errors import ConfigError
+
+_FEW = 3
+"""Passes of a size that was seen so rarely are believed only where there are no others near."""
+
+
+class Curve:
+    """Seconds by size: straight lines between what was seen, and on beyond the last two. Never less for more."""
+
+    def __init__(self, points: Iterable[tuple[float, float, int]]) -> None:
+        """points: size, seconds, and how often it was seen; of one size the mean counts."""
+        seen: dict[float, list[tuple[float, int]]] = defaultdict(list)
+        for size, seconds, count in points:
+            seen[size].append((seconds, count))
+        often = {size: parts for size, parts in seen.items() if sum(count for _, count in parts) >= _FEW}
+        chosen = often if len(often) > 1 else seen
+        self._sizes = np.array(sorted(chosen), dtype=np.float64)  # [N]
+        means = [np.average([s for s, _ in chosen[n]], weights=[c for _, c in chosen[n]]) for n in self._sizes]
+        weights = [float(sum(c for _, c in chosen[n])) for n in self._sizes]
+        self._seconds = np.array(_rising(means, weights))  # [N]
+        self._known: dict[float, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(len(self._sizes))
+
+    def at(self, size: float) -> float:
+        found = self._known.get(size)
+        if found is None:
+            found = self._known[size] = self._at(size)
+        return found
+
+    def _at(self, size: float) -> float:
+        if not len(self._sizes):
+            return 0.0
+        if size > self._sizes[-1] and len(self._sizes) > 1:
+            # the slope of the whole upper half: that of the last two sizes alone would be noise
+            low = len(self._sizes) // 2 if len(self._sizes) > 2 else 0
+            low = min(low, len(self._sizes) - 2)
+            slope = (self._seconds[-1] - self._seconds[low]) / (self._sizes[-1] - self._sizes[low])
+            return float(self._seconds[-1] + slope * (size - self._sizes[-1]))
+        return float(np.interp(size, self._sizes, self._seconds))
+
+
+class RoundCosts:
+    """Seconds of a round's parts.
+
+    apart: prompts have passes of their own beside that of the decodes, as in queued rounds.
+    """
+
+    def __init__(self, costs: Costs, *, apart: bool) -> None:
+        if not costs.passes:
+            raise ConfigError("the recording has no passes: record a run that decodes something")
+        self._apart = apart
+        self._by_context = _context_slope(costs.passes)
+        self._pass = Curve(
+            (seen.rows + seen.read_rows, self._bare(seen), seen.count)
+            for seen in costs.passes
+            if not (apart and seen.read_rows)
+        )
+        self._read = Curve(
+            (seen.read_rows, max(0.0, self._bare(seen) - (self._pass.at(seen.rows) if seen.rows else 0.0)), seen.count)
+            for seen in costs.passes
+            if apart and seen.read_rows
+        )
+        self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
+        self._drafts = _draft_curves(costs)
+
+    def pass_s(self, rows: int, read_rows: int, context: int) -> float:
+        more = self._by_context * context
+        if not self._apart:
+            return self._pass.at(rows + read_rows) + more
+        return (self._pass.at(rows) + more if rows else 0.0) + (self._read.at(read_rows) if read_rows else 0.0)
+
+    def draft_s(self, drafter: str, requests: int, nodes: int) -> float:
+        """0 for a drafter that was never seen to take time."""
+        curves = self._drafts.get(drafter)
+        if not curves:
+            return 0.0
+        near = min(curves, key=lambda seen: (abs(seen - requests), seen))
+        # guesses for more requests than were seen at once take as much longer, at the most
+        return curves[near].at(nodes) * max(1.0, requests / near if near == max(curves) else 1.0)
+
+    def host_s(self, requests: int) -> float:
+        return self._host.at(requests)
+
+    def _bare(self, seen: PassSeen) -> float:
+        """Without what the length of the context adds."""
+        return max(seen.seconds - self._by_context * seen.context, 0.2 * seen.seconds)
+
+
+def _draft_curves(costs: Costs) -> Mapping[str, Mapping[int, Curve]]:
+    points: dict[str, dict[int, list[tuple[float, float, int]]]] = defaultdict(lambda: defaultdict(list))
+    for seen in costs.drafts:
+        points[seen.drafter][seen.requests].append((seen.nodes, seen.seconds, seen.count))
+    return {name: {n: Curve(parts) for n, parts in by_requests.items()} for name, by_requests in points.items()}
+
+
+def _context_slope(passes: Sequence[PassSeen]) -> float:
+    """Seconds that a token of context adds to a pass, by passes alike in all else; 0 where they do not say so."""
+    groups: dict[tuple[int, int], list[PassSeen]] = defaultdict(list)
+    for seen in passes:
+        if seen.rows and not seen.read_rows:
+            groups[seen.requests, seen.rows].append(seen)
+    above, below = 0.0, 0.0
+    for group in groups.values():
+        weights = np.array([seen.count for seen in group], dtype=np.float64)  # [G]
+        context = np.array([seen.context for seen in group], dtype=np.float64)
+        seconds = np.array([seen.seconds for seen in group])
+        context = context - np.average(context, weights=weights)
+        seconds = seconds - np.average(seconds, weights=weights)
+        above += float((weights * context * seconds).sum())
+        below += float((weights * context * context).sum())
+    return max(0.0, above / below) if below else 0.0
+
+
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest values that never fall: neighbours that do are taken together."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append((float(value), weight, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, wa, na), (b, wb, nb) = blocks.pop(-2), blocks.pop()
+            blocks.append(((a * wa + b * wb) / (wa + wb), wa + wb, na + nb))
+    return [mean for mean, _, count in blocks for _ in range(count)]

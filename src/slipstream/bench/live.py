@@ -1,0 +1,56 @@
+"""Real traffic: prompts that are sent to an engine at given times, whether it keeps up or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slipstream.bench.outcome import Served
+from slipstream.core.errors import RequestError
+from slipstream.core.outputs import RequestOutput
+from slipstream.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+
+def send(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], times: Sequence[float]
+) -> list[Served]:
+    """Send each prompt (token ids) so many seconds after the first; how each fared, in their order."""
+    return asyncio.run(_send(llm, prompts, params, times))
+
+
+async def _send(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], times: Sequence[float]
+) -> list[Served]:
+    clock = asyncio.get_running_loop().time
+    begun = clock()
+
+    async def one(prompt: Sequence[int], own: SamplingParams, at: float) -> Served:
+        await asyncio.sleep(max(0.0, begun + at - clock()))
+        came = clock() - begun
+        last: RequestOutput | None = None
+        stream = llm.open_stream({"prompt_token_ids": list(prompt)}, own, streaming=False)
+        try:
+            while arrived := await stream.take():
+                last = arrived[-1]
+        finally:
+            stream.close()
+        assert last is not None
+        answer = last.outputs[0]
+        if answer.error is not None:
+            raise RequestError(f"a request of the traffic failed: {answer.error}")
+        timing = answer.timing
+        return Served(
+            came,
+            len(prompt),
+            len(answer.token_ids),
+            came + timing.first_token_s,
+            came + timing.total_s,
+            answer.speculation.rounds,
+        )
+
+    jobs = zip(prompts, params, times, strict=True)
+    return list(await asyncio.gather(*(one(*job) for job in jobs)))

@@ -1,0 +1,108 @@
+"""What became of traffic, simulated or real: latencies, rates, and how many requests were good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Literal
+
+from slipstream.core.errors import ConfigError
+
+Speculation = Literal["off", "fixed", "planned"]
+
+
+@dataclass(slots=True)
+class Served:
+    """One simulated request. Times are those of the simulation."""
+
+    arrived: float
+    prompt_tokens: int
+    output_tokens: int
+    first_token: float = 0.0
+    ended: float = 0.0
+    rounds: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrived
+
+    @property
+    def tpot(self) -> float:
+        """Seconds of a token after the first."""
+        return (self.ended - self.first_token) / max(1, self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Latencies that a request must keep to count as good; None: any."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Targets:
+        """`ttft=0.5,tpot=0.05`, in seconds."""
+        found: dict[str, float] = {}
+        for part in filter(None, text.split(",")):
+            key, _, value = part.partition("=")
+            try:
+                found[key.strip()] = float(value)
+            except ValueError:
+                found = {"": 0.0}
+            if not set(found) <= {"ttft", "tpot"} or min(found.values()) <= 0:
+                raise ConfigError(f"--latency-target {text}: must be seconds above 0, as ttft=0.5,tpot=0.05")
+        return Targets(**found)
+
+    def met(self, request: Served) -> bool:
+        return (self.ttft is None or request.ttft <= self.ttft) and (self.tpot is None or request.tpot <= self.tpot)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        cuts = quantiles(values, n=100, method="inclusive")
+        return Spread(cuts[49], cuts[89], cuts[98])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What traffic came to, simulated or real. Rates are by the second, from the first arrival to the last end."""
+
+    requests: int
+    seconds: float
+    tokens_per_s: float
+    requests_per_s: float
+    goodput: float  # requests by the second that met the targets
+    good: float  # the part of all requests that did
+    ttft: Spread
+    tpot: Spread
+    tau: float
+    preemptions: int = 0
+
+    @staticmethod
+    def of(served: Sequence[Served], targets: Targets, preemptions: int = 0) -> Outcome:
+        seconds = max(request.ended for request in served) - min(request.arrived for request in served)
+        tokens = sum(request.output_tokens for request in served)
+        good = sum(map(targets.met, served))
+        return Outcome(
+            len(served),
+            seconds,
+            tokens / seconds,
+            len(served) / seconds,
+            good / seconds,
+            good / len(served),
+            Spread.of([request.ttft for request in served]),
+            Spread.of([request.tpot for request in served]),
+            tokens / max(1, sum(request.rounds for request in served)),
+            preemptions,
+        )

@@ -1,0 +1,209 @@
+"""Listens to an engine and keeps what a simulation needs: `slipstream bench --record FILE`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from slipstream.bench.recording import (
+    Costs,
+    DrafterKind,
+    DraftSeen,
+    HostSeen,
+    Machine,
+    Offer,
+    PassSeen,
+    Recording,
+    Trace,
+)
+from slipstream.core.draft import ROOT, Tree
+from slipstream.core.verdict import Verdict
+from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
+from slipstream.engine.engine import ROW_SLOPE
+from slipstream.engine.listening import RoundTimes
+from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.state import Answer
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
+
+_IDLE = 0.5
+"""A pause between two rounds that is longer than this part of a round is none of the engine's doing."""
+
+
+@dataclass(slots=True)
+class _Guess:
+    """A tree that was offered, or what a device drafter's came to."""
+
+    position: int
+    tree: Tree | None
+    promises: Sequence[float] | None = None
+    nodes: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that runs."""
+
+    guesses: dict[str, list[_Guess]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Recorder:
+    """Notes rounds while it listens. It does no arithmetic on the engine's thread but that of a finished request."""
+
+    def __init__(self, engine: Engine) -> None:
+        """engine: whose rounds it will hear of, once `Engine.listen` is told."""
+        self._engine = engine
+        self._on_device = {n for n, d in engine.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
+        self._requests: dict[str, _Open] = defaultdict(_Open)
+        self._passes: dict[tuple[int, int, int, int], list[tuple[int, float]]] = defaultdict(list)
+        self._drafts: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        self._host: dict[int, list[float]] = defaultdict(list)
+        self._traces: list[Trace] = []
+        self._guessed = 0.0  # seconds of this round's drafts
+        self._drew: list[tuple[str, int, float]] = []
+        self._last: float | None = None  # when the round before ended, if others were to follow
+
+    def offered(
+        self,
+        drafter: str,
+        answers: Sequence[Answer],
+        caps: Sequence[int],
+        trees: Sequence[Tree],
+        promises: Sequence[Sequence[float] | None],
+        seconds: float,
+    ) -> None:
+        self._guessed += seconds
+        self._drafts[drafter, len(answers), max(caps)].append(seconds)
+        for answer, tree, promise in zip(answers, trees, promises, strict=True):
+            if tree.tokens:
+                guess = _Guess(answer.generated, tree, promise)
+                self._requests[answer.id].guesses[drafter].append(guess)
+
+    def drew(self, drafter: str, nodes: int, seconds: float) -> None:
+        self._guessed += seconds
+        self._drew.append((drafter, nodes, seconds))
+
+    def round(
+        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
+    ) -> None:
+        now = time.perf_counter()
+        known = times.host + times.draft + times.verify
+        pause = 0.0 if self._last is None else now - self._last - known
+        whole = known + (pause if 0 < pause < _IDLE * known else 0.0)
+        decodes = sum(1 for answer, count in zip(answers, kept, strict=True) if answer.generated > count)
+        context = sum(len(answer.tokens) for answer in answers)
+        about = int(2 * math.log2(1 + context))  # passes of one size are kept apart by context, or its cost is lost
+        self._passes[decodes, times.rows, times.read_rows, about].append((context, times.verify))
+        self._host[len(answers)].append(max(0.0, whole - times.verify - self._guessed))
+        for drafter, nodes, seconds in self._drew:
+            self._drafts[drafter, len(answers), nodes].append(seconds)
+        self._guessed, self._drew = 0.0, []
+        for answer, verdict, count in zip(answers, verdicts, kept, strict=True):
+            for name in verdict.authors.names:
+                share = verdict.share(name)
+                if name in self._on_device and share.drafted:
+                    guess = _Guess(answer.generated - count, None, None, share.drafted, share.accepted)
+                    self._requests[answer.id].guesses[name].append(guess)
+            if answer.ended:
+                self._finish(answer)
+        self._last = now if self._engine.scheduler.running or self._engine.scheduler.waiting else None
+
+    def _finish(self, answer: Answer) -> None:
+        opened = self._requests.pop(answer.id, _Open())
+        if answer.output.error is not None:
+            return
+        said = answer.tokens[answer.prompt_length :]
+        offers = {
+            name: tuple(_offer(guess, said) for guess in _once(guesses)) for name, guesses in opened.guesses.items()
+        }
+        timing = answer.output.timing
+        self._traces.append(
+            Trace(
+                answer.prompt_length,
+                len(said),
+                answer.job.arrived,
+                timing.first_token_s,
+                timing.total_s,
+                tuple(answer.drafters),
+                offers,
+            )
+        )
+
+    def recording(self, model: str) -> Recording:
+        """Everything so far. Ask between rounds, or when nothing runs."""
+        engine, config = self._engine, self._engine.config
+        passes = [
+            PassSeen(*size[:3], int(median(c for c, _ in seen)), median(s for _, s in seen), len(seen))
+            for size, seen in sorted(self._passes.items())
+        ]
+        drafts = [DraftSeen(*what, median(seen), len(seen)) for what, seen in sorted(self._drafts.items())]
+        host = [HostSeen(requests, median(seen), len(seen)) for requests, seen in sorted(self._host.items())]
+        machine = Machine(
+            engine.pool.num_pages,
+            config.page_size,
+            engine.plan.max_model_len,
+            config.max_num_seqs,
+            config.batch_tokens(engine.target.device.type),
+            config.draft_rows,
+            config.draft_tokens,
+            ROW_SLOPE[engine.target.device.type],
+            isinstance(engine, QueuedEngine),
+        )
+        begun = min((trace.arrived for trace in self._traces), default=0.0)
+        traces = sorted(self._traces, key=lambda trace: trace.arrived)
+        return Recording(
+            model,
+            machine,
+            tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
+            Costs(tuple(passes), tuple(drafts), tuple(host)),
+            tuple(_moved(trace, begun) for trace in traces),
+        )
+
+
+def _once(guesses: Sequence[_Guess]) -> list[_Guess]:
+    """The last guess at each place: one that was preempted guesses again."""
+    return list({guess.position: guess for guess in guesses}.values())
+
+
+def _offer(guess: _Guess, said: Sequence[int]) -> Offer:
+    """What the answer says of a guess: also of nodes that were not drafted in the end."""
+    tree = guess.tree
+    if tree is None:
+        return Offer(guess.position, guess.nodes, tuple(range(guess.accepted)))
+    children = {edge: node for node, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    path: list[int] = []
+    for token in said[guess.position :]:
+        node = children.get((path[-1] if path else ROOT, token))
+        if node is None:
+            break
+        path.append(node)
+    promises = None if guess.promises is None else tuple(guess.promises)
+    return Offer(guess.position, len(tree), tuple(path), promises, None if tree.is_chain else tree.parents)
+
+
+def _moved(trace: Trace, begun: float) -> Trace:
+    arrived = trace.arrived - begun
+    return Trace(
+        trace.prompt_tokens,
+        trace.output_tokens,
+        arrived,
+        trace.first_token_s,
+        trace.total_s,
+        trace.drafters,
+        trace.offers,
+    )
+
+
+def _kind(name: str, drafter: Drafter) -> DrafterKind:
+    if isinstance(drafter, HostDrafter):
+        return DrafterKind(name, False, drafter.default_draft_tokens, drafter.costly, drafter.whole)
+    assert isinstance(drafter, DeviceDrafter)
+    levels = drafter.depth if drafter.makes_trees else 0
+    return DrafterKind(name, True, drafter.default_draft_tokens, levels=levels, most_nodes=drafter.most_nodes)

@@ -1,0 +1,205 @@
+"""What a simulation needs of real runs, as a file: what passes and drafts cost, and what became of offered guesses.
+
+The file is one JSON object without spaces: a few kilobytes of costs, and for every request where its drafter was asked,
+how likely it said its nodes to be, and which of them the answer then walked along.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeen:
+    """Passes of one size and about one context: `requests` of decodes in `rows` rows, beside `read_rows` of prompts."""
+
+    requests: int
+    rows: int
+    read_rows: int
+    context: int  # tokens in the cache of all of them together, at the median
+    seconds: float  # the median
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSeen:
+    """Drafts of one drafter, `nodes` deep, for so many requests at once."""
+
+    drafter: str
+    requests: int
+    nodes: int
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeen:
+    """What rounds of so many requests took beside pass and drafts."""
+
+    requests: int
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    passes: tuple[PassSeen, ...] = ()
+    drafts: tuple[DraftSeen, ...] = ()
+    host: tuple[HostSeen, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A drafter's guesses at one place of an answer.
+
+    path: the nodes that the answer walked along, from the root on; all of a chain's first ones.
+    promises: of each node, that its whole path stands; None: the drafter did not say.
+    parents: None for a chain.
+    """
+
+    position: int  # tokens of the answer before it
+    nodes: int
+    path: tuple[int, ...]
+    promises: tuple[float, ...] | None = None
+    parents: tuple[int, ...] | None = None
+
+    @property
+    def right(self) -> int:
+        return len(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One request as it was. Seconds of `arrived` count from the first of the recording."""
+
+    prompt_tokens: int
+    output_tokens: int
+    arrived: float
+    first_token_s: float
+    total_s: float
+    drafters: tuple[str, ...] = ()
+    offers: Mapping[str, tuple[Offer, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterKind:
+    """What the engine's rules ask of a drafter."""
+
+    name: str
+    device: bool
+    default_draft_tokens: int
+    costly: bool = False
+    whole: bool = False
+    levels: int = 0  # of the trees that it makes on the device
+    most_nodes: int = 63
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The limits of the engine that was recorded."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    batch_tokens: int
+    draft_rows: int
+    draft_tokens: int | None
+    row_slope: float  # what one more row is taken to add before anything was seen
+    queued: bool  # passes come in a few sizes, and prompts have passes of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    model: str
+    machine: Machine
+    drafters: tuple[DrafterKind, ...]
+    costs: Costs
+    traces: tuple[Trace, ...]
+
+    def save(self, path: Path) -> None:
+        traces = [_packed(trace) for trace in self.traces]
+        whole = {"slipstream_recording": VERSION, **asdict(self), "traces": traces}
+        whole["costs"] = {
+            name: [list(asdict(one).values()) for one in getattr(self.costs, name)]
+            for name in ("passes", "drafts", "host")
+        }
+        path.write_text(json.dumps(whole, separators=(",", ":")) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> Recording:
+        try:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--simulate {path}: cannot be read as a recording ({error})") from error
+        version = whole.get("slipstream_recording") if isinstance(whole, dict) else None
+        if version != VERSION:
+            raise ConfigError(
+                f"--simulate {path}: is no recording of version {VERSION} (found {version!r}); make one with "
+                "`slipstream bench --record FILE`"
+            )
+        try:
+            costs = whole["costs"]
+            return Recording(
+                whole["model"],
+                Machine(**whole["machine"]),
+                tuple(DrafterKind(**kind) for kind in whole["drafters"]),
+                Costs(
+                    tuple(PassSeen(*one) for one in costs["passes"]),
+                    tuple(DraftSeen(*one) for one in costs["drafts"]),
+                    tuple(HostSeen(*one) for one in costs["host"]),
+                ),
+                tuple(_unpacked(trace) for trace in whole["traces"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"--simulate {path}: the recording is damaged ({error!r}); record it again") from error
+
+
+def _packed(trace: Trace) -> dict[str, Any]:
+    return {
+        "request": [
+            trace.prompt_tokens,
+            trace.output_tokens,
+            round(trace.arrived, 5),
+            round(trace.first_token_s, 5),
+            round(trace.total_s, 5),
+        ],
+        "drafters": trace.drafters,
+        "offers": {name: [_packed_offer(offer) for offer in offers] for name, offers in trace.offers.items()},
+    }
+
+
+def _packed_offer(offer: Offer) -> Sequence[Any]:
+    """A chain's path is its first nodes, so their number is enough."""
+    promises = None if offer.promises is None else [round(chance, 3) for chance in offer.promises]
+    path = offer.right if offer.parents is None else offer.path
+    whole = [offer.position, offer.nodes, path, promises, offer.parents]
+    while whole[-1] is None:
+        whole.pop()
+    return whole
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Trace:
+    offers = {name: tuple(_offer(*offer) for offer in given) for name, given in packed["offers"].items()}
+    prompt, output, arrived, first_token_s, total_s = packed["request"]
+    return Trace(prompt, output, arrived, first_token_s, total_s, tuple(packed["drafters"]), offers)
+
+
+def _offer(
+    position: int,
+    nodes: int,
+    path: int | Sequence[int],
+    promises: Sequence[float] | None = None,
+    parents: Sequence[int] | None = None,
+) -> Offer:
+    walked = tuple(range(path)) if isinstance(path, int) else tuple(path)
+    said = None if promises is None else tuple(promises)
+    return Offer(position, nodes, walked, said, None if parents is None else tuple(parents))

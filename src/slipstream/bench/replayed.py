@@ -1,0 +1,172 @@
+"""Drafters that guess what was recorded, for a simulated engine: the rules of the real one apply to them.
+
+In a simulation the token at place p of an answer is p itself. A node that was right in the recording is that token, all
+others are tokens that never come: so drafts can be merged, cut and judged as real ones are.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from slipstream.bench.recording import DrafterKind, Offer, Trace
+from slipstream.core.draft import MAX_NODES, Draft, Tree, chain_parents
+from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
+
+NEVER = 1 << 40
+"""Tokens from here on never come."""
+
+
+@dataclass(slots=True)
+class Walk:
+    """One simulated answer, along a recorded one. A longer answer begins the recorded one again.
+
+    alphas: by drafter, the chance that a guess behind the last that was tried is right.
+    """
+
+    trace: Trace
+    alphas: Mapping[str, float]
+    dice: random.Random
+    _places: dict[str, list[int]] = field(default_factory=dict)
+
+    def offer(self, drafter: str, position: int) -> Offer | None:
+        """What the drafter offers behind so many tokens; None: nothing.
+
+        Inside a stretch that the recorded round had right, what was left of that round's offer.
+        """
+        offers = self.trace.offers.get(drafter, ())
+        if not offers:
+            return None
+        position %= max(1, self.trace.output_tokens)
+        if drafter not in self._places:
+            self._places[drafter] = [offer.position for offer in offers]
+        last = bisect_right(self._places[drafter], position) - 1
+        if last < 0:
+            return None
+        offer, passed = offers[last], position - offers[last].position
+        return offer if not passed else _rest(offer, passed)
+
+    def depth(self, drafter: str, position: int, nodes: int, levels: int) -> int:
+        """How deep a device drafter's guess of so many nodes is right."""
+        offer = self.offer(drafter, position)
+        alpha = self.alphas.get(drafter, 0.0)
+        right, tried = (0, 0) if offer is None else (offer.right, min(offer.nodes, levels or offer.nodes))
+        if levels and offer is not None and nodes < offer.nodes:  # of a smaller tree each level is likelier missed
+            share = (1 + nodes).bit_length() / (1 + offer.nodes).bit_length()
+            return min(right, int(right * share + self.dice.random()))
+        most = min(nodes, levels) if levels else nodes
+        while right == tried < most and self.dice.random() < alpha:  # beyond what was tried
+            right, tried = right + 1, tried + 1
+        return min(right, most)
+
+
+def _rest(offer: Offer, passed: int) -> Offer | None:
+    """The part of an offer below a node of its right path."""
+    if passed > offer.right:
+        return None
+    if offer.parents is not None:  # of a tree the path alone is worth following
+        kept: Sequence[int] = offer.path[passed:]
+        if not kept:
+            return None
+    else:
+        kept = range(passed, offer.nodes)
+        if not kept:
+            return None
+    above = offer.path[passed - 1]
+    promises = None
+    if offer.promises is not None:
+        base = max(offer.promises[above], 1e-6)
+        promises = tuple(min(1.0, offer.promises[node] / base) for node in kept)
+    return Offer(offer.position + passed, len(kept), tuple(range(offer.right - passed)), promises)
+
+
+class Walks:
+    """The walks of the answers that run, by the engine's name for them."""
+
+    def __init__(self) -> None:
+        self._walks: dict[str, Walk] = {}
+
+    def begin(self, answer_id: str, walk: Walk) -> None:
+        self._walks[answer_id] = walk
+
+    def end(self, answer_id: str) -> None:
+        self._walks.pop(answer_id, None)
+
+    def of(self, answer_id: str) -> Walk:
+        return self._walks[answer_id]
+
+
+class ReplayedHost(HostDrafter):
+    """Offers what a drafter on the host was recorded to offer."""
+
+    name: ClassVar[str] = "replayed"
+    bounded: ClassVar[bool] = True
+
+    def __init__(self, kind: DrafterKind, walks: Walks) -> None:
+        self.name = kind.name  # type: ignore[misc]  # every instance stands for another class
+        self.default_draft_tokens = kind.default_draft_tokens  # type: ignore[misc]
+        self.costly, self.whole = kind.costly, kind.whole  # type: ignore[misc]
+        self._walks = walks
+        self._said: dict[str, tuple[float, ...] | None] = {}
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        self._said.clear()
+        return [self._one(request, most) for request, most in zip(requests, budget, strict=True)]
+
+    def promise(self, request_id: str) -> Sequence[float] | None:
+        return self._said.get(request_id)
+
+    def _one(self, request: DraftRequest, most: int) -> Tree:
+        position = len(request.tokens) - request.prompt_length
+        offer = self._walks.of(request.id).offer(self.name, position)
+        nodes = 0 if offer is None else min(most, offer.nodes)
+        if offer is None or not nodes:
+            return Tree()
+        depth = {node: step for step, node in enumerate(offer.path)}
+        tokens = tuple(position + depth[n] if n in depth else NEVER + n for n in range(nodes))
+        self._said[request.id] = None if offer.promises is None else offer.promises[:nodes]
+        return Tree(tokens, chain_parents(nodes) if offer.parents is None else offer.parents[:nodes])
+
+
+class ReplayedDevice(DeviceDrafter):
+    """Stands for a drafter on the device: the engine's rules ask what it is, the simulation knows what it guesses."""
+
+    name: ClassVar[str] = "replayed"
+
+    def __init__(self, kind: DrafterKind, walks: Walks) -> None:
+        self.name = kind.name  # type: ignore[misc]
+        self.default_draft_tokens = kind.default_draft_tokens  # type: ignore[misc]
+        self.makes_trees, self.depth = bool(kind.levels), kind.levels
+        self.most_nodes = min(kind.most_nodes, MAX_NODES)
+        self._walks = walks
+
+    def guess(self, answer_id: str, position: int, nodes: int) -> Tree:
+        """A chain that is right as deep as the recorded drafts were; of a tree, too, only the right path matters."""
+        right = self._walks.of(answer_id).depth(self.name, position, nodes, self.depth)
+        tokens = tuple(position + step if step < right else NEVER + step for step in range(nodes))
+        if not self.makes_trees:
+            return Tree(tokens, chain_parents(nodes))
+        # what is not right hangs side by side below the root: it costs rows and brings nothing
+        return Tree(tokens, (*chain_parents(right), *([-1] * (nodes - right))))
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        raise NotImplementedError("a simulation asks `guess`: it has no device")
+
+
+def replayed(kind: DrafterKind, walks: Walks) -> Drafter:
+    return (ReplayedDevice if kind.device else ReplayedHost)(kind, walks)
+
+
+def chances(traces: Sequence[Trace]) -> Mapping[str, float]:
+    """By drafter: how often a guess was right that was put to the test."""
+    right: dict[str, int] = {}
+    tried: dict[str, int] = {}
+    for trace in traces:
+        for name, offers in trace.offers.items():
+            for offer in offers:
+                right[name] = right.get(name, 0) + offer.right
+                tried[name] = tried.get(name, 0) + offer.right + (offer.right < offer.nodes)
+    return {name: right[name] / tried[name] for name in tried if tried[name]}

@@ -1,0 +1,237 @@
+"""One simulated engine: the real scheduler, planner and drafting rules, on recorded costs in place of models.
+
+`Replica.step` is a round as `Engine.step` has it, without tensors: what takes time there is looked up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from slipstream.bench.costs import RoundCosts
+from slipstream.bench.outcome import Served, Speculation
+from slipstream.bench.recording import Recording
+from slipstream.bench.replayed import NEVER, ReplayedDevice, Walk, Walks, replayed
+from slipstream.core.draft import MAX_NODES, ROOT, Tree
+from slipstream.core.errors import CapacityError
+from slipstream.core.merge import merge_trees
+from slipstream.core.outputs import CompletionOutput, RequestOutput
+from slipstream.core.params import SamplingParams, SpeculationParams
+from slipstream.core.verdict import Authors, Verdict, author
+from slipstream.engine.chunks import ChunkRule
+from slipstream.engine.drafting import Drafting
+from slipstream.engine.plans import Plan
+from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.state import Answer, Job, Phase
+from slipstream.engine.text import TextStream
+from slipstream.kv.pages import PagePool
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import PassCost
+from slipstream.plan.planner import Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a simulated engine speculates. draft_tokens: None: as the recorded engine was told, or the drafter's own."""
+
+    speculation: Speculation
+    drafter: str | None = None
+    draft_tokens: int | None = None
+
+
+class _TimedPlanner(AdaptivePlanner):
+    """The real planner, told the recorded time of a draft where the engine would have measured one."""
+
+    def __init__(self, cost: PassCost, costs: RoundCosts) -> None:
+        super().__init__(cost)
+        self._costs = costs
+        self.requests = 1
+
+    def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
+        super().observe_draft(drafter, nodes, self._costs.draft_s(drafter, self.requests, nodes))
+
+
+class _Mute:
+    """A simulation has no text."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class Replica:
+    """Runs requests in simulated time. Same recording, setting and requests: same result."""
+
+    recording: Recording
+    costs: RoundCosts
+    setting: Setting
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    busy_until: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    scheduler: Scheduler = field(init=False)
+    drafting: Drafting = field(init=False)
+    _walks: Walks = field(init=False, default_factory=Walks)
+    _served: dict[str, Served] = field(init=False, default_factory=dict)
+    _count: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        machine = self.recording.machine
+        self.scheduler = Scheduler(
+            PagePool(machine.num_pages, machine.page_size),
+            max_running=machine.max_num_seqs,
+            chunks=ChunkRule(machine.batch_tokens),
+            copy_pages=lambda copies: None,
+            on_admit=lambda answer: self.drafting.start(answer),
+            on_release=lambda answer: self.drafting.stop(answer),
+        )
+        planner = (
+            _TimedPlanner(PassCost(machine.row_slope), self.costs)
+            if self.setting.speculation == "planned"
+            else Planner()
+        )
+        drafters = {kind.name: replayed(kind, self._walks) for kind in self.recording.drafters}
+        self.drafting = Drafting(
+            drafters,
+            self.setting.drafter,
+            planner,
+            vocab_size=2 * NEVER,
+            device=torch.device("cpu"),
+            draft_tokens=machine.draft_tokens,
+            max_rows=machine.draft_rows,
+            max_len=machine.max_model_len,
+            reserve=self.scheduler.reserve_draft,
+        )
+        if machine.queued:
+            planner.pad_passes()
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self._served)
+
+    def add(self, request: Served, walk: Walk) -> None:
+        self._count += 1
+        speculation = SpeculationParams(
+            enabled=self.setting.speculation != "off",
+            drafter=self.setting.drafter,
+            draft_tokens=self.setting.draft_tokens,
+        )
+        params = SamplingParams(temperature=0, max_tokens=request.output_tokens, speculation=speculation)
+        prompt = [NEVER] * request.prompt_tokens
+        job = Job(str(self._count), None, prompt, params, _nobody, arrived=request.arrived)
+        answer = Answer(job, 0, 0, list(prompt), TextStream(_Mute(), ()), CompletionOutput(0))
+        job.answers.append(answer)
+        self._served[answer.id] = request
+        self._walks.begin(answer.id, walk)
+        self.scheduler.add(answer)
+
+    def step(self, now: float) -> list[Served]:
+        """One round that begins now and lasts to `busy_until`: the requests that it ends."""
+        schedule = self.scheduler.schedule()
+        decodes, chunks = schedule.decodes, schedule.chunks
+        if not schedule:
+            raise CapacityError(
+                f"a simulated request does not fit the {self.recording.machine.num_pages} cache pages of the recorded "
+                "engine: record one with more --memory"
+            )
+        planner = self.drafting.planner
+        if isinstance(planner, _TimedPlanner):
+            planner.requests = max(1, len(decodes))
+        if self.recording.machine.queued:
+            self.drafting.waits(decodes)
+        plan = self.drafting.plan(decodes)
+        drafts = [self._draft(plan, i, answer) for i, answer in enumerate(decodes)]
+        draft_s = sum(self.costs.draft_s(name, len(decodes), MAX_NODES) for name in self._free(plan))
+        for name, nodes in [*plan.drafts, *self._costly(plan)]:
+            draft_s += self.costs.draft_s(name, len(decodes), nodes)
+        rows = len(decodes) + sum(len(tree) for tree, _ in drafts)
+        read_rows = sum(chunk.rows for chunk in chunks)
+        context = sum(len(answer.tokens) for answer in decodes)
+        verify_s = self.costs.pass_s(rows, read_rows, context)
+        for name, nodes in plan.drafts:
+            self.drafting.observe_draft(name, nodes, self.costs.draft_s(name, len(decodes), nodes))
+        if not chunks:
+            planner.observe_pass(rows, verify_s)
+            self.drafting.round_s = draft_s + verify_s
+        verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
+        completing = [chunk.answer for chunk in chunks if chunk.completes]
+        for chunk in chunks:
+            self.scheduler.commit(chunk)
+        self.busy_until = now + draft_s + verify_s + self.costs.host_s(len(decodes) + len(completing))
+        self.rounds += 1
+        return self._emit(decodes, verdicts, completing)
+
+    def _emit(
+        self, decodes: Sequence[Answer], verdicts: Sequence[Verdict], completing: Sequence[Answer]
+    ) -> list[Served]:
+        done: list[Served] = []
+        told = [*verdicts, *(Verdict(answer.id, (answer.generated,), 0, 0, ()) for answer in completing)]
+        for answer, verdict in zip(decodes, verdicts, strict=True):
+            assert answer.table is not None
+            answer.table.commit(1 + verdict.accepted)
+            self.drafted += verdict.drafted
+            self.accepted += verdict.accepted
+        running: list[tuple[Answer, Verdict]] = []
+        for answer, verdict in zip((*decodes, *completing), told, strict=True):
+            served = self._served[answer.id]
+            served.first_token = served.first_token or self.busy_until
+            served.rounds += 1
+            answer.tokens.extend(verdict.tokens)
+            if answer.generated < served.output_tokens:
+                running.append((answer, verdict))
+                continue
+            answer.phase = Phase.ENDED
+            served.ended = self.busy_until
+            self.scheduler.release(answer)
+            self._walks.end(answer.id)
+            done.append(self._served.pop(answer.id))
+        self.drafting.observe([answer for answer, _ in running], [verdict for _, verdict in running])
+        return done
+
+    def _draft(self, plan: Plan, index: int, answer: Answer) -> tuple[Tree, Authors]:
+        """A request's whole draft: the host drafters' tree, and what device drafters make of their shares."""
+        tree, authors = plan.trees[index], plan.authors[index]
+        for name, nodes in plan.shares[index]:
+            drafter = self.drafting.drafters[name]
+            assert isinstance(drafter, ReplayedDevice)
+            guess = drafter.guess(answer.id, answer.generated, nodes)
+            if not tree.tokens:
+                tree, authors = guess, author(name)
+                continue
+            merged = merge_trees((tree, guess), MAX_NODES)
+            known = [n for n in authors.names if n != name][: len(authors.places) or 1]
+            places = authors.places or (merged.places[0],)
+            tree, authors = merged.tree, Authors((*known, name), (*places, merged.places[1]))
+        return tree, authors
+
+    def _costly(self, plan: Plan) -> list[tuple[str, int]]:
+        """Host drafters whose guesses take time by their size."""
+        found = []
+        for name in plan.hosts:
+            if self.drafting.guards[name].drafter.costly:
+                deep = [len(t) for t, who in zip(plan.trees, plan.authors, strict=True) if name in who.names]
+                found.append((name, max(deep, default=0)))
+        return found
+
+    def _free(self, plan: Plan) -> list[str]:
+        """Host drafters whose guesses take the same time, however many are taken."""
+        return [name for name in plan.hosts if not self.drafting.guards[name].drafter.costly]
+
+
+def _judged(answer: Answer, tree: Tree, authors: Authors) -> Verdict:
+    """Follow the tokens that are to come through the tree, as `verify_exact` does."""
+    children = {edge: node for node, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    path: list[int] = []
+    place = answer.generated
+    while (node := children.get((path[-1] if path else ROOT, place + len(path)))) is not None:
+        path.append(node)
+    tokens = tuple(range(place, place + len(path) + 1))
+    return Verdict(answer.id, tokens, len(tree), len(path), tuple(path)).by(authors)
+
+
+def _nobody(output: RequestOutput) -> None:
+    """Whom a simulated request tells."""

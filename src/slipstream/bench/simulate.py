@@ -1,0 +1,83 @@
+"""Traffic through simulated engines: what any number of replicas would do at any rate, far faster than real time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+
+from slipstream.bench.costs import RoundCosts
+from slipstream.bench.outcome import Served
+from slipstream.bench.recording import Recording, Trace
+from slipstream.bench.replayed import Walk, chances
+from slipstream.bench.replica import Replica, Setting
+from slipstream.bench.traffic import Coming
+from slipstream.core.errors import CapacityError, ConfigError
+
+
+def drafters_of(recording: Recording) -> list[str]:
+    """Who drafted in the recording, `A+B` where two did together; the one with most requests first."""
+    counts: dict[str, int] = {}
+    for trace in recording.traces:
+        if trace.drafters:
+            name = "+".join(trace.drafters)
+            counts[name] = counts.get(name, 0) + 1
+    return sorted(counts, key=lambda name: -counts[name])
+
+
+def traces_of(recording: Recording, drafter: str | None) -> list[Trace]:
+    """The requests that ran with this drafter; all of them where there is none to follow."""
+    own = [trace for trace in recording.traces if "+".join(trace.drafters) == drafter]
+    return own or list(recording.traces)
+
+
+def simulate(
+    recording: Recording,
+    setting: Setting,
+    traffic: Sequence[Coming],
+    traces: Sequence[Trace],
+    *,
+    replicas: int = 1,
+    seed: int = 0,
+) -> list[Served]:
+    """Every request, as it fared. Each goes to the replica with the fewest; the same input gives the same result."""
+    if replicas < 1:
+        raise ConfigError(f"--replicas {replicas}: must be 1 or more")
+    machine = recording.machine
+    costs = RoundCosts(recording.costs, apart=machine.queued)
+    alphas = chances(traces)
+    engines = [Replica(recording, costs, setting, alphas) for _ in range(replicas)]
+    served: list[Served] = []
+    rounds: list[tuple[float, int]] = []  # when each engine that has work begins its next round; a heap
+    idle = set(range(replicas))
+    waiting = sorted(traffic, key=lambda coming: coming.at)
+    place = 0
+    while place < len(waiting) or rounds:
+        if place < len(waiting) and (not rounds or waiting[place].at <= rounds[0][0]):
+            coming, place = waiting[place], place + 1
+            _check_fits(coming, recording)
+            index = min(range(replicas), key=lambda i: (engines[i].load, i))
+            trace = traces[coming.like]
+            walk = Walk(trace, alphas, random.Random(f"{seed} {place}"))
+            engines[index].add(Served(coming.at, coming.prompt_tokens, coming.output_tokens), walk)
+            if index in idle:
+                idle.remove(index)
+                heapq.heappush(rounds, (coming.at, index))
+            continue
+        now, index = heapq.heappop(rounds)
+        engine = engines[index]
+        served += engine.step(now)
+        if engine.load:
+            heapq.heappush(rounds, (engine.busy_until, index))
+        else:
+            idle.add(index)
+    return served
+
+
+def _check_fits(coming: Coming, recording: Recording) -> None:
+    longest = recording.machine.max_model_len
+    if coming.prompt_tokens + coming.output_tokens > longest:
+        raise CapacityError(
+            f"a request of {coming.prompt_tokens} and {coming.output_tokens} tokens: the recorded engine has a context "
+            f"of {longest}; record one with a longer --max-model-len, or leave such requests out"
+        )

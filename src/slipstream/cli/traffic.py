@@ -1,0 +1,182 @@
+"""Traffic of `slipstream bench`: requests that come at a rate, to the real engine or to recorded ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.bench import live, traffic
+from slipstream.bench.outcome import Outcome, Speculation
+from slipstream.bench.prompts import BenchPrompt
+from slipstream.bench.recorder import Recorder
+from slipstream.bench.recording import Recording
+from slipstream.bench.replica import Setting
+from slipstream.bench.run import plan_work
+from slipstream.bench.simulate import drafters_of, simulate, traces_of
+from slipstream.cli.capacity import Capacity
+from slipstream.cli.loading import loaded
+from slipstream.cli.options import Common
+from slipstream.core.errors import ConfigError
+from slipstream.core.params import SamplingParams
+from slipstream.drafters import merged_name, parse_merged
+from slipstream.train.plot import Panel, draw
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+SIMULATED_REQUESTS = 200
+
+
+class Tape:
+    """A recorder on the engine's thread, from `start` to `stop`."""
+
+    def __init__(self, llm: LLM, model: str) -> None:
+        self._llm, self._model = llm, model
+        self._recorder = Recorder(llm.engine)
+
+    def start(self) -> None:
+        self._llm.between_rounds(lambda engine: engine.listen(self._recorder))
+
+    def stop(self) -> Recording:
+        """What was recorded: nobody listens any more."""
+        self._llm.between_rounds(lambda engine: engine.listen(None))
+        return self._recorder.recording(self._model)
+
+
+def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPrompt], params: SamplingParams) -> None:
+    """The prompts, at this rate, to the real engine."""
+    drafters = () if common.no_speculation else common.drafters
+    with loaded(common, drafters, prefix_caching=False) as llm:
+        work = plan_work(llm, prompts, params, 1)
+        own = params.speculation
+        if drafters:
+            own = replace(own, drafter=merged_name(parse_merged(drafters[0])))
+        ids = [unit.token_ids[0] for unit in work.units]
+        each = [replace(unit.params[0], speculation=own) for unit in work.units]
+        count = capacity.requests or len(ids)
+        llm.generate([{"prompt_token_ids": list(ids[0])}], replace(each[0], max_tokens=32))
+        tape = Tape(llm, common.model)
+        if capacity.record is not None:
+            tape.start()
+        times = traffic.poisson_times(capacity.rates[0], count, common.seed or 0)
+        turns = [i % len(ids) for i in range(count)]
+        served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times)
+        if capacity.record is not None:
+            tape.stop().save(capacity.record)
+    way = drafters[0] if drafters else "off"
+    row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))
+    tell([row], capacity, {"model": common.model, "simulated": False})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: what a way of speculating came to at a rate. rate: None: as recorded."""
+
+    rate: float | None
+    replicas: int
+    way: str
+    outcome: Outcome
+
+
+def simulate_traffic(common: Common, capacity: Capacity) -> None:
+    """The same traffic through recorded engines, off, fixed and planned."""
+    assert capacity.simulate is not None
+    recording = Recording.load(capacity.simulate)
+    if not recording.traces:
+        raise ConfigError(f"--simulate {capacity.simulate}: no request was recorded to its end; record a longer run")
+    known = drafters_of(recording)
+    named = merged_name(parse_merged(common.drafter[0])) if common.drafter else None
+    if named is not None and named not in known:
+        raise ConfigError(f"--drafter {named}: not in the recording, which has {', '.join(known) or 'none'}")
+    drafter = named or (known[0] if known else None)
+    ways = capacity.speculation or (("off", "fixed", "planned") if drafter else ("off",))
+    if drafter is None and set(ways) != {"off"}:
+        raise ConfigError(f"--speculation {ways[0]}: nobody drafted in the recording; record with a --drafter")
+    traces, seed = traces_of(recording, drafter), common.seed or 0
+    begun = time.perf_counter()
+    rows = []
+    for rate in capacity.rates or (None,):
+        if capacity.traffic is not None:
+            coming = traffic.read_traffic(capacity.traffic, traces, seed, rate)
+        elif rate is None:
+            coming = traffic.replay(traces)
+        else:
+            coming = traffic.poisson(rate, capacity.requests or SIMULATED_REQUESTS, traces, seed)
+        for way in ways:
+            setting = Setting(cast(Speculation, way), drafter, common.draft_tokens)
+            served = simulate(recording, setting, coming, traces, replicas=capacity.replicas, seed=seed)
+            rows.append(Row(rate, capacity.replicas, way, Outcome.of(served, capacity.targets)))
+    more = {
+        "model": recording.model,
+        "simulated": True,
+        "drafter": drafter,
+        "simulated_s": sum(row.outcome.seconds for row in rows),
+        "took_s": round(time.perf_counter() - begun, 3),
+    }
+    tell(rows, capacity, more)
+
+
+def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:
+    """Table, plot, and JSON as the last line."""
+    console = Console()
+    console.print(table(rows))
+    if more["simulated"]:
+        line = f"{more['simulated_s']:.0f} s of traffic simulated in {more['took_s']:.1f} s"
+        console.print(line, markup=False, highlight=False)
+    if capacity.plot is not None:
+        capacity.plot.write_text(drawn(rows), encoding="utf-8")
+    result = {**more, "latency_target": asdict(capacity.targets), "rows": [_json(row) for row in rows]}
+    print(json.dumps(result, ensure_ascii=False), flush=True)
+    if capacity.json_file is not None:
+        capacity.json_file.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    for name in ("rate/s", "replicas", "speculation", "good/s", "good", "tok/s", "ttft p50", "p90", "p99", "tpot p50"):
+        shown.add_column(name, justify="left" if name == "speculation" else "right")
+    for name in ("p90", "p99", "tau"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        out = row.outcome
+        shown.add_row(
+            "recorded" if row.rate is None else f"{row.rate:g}",
+            str(row.replicas),
+            row.way,
+            f"{out.goodput:.2f}",
+            f"{out.good:.0%}",
+            f"{out.tokens_per_s:.1f}",
+            *(f"{seconds:.2f} s" for seconds in (out.ttft.p50, out.ttft.p90, out.ttft.p99)),
+            *(f"{1000 * seconds:.1f} ms" for seconds in (out.tpot.p50, out.tpot.p90, out.tpot.p99)),
+            f"{out.tau:.2f}",
+        )
+    return shown
+
+
+def drawn(rows: Sequence[Row]) -> str:
+    """Goodput and latencies by the rate, a curve for every way of speculating."""
+    panels: tuple[tuple[str, Callable[[Outcome], float]], ...] = (
+        ("good requests a second, by requests a second", lambda out: out.goodput),
+        ("time to first token, median, s", lambda out: out.ttft.p50),
+        ("time of a token, median, ms", lambda out: 1000 * out.tpot.p50),
+    )
+    ways = dict.fromkeys(row.way for row in rows)
+    return draw(
+        [
+            Panel(
+                title, {way: [(row.rate or 0.0, value(row.outcome)) for row in rows if row.way == way] for way in ways}
+            )
+            for title, value in panels
+        ],
+        f"simulated traffic, {rows[0].replicas} replicas",
+    )
+
+
+def _json(row: Row) -> dict[str, Any]:
+    return {"rate": row.rate, "replicas": row.replicas, "speculation": row.way, **asdict(row.outcome)}

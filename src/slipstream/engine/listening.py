@@ -1,0 +1,48 @@
+"""Who wants to know every round as it was: what was offered, what stood, how long it took. Nobody, as a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.core.draft import Tree
+from slipstream.core.verdict import Verdict
+from slipstream.engine.state import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Seconds of one round. Verify is the target pass, sampling and commit; host is what is left.
+
+    rows: of the target pass, those of prompts left out; read_rows: of prompts.
+    """
+
+    host: float
+    draft: float
+    verify: float
+    rows: int = 0
+    read_rows: int = 0
+
+
+class RoundListener(Protocol):
+    """Is called on the engine's thread, and must be quick. It changes nothing of what it is shown."""
+
+    def offered(
+        self,
+        drafter: str,
+        answers: Sequence[Answer],
+        caps: Sequence[int],
+        trees: Sequence[Tree],
+        promises: Sequence[Sequence[float] | None],
+        seconds: float,
+    ) -> None:
+        """A drafter on the host guessed this, before the planner took what pays."""
+
+    def drew(self, drafter: str, nodes: int, seconds: float) -> None:
+        """A drafter on the device took so long to guess so many nodes for each of a round's requests."""
+
+    def round(
+        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
+    ) -> None:
+        """A round is over. The tokens are the answers' already; kept: how many of them each got."""
