@@ -1,0 +1,306 @@
+"""Simulated traffic against the real engine on a clock that passes cost exactly; and the parts of a simulation."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from conftest import EOS
+from slipstream import RequestOutput, SamplingParams, SpeculationParams
+from slipstream.bench.costs import Curve, RoundCosts
+from slipstream.bench.outcome import Outcome, Served, Spread, Targets
+from slipstream.bench.recorder import Recorder
+from slipstream.bench.recording import (
+    Costs,
+    DrafterKind,
+    DraftSeen,
+    HostSeen,
+    Machine,
+    Offer,
+    PassSeen,
+    Recording,
+    Trace,
+)
+from slipstream.bench.replayed import Walk
+from slipstream.bench.replica import Setting
+from slipstream.bench.simulate import drafters_of, simulate, traces_of
+from slipstream.bench.traffic import poisson, poisson_times, read_traffic, replay
+from slipstream.core.errors import CapacityError, ConfigError
+from stepping import Stepper
+
+HOST_S = 0.0007
+
+
+def pass_s(rows: int) -> float:
+    return 0.010 + 0.0008 * rows
+
+
+class Clock:
+    """Time that goes on only where something is said to cost."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def record_real(
+    model: Path, monkeypatch: pytest.MonkeyPatch, *, planner: str, requests: int = 24, gap: float = 0.06
+) -> Recording:
+    """The real engine under real traffic, where a pass takes `pass_s` on a clock of the test's own."""
+    stepper = Stepper(model, "ngram", planner=planner, max_num_seqs=8)
+    engine = stepper.engine
+    clock, forward, dice = Clock(), engine.target.forward, random.Random(5)
+    monkeypatch.setattr(time, "perf_counter", clock)
+
+    def slow(batch, cache):  # type: ignore[no-untyped-def]
+        clock.now += pass_s(batch.num_rows)
+        return forward(batch, cache)
+
+    monkeypatch.setattr(engine.target, "forward", slow)
+    recorder = Recorder(engine)
+    engine.listen(recorder)
+    times = [1000.0]
+    while len(times) < requests:
+        times.append(times[-1] + dice.expovariate(1 / gap))
+    sinks: list[list[RequestOutput]] = []
+    while times or engine.busy:
+        if not engine.busy:
+            clock.now = max(clock.now, times[0])
+        while times and times[0] <= clock.now:
+            word = dice.choices(range(256), k=dice.randint(2, 5))
+            params = SamplingParams(temperature=0, max_tokens=dice.randint(8, 40), ignore_eos=True)
+            sinks.append([])
+            job = stepper._intake.job(word * dice.randint(2, 9), params, sinks[-1].append, streaming=False)
+            job.arrived = times.pop(0)  # while the engine was at work
+            engine.add(job)
+        clock.now += HOST_S
+        engine.step()
+    monkeypatch.undo()
+    assert all(len(sink) == 1 and sink[0].outputs[0].error is None for sink in sinks)
+    return recorder.recording("tiny")
+
+
+@pytest.mark.parametrize("planner", ["fixed", "adaptive"])
+def test_a_simulation_agrees_with_the_real_engine(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, planner: str
+) -> None:
+    recording = record_real(tiny_target, monkeypatch, planner=planner)
+    traces = list(recording.traces)
+    assert len(traces) == 24
+    assert sum(offer.right for trace in traces for offer in trace.offers.get("ngram", ())) > 50, "nothing to accept"
+    real = [
+        Served(t.arrived, t.prompt_tokens, t.output_tokens, t.arrived + t.first_token_s, t.arrived + t.total_s)
+        for t in traces
+    ]
+    setting = Setting("fixed" if planner == "fixed" else "planned", "ngram")
+    simulated = simulate(recording, setting, replay(traces), traces)
+    told, seen = Outcome.of(simulated, Targets()), Outcome.of(real, Targets())
+    assert told.requests == seen.requests
+    assert told.tokens_per_s == pytest.approx(seen.tokens_per_s, rel=0.1)
+    assert told.ttft.p50 == pytest.approx(seen.ttft.p50, rel=0.1)
+    assert told.tpot.p50 == pytest.approx(seen.tpot.p50, rel=0.1)
+    again = simulate(recording, setting, replay(traces), traces)
+    assert again == simulated, "the same input must give the same result"
+    off = simulate(recording, Setting("off"), replay(traces), traces)
+    assert median(r.rounds / r.output_tokens for r in off) == 1.0
+    assert sum(r.rounds for r in simulated) < sum(r.rounds for r in off)
+
+
+def machine(**changes: object) -> Machine:
+    usual = {
+        "num_pages": 4096,
+        "page_size": 16,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "batch_tokens": 512,
+        "draft_rows": 256,
+        "draft_tokens": None,
+        "row_slope": 0.001,
+        "queued": False,
+    }
+    return Machine(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def made_up(per_row: float, *, right: int = 4, offered: int = 5, draft_s: float = 0.0, **changes: object) -> Recording:
+    """Requests whose drafter is always right so far; a pass takes 10 ms, and `per_row` more for each row."""
+    passes = [PassSeen(n, n, 0, 100 * n, 0.010 + per_row * n, 9) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
+    places = range(1, 100, right + 1)
+    chances = tuple(0.99 if n < right else 0.01 for n in range(offered))
+    offers = tuple(Offer(at, offered, tuple(range(right)), chances) for at in places)
+    trace = Trace(50, 100, 0.0, 0.1, 1.0, ("ngram",), {"ngram": offers})
+    return Recording(
+        "made up",
+        machine(**changes),
+        (DrafterKind("ngram", False, offered),),
+        Costs(tuple(passes), (DraftSeen("ngram", 1, offered, draft_s, 9),), (HostSeen(1, 0.001, 9),)),
+        (trace,),
+    )
+
+
+def test_off_is_a_round_a_token_and_costs_add_up() -> None:
+    recording = made_up(0.0)
+    (one,) = simulate(recording, Setting("off"), replay(recording.traces), recording.traces)
+    assert one.rounds == one.output_tokens == 100
+    assert one.ended == pytest.approx(100 * 0.011)
+    assert one.tpot == pytest.approx(0.011)
+
+
+def test_speculation_pays_while_rows_are_free_and_planned_leaves_it_where_they_are_not() -> None:
+    cheap, dear = made_up(0.00001), made_up(0.004)
+    for recording, better in ((cheap, True), (dear, False)):
+        coming = poisson(40.0, 120, recording.traces, seed=1)
+        spans = {}
+        for way in ("off", "fixed", "planned"):
+            served = simulate(recording, Setting(way, "ngram"), coming, recording.traces)  # type: ignore[arg-type]
+            spans[way] = Outcome.of(served, Targets()).tpot.p50
+        if better:
+            assert spans["planned"] < 0.5 * spans["off"]
+        assert spans["planned"] <= 1.05 * min(spans["off"], spans["fixed"]), spans
+
+
+def test_always_wrong_guesses_cost_the_planned_engine_little() -> None:
+    recording = made_up(0.002, right=0)
+    coming = poisson(2.0, 40, recording.traces, seed=3)
+    rates = {
+        way: Outcome.of(simulate(recording, Setting(way, "ngram"), coming, recording.traces), Targets()).tpot.p50  # type: ignore[arg-type]
+        for way in ("off", "fixed", "planned")
+    }
+    assert rates["fixed"] > 1.3 * rates["off"]
+    assert rates["planned"] < 1.03 * rates["off"]
+
+
+def test_replicas_share_the_load() -> None:
+    recording = made_up(0.0001)
+    coming = poisson(30.0, 150, recording.traces, seed=2)
+    waits = []
+    for replicas in (1, 2, 8):
+        served = simulate(recording, Setting("off"), coming, recording.traces, replicas=replicas)
+        assert len(served) == 150
+        waits.append(Outcome.of(served, Targets(ttft=0.1, tpot=0.013)).good)
+    assert waits[0] < waits[1] < waits[2] == 1.0, waits
+
+
+def test_goodput_counts_who_met_both_targets() -> None:
+    served = [Served(0.0, 5, 11, 0.5, 1.5), Served(0.0, 5, 11, 0.1, 1.1), Served(0.0, 5, 11, 0.1, 4.1)]
+    out = Outcome.of(served, Targets.parse("ttft=0.2,tpot=0.15"))
+    assert out.good == pytest.approx(1 / 3)
+    assert out.goodput == pytest.approx(1 / 4.1)
+    assert Targets.parse("") == Targets()
+    assert Spread.of([0.25]) == Spread(0.25, 0.25, 0.25)
+    for wrong in ("ttft", "ttft=x", "tttf=1", "tpot=0", "tpot=-1"):
+        with pytest.raises(ConfigError, match="latency-target"):
+            Targets.parse(wrong)
+
+
+def test_requests_wait_where_pages_are_short_and_too_long_ones_are_refused() -> None:
+    recording = made_up(0.001, num_pages=24)
+    served = simulate(recording, Setting("off"), poisson(1000.0, 6, recording.traces, seed=0), recording.traces)
+    assert len(served) == 6
+    assert max(r.ttft for r in served) > 1.0, "two of them fit at a time"
+    tight = made_up(0.001, max_model_len=120)
+    with pytest.raises(CapacityError, match="120"):
+        simulate(tight, Setting("off"), replay(tight.traces), tight.traces)
+
+
+def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = record_real(tiny_target, monkeypatch, planner="fixed", requests=6)
+    file = tmp_path / "r.json"
+    recording.save(file)
+    read = Recording.load(file)
+    assert read.machine == recording.machine
+    assert read.drafters == recording.drafters
+    assert read.costs == recording.costs
+    assert drafters_of(read) == ["ngram"]
+    assert len(traces_of(read, "ngram")) == 6
+    for ours, theirs in zip(recording.traces, read.traces, strict=True):
+        assert ours.offers.keys() == theirs.offers.keys()
+        for name, offers in ours.offers.items():
+            assert [(o.position, o.nodes, o.path, o.parents) for o in offers] == [
+                (o.position, o.nodes, o.path, o.parents) for o in theirs.offers[name]
+            ]
+    assert file.stat().st_size < 60_000
+    for text, said in (("{", "cannot be read"), ("{}", "no recording"), ('{"slipstream_recording":1}', "damaged")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            Recording.load(file)
+
+
+def test_inside_a_right_stretch_the_rest_of_the_offer_is_left() -> None:
+    offers = (Offer(2, 5, (0, 1, 2), (0.9, 0.8, 0.7, 0.1, 0.1)), Offer(9, 2, ()))
+    walk = Walk(Trace(4, 20, 0, 0, 0, ("d",), {"d": offers}), {"d": 1.0}, random.Random(0))
+    assert walk.offer("d", 1) is None
+    assert walk.offer("d", 2) is offers[0]
+    rest = walk.offer("d", 4)
+    assert rest is not None
+    assert (rest.nodes, rest.right) == (3, 1)
+    assert rest.promises is not None
+    assert rest.promises[0] == pytest.approx(0.7 / 0.8)
+    assert walk.offer("d", 6) is None, "behind what was right nothing is known"
+    assert walk.offer("d", 22) is offers[0], "a longer answer begins again"
+    assert walk.depth("d", 2, 8, 0) == 3, "its fourth guess was wrong"
+    assert walk.depth("d", 2, 2, 0) == 2
+
+
+def test_curves_go_on_beyond_what_was_seen_and_never_fall() -> None:
+    curve = Curve([(1, 1.0, 9), (2, 3.0, 9), (4, 2.0, 9), (8, 6.0, 9), (3, 99.0, 1)])
+    assert curve.at(1) == 1.0
+    assert curve.at(2) == curve.at(4) == 2.5
+    assert curve.at(6) == pytest.approx(4.25)
+    assert curve.at(16) > curve.at(8) == 6.0
+    costs = RoundCosts(
+        Costs(tuple(PassSeen(1, 1, 0, context, 0.01 + 1e-5 * context, 9) for context in (100, 200, 400))), apart=False
+    )
+    assert costs.pass_s(1, 0, 1000) == pytest.approx(0.02, rel=0.01)
+    with pytest.raises(ConfigError, match="no passes"):
+        RoundCosts(Costs(), apart=False)
+
+
+def test_prompts_with_passes_of_their_own_are_added() -> None:
+    seen = (PassSeen(1, 1, 0, 0, 0.004, 9), PassSeen(8, 8, 0, 0, 0.005, 9), PassSeen(0, 0, 512, 0, 0.02, 9))
+    costs = RoundCosts(Costs(seen), apart=True)
+    assert costs.pass_s(8, 512, 0) == pytest.approx(0.025)
+    assert costs.pass_s(0, 512, 0) == pytest.approx(0.02)
+
+
+def test_traffic_comes_at_its_rate_and_from_files(tmp_path: Path) -> None:
+    times = poisson_times(5.0, 4000, seed=1)
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(800, rel=0.1)
+    assert times == poisson_times(5.0, 4000, seed=1) != poisson_times(5.0, 4000, seed=2)
+    traces = [Trace(1, 2, 0, 0, 0), Trace(3, 4, 0, 0, 0)]
+    assert sorted(one.like for one in poisson(1.0, 10, traces, seed=0)) == [0] * 5 + [1] * 5
+    file = tmp_path / "t.jsonl"
+    lines = [{"arrival": 7 + i, "prompt_tokens": 5, "output_tokens": 6} for i in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert [one.at for one in read_traffic(file, traces, 0)] == [0, 1, 2]
+    assert [one.at for one in read_traffic(file, traces, 0, rate=4.0)] == [0, 0.25, 0.5]
+    for bad in ("", "{}", '{"arrival": 0, "prompt_tokens": 0, "output_tokens": 1}', "x"):
+        file.write_text(bad + "\n")
+        with pytest.raises(ConfigError, match=r"t\.jsonl"):
+            read_traffic(file, traces, 0)
+
+
+def test_who_does_not_listen_costs_nothing_and_a_recorder_hears_device_drafts(tiny_target: Path) -> None:
+    stepper = Stepper(tiny_target, f"model:{tiny_target}")
+    assert stepper.engine.listener is None is stepper.engine.drafting.listener
+    recorder = Recorder(stepper.engine)
+    stepper.engine.listen(recorder)
+    sink: list[RequestOutput] = []
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculation=SpeculationParams())
+    stepper.engine.add(stepper._intake.job([1, 2, 3, EOS - 9], params, sink.append, streaming=False))
+    while stepper.engine.busy:
+        stepper.engine.step()
+    recording = recorder.recording("tiny")
+    (trace,) = recording.traces
+    (name,) = trace.drafters
+    assert [offer.right for offer in trace.offers[name]][:2] == [5, 5], "it drafts for itself"
+    assert all(seen.seconds > 0 for seen in recording.costs.drafts)
+    served = simulate(recording, Setting("fixed", name), replay([trace]), [trace])
+    assert served[0].rounds == sink[0].outputs[0].speculation.rounds
