@@ -158,7 +158,7 @@ def test_speculation_pays_while_rows_are_free_and_planned_leaves_it_where_they_a
         coming = poisson(40.0, 120, recording.traces, seed=1)
         spans = {}
         for way in ("off", "fixed", "planned"):
-            served = simulate(recording, Setting(way, "ngram"), coming, recording.traces)  # type: ignore[arg-type]
+            served = simulate(recording, Setting(way, "ngram"), coming, recording.traces)
             spans[way] = Outcome.of(served, Targets()).tpot.p50
         if better:
             assert spans["planned"] < 0.5 * spans["off"]
@@ -169,7 +169,7 @@ def test_always_wrong_guesses_cost_the_planned_engine_little() -> None:
     recording = made_up(0.002, right=0)
     coming = poisson(2.0, 40, recording.traces, seed=3)
     rates = {
-        way: Outcome.of(simulate(recording, Setting(way, "ngram"), coming, recording.traces), Targets()).tpot.p50  # type: ignore[arg-type]
+        way: Outcome.of(simulate(recording, Setting(way, "ngram"), coming, recording.traces), Targets()).tpot.p50
         for way in ("off", "fixed", "planned")
     }
     assert rates["fixed"] > 1.3 * rates["off"]
