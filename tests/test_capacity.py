@@ -1,0 +1,63 @@
+"""The options of `slipstream bench` about traffic: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.main import main
+from test_simulate import made_up
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_simulations_end_in_json_and_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, plot, kept = tmp_path / "r.json", tmp_path / "p.svg", tmp_path / "k.json"
+    made_up(0.0005).save(file)
+    options = ["--simulate", str(file), "--rate", "2,8", "--requests", "20", "--latency-target", "ttft=1,tpot=0.02"]
+    code, out, _ = run(capsys, *options, "--replicas", "2", "--plot", str(plot), "--json", str(kept))
+    assert code == 0
+    result = json.loads(out.splitlines()[-1])
+    ways = [(row["rate"], row["speculation"]) for row in result["rows"]]
+    assert ways == [(rate, way) for rate in (2.0, 8.0) for way in ("off", "fixed", "planned")]
+    assert all(row["requests"] == 20 and row["replicas"] == 2 for row in result["rows"])
+    by_way = {row["speculation"]: row for row in result["rows"][:3]}
+    assert by_way["planned"]["tpot"]["p50"] < by_way["off"]["tpot"]["p50"]
+    assert by_way["off"]["tau"] == 1.0 < by_way["planned"]["tau"]
+    assert json.loads(kept.read_text()) == result
+    assert plot.read_text().count("<polyline") == 9
+    _, again, _ = run(capsys, *options, "--replicas", "2")
+    assert json.loads(again.splitlines()[-1])["rows"] == result["rows"], "the same seed, the same numbers"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--simulate nowhere.json", "nowhere.json"),
+        ("--simulate FILE --rate x", "--rate x"),
+        ("--simulate FILE --rate 0", "--rate 0"),
+        ("--simulate FILE --speculation on", "--speculation on"),
+        ("--simulate FILE --drafter suffix", "the recording, which has ngram"),
+        ("--simulate FILE --record r.json", "nothing to record"),
+        ("--simulate FILE --latency-target ttft", "ttft=0.5,tpot=0.05"),
+        ("--traffic t.jsonl", "--simulate FILE"),
+        ("--replicas 2", "--simulate FILE"),
+        ("--rate 1,2", "one rate"),
+        ("--record nowhere/r.json", "no folder"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_loads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, said: str
+) -> None:
+    file = tmp_path / "r.json"
+    made_up(0.001).save(file)
+    code, _, err = run(capsys, *arguments.replace("FILE", str(file)).split())
+    assert code == 2
+    assert said in " ".join(err.split())
