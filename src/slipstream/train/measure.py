@@ -92,6 +92,7 @@ class Measure(AbstractContextManager["Measure"]):
                 max_num_seqs=_TOGETHER,
                 max_draft_rows=_TOGETHER * (MAX_NODES + 1),  # trees are not cut because there are others
                 planner="fixed",  # what the drafter can do, not what pays on this machine
+                prefix_caching=False,  # what the drafter read of a prompt with other weights must not be found again
                 graphs=False,  # few rounds of each size: to record one costs more than it saves
                 trust_remote_code=self._config.trust_remote_code,
             )
