@@ -112,7 +112,7 @@ def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytes
     record = json.loads((config.out / "run.json").read_text())
     tau = [point["tau"]["0"] for point in record["measured"]]
     assert tau[-1] > 1.08  # without training: 1.0
-    assert tau[-1] == pytest.approx(record["curves"][-1]["expected_tau"], abs=0.1)
+    assert tau[-1] > record["curves"][-1]["expected_tau"] - 0.1  # that of a chain; its drafter makes trees
     assert any("acceptance" in line and "left" in line and "tok/s" in line for line in lines)
     assert any("tau" in line and "T=0" in line for line in lines)
 
