@@ -47,6 +47,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
     (tmp_path / "notes.txt").write_text("no model")
     (tmp_path / "broken.gguf").write_text("no GGUF either")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "no-keys").write_text("# nobody yet\n")
     expected = {
         "generate Hi --drafter bogus": (2, "drafter 'bogus' is unknown"),
         "generate Hi --memory lots": (2, "memory='lots': must be bytes or a size such as 512MB or 2GiB"),
@@ -58,6 +59,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "serve --speculative-config {": (2, "is not JSON"),
         "serve --tool-call-parser bogus": (2, "tool_format='bogus': must be one of auto, hermes, llama3_json"),
         "serve --api-key =": (2, "API key: must be printable ASCII"),
+        "serve --api-key-file no-keys": (2, "no-keys: has no key"),
         "train eagle3": (2, "--out: name the folder of the run"),
         "train bogus --out o": (2, "recipe 'bogus' is unknown: must be one of eagle3, medusa, draft"),
         "train medusa --out o": (2, "there is nothing to learn from"),

@@ -105,6 +105,28 @@ def test_a_tool_that_must_be_called(client: OpenAI, chosen: Any, stream: bool) -
         assert json.loads(call.function.arguments) == {}
 
 
+def test_a_tool_that_speaks_of_itself(client: OpenAI) -> None:
+    """References in a tool's schema are to that schema, wherever it is put."""
+    leaf = {"type": "object", "properties": {"end": {"const": 7}}, "required": ["end"], "additionalProperties": False}
+    tree = {
+        "type": "object",
+        "properties": {"below": {"anyOf": [{"$ref": "#"}, {"$ref": "#/$defs/leaf"}]}},
+        "required": ["below"],
+        "additionalProperties": False,
+        "$defs": {"leaf": leaf},
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": tree}} for name in ("grow", "cut")]
+    for seed in range(3):
+        choice = ask(client, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed).choices[0]
+        if choice.finish_reason == "length":
+            continue
+        (call,) = choice.message.tool_calls
+        value = json.loads(call.function.arguments)
+        while "below" in value:
+            value = value["below"]
+        assert value == {"end": 7}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_found_in_text(client: OpenAI, stream: bool) -> None:
     """What this model says is made up, so a grammar makes it write a call."""

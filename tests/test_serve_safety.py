@@ -20,12 +20,14 @@ import httpx
 import openai
 import pytest
 
-from conftest import save_model, tiny_llama
+from conftest import CHAT_TEMPLATE, save_model, tiny_llama
 from serving import MODEL, client_of, serving
 from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
+from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import HostDrafter
-from slipstream.serve.config import ApiKey, Limits
+from slipstream.serve.config import ApiKey, Limits, ServeConfig
+from slipstream.serve.logs import PlainLines
 from slipstream.serve.server import HttpServer
 from test_async import Gate, everything_is_free
 
@@ -84,6 +86,28 @@ class TestKeys:
         assert seen == ["ann", "bob"]
 
 
+def test_keys_as_base64_writes_them() -> None:
+    """`openssl rand -base64 16` ends with `==`: no part of a key may become a name, which the log shows."""
+    bare = ApiKey.of("c2VjcmV0LXNlY3JldA==")
+    assert bare.tenant.startswith("key-")
+    assert bare == ApiKey.of(" c2VjcmV0LXNlY3JldA== ")
+    named = ApiKey.of("ann=c2VjcmV0LXNlY3JldA==")
+    assert (named.tenant, named.digest) == ("ann", bare.digest)
+    for wrong in ("", "=", "==", "ann=", "a b", "ann=a b", "an/n=key"):
+        with pytest.raises(ConfigError, match="API key"):
+            ApiKey.of(wrong)
+    with pytest.raises(ConfigError, match="twice"):
+        ServeConfig(keys=(ApiKey.of("ann=one-key"), ApiKey.of("bob=one-key")))
+
+
+def test_a_line_of_the_log_is_one_line() -> None:
+    """Paths come from clients, who would write lines of their own, or to the terminal."""
+    for value in ("/a\n12:00:00 INFO request status=200", "/\x1b[2J", "/\u2028"):
+        entry = logging.LogRecord("slipstream.serve", logging.INFO, "", 0, "request", None, None)
+        entry.fields = {"path": value}
+        assert PlainLines().format(entry).isprintable()
+
+
 def test_the_log_has_no_text_of_clients(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "slipstream")
     with serving(llm) as server:
@@ -111,7 +135,14 @@ def hostile() -> dict[str, bytes]:
     deep: Any = {}
     for _ in range(300):
         deep = {"properties": {"a": deep}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+
+    def tool(parameters: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+    def chat(**fields: Any) -> bytes:
+        return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "a"}], **fields}).encode()
+
+    long_text = "word " * 200_000
     return {
         "no JSON": b"{",
         "nothing": b"",
@@ -133,15 +164,19 @@ def hostile() -> dict[str, bytes]:
         "too many answers": body(n=128, prompt=["a"] * 64),
         "a long user": body(user="x" * 1_000_000),
         "too large": b" " * 5_000_000,
-        "deep tools": json.dumps(
-            {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
-        ).encode(),
-        "many messages": json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "a"}] * 30_000}).encode(),
+        "deep tools": chat(tools=[tool(deep)]),
+        "deep tools that must be called": chat(tools=[tool(deep)], tool_choice="required"),
+        "definitions that are none": chat(tools=[tool({"$defs": []})], tool_choice="required"),
+        "long tools": chat(tools=[tool({"description": long_text})]),
+        "a long prediction": body(prediction={"type": "content", "content": long_text}),
+        "long material": body(speculation={"drafter": "suffix", "material": long_text}),
+        "many messages": chat(messages=[{"role": "user", "content": "a"}] * 30_000),
     }
 
 
 def test_hostile_bodies_are_refused_at_once_while_others_go_on(roomy: Path, open_llm: Callable[..., LLM]) -> None:
-    llm, bodies = open_llm(roomy), hostile()
+    llm, bodies = open_llm(roomy, drafter=("ngram", "suffix")), hostile()
+    llm.tokenizer.chat_template = "{{ tools }}" + CHAT_TEMPLATE
     with serving(llm) as server:
         beats: list[float] = []
         done = threading.Event()

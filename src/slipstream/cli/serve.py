@@ -177,13 +177,17 @@ def _with_speculative_config(common: Common, written: str) -> Common:
 
 
 def _keys(given: Any, file: Path | None) -> tuple[ApiKey, ...]:
-    lines = [*given]
+    """All that were given, in any way. Who names a place for keys wants some: none there would open the server."""
+    found = [*given]
     if variable := os.environ.get(KEY_VARIABLE):
-        lines += variable.split(",")
+        found += variable.split(",")
     if file is not None:
         try:
-            lines += file.read_text(encoding="utf-8").splitlines()
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {file}: cannot be read ({error})") from error
-    wanted = [line.strip() for line in lines]
-    return tuple(ApiKey.of(line) for line in wanted if line and not line.startswith("#"))
+        kept = [line for line in lines if line and not line.startswith("#")]
+        if not kept:
+            raise ConfigError(f"--api-key-file {file}: has no key; write one [TENANT=]KEY a line")
+        found += kept
+    return tuple(map(ApiKey.of, found))

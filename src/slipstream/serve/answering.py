@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.core.errors import RequestError
+from slipstream.core.errors import RequestError, SlipstreamError
 from slipstream.core.outputs import CompletionOutput, RequestOutput
 from slipstream.engine.llm import LLM
 from slipstream.engine.state import Job
 from slipstream.engine.streams import OutputStream
 from slipstream.serve.errors import ApiError, for_log, from_exception
+from slipstream.serve.logs import log_failure
 from slipstream.serve.record import Record
 from slipstream.serve.wording import Piece, Wording, answer_record
 
@@ -118,9 +119,7 @@ class EngineResponse(Response):
             if not begun:
                 await _refuse(error, record, send)
                 return
-            told = from_exception(error)
-            record.error = for_log(error)
-            ending = b"data: " + told.json + b"\n\n"
+            ending = b"data: " + _told(error, record).json + b"\n\n"
         await send({"type": "http.response.body", "body": ending})
 
     def _new(self, request: RequestOutput) -> list[tuple[int, CompletionOutput]]:
@@ -185,10 +184,18 @@ async def _watch(receive: Receive, stream: OutputStream, record: Record) -> None
     stream.close()
 
 
-async def _refuse(error: Exception, record: Record, send: Send) -> None:
-    """A status and a body in the place of an answer."""
+def _told(error: Exception, record: Record) -> ApiError:
+    """What the client is told of an error; the log has it too."""
     told = from_exception(error)
     record.error = for_log(error)
+    if told.status >= 500 and not isinstance(error, ApiError | SlipstreamError):
+        log_failure(record, error)
+    return told
+
+
+async def _refuse(error: Exception, record: Record, send: Send) -> None:
+    """A status and a body in the place of an answer."""
+    told = _told(error, record)
     body = told.json
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(key.lower().encode(), value.encode()) for key, value in told.headers.items()]

@@ -83,12 +83,12 @@ def make_app(service: Service) -> FastAPI:
         return service.model(model)
 
     @app.post("/tokenize", responses=_ERRORS)
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
-        return await service.tokenize(asked)
+    async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
+        return await service.tokenize(asked, Record.of(request.scope))
 
     @app.post("/detokenize", responses=_ERRORS)
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
-        return await service.detokenize(asked)
+    async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        return await service.detokenize(asked, Record.of(request.scope))
 
     @app.get("/health", responses=_ERRORS)
     async def health() -> JSONResponse:

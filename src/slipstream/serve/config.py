@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -11,6 +12,8 @@ from slipstream.core.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
 ToolFormat = Literal["auto", "hermes", "llama3_json"]
+_PADDED = 16
+"""Characters that a key has at least which ends with `=`; what is shorter is a tenant whose key was left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +25,16 @@ class ApiKey:
 
     @classmethod
     def of(cls, written: str) -> ApiKey:
-        """From `TENANT=KEY`, or a bare key, whose tenant is then named after its hash."""
-        tenant, parted, key = written.strip().partition("=")
-        if not parted:
-            tenant, key = "", tenant
+        """From `TENANT=KEY`, or a bare key, whose tenant is then named after its hash.
+
+        `=` at the end of a long one is part of it, as base64 writes them: no key may become a name, which logs show.
+        """
+        whole = written.strip()
+        tenant, parted, key = whole.partition("=")
+        if not key.strip("="):  # there is no other `=` than at the end
+            tenant, key = "", whole if not parted or len(whole) >= _PADDED else ""
+        if not re.fullmatch(r"[\w.@-]{0,64}", tenant):
+            raise ConfigError("API key: a tenant's name must be of letters, digits and . _ @ -, as in TENANT=KEY")
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError("API key: must be printable ASCII without spaces, alone or as TENANT=KEY")
         digest = hashlib.sha256(key.encode()).digest()
@@ -93,6 +102,9 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self._check("models", bool(self.models) and all(self.models), "one name or more")
+        digests = [key.digest for key in self.keys]
+        if len({*digests}) < len(digests):
+            raise ConfigError("API keys: one is there twice; give each tenant a key of its own")
         self._check("port", 0 <= self.port <= 65535, "0 (any free one) to 65535")
         self._check("max_queue", self.max_queue >= 0, "0 or more")
         self._check("chunk_chars", self.chunk_chars is None or 1 <= self.chunk_chars <= 4096, "1 to 4096, or None")

@@ -18,7 +18,7 @@ _OLD_NAMES = ("json", "regex", "choice", "grammar")
 
 
 def form_of(asked: SamplingFields, nesting: int) -> StructuredOutputsParams | None:
-    """The form that a request asks for, at most so many levels deep; None: any text."""
+    """The form that a request asks for, at most so many levels deep; None: any text. Tools were looked at before."""
     found: dict[str, dict[str, Any]] = {}
     if asked.response_format is not None and not isinstance(asked.response_format, TextFormat):
         found["response_format"] = _of_format(asked.response_format)
@@ -32,7 +32,8 @@ def form_of(asked: SamplingFields, nesting: int) -> StructuredOutputsParams | No
     if len(found) > 1:
         raise refused(list(found)[1], f"cannot go with {next(iter(found))}: an answer has one form")
     for param, form in found.items():
-        check_nesting(param, form.get("json"), nesting)
+        if param != "tool_choice":  # is some levels deeper than the tools
+            check_nesting(param, form.get("json"), nesting)
         return StructuredOutputsParams.of(form)
     return None
 
@@ -61,33 +62,30 @@ def _arguments(tool: Tool) -> dict[str, Any]:
 
 
 def _calls(tools: Sequence[Tool], several: bool) -> dict[str, Any]:
-    """A list of calls. What a tool's schema defines for itself is kept apart from what the others do."""
+    """A list of calls. The tools' schemas stand beside it, each with all that it defines for itself."""
     definitions: dict[str, Any] = {}
     items = []
     for index, tool in enumerate(tools):
-        schema = dict(_moved(_arguments(tool), f"tool{index}."))
-        for key in ("$defs", "definitions"):
-            definitions |= {f"tool{index}.{name}": part for name, part in schema.pop(key, {}).items()}
-        call = {"name": {"const": tool.function.name}, "parameters": schema}
+        place = f"#/$defs/tool{index}"
+        definitions[f"tool{index}"] = _moved(_arguments(tool), place)
+        call = {"name": {"const": tool.function.name}, "parameters": {"$ref": place}}
         items.append(
             {"type": "object", "properties": call, "required": ["name", "parameters"], "additionalProperties": False}
         )
-    form: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
+    form: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}, "$defs": definitions}
     if not several:
         form["maxItems"] = 1
-    return {**form, "$defs": definitions} if definitions else form
+    return form
 
 
-def _moved(schema: Any, prefix: str) -> Any:
-    """The same schema with its references pointing to where its definitions are put."""
+def _moved(schema: Any, place: str) -> Any:
+    """The same schema for another place in a document: its references are to itself, as before."""
     if isinstance(schema, list):
-        return [_moved(part, prefix) for part in schema]
+        return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(part, prefix) for key, part in schema.items()}
+    moved = {key: _moved(part, place) for key, part in schema.items()}
     reference = moved.get("$ref")
-    if isinstance(reference, str):
-        for start in ("#/$defs/", "#/definitions/"):
-            if reference.startswith(start):
-                moved["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(start)}"
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = place + reference[1:]
     return moved

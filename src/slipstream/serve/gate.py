@@ -16,7 +16,7 @@ from slipstream.serve.admission import Admission
 from slipstream.serve.auth import tenant_of
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, for_log, from_exception
-from slipstream.serve.logs import log, log_request
+from slipstream.serve.logs import log, log_failure, log_request
 from slipstream.serve.page import PATHS
 from slipstream.serve.record import Record
 
@@ -66,11 +66,12 @@ class Gate:
         try:
             body = await self._admit(scope, receive, record)
             if body is not None:
+                record.body_bytes = len(body)
                 await self._app(scope, _replayed(body, receive), answer)
         except Exception as error:
             record.error = for_log(error)
             if not isinstance(error, ApiError):
-                log.error("failed", exc_info=error, extra={"fields": {"request_id": record.id}})
+                log_failure(record, error)
             if not record.status:
                 await from_exception(error).response()(scope, receive, answer)
         finally:

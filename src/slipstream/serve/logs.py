@@ -32,8 +32,14 @@ class PlainLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={value}" for key, value in getattr(record, "fields", {}).items())
+        fields = " ".join(f"{key}={_printable(value)}" for key, value in getattr(record, "fields", {}).items())
         return f"{super().formatMessage(record)} {fields}".rstrip()
+
+
+def _printable(value: object) -> str:
+    """In one line, and without what a terminal would obey: paths come from clients."""
+    told = str(value)
+    return told if told.isprintable() else repr(told)
 
 
 def set_up(form: LogFormat) -> logging.Handler:
@@ -70,6 +76,11 @@ def request_fields(record: Record) -> dict[str, Any]:
     if record.error is not None:
         fields["error"] = record.error
     return fields
+
+
+def log_failure(record: Record, error: Exception) -> None:
+    """Something of ours went wrong: where."""
+    log.error("failed", exc_info=error, extra={"fields": {"request_id": record.id}})
 
 
 def log_request(record: Record) -> None:

@@ -42,8 +42,8 @@ class PromptMaker:
             ids += self._tokenizer.encode(part, add_special_tokens=False)
         return ids
 
-    def conversation(self, asked: Templated) -> list[int]:
-        """A conversation by the model's chat template, up to where the answer begins."""
+    def conversation(self, asked: Templated) -> list[str]:
+        """A conversation by the model's chat template, up to where the answer begins: parts to be `joined`."""
         if self._template is None:
             raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
         if asked.tools and not self.takes_tools:
@@ -57,7 +57,7 @@ class PromptMaker:
             and "add_generation_prompt" in asked.model_fields_set
         ):
             raise refused("continue_final_message", "cannot go with add_generation_prompt: true")
-        kwargs = dict(asked.chat_template_kwargs or {})
+        kwargs = _mapped(asked.chat_template_kwargs or {}, lambda text: _cut(text, self._wide_controls, mark))
         if taken := sorted(kwargs.keys() & _OURS):
             raise refused("chat_template_kwargs", f"{taken[0]!r} is not for the template")
         try:
@@ -72,12 +72,11 @@ class PromptMaker:
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise refused("messages", f"the model's chat template does not take them: {error}"[:500]) from error
         check_text(rendered)
-        return [
-            token
-            for part in rendered.split(mark)
-            if part
-            for token in self._tokenizer.encode(part, add_special_tokens=False)
-        ]
+        return [part for part in rendered.split(mark) if part]
+
+    def joined(self, parts: Sequence[str]) -> list[int]:
+        """The tokens of texts that are tokenized one by one."""
+        return [token for part in parts for token in self._tokenizer.encode(part, add_special_tokens=False)]
 
     @property
     def takes_tools(self) -> bool:

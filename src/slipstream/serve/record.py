@@ -23,6 +23,7 @@ class Record:
     method: str = ""
     path: str = ""
     tenant: str = ""
+    body_bytes: int = 0
     user: str = ""  # a hash of what the client calls its user
     status: int = 0  # 0: it went away before it was answered
     arrived: float = field(default_factory=time.perf_counter)

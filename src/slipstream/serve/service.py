@@ -30,7 +30,7 @@ from slipstream.serve.wording import Manner, Wording
 _LONGEST_TOKEN = 16
 """Characters that a token has at most, on average over a text that is long. What is longer is not even tokenized."""
 _SHORT = 4096
-"""Characters or tokens that are prepared in place: a switch of threads would take longer."""
+"""Bytes of a body that is prepared in place: a switch of threads would take longer."""
 
 Made = TypeVar("Made")
 
@@ -72,22 +72,22 @@ class Service:
             echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
             return jobs, CompletionWording(manner, [echo for echo in echoes for _ in range(params.n)])
 
-        return await self._response(make, asked, params, len(prompts), sum(map(len, prompts)))
+        return await self._response(make, asked, params, record, len(prompts))
 
     async def chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
         self._check_model(asked.model)
+        self._check_conversation(asked)
         params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
         parser = self._tool_parser(asked)
-        self._check_conversation(asked)
         manner = self._manner(asked, record, "chatcmpl")
 
         def make() -> tuple[list[Job], Wording]:
-            job = self._job(self.prompts.conversation(asked), params, record, 0, "messages")
+            job = self._job(self._conversation(asked), params, record, 0, "messages")
             return [job], ChatWording(manner, parser, params.logprobs or 0)
 
-        return await self._response(make, asked, params, 1, _length(asked))
+        return await self._response(make, asked, params, record, 1)
 
-    async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, asked: TokenizeRequest, record: Record) -> dict[str, Any]:
         if asked.model is not None:
             self._check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
@@ -97,20 +97,20 @@ class Service:
 
         def make() -> list[int]:
             if asked.prompt is None:
-                return self.prompts.conversation(asked)
+                return self._conversation(asked)
             return self.prompts.encode(asked.prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens)
 
-        ids = await self._prepared(make, len(asked.prompt or "") if asked.messages is None else _length(asked))
+        ids = await self._prepared(make, record)
         told: dict[str, Any] = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         return {**told, "token_strs": self.prompts.spellings(ids) if asked.return_token_strs else None}
 
-    async def detokenize(self, asked: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(self, asked: DetokenizeRequest, record: Record) -> dict[str, str]:
         if asked.model is not None:
             self._check_model(asked.model)
         size = self.prompts.size
         if any(token >= size for token in asked.tokens):
             raise refused("tokens", f"must be token ids, 0 to {size - 1}")
-        return {"prompt": await self._prepared(lambda: self.prompts.decode(asked.tokens), len(asked.tokens))}
+        return {"prompt": await self._prepared(lambda: self.prompts.decode(asked.tokens), record)}
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._model(name) for name in self.config.models]}
@@ -180,19 +180,34 @@ class Service:
         for index, tool in enumerate(asked.tools or ()):
             check_nesting(f"tools.{index}.function.parameters", tool.function.parameters, self.config.limits.nesting)
 
+    def _conversation(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
+        """Its tokens. Tools, and whatever else a template writes, may be longer than the messages."""
+        parts = self.prompts.conversation(asked)
+        self._check_length("messages", sum(map(len, parts)))
+        return self.prompts.joined(parts)
+
     def _job(self, ids: list[int], params: SamplingParams, record: Record, index: int, param: str = "prompt") -> Job:
         self._check_length(param, len(ids), "tokens", 1)
         streaming = params.output_kind == "delta"
-        return self.llm.prepare(ids, params, request_id=f"{record.id}-{index}", streaming=streaming)
+        job = self.llm.prepare(ids, params, request_id=f"{record.id}-{index}", streaming=streaming)
+        self._check_length("prediction", len(job.answers[0].prediction), "tokens", 1)
+        self._check_length("speculation.material", sum(map(len, job.answers[0].material)), "tokens", 1)
+        return job
+
+    def _check_sources(self, params: SamplingParams) -> None:
+        """Drafts come out of these texts while others wait: they may be as long as a prompt."""
+        self._check_length("prediction", len(params.prediction or ""))
+        self._check_length("speculation.material", sum(map(len, params.speculation.material)))
 
     async def _response(
         self,
         make: Callable[[], tuple[list[Job], Wording]],
         asked: CompletionRequest | ChatRequest,
         params: SamplingParams,
+        record: Record,
         prompts: int,
-        length: int,
     ) -> EngineResponse:
+        self._check_sources(params)
         answers = prompts * params.n
         limits, chunk_chars = self.config.limits, self.config.chunk_chars
         if answers > limits.choices:
@@ -210,7 +225,7 @@ class Service:
 
         try:
             slow = params.structured_outputs is not None  # it may have to be compiled
-            jobs, wording = await self._prepared(make, _SHORT + 1 if slow else length)
+            jobs, wording = await self._prepared(make, record, slow=slow)
         except BaseException:
             self.admission.leave(answers, 0.0)
             raise
@@ -218,9 +233,9 @@ class Service:
         work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
         return EngineResponse(self.llm, work)
 
-    async def _prepared(self, make: Callable[[], Made], length: int) -> Made:
+    async def _prepared(self, make: Callable[[], Made], record: Record, *, slow: bool = False) -> Made:
         """What takes long is made on another thread: the event loop has others to serve."""
-        return make() if length <= _SHORT else await asyncio.to_thread(make)
+        return make() if record.body_bytes <= _SHORT and not slow else await asyncio.to_thread(make)
 
 
 def _each(prompt: str | Sequence[Any]) -> list[Any]:
