@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
@@ -23,6 +24,10 @@ from slipstream import LLM
 from slipstream.models import paths
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["gpu/*"]
+
+# A busy machine is no fault of the code: tests are not timed by the example.
+settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slipstream")
 
 VOCAB = 300
 EOS = 257

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, EosTokenCriteria, GPT2Config, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    EosTokenCriteria,
+    GPT2Config,
+    MistralConfig,
+    MistralForCausalLM,
+    StoppingCriteriaList,
+)
 
 from conftest import save_model
 from slipstream import hf
@@ -130,6 +137,23 @@ def test_another_family(tmp_path: Path) -> None:
     other: Any = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "gpt2", config))
     plain = other.generate(PROMPT, max_new_tokens=30)
     assert other.generate(PROMPT, max_new_tokens=30, custom_generate=hf.generate).tolist() == plain.tolist()
+
+
+def test_caches_that_give_nothing_back(model: Any) -> None:
+    with pytest.raises(InvalidRequest, match="StaticCache"):
+        model.generate(PROMPT, max_new_tokens=5, custom_generate=hf.generate, cache_implementation="static")
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+    config = MistralConfig(vocab_size=300, hidden_size=16, intermediate_size=16, sliding_window=128, **sizes)
+    windowed: Any = MistralForCausalLM(config).eval()
+    plain = windowed.generate(PROMPT, max_new_tokens=20)
+    assert windowed.generate(PROMPT, max_new_tokens=20, custom_generate=hf.generate).tolist() == plain.tolist()
+    with pytest.raises(InvalidRequest, match="a window of 128 tokens, and prompt and answer may have 124"):
+        windowed.generate(PROMPT, max_new_tokens=100, custom_generate=hf.generate)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,9 @@ def test_forms_of_tools() -> None:
     assert required is not None
     schema = json.loads(str(required.json))
     assert schema["maxItems"] == 1
-    assert schema["$defs"] == {"tool0.x": {"type": "object"}}
-    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"$ref": "#/$defs/tool0.x"}
+    first = schema["items"]["anyOf"][0]["properties"]
+    assert first == {"name": {"const": "a"}, "parameters": {"$ref": "#/$defs/tool0"}}
+    assert schema["$defs"]["tool0"] == {"$ref": "#/$defs/tool0/$defs/x", "$defs": {"x": {"type": "object"}}}
     with pytest.raises(ApiError, match="'c' is none of the tools"):
         form_of(chat(tool_choice={"type": "function", "function": {"name": "c"}}), 32)
     with pytest.raises(ApiError, match="an answer has one form"):

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _ID = "hf"
 _ROW_SLOPE = {"cpu": 0.15}
 _GPU_SLOPE = 0.01
+MAX_GUESSES = 64
+"""… of a pass, which are in the cache for a while."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ def generate(
     _check(model, input_ids, generation_config)
     ids = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     past = model_kwargs.get("past_key_values")
+    _check_cache(model, past, generation_config)
     guesser = _Guesser(drafter, draft_tokens, prediction, model, ids[0].tolist())
     loop = _Loop(model, past, logits_processor, stopping_criteria, generation_config, stream_to)
     try:
@@ -177,7 +180,7 @@ class _Guesser:
         params = SamplingParams(prediction=None)
         self._guard = DrafterGuard(made, int(model.get_output_embeddings().weight.shape[0]))
         self._request = DraftRequest(_ID, tokens, len(tokens), params, 0, tuple(guessed))
-        self._most = made.default_draft_tokens if draft_tokens is None else draft_tokens
+        self._most = min(MAX_GUESSES, made.default_draft_tokens if draft_tokens is None else draft_tokens)
         self._planner = AdaptivePlanner(PassCost(_ROW_SLOPE.get(model.device.type, _GPU_SLOPE)))
         self._name = made.name
         self._round_s = 0.0
@@ -237,6 +240,26 @@ def _check(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig) 
     for key in ("output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
             raise InvalidRequest(f"{key}=True: not kept here; leave it out")
+
+
+def _check_cache(model: PreTrainedModel, past: Any, config: GenerationConfig) -> None:
+    """Wrong guesses are taken out of the cache again: it must be one that can give back what it let go."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    remedy = "guesses cannot be taken back there; use slipstream.LLM, or plain generate"
+    layers = past.layers if isinstance(past, DynamicCache) else ()
+    if getattr(model, "_is_stateful", False) or not all(isinstance(layer, DynamicLayer) for layer in layers):
+        raise InvalidRequest(f"{type(model).__name__}: has recurrent state, {remedy}")
+    if past is not None and not isinstance(past, DynamicCache):
+        raise InvalidRequest(f"a cache of the kind {type(past).__name__}: {remedy}; leave cache_implementation out")
+    longest = (config.max_length or 0) + MAX_GUESSES
+    for layer in layers:
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and longest > int(window):
+            raise InvalidRequest(
+                f"{type(model).__name__}: attends to a window of {int(window)} tokens, and prompt and answer may have "
+                f"{longest - MAX_GUESSES}: {remedy}"
+            )
 
 
 def _unpadded(input_ids: Tensor, mask: Tensor | None) -> Tensor:
