@@ -169,6 +169,13 @@ class TestDrafter:
             ask(drafter, [1, 2, 3], budget)
             assert len(drafter._texts["a"].window.columns) == columns
 
+    def test_a_tree_that_nobody_verified_is_forgotten_also_without_room_for_a_window(self) -> None:
+        drafter = LookaheadDrafter(window=8, ngram=4)
+        text = [1, 2, 3, 1]
+        ask(drafter, text, 16)  # the planner declines it
+        assert len(ask(drafter, text, 1)) == 1  # what the text goes on with, and no window
+        drafter.observe([Verdict("a", (2, 3), 1, 1, (0,), (2, 3))])
+
     def test_a_tree_that_was_cut_teaches_nothing(self) -> None:
         drafter = LookaheadDrafter(window=4, ngram=3)
         tree = ask(drafter, [1, 2, 3])

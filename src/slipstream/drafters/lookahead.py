@@ -105,12 +105,14 @@ class Window:
         self._nodes: list[int] = []  # [W]: the last node of each column, while the tree is out
 
     def plant(self, tree: Growing, root: int) -> None:
-        """Hang the columns from the root of an empty tree, which has room for them."""
+        """Hang the columns, if there are any, from the root of an empty tree, which has room for them."""
+        self._nodes = []  # a tree that nobody verified may be forgotten
+        if not self.columns:
+            return
         heads: list[int] = [ROOT]
         self.columns[0][0] = root
         for column in self.columns[1:]:
             heads.append(_placed(tree.add(heads[-1], column[0])))
-        self._nodes = []
         for head, column in zip(heads, self.columns, strict=True):
             node = head
             for token in column[1:]:
@@ -214,8 +216,7 @@ class LookaheadDrafter(HostDrafter):
         tree = Growing(budget)
         columns = min(self._window, (int(budget * _WINDOW_SHARE) + 1) // self._levels)
         self._fill(text, tokens, columns)
-        if columns:
-            text.window.plant(tree, tokens[-1])
+        text.window.plant(tree, tokens[-1])
         for rest in self._found(text.pool, tokens):
             tree.add_path(rest)
         text.drafted = len(tree)
