@@ -276,6 +276,35 @@ def test_too_many_at_once_are_told_when_to_come_again(open_llm: Callable[..., LL
     everything_is_free(llm)
 
 
+def test_forms_that_take_long_to_compile_hold_up_only_each_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, released = llm.prepare, threading.Event()
+
+    def slowly(prompt: Any, params: Any, **more: Any) -> Any:
+        if params.structured_outputs is not None:
+            released.wait(60)
+        return prepare(prompt, params, **more)
+
+    monkeypatch.setattr(llm, "prepare", slowly)
+    long_body = {"model": MODEL, "prompt": "a", "max_tokens": 2, "stop": ["x" * 250] * 16, "user": "u" * 500}
+    with serving(llm, limits=Limits(request_s=2.0)) as server:
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                form = {"model": MODEL, "prompt": "a", "guided_regex": "a"}
+                slow = [asyncio.create_task(client.post("/v1/completions", json=form)) for _ in range(20)]
+                while server.service.admission.inside < 20:
+                    await asyncio.sleep(0)
+                assert (await client.post("/v1/completions", json=long_body)).status_code == 200
+                assert {answer.status_code for answer in await asyncio.gather(*slow)} == {408}
+
+        try:
+            asyncio.run(asyncio.wait_for(main(), 120))
+        finally:
+            released.set()
+        assert server.service.admission.inside == 0
+    everything_is_free(llm)
+
+
 def test_a_request_that_takes_too_long(roomy: Path, open_llm: Callable[..., LLM]) -> None:
     llm = open_llm(roomy)
     with serving(llm, limits=Limits(request_s=0.3)) as server:

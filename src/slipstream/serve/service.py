@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from slipstream.core.params import SamplingParams
@@ -32,6 +33,9 @@ _LONGEST_TOKEN = 16
 _SHORT = 4096
 """Bytes of a body that is prepared in place: a switch of threads would take longer."""
 
+_COMPILING = 2
+"""Forms that are compiled at once. Some grammars take a minute: long prompts, which have other threads, do not wait."""
+
 Made = TypeVar("Made")
 
 
@@ -45,6 +49,7 @@ class Service:
         self.admission = Admission(llm.engine.config.max_num_seqs, config.max_queue)
         self.metrics = Metrics(llm, config.models[0], self.admission)
         self.started = int(time.time())
+        self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
         self._parser = parser_for(config.tool_format, self.prompts.template)
 
     def health(self) -> Health:
@@ -235,7 +240,15 @@ class Service:
 
     async def _prepared(self, make: Callable[[], Made], record: Record, *, slow: bool = False) -> Made:
         """What takes long is made on another thread: the event loop has others to serve."""
-        return make() if record.body_bytes <= _SHORT and not slow else await asyncio.to_thread(make)
+        if record.body_bytes <= _SHORT and not slow:
+            return make()
+        limit = self.config.limits.request_s
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(limit):
+                return await loop.run_in_executor(self._compiling if slow else None, make)
+        except TimeoutError:
+            raise ApiError(408, f"the request was not prepared within {limit:g} s", code="timeout") from None
 
 
 def _each(prompt: str | Sequence[Any]) -> list[Any]:
