@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+from slipstream.bench.tune import read_engine
 from slipstream.cli.loading import loaded
 from slipstream.cli.options import DEFAULT_DRAFTER, MODEL, OUTPUT, SPECULATION, Common, option, with_common
 from slipstream.cli.show import note
@@ -61,6 +62,14 @@ def serve(
             panel=SPECULATION,
             help='vLLM\'s way to name a drafter, in the place of --drafter: \'{"method": "ngram", '
             '"num_speculative_tokens": 5}\'.',
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        option(
+            metavar="FILE",
+            panel=MODEL,
+            help="Model, drafter and draft tokens as `slipstream tune --config FILE` wrote them; options win over it.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -119,9 +128,11 @@ def serve(
     answers. Sampling is each request's own: the sampling options are refused here.
     """
     _refuse_sampling(common)
+    if config is not None:
+        common = _with_config(common, config)
     if speculative_config is not None:
         common = _with_speculative_config(common, speculative_config)
-    config = ServeConfig(
+    settings = ServeConfig(
         models=tuple(served_model_name or (common.model,)),
         host=host,
         port=port,
@@ -144,14 +155,14 @@ def serve(
         from slipstream.serve.logs import set_up
         from slipstream.serve.server import HttpServer
 
-        set_up(config.log_format)
-        server = HttpServer(llm, config)
-        if not config.keys and host not in ("127.0.0.1", "::1", "localhost"):
+        set_up(settings.log_format)
+        server = HttpServer(llm, settings)
+        if not settings.keys and host not in ("127.0.0.1", "::1", "localhost"):
             note(
                 f"{host}: anybody who reaches this machine may use it; --api-key-file FILE asks for keys",
                 style="yellow",
             )
-        note(f"serving {config.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
+        note(f"serving {settings.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
         server.serve_forever()
 
 
@@ -163,6 +174,21 @@ def _refuse_sampling(common: Common) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: not for serve, each request says it itself; leave it out")
     if common.verifier != plain.verifier:
         raise ConfigError('--verifier: not for serve; a request says "speculation": {"verifier": …} itself')
+
+
+def _with_config(common: Common, path: Path) -> Common:
+    """What the file says, wherever the command line says nothing."""
+    engine, usual = read_engine(path), Common()
+    found: dict[str, Any] = {}
+    if common.model == usual.model and "model" in engine:
+        found["model"] = engine["model"]
+    if common.drafter is None and "drafter" in engine:
+        found["drafter"] = [engine["drafter"] or "none"]
+        if common.draft_tokens is None:
+            found["draft_tokens"] = engine.get("draft_tokens")
+    changed = replace(common, **found)
+    changed.check(None)
+    return changed
 
 
 def _with_speculative_config(common: Common, written: str) -> Common:

@@ -1,0 +1,34 @@
+"""The speed of a batch by simulation: what `slipstream tune` says beside what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slipstream.bench.outcome import Outcome, Targets
+from slipstream.bench.recording import Recording
+from slipstream.bench.replica import Setting
+from slipstream.bench.simulate import drafters_of, simulate, traces_of
+from slipstream.bench.traffic import Coming
+from slipstream.bench.tune import Tuned
+from slipstream.drafters import merged_name, parse_merged
+
+
+def predicted(recording: Recording, rows: Sequence[Tuned]) -> list[Tuned]:
+    """Each with the tokens a second that a simulation of as many requests at once gives."""
+    if not recording.traces:
+        return list(rows)
+    known = drafters_of(recording)
+    found: list[Tuned] = []
+    for row in rows:
+        drafter = None if row.drafter is None else merged_name(parse_merged(row.drafter))
+        if drafter is not None and drafter not in known:
+            found.append(row)
+            continue
+        traces = traces_of(recording, "" if drafter is None else drafter)
+        turns = [i % len(traces) for i in range(row.concurrency)]
+        coming = [Coming(0.0, traces[i].prompt_tokens, traces[i].output_tokens, i) for i in turns]
+        setting = Setting("off" if drafter is None else "planned", drafter, row.draft_tokens)
+        outcome = Outcome.of(simulate(recording, setting, coming, traces), Targets())
+        found.append(replace(row, predicted=outcome.tokens_per_s))
+    return found

@@ -1,0 +1,122 @@
+"""`slipstream tune`: measures candidates on your own prompts, and recommends one by the number of requests at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.bench import run, tune
+from slipstream.bench.prompts import load_prompts, select
+from slipstream.cli.loading import loaded
+from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option, with_common
+from slipstream.core.errors import ConfigError
+
+MEASURING = "Measuring"
+DEFAULT_MAX_TOKENS = 64
+
+
+@with_common
+def tune_command(
+    common: Common,
+    drafters: Annotated[
+        str | None,
+        option(metavar="A,B,C", panel=SPECULATION, help="The candidates, such as ngram,suffix. Also --drafter."),
+    ] = None,
+    sizes: Annotated[
+        str, option(metavar="K[,K…]", panel=SPECULATION, help="Try each also with so many guesses at most, as 3,6.")
+    ] = "",
+    prompts: Annotated[
+        Path | None, option(metavar="FILE", panel=PROMPTS, help="JSON lines with 'prompt' or 'turns'. Default: ours.")
+    ] = None,
+    limit: Annotated[int | None, option(metavar="N", panel=PROMPTS, help="Only N prompts. Default: all.")] = None,
+    concurrency: Annotated[
+        str, option(metavar="N[,N…]", panel=MEASURING, help="Requests at once, such as 1,4,16,64.")
+    ] = "1,4,16",
+    repeats: Annotated[
+        int, option(metavar="N", min=1, panel=MEASURING, help="Measure so often; the median counts.")
+    ] = 1,
+    config: Annotated[
+        Path | None, option(metavar="FILE", panel=OUTPUT, help="Write what `slipstream serve --config` takes, as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, option(metavar="FILE", panel=OUTPUT, help="Draw the speeds as SVG.")] = None,
+) -> None:
+    """Measure drafters, sizes and verifiers on your own prompts, and recommend what to run.
+
+    The table is for people; the last line on stdout is JSON.
+    """
+    levels, tried = _numbers("--concurrency", concurrency, 1), _numbers("--sizes", sizes, 0)
+    if not levels:
+        raise ConfigError("--concurrency: give at least one number, such as 1,4,16")
+    if drafters:
+        named = [name for name in drafters.split(",") if name]
+        common = replace(common, drafter=[*(common.drafter or ()), *named])
+        common.check(None)
+    for name, path in (("config", config), ("plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+    params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
+    chosen = select(load_prompts(prompts), (), limit)
+    with loaded(common, common.drafters, max_num_seqs=max(levels), prefix_caching=False) as llm:
+        from slipstream.bench.predict import predicted
+        from slipstream.cli.traffic import Tape
+
+        work = run.plan_work(llm, chosen, params, 1)
+        options = tune.candidates(run.engine_runners(llm, common.drafters, params.speculation), tried)
+        run.warm_up(work.units[0], [one.runner for one in options])
+        tape = Tape(llm, common.model)
+        tape.start()
+        ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
+        rows = tune.measure(options, ids, each, levels, repeats=repeats)
+        rows = predicted(tape.stop(), rows)
+    console = Console()
+    console.print(table(rows))
+    best = tune.best(rows)
+    for level, row in best.items():
+        console.print(f"{level} at once: {row.name}", markup=False, highlight=False)
+    result = tune.configuration(common.model, rows)
+    if config is not None:
+        config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        plot.write_text(drawn(rows), encoding="utf-8")
+    print(json.dumps({**result, "rows": [asdict(row) for row in rows]}, ensure_ascii=False), flush=True)
+
+
+def _numbers(name: str, text: str, least: int) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        found = [least - 1]
+    if any(number < least for number in found):
+        raise ConfigError(f"{name} {text}: must be whole numbers of {least} or more, such as 1,4,16")
+    return found
+
+
+def table(rows: Sequence[tune.Tuned]) -> Table:
+    shown, best = Table(box=None, pad_edge=False), tune.best(rows)
+    for name in ("at once", "candidate", "tok/s", "predicted", "x plain", ""):
+        shown.add_column(name, justify="left" if name == "candidate" else "right")
+    plain = {row.concurrency: row.tokens_per_s for row in rows if row.name == run.PLAIN}
+    for row in rows:
+        shown.add_row(
+            str(row.concurrency),
+            row.name,
+            f"{row.tokens_per_s:.1f}",
+            "" if row.predicted is None else f"{row.predicted:.1f}",
+            f"{row.tokens_per_s / plain[row.concurrency]:.2f}",
+            "best" if best[row.concurrency] is row else "",
+        )
+    return shown
+
+
+def drawn(rows: Sequence[tune.Tuned]) -> str:
+    from slipstream.train.plot import Panel, draw
+
+    names = dict.fromkeys(row.name for row in rows)
+    lines = {n: [(float(row.concurrency), row.tokens_per_s) for row in rows if row.name == n] for n in names}
+    return draw([Panel("tokens a second, by requests at once", lines)], "slipstream tune")

@@ -1,0 +1,102 @@
+"""`slipstream tune` and real traffic, on a tiny model; what is recommended, and the file that `serve` takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream import LLM
+from slipstream.bench.recording import Recording
+from slipstream.bench.tune import Tuned, best, best_of_all, configuration, read_engine
+from slipstream.cli.main import main
+from slipstream.cli.options import Common
+from slipstream.cli.serve import _with_config
+from slipstream.core.errors import ConfigError
+
+
+def told(*speeds: tuple[int, str, float]) -> list[Tuned]:
+    return [Tuned(n, name, None if name == "plain" else name, None, "exact", speed) for n, name, speed in speeds]
+
+
+def prompts(folder: Path) -> Path:
+    file = folder / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"one two {n} one two {n}"}) + "\n" for n in range(3)))
+    return file
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    assert not ended.value.code, err
+    result = json.loads(out.splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+def test_the_fastest_is_recommended_and_plain_where_none_is_clearly_faster() -> None:
+    rows = told((1, "plain", 10), (1, "a", 20), (1, "b", 15), (8, "plain", 50), (8, "a", 30), (8, "b", 50.5))
+    assert {level: row.name for level, row in best(rows).items()} == {1: "a", 8: "plain"}
+    assert best_of_all(rows).name == "b", "a loses at 8 what it wins at 1"
+    assert best_of_all(told((1, "plain", 10), (1, "a", 10.1))).name == "plain"
+
+
+def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, plot = tmp_path / "tuned.json", tmp_path / "tuned.svg"
+    result = run(
+        capsys,
+        *("tune", "--model", str(tiny_target), "--drafters", "ngram,suffix", "--sizes", "2"),
+        *("--prompts", str(prompts(tmp_path)), "--concurrency", "1,3", "--max-tokens", "8"),
+        *("--config", str(config), "--plot", str(plot)),
+    )
+    rows = result["rows"]
+    assert isinstance(rows, list)
+    names = ["plain", "ngram", "ngram, 2", "suffix", "suffix, 2"]
+    assert [(row["concurrency"], row["name"]) for row in rows] == [(n, name) for n in (1, 3) for name in names]
+    assert all(row["tokens_per_s"] > 0 and row["predicted"] > 0 for row in rows)
+    assert plot.read_text().count("<polyline") == 5
+    engine = read_engine(config)
+    assert engine["model"] == str(tiny_target)
+    with LLM(**engine, max_model_len=64) as llm:
+        assert llm.generate("one two")[0].finished
+
+
+def test_serve_takes_the_file_and_options_win(tiny_target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    chosen = configuration(str(tiny_target), [*told((1, "plain", 1.0)), Tuned(1, "x", "suffix", 6, "exact", 9.0)])
+    file.write_text(json.dumps(chosen))
+    common = _with_config(Common(), file)
+    assert (common.model, common.drafters, common.draft_tokens) == (str(tiny_target), ("suffix",), 6)
+    common = _with_config(Common(drafter=["ngram"]), file)
+    assert (common.drafters, common.draft_tokens) == (("ngram",), None), "six guesses were measured for another"
+    file.write_text(json.dumps(configuration("default", told((1, "plain", 1.0)))))
+    assert _with_config(Common(), file).drafters == ()
+    for text, said in (
+        ("[", "cannot be read"),
+        ("[]", "engine"),
+        ('{"engine": {"size": 1}}', r"engine\.size"),
+        ('{"engine": {"draft_tokens": "x"}}', "draft_tokens"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_engine(file)
+
+
+def test_real_traffic_is_told_and_recorded(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "r.json"
+    common = ("--model", str(tiny_target), "--prompts", str(prompts(tmp_path)), "--max-tokens", "8")
+    result = run(capsys, "bench", *common, "--rate", "200", "--requests", "5", "--record", str(record))
+    (row,) = result["rows"]  # type: ignore[misc]
+    assert (row["requests"], row["rate"]) == (5, 200.0)
+    recording = Recording.load(record)
+    assert len(recording.traces) == 5
+    assert all(0 < trace.output_tokens <= 8 for trace in recording.traces)
+    run(capsys, "bench", *common, "--record", str(record))
+    drafters = [trace.drafters for trace in Recording.load(record).traces]
+    assert sorted(set(map(bool, drafters))) == [False, True], "plain, and with a drafter"
