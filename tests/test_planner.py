@@ -191,10 +191,9 @@ class TestBudget:
         for nodes in (1, 2, 3, 4, 6):
             planner.observe_draft("d", nodes, 0.15 * nodes)
         teach(planner, "a", 6, 3)
-        alpha = 0.75
 
-        def rate(depth: int) -> float:
-            return sum(alpha**i for i in range(depth + 1)) / (1 + 0.02 * (1 + depth) + 0.15 * depth)
+        def rate(depth: int) -> float:  # three guesses are right, and the fourth never is
+            return (1 + min(depth, 3)) / (1 + 0.02 * (1 + depth) + 0.15 * depth)
 
         best = max(range(7), key=rate)
         assert 0 < best < 6

@@ -1,13 +1,25 @@
-"""How likely a drafter's next guess is right, by request, learned from verdicts."""
+"""How likely a drafter's guesses are right, by request and by depth, learned from verdicts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.plan.traits import Traits
+
+Floats = NDArray[np.float64]
 
 _PRIOR = 0.6
 _PRIOR_WEIGHT = 4.0
 _DECAY = 0.9
 _SHARED_DECAY = 0.98
+_DEPTHS = 8
+"""Depths that are told apart; deeper guesses fare as the last of these."""
+_DEPTH_WEIGHT = 6.0
+"""Guesses at a depth that the drafter's usual course is worth."""
 
 
 @dataclass(slots=True)
@@ -24,25 +36,87 @@ class _Tally:
         self.tried = self.tried * decay + tried
 
 
-class Acceptance:
-    """The chance that a guess is right when everything before it was. Newcomers start from everybody's record."""
+class _Course:
+    """Right and tried guesses by depth: how a drafter fares the further it goes."""
+
+    __slots__ = ("right", "tried")
 
     def __init__(self) -> None:
+        self.right = np.zeros(_DEPTHS)
+        self.tried = np.zeros(_DEPTHS)
+
+    def add(self, right: int, tried: int, decay: float) -> None:
+        self.right *= decay
+        self.tried *= decay
+        self.right[:right] += 1
+        self.tried[:tried] += 1
+
+
+class Acceptance:
+    """The chance that a guess is right when everything before it was. Newcomers start from the record of their kind,
+    and a kind of which little is known from everybody's.
+
+    traits: the kinds of requests, by id; filled in by its owner.
+    """
+
+    def __init__(self, traits: Mapping[str, Traits] | None = None) -> None:
         self._shared = _Tally(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
+        self._course = _Course()
+        self._kinds: dict[Traits, _Tally] = {}
+        self._traits = {} if traits is None else traits
         self._requests: dict[str, _Tally] = {}
+        self._courses: dict[str, _Course] = {}
+
+    @property
+    def shared(self) -> float:
+        """Of everybody."""
+        return self._shared.share
 
     def alpha(self, request_id: str) -> float:
-        return self._requests.get(request_id, self._shared).share
+        """At any depth."""
+        own = self._requests.get(request_id)
+        return self._newcomer(request_id) if own is None else own.share
+
+    def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
+        """The chance that all of the first 1, 2, … guesses are right."""
+        alphas = np.array([self.alpha(request_id) for request_id in request_ids])  # [B]
+        shared = self._shared.share
+        course = (self._course.right + _DEPTH_WEIGHT * shared) / (self._course.tried + _DEPTH_WEIGHT)  # [D]
+        usual = np.minimum(course[:, None] / max(shared, 1e-6) * alphas, np.maximum(alphas, 0.98))  # [D, B]
+        none = _NO_COURSE
+        right = np.array([self._courses.get(r, none).right for r in request_ids]).T  # [D, B]
+        tried = np.array([self._courses.get(r, none).tried for r in request_ids]).T
+        chances = (right + _DEPTH_WEIGHT * usual) / (tried + _DEPTH_WEIGHT)
+        deep = np.minimum(np.arange(depth), _DEPTHS - 1)
+        return np.cumprod(chances[deep], axis=0)  # type: ignore[no-any-return]
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Guesses behind the first wrong one were never put to the test."""
         if not drafted:
             return
         tried = accepted + (accepted < drafted)
-        start = _Tally(self._shared.share * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
-        # what it starts from fades like everything else: one that fares worse than all others must not live on hope
-        self._requests.setdefault(request_id, start).add(accepted, tried, _DECAY)
+        if request_id not in self._requests:
+            # what it starts from fades like everything else: one that fares worse than all others must not live on hope
+            self._requests[request_id] = _Tally(self._newcomer(request_id) * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
+            self._courses[request_id] = _Course()
+        self._requests[request_id].add(accepted, tried, _DECAY)
+        self._courses[request_id].add(accepted, tried, _DECAY)
         self._shared.add(accepted, tried, _SHARED_DECAY)
+        self._course.add(accepted, tried, _SHARED_DECAY)
+        traits = self._traits.get(request_id)
+        if traits is not None:
+            self._kinds.setdefault(traits, _Tally(0.0, 0.0)).add(accepted, tried, _SHARED_DECAY)
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._courses.pop(request_id, None)
+
+    def _newcomer(self, request_id: str) -> float:
+        shared = self._shared.share
+        kind = self._kinds.get(self._traits[request_id]) if request_id in self._traits else None
+        if kind is None:
+            return shared
+        return (kind.right + _PRIOR_WEIGHT * shared) / (kind.tried + _PRIOR_WEIGHT)
+
+
+_NO_COURSE = _Course()

@@ -7,7 +7,7 @@ expected tokens per second of the whole batch, and none where none does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 
 from slipstream.core.draft import ROOT, Tree
 from slipstream.plan.acceptance import Acceptance
+from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
 from slipstream.plan.cutting import along_paths, cut, likeliest
+from slipstream.plan.decisions import Decision
+from slipstream.plan.gains import Gains, Turn
 from slipstream.plan.investment import Investment, most_worth
 from slipstream.plan.planner import Beside, Planner
+from slipstream.plan.traits import Traits
 from slipstream.plan.waits import Waits
 
 _FIRST_PROBE = 16
@@ -34,6 +38,9 @@ _CAPTURED = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Nodes of a draft that are thought of where every size is captured when it first comes: with the last token they make
 2, 3, 4, 6, 8, … rows, which is what passes are filled up to for one request."""
 
+_COMPARE = 16
+"""Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately."""
+
 _NOTHING = Tree()
 
 
@@ -44,11 +51,23 @@ class _Others(NamedTuple):
     nodes: int  # of all requests together
 
 
+class _Chosen(NamedTuple):
+    """A size, and for whom."""
+
+    size: int
+    members: NDArray[np.int64]  # requests
+
+
 class AdaptivePlanner(Planner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
-    def __init__(self, cost: PassCost) -> None:
+    def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
         self._cost = cost
+        self._margin = max(_MARGIN, min_gain)
+        self._gains = Gains(cost.slope, min_gain)
+        self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
+        self._traits: dict[str, Traits] = {}
+        self._kept_word: dict[str, Calibration] = {}
         self._acceptance: dict[str, Acceptance] = {}
         self._draft_cost: dict[str, PassCost] = {}
         self._idle: dict[str, int] = {}  # rounds since the drafter last drafted
@@ -58,7 +77,15 @@ class AdaptivePlanner(Planner):
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._largest: dict[str, int] = {}  # drafts that were ever allowed
         self._used: dict[str, set[int]] = {}  # sizes that drafts had so far, where they are captured
+        self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
         self._rounds = 0
+
+    def start(self, request_id: str, traits: Traits) -> None:
+        self._traits[request_id] = traits
+        self._gains.start(request_id, traits)
+
+    def speculates(self, request_id: str) -> bool:
+        return not self._plain_round and self._gains.drafts(request_id)
 
     def rests(self, drafter: str, rows: int) -> bool:
         waits = self._waits.get(drafter)
@@ -79,16 +106,15 @@ class AdaptivePlanner(Planner):
         deepest = max(caps, default=0)
         if deepest == 0:
             return list(caps)
-        alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
         depths = np.arange(deepest + 1)[:, None]  # [K + 1, 1]
-        drafted = np.minimum(depths, np.array(caps)).sum(1)  # [K + 1]: nodes of all requests together
+        drafted = np.minimum(depths, np.array(caps))  # [K + 1, B]
         others = self._others(request_ids, beside, deepest)
-        chances = alphas**depths * (1 - others.right)
-        gained = np.where((depths > 0) & (depths <= np.array(caps)), chances, 0).cumsum(0).sum(1)  # [K + 1]
+        gained = np.zeros(drafted.shape)  # [K + 1, B]
+        chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])
+        gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
         draft_s = np.concatenate(([0.0], self._drafting(drafter).curve(1, deepest)))
-        depth = self._paying(drafter, rows, others, gained, drafted, draft_s)
-        depth = self._noted(drafter, self._probe(drafter, depth, min(2, deepest)))
-        return [min(depth, cap) for cap in caps]
+        chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
+        return self._granted(drafter, chosen, caps, min(2, deepest))
 
     def budget_trees(
         self,
@@ -107,53 +133,65 @@ class AdaptivePlanner(Planner):
         most = max(caps, default=0)
         if most == 0:
             return list(caps)
-        alphas = np.array([self._estimate(drafter).alpha(r) for r in request_ids])  # [B]
         others = self._others(request_ids, beside, levels)
-        chances = alphas[:, None] ** np.arange(1, levels + 1) * (1 - others.right[1:].T)
-        whole = chances.sum(1)  # [B]: tokens that a tree of `most` brings
-        nodes = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
-        gained = (whole * np.log1p(nodes) / np.log1p(most)).sum(1)  # [K + 1]
-        drafted = nodes.sum(1)
-        draft_s = np.where(drafted > 0, self._drafting(drafter).seconds(1), 0.0)
-        size = self._paying(drafter, rows, others, gained, drafted, draft_s)
-        size = self._noted(drafter, self._probe(drafter, size, most))  # a small one would not tell what it is worth
-        return [min(size, cap) for cap in caps]
+        chances = self._estimate(drafter).paths(request_ids, levels) * (1 - others.right[1:])  # [L, B]
+        whole = chances.sum(0)  # [B]: tokens that a tree of `most` brings
+        drafted = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
+        gained = whole * np.log1p(drafted) / np.log1p(most)
+        draft_s = np.where(np.arange(most + 1) > 0, self._drafting(drafter).seconds(1), 0.0)
+        chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
+        return self._granted(drafter, chosen, caps, most)  # a small probe would not tell what it is worth
 
     def _paying(
         self,
         drafter: str,
         rows: int,
         others: _Others,
-        gained: NDArray[np.float64],  # [K + 1]
-        drafted: NDArray[np.int64],
-        draft_s: NDArray[np.float64],
-    ) -> int:
-        """Which size, 0 to K, brings most tokens a second: each brings `gained`, adds `drafted` rows, takes `draft_s`.
+        gained: NDArray[np.float64],  # [K + 1, B]
+        drafted: NDArray[np.int64],  # [K + 1, B]
+        draft_s: NDArray[np.float64],  # [K + 1]
+    ) -> _Chosen:
+        """Which size, 0 to K, brings most tokens a second, and for whom: each brings `gained`, adds `drafted` rows, and
+        takes `draft_s`, for however many. Those of whom most is expected come first, as long as they pay for their rows.
 
         0 unless another is clearly better; and where sizes are captured, no new one that is hardly better than another.
         """
         brought, known = rows + others.right.sum(), rows + others.nodes
-        pass_s = self._cost.curve(known, known + int(drafted[-1]))[drafted]
+        order = np.argsort(-gained[-1], kind="stable")  # [B]
+        tokens, nodes = gained[:, order].cumsum(1), drafted[:, order].cumsum(1)  # [K + 1, B]: of the first 1, 2, …
+        pass_s = self._cost.curve(known, known + int(nodes[-1, -1]))[nodes]
         measured = self._drafting(drafter).observed and self._cost.observed  # else the two have different units
-        rate = (brought + gained) / (pass_s + draft_s * measured)
+        rates = (brought + tokens) / (pass_s + draft_s[:, None] * measured)
+        rate = rates.max(1)  # [K + 1]
+        rate[0] = rates[0, 0]
+        size = self._size(drafter, rate)
+        self._decided[drafter] = Decision(rows, size, float(rate[max(size, int(rate.argmax()))] / rate[0]))
+        return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
+
+    def _size(self, drafter: str, rate: NDArray[np.float64]) -> int:
         if not self._cost.padded:
-            return int(rate.argmax()) if rate.max() > rate[0] * _MARGIN else 0
+            return int(rate.argmax()) if rate.max() > rate[0] * self._margin else 0
         sizes = self._sizes(drafter, len(rate) - 1)
         old = [size for size in sizes if not size or size in self._used.get(drafter, ())]
         new, best = max(sizes, key=rate.__getitem__), max(old, key=rate.__getitem__)
         chosen = new if rate[new] > rate[best] * _MARGIN else best
-        return chosen if rate[chosen] > rate[0] * _MARGIN else 0
+        return chosen if rate[chosen] > rate[0] * self._margin else 0
 
     def _sizes(self, drafter: str, most: int) -> list[int]:
         """The sizes to choose from where each is captured: few, and the largest that the drafter ever may have."""
         largest = self._largest[drafter] = max(most, self._largest.get(drafter, 0))
         return [0, *(size for size in _CAPTURED if size <= most and size < largest), *([most] * (most == largest))]
 
-    def _noted(self, drafter: str, size: int) -> int:
-        """A size that is drafted from now on."""
-        if size:
-            self._used.setdefault(drafter, set()).add(size)
-        return size
+    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], small: int) -> list[int]:
+        """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
+        size = self._probe(drafter, chosen.size, small)
+        if not size:
+            return [0] * len(caps)
+        self._used.setdefault(drafter, set()).add(size)
+        granted = [0] * len(caps)
+        for i in chosen.members.tolist() if chosen.size else range(len(caps)):
+            granted[i] = min(size, caps[i])
+        return granted
 
     def trim(
         self,
@@ -166,9 +204,13 @@ class AdaptivePlanner(Planner):
         """Keep the nodes that pay, of guesses that cost nothing to have any more. A node stays only with its parent."""
         wait_s = self._wait(drafter) + self._spent.pop(drafter, 0.0)
         chances: list[float] = []  # [N]
+        word = self._kept_word.setdefault(drafter, Calibration())
+        factors: list[float] = []  # [B]: which part of its promises it kept; 0: it made none
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
+            factors.append(0.0 if promise is None else word.factor(request_id))
             if tree.tokens:
-                chances += along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
+                said = along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
+                chances += said if promise is None or factors[-1] == 1 else [factors[-1] * chance for chance in said]
         if not chances:
             self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
             return list(trees)
@@ -178,14 +220,14 @@ class AdaptivePlanner(Planner):
         best = self._explore(rows, best)
         if best == 0:
             return [_NOTHING] * len(trees)
-        if best == len(chances):
-            return list(trees)
-        kept = likeliest(chances, best, ranked[best - 1])
+        kept = [True] * best if best == len(chances) else likeliest(chances, best, ranked[best - 1])
         trimmed: list[Tree] = []
         end = 0
-        for tree in trees:
+        for request_id, tree, factor in zip(request_ids, trees, factors, strict=True):
             begin, end = end, end + len(tree.tokens)
-            trimmed.append(cut(tree, kept[begin:end]))
+            trimmed.append(tree if best == len(chances) else cut(tree, kept[begin:end]))
+            if factor and trimmed[-1].tokens:
+                word.promise(request_id, sum(compress(chances[begin:end], kept[begin:end])) / factor)
         return trimmed
 
     def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
@@ -198,7 +240,7 @@ class AdaptivePlanner(Planner):
         costs = self._cost.curve(rows, rows + nodes[-1])[nodes] + self._wait(drafter)
         rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
         best = int(rates.argmax())
-        pays = bool(rates[best] > rates[0] * _MARGIN)
+        pays = bool(rates[best] > rates[0] * self._margin)
         self._weigh(drafter, rows, float(rates[best]))
         if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
             return [_NOTHING] * len(trees)
@@ -224,10 +266,31 @@ class AdaptivePlanner(Planner):
             if nodes == most:
                 break
         self._weigh(drafter, rows, top)
-        return best if top > plain * _MARGIN else 0
+        pays = top > plain * self._margin
+        self._decided[drafter] = Decision(rows, best if pays else 0, top / plain)
+        return best if pays else 0
 
-    def next_round(self) -> None:
+    def next_round(self, requests: int = 0) -> None:
         self._rounds += 1
+        self._gains.next_round()
+        compares = requests and self._rounds % _COMPARE == _COMPARE - 1
+        self._plain_round = bool(compares) and self._gains.lacks_plain(requests)
+
+    def observe_round(self, turns: Sequence[Turn], seconds: float) -> None:
+        self._gains.observe(turns, seconds)
+
+    def gain(self, request_id: str) -> float:
+        return self._gains.of(request_id).value
+
+    def why(self, request_id: str) -> str | None:
+        return self._gains.off(request_id)
+
+    def reasons(self) -> dict[str, str]:
+        return {name: decision.text(name, self._cost, self._alpha(name)) for name, decision in self._decided.items()}
+
+    def _alpha(self, drafter: str) -> float | None:
+        estimate = self._acceptance.get(drafter)
+        return None if estimate is None else estimate.shared
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         self._cost.observe(rows, seconds)
@@ -243,6 +306,8 @@ class AdaptivePlanner(Planner):
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
         if drafted:
             self._estimate(drafter).observe(request_id, drafted, accepted)
+            if drafter in self._kept_word:
+                self._kept_word[drafter].observe(request_id, accepted)
             if accepted:
                 self._patience.pop(drafter, None)
             if drafter in self._investments:
@@ -253,6 +318,10 @@ class AdaptivePlanner(Planner):
             estimate.forget(request_id)
         for invested in self._investments.values():
             invested.forget(request_id)
+        for word in self._kept_word.values():
+            word.forget(request_id)
+        self._traits.pop(request_id, None)
+        self._gains.forget(request_id)
         for waits in self._waits.values():
             waits.gone += 1
 
@@ -310,7 +379,9 @@ class AdaptivePlanner(Planner):
         return chances
 
     def _estimate(self, drafter: str) -> Acceptance:
-        return self._acceptance.setdefault(drafter, Acceptance())
+        if drafter not in self._acceptance:
+            self._acceptance[drafter] = Acceptance(self._traits)
+        return self._acceptance[drafter]
 
     def _drafting(self, drafter: str) -> PassCost:
         return self._draft_cost.setdefault(drafter, PassCost(slope=1.0))

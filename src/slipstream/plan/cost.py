@@ -50,6 +50,10 @@ class PassCost:
         self._steps: dict[int, Steps] = {}  # by their first rows, as far as the table goes
 
     @property
+    def slope(self) -> float:
+        return self._slope
+
+    @property
     def observed(self) -> bool:
         return bool(self._seen)
 

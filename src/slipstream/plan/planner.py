@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.core.draft import Tree
+from slipstream.plan.gains import Turn
+from slipstream.plan.traits import Traits
 
 
 class Beside(NamedTuple):
@@ -67,14 +69,36 @@ class Planner:
         """Is waiting for this drafter on the host not worth it for now, with so many requests?"""
         return False
 
-    def next_round(self) -> None:
-        """A round is about to be planned."""
+    def next_round(self, requests: int = 0) -> None:
+        """A round of so many decoding requests is about to be planned; 0: not said."""
+
+    def start(self, request_id: str, traits: Traits) -> None:
+        """A request begins, of which so much is known."""
+
+    def speculates(self, request_id: str) -> bool:
+        """Is there anything to plan for it in this round? False where drafts slow down requests of its kind."""
+        return True
 
     def pad_passes(self) -> None:
         """Passes come in a few sizes only, and are filled up to the next one."""
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """A target pass over this many rows took this long."""
+
+    def observe_round(self, turns: Sequence[Turn], seconds: float) -> None:
+        """A round of these requests took this long, drafts and host included."""
+
+    def gain(self, request_id: str) -> float:
+        """How many times as fast as plain rounds its drafted rounds were, as measured; 1 before there were any."""
+        return 1.0
+
+    def reasons(self) -> dict[str, str]:
+        """By drafter: what was decided in the last round that it could have drafted in, and why."""
+        return {}
+
+    def why(self, request_id: str) -> str | None:
+        """Why nothing may be drafted for a request at present; None: it may be."""
+        return None
 
     def observe_wait(self, drafter: str, seconds: float) -> None:
         """The device had nothing to do for so long, because a drafter on the host had to know a round's result.

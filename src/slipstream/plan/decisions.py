@@ -1,0 +1,28 @@
+"""Decisions in words: what was drafted or not, and by which figures. Put together only when somebody asks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from slipstream.plan.cost import PassCost
+
+_DEAR = 0.5
+"""A row that adds such a part of what a request costs in the pass can hardly pay: the arithmetic is used up."""
+
+
+class Decision(NamedTuple):
+    """The last plan of one drafter's guesses."""
+
+    requests: int  # that decoded in the round
+    nodes: int  # most for a request where it is asked beforehand, of all where its guesses were there; 0: none
+    gain: float  # tokens a second by those of plain decoding, as expected of the best that could be drafted
+
+    def text(self, drafter: str, cost: PassCost, alpha: float | None) -> str:
+        """In words, by what passes cost and how often the drafter's guesses are right."""
+        if self.nodes:
+            return f"{drafter} {self.nodes}: {self.gain:.2f}x expected"
+        share = "" if alpha is None else f", {alpha:.0%} of its guesses are right"
+        two = cost.seconds(2 * self.requests) / cost.seconds(self.requests) - 1
+        if two > _DEAR:
+            return f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
+        return f"off: {self.gain:.2f}x expected of the best draft{share}"

@@ -1,0 +1,144 @@
+"""The guard: what speculation truly brought, against rounds without it, by kind of request.
+
+Estimates can be wrong together: a clock that lies, a drafter that promises too much, a cost that nobody thought of. So
+every drafted round is compared with undrafted ones of as many requests. Where a kind of request is slower for its
+drafts, they are off for it, and tried again for a while, the more rarely the more they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from slipstream.plan.cost import PassCost
+from slipstream.plan.traits import Traits
+
+_DECAY = 0.97
+"""The last 30 drafts or so of a kind speak for it."""
+_EVIDENCE = 16
+"""Drafts of a kind before it is judged, also after each rest."""
+_SLACK = 0.97
+"""It is off below so much of the gain that is asked for, and on again at the whole of it: no flapping between."""
+_WASTE = 0.005
+_SHORTEST_REST = 64
+_LONGEST_REST = 2048
+"""What trials may cost of the time, and rounds between two of them."""
+_HICCUP = 4.0
+"""A round that lasts so many plain ones says nothing about drafts."""
+
+
+class Turn(NamedTuple):
+    """What a round was for one request."""
+
+    request_id: str
+    drafted: int
+    emitted: int
+
+
+@dataclass(slots=True)
+class Gain:
+    """Tokens of drafted rounds, and how many plain rounds their time would have been."""
+
+    tokens: float = 0.0
+    plain: float = 0.0
+    drafts: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """How many times as fast as plain decoding; 1 before anything was drafted."""
+        return self.tokens / self.plain if self.plain else 1.0
+
+    def add(self, tokens: float, plain: float, decay: float = 1.0) -> None:
+        self.tokens = self.tokens * decay + tokens
+        self.plain = self.plain * decay + plain
+        self.drafts = self.drafts * decay + 1
+
+
+@dataclass(slots=True)
+class _Kind:
+    gain: Gain = field(default_factory=Gain)
+    until: int = 0  # the round before which nothing is drafted for it
+    failed: int = 0  # times in a row that it was found not to pay
+    last: float = 1.0  # gain when it was last judged
+
+
+class Gains:
+    """Who may have drafts. Told of every round, drafted or not.
+
+    min_gain: how many times as fast as plain decoding a kind must be to go on drafting.
+    """
+
+    def __init__(self, slope: float, min_gain: float = 1.0) -> None:
+        self._plain = PassCost(slope)  # seconds of undrafted rounds by requests
+        self._min_gain = min_gain
+        self._kinds: dict[Traits, _Kind] = {}
+        self._traits: dict[str, Traits] = {}
+        self._own: dict[str, Gain] = {}
+        self._rounds = 0
+
+    def start(self, request_id: str, traits: Traits) -> None:
+        self._traits[request_id] = traits
+
+    def forget(self, request_id: str) -> None:
+        self._traits.pop(request_id, None)
+        self._own.pop(request_id, None)
+
+    def next_round(self) -> None:
+        self._rounds += 1
+
+    def drafts(self, request_id: str) -> bool:
+        """May drafts be made for it? As long as they pay for its kind, and in trials."""
+        kind = self._kinds.get(self._traits.get(request_id, Traits()))
+        return kind is None or self._rounds >= kind.until
+
+    def lacks_plain(self, requests: int) -> bool:
+        """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
+        return not self._plain.seen(requests)
+
+    def of(self, request_id: str) -> Gain:
+        """What was measured for a request."""
+        return self._own.get(request_id, Gain())
+
+    def kinds(self) -> dict[Traits, Gain]:
+        return {traits: kind.gain for traits, kind in self._kinds.items()}
+
+    def off(self, request_id: str) -> str | None:
+        """Why nothing is drafted for it; None: something may be."""
+        if self.drafts(request_id):
+            return None
+        traits = self._traits.get(request_id, Traits())
+        kind = self._kinds[traits]
+        return f"off: drafts made requests of its kind ({traits}) {kind.last:.2f}x as fast as none; tried again later"
+
+    def observe(self, turns: Sequence[Turn], seconds: float) -> None:
+        """A round is over."""
+        drafted = sum(turn.drafted for turn in turns)
+        requests = len(turns)
+        if not drafted:
+            if requests:
+                self._plain.observe(requests, seconds)
+            return
+        if not self._plain.observed:
+            return
+        dearer = min(seconds / self._plain.seconds(requests), _HICCUP) - 1  # may be noise below 0
+        for request_id, nodes, emitted in turns:
+            if nodes:
+                plain = max(0.1, 1 + dearer * requests * nodes / drafted)  # who asks for more rows pays more
+                self._own.setdefault(request_id, Gain()).add(emitted, plain)
+                kind = self._kinds.setdefault(self._traits.get(request_id, Traits()), _Kind())
+                kind.gain.add(emitted, plain, _DECAY)
+                self._judge(kind)
+
+    def _judge(self, kind: _Kind) -> None:
+        if kind.gain.drafts < _EVIDENCE - 2.5 or self._rounds < kind.until:  # decayed, 16 of them weigh 13
+            return
+        value = kind.last = kind.gain.value
+        if value >= self._min_gain:
+            kind.failed = 0
+        elif value < self._min_gain * _SLACK:
+            kind.failed += 1
+            loss = 1 / value - 1 if value else 1.0
+            rest = max(_SHORTEST_REST * 2 ** min(kind.failed - 1, 5), _EVIDENCE * loss / _WASTE)
+            kind.until = self._rounds + int(min(rest, _LONGEST_REST))
+            kind.gain = Gain()  # a trial is judged by itself
