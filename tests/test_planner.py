@@ -338,8 +338,8 @@ class TestProbes:
         assert first_pause < 40
         pauses = np.diff([i for i in tried if i > first_pause])
         assert (np.diff(pauses) >= 0).all()
-        assert pauses[-1] == 256
-        assert sum(sizes[first_pause:]) < 0.03 * 2000  # nodes that cost a twentieth of a pass each
+        assert pauses[-1] == (256 if how == "budget" else 16), "where guesses are free, a probe of one row is cheap"
+        assert 0.05 * sum(sizes[first_pause:]) < 0.01 * len(sizes)
 
     @pytest.mark.parametrize("how", ["budget", "trim"])
     def test_one_that_became_good_comes_back(self, how: str) -> None:

@@ -55,6 +55,10 @@ class SpeculationStats:
     verify_s: float = 0.0
     host_s: float = 0.0
     by_drafter: dict[str, DrafterStats] = field(default_factory=dict)
+    expected_gain: float = 1.0  # how many times as fast as plain ones its drafted rounds were to be, by the plan
+    measured_gain: float = 1.0  # … and were, against undrafted rounds of as many requests
+    plan: dict[str, str] = field(default_factory=dict)
+    """By drafter: what was decided last, and why. These three are there when the answer has ended."""
 
     def of(self, drafter: str) -> DrafterStats:
         """One drafter's part, from now on."""

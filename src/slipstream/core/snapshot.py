@@ -12,9 +12,10 @@ from typing import Literal
 
 from slipstream.core.outputs import DrafterStats
 
-Undrafted = Literal["off", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
-"""Why a round went without a drafter's guesses for an answer: the request has no drafter; drafting would not have paid;
-it had none; the answer, a context or the pass ends here; no page was free; it was late; it had failed before."""
+Undrafted = Literal["off", "plain", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
+"""Why a round went without a drafter's guesses for an answer: the request has no drafter, or all are
+switched off; the round was plain to compare others with it, or because drafts slow down requests of its kind; drafting
+would not have paid; it had none; the answer, a context or the pass ends here; no page was free; it was late; it had failed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Snapshot:
     dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that nobody asks any more, and why
     decisions: Mapping[str, int] = field(default_factory=dict)
     """By drafter and round: how often it drafted for an answer ("drafted"), and why it did not (`Undrafted`)."""
+
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """By drafter: what was decided last, in words."""
+    gains: Mapping[str, float] = field(default_factory=dict)
+    """By kind of request: how many times as fast as plain ones drafted rounds were lately, as measured."""
 
     @property
     def pages_free(self) -> int:

@@ -24,9 +24,11 @@ from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.listening import RoundListener
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
 from slipstream.engine.state import Answer
+from slipstream.engine.turns import note_plan
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
 from slipstream.plan.planner import Beside, Planner
+from slipstream.plan.traits import traits_of
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Drafting:
         self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
         self.listener: RoundListener | None = None
+        self.enabled = True  # False: no drafts for anybody, until it is True again
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
         self.constraining = Constraining(vocab_size, device)
@@ -87,6 +90,8 @@ class Drafting:
         answer.drafters = names
         if not names:
             return
+        prompt = answer.tokens[: answer.prompt_length]
+        self.planner.start(answer.id, traits_of(answer.params.temperature, answer.constraint is not None, prompt))
         view = answer.view = DraftRequest(
             answer.id,
             answer.tokens,
@@ -102,6 +107,7 @@ class Drafting:
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
+        note_plan(self.planner, answer)
         self.planner.forget(answer.id)
         for name in answer.drafters:
             self._guarded(name, [answer], functools.partial(self._voice(name).stop, answer.id))
@@ -134,7 +140,7 @@ class Drafting:
 
     def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
-        self.planner.next_round()
+        self.planner.next_round(len(decodes))
         self.guessed_s = 0.0
         for name, mine in self._groups(decodes):
             answers = [decodes[i] for i in mine]
@@ -208,7 +214,10 @@ class Drafting:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
         self._resting = {name for name in self.guards if self.planner.rests(name, len(answers))}
         awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
-        return any(name in awake and name not in a.refused for a in answers for name in a.drafters)
+        if not (awake and self.enabled):
+            return False
+        drafted = [a for a in answers if self.planner.speculates(a.id)]
+        return any(name in awake and name not in a.refused for a in drafted for name in a.drafters)
 
     def read_choices(self, answers: Sequence[Answer]) -> bool:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""
@@ -218,8 +227,12 @@ class Drafting:
         """For each drafter that may be asked: which requests are its. Those whose guesses are free come first."""
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes):
-            if not answer.drafters:
+            if not (answer.drafters and self.enabled):
                 self.undrafted["off"] += 1
+                continue
+            if not self.planner.speculates(answer.id):
+                self.undrafted["plain"] += 1
+                continue
             for name in answer.drafters:
                 if name in answer.refused:
                     self.undrafted["failed"] += 1

@@ -34,6 +34,7 @@ from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.snapshots import take_snapshot
 from slipstream.engine.state import Answer, Job
 from slipstream.engine.text import Decoder
+from slipstream.engine.turns import observe_round
 from slipstream.kv.cache import compaction
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
@@ -291,6 +292,7 @@ class Engine:
         if not schedule.chunks:
             self.drafting.planner.observe_pass(packed.batch.num_rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
+            observe_round(self.drafting.planner, packed.emitting, told, times.draft + times.verify + times.host)
         self._tally(packed.emitting, told, kept, times)
         heard = [part for part in zip(packed.emitting, told, strict=True) if not part[0].ended]
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard])

@@ -33,6 +33,7 @@ from slipstream.engine.rounds import Machine, Round, Rounds
 from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
+from slipstream.engine.turns import observe_round
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.sampling.choose import choose
@@ -330,6 +331,8 @@ class QueuedEngine(Engine):
         if ticket.decodes and ticket.steady:
             self.drafting.planner.observe_pass(ticket.rows, times.verify)
             self.drafting.round_s = times.draft + times.verify
+            answers = [member.answer for member in heard.members]
+            observe_round(self.drafting.planner, answers, heard.verdicts, lasted_s)
             if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
                 for name in ticket.hosts:
                     self.drafting.planner.observe_wait(name, max(0.0, ticket.waited_s - ticket.guessed_s))

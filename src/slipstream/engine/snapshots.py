@@ -39,5 +39,7 @@ def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, 
         drafters={name: replace(total) for name, total in drafting.totals.items()},
         late={name: guard.late for name, guard in drafting.guards.items()},
         dropped={name: guard.dropped for name, guard in drafting.guards.items() if guard.dropped is not None},
+        plan=drafting.planner.reasons(),
+        gains=drafting.planner.gains(),
         decisions={"drafted": sum(total.drafts for total in drafting.totals.values()), **drafting.undrafted},
     )

@@ -16,6 +16,8 @@ _PRIOR = 0.6
 _PRIOR_WEIGHT = 4.0
 _DECAY = 0.9
 _SHARED_DECAY = 0.98
+_MOST_WEIGHT = 16.0
+"""Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
 _DEPTHS = 8
 """Depths that are told apart; deeper guesses fare as the last of these."""
 _DEPTH_WEIGHT = 6.0
@@ -88,7 +90,7 @@ class Acceptance:
         tried = np.array([self._courses.get(r, none).tried for r in request_ids]).T
         chances = (right + _DEPTH_WEIGHT * usual) / (tried + _DEPTH_WEIGHT)
         deep = np.minimum(np.arange(depth), _DEPTHS - 1)
-        return np.cumprod(chances[deep], axis=0)  # type: ignore[no-any-return]
+        return np.cumprod(chances[deep], axis=0)
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Guesses behind the first wrong one were never put to the test."""
@@ -99,7 +101,10 @@ class Acceptance:
             # what it starts from fades like everything else: one that fares worse than all others must not live on hope
             self._requests[request_id] = _Tally(self._newcomer(request_id) * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
             self._courses[request_id] = _Course()
-        self._requests[request_id].add(accepted, tried, _DECAY)
+        own = self._requests[request_id]
+        own.add(accepted, tried, _DECAY)
+        if own.tried > _MOST_WEIGHT:
+            own.right, own.tried = own.right * _MOST_WEIGHT / own.tried, _MOST_WEIGHT
         self._courses[request_id].add(accepted, tried, _DECAY)
         self._shared.add(accepted, tried, _SHARED_DECAY)
         self._course.add(accepted, tried, _SHARED_DECAY)

@@ -19,15 +19,13 @@ from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
 from slipstream.plan.cutting import along_paths, cut, likeliest
 from slipstream.plan.decisions import Decision
-from slipstream.plan.gains import Gains, Turn
+from slipstream.plan.gains import Gain, Gains, Turn
 from slipstream.plan.investment import Investment, most_worth
 from slipstream.plan.planner import Beside, Planner
+from slipstream.plan.probes import Probes
 from slipstream.plan.traits import Traits
 from slipstream.plan.waits import Waits
 
-_FIRST_PROBE = 16
-_LAST_PROBE = 256
-"""Rounds between two probes of a drafter that does not pay: first, and at the most."""
 _MARGIN = 1.02
 """What a draft must promise beyond plain decoding: the estimates are no better than this."""
 
@@ -38,7 +36,7 @@ _CAPTURED = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Nodes of a draft that are thought of where every size is captured when it first comes: with the last token they make
 2, 3, 4, 6, 8, … rows, which is what passes are filled up to for one request."""
 
-_COMPARE = 16
+_COMPARE = 4
 """Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately."""
 
 _NOTHING = Tree()
@@ -70,8 +68,7 @@ class AdaptivePlanner(Planner):
         self._kept_word: dict[str, Calibration] = {}
         self._acceptance: dict[str, Acceptance] = {}
         self._draft_cost: dict[str, PassCost] = {}
-        self._idle: dict[str, int] = {}  # rounds since the drafter last drafted
-        self._patience: dict[str, int] = {}  # idle rounds before the next probe
+        self._probes = Probes(cost)
         self._spent: dict[str, float] = {}  # seconds that the guesses took which are to be trimmed now
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
@@ -114,7 +111,7 @@ class AdaptivePlanner(Planner):
         gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
         draft_s = np.concatenate(([0.0], self._drafting(drafter).curve(1, deepest)))
         chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
-        return self._granted(drafter, chosen, caps, min(2, deepest))
+        return self._granted(drafter, chosen, caps, min(2, deepest), rows)
 
     def budget_trees(
         self,
@@ -140,7 +137,7 @@ class AdaptivePlanner(Planner):
         gained = whole * np.log1p(drafted) / np.log1p(most)
         draft_s = np.where(np.arange(most + 1) > 0, self._drafting(drafter).seconds(1), 0.0)
         chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
-        return self._granted(drafter, chosen, caps, most)  # a small probe would not tell what it is worth
+        return self._granted(drafter, chosen, caps, most, rows)  # a small probe would not tell what it is worth
 
     def _paying(
         self,
@@ -152,7 +149,7 @@ class AdaptivePlanner(Planner):
         draft_s: NDArray[np.float64],  # [K + 1]
     ) -> _Chosen:
         """Which size, 0 to K, brings most tokens a second, and for whom: each brings `gained`, adds `drafted` rows, and
-        takes `draft_s`, for however many. Those of whom most is expected come first, as long as they pay for their rows.
+        takes `draft_s`, for however many. Those of whom most is expected come first, if they pay for their rows.
 
         0 unless another is clearly better; and where sizes are captured, no new one that is hardly better than another.
         """
@@ -182,9 +179,11 @@ class AdaptivePlanner(Planner):
         largest = self._largest[drafter] = max(most, self._largest.get(drafter, 0))
         return [0, *(size for size in _CAPTURED if size <= most and size < largest), *([most] * (most == largest))]
 
-    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], small: int) -> list[int]:
+    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], small: int, rows: int) -> list[int]:
         """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
-        size = self._probe(drafter, chosen.size, small)
+        cost = self._drafting(drafter)
+        guess_s = cost.seconds(small) if cost.observed and self._cost.observed else 0.0  # else of different units
+        size = self._probes.size(drafter, chosen.size, small, rows, guess_s)
         if not size:
             return [0] * len(caps)
         self._used.setdefault(drafter, set()).add(size)
@@ -216,7 +215,7 @@ class AdaptivePlanner(Planner):
             return list(trees)
         ranked = sorted(chances, reverse=True)
         best = self._best(drafter, rows, list(accumulate(ranked, initial=float(rows))), wait_s)
-        best = self._probe(drafter, best, min(4, len(chances)))
+        best = self._probes.size(drafter, best, self._probes.small(rows, len(chances)), rows)
         best = self._explore(rows, best)
         if best == 0:
             return [_NOTHING] * len(trees)
@@ -273,20 +272,25 @@ class AdaptivePlanner(Planner):
     def next_round(self, requests: int = 0) -> None:
         self._rounds += 1
         self._gains.next_round()
-        compares = requests and self._rounds % _COMPARE == _COMPARE - 1
-        self._plain_round = bool(compares) and self._gains.lacks_plain(requests)
+        self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
 
     def observe_round(self, turns: Sequence[Turn], seconds: float) -> None:
-        self._gains.observe(turns, seconds)
+        hoped = max((decision.gain for decision in self._decided.values() if decision.nodes), default=1.0)
+        self._gains.observe(turns, seconds, hoped)
 
-    def gain(self, request_id: str) -> float:
-        return self._gains.of(request_id).value
+    def gain(self, request_id: str) -> Gain:
+        return self._gains.of(request_id)
+
+    def gains(self) -> dict[str, float]:
+        return {str(traits): gain.measured for traits, gain in self._gains.kinds().items() if gain.drafts}
 
     def why(self, request_id: str) -> str | None:
         return self._gains.off(request_id)
 
     def reasons(self) -> dict[str, str]:
-        return {name: decision.text(name, self._cost, self._alpha(name)) for name, decision in self._decided.items()}
+        return {
+            name: decision.text(name, self._cost, self._alpha(name)) for name, decision in list(self._decided.items())
+        }
 
     def _alpha(self, drafter: str) -> float | None:
         estimate = self._acceptance.get(drafter)
@@ -309,7 +313,7 @@ class AdaptivePlanner(Planner):
             if drafter in self._kept_word:
                 self._kept_word[drafter].observe(request_id, accepted)
             if accepted:
-                self._patience.pop(drafter, None)
+                self._probes.succeeded(drafter)
             if drafter in self._investments:
                 self._investments[drafter].observe(request_id, accepted)
 
@@ -334,19 +338,6 @@ class AdaptivePlanner(Planner):
                 wrong[1 : count + 1, i] *= 1 - self._estimate(name).alpha(request_id) ** depths[:count]
                 nodes += count
         return _Others(1 - wrong, nodes)
-
-    def _probe(self, drafter: str, chosen: int, small: int) -> int:
-        """Nothing pays by the estimates: now and then try a little all the same, ever more rarely while it fails."""
-        if chosen:
-            self._idle[drafter] = 0
-            return chosen
-        idle = self._idle[drafter] = self._idle.get(drafter, 0) + 1
-        patience = self._patience.get(drafter, _FIRST_PROBE)
-        if idle < patience:
-            return 0
-        self._idle[drafter] = 0
-        self._patience[drafter] = min(2 * patience, _LAST_PROBE)
-        return small
 
     def _wait(self, drafter: str) -> float:
         """Seconds that a round waits for this drafter, its guesses not counted, whatever is then taken of them."""

@@ -6,9 +6,19 @@ rows in every round. Those that learn their promises themselves are right on ave
 
 from __future__ import annotations
 
-_DECAY = 0.9
-_WEIGHT = 8.0
-"""Tokens of a kept promise that a newcomer starts with."""
+from dataclasses import dataclass
+
+_DECAY = 0.75
+_WEIGHT = 4.0
+_LEAST_WEIGHT = 0.5
+"""Tokens of a kept promise that a newcomer starts with; they fade like everything else, but never wholly."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    promised: float = 0.0
+    brought: float = 0.0
+    trust: float = _WEIGHT
 
 
 class Calibration:
@@ -16,11 +26,11 @@ class Calibration:
 
     def __init__(self) -> None:
         self._promised: dict[str, float] = {}  # by the draft that is being checked
-        self._sums: dict[str, tuple[float, float]] = {}  # promised and brought so far
+        self._sums: dict[str, _Sums] = {}
 
     def factor(self, request_id: str) -> float:
-        promised, brought = self._sums.get(request_id, (0.0, 0.0))
-        return min(1.0, (brought + _WEIGHT) / (promised + _WEIGHT))
+        sums = self._sums.get(request_id)
+        return 1.0 if sums is None else min(1.0, (sums.brought + sums.trust) / (sums.promised + sums.trust))
 
     def promise(self, request_id: str, tokens: float) -> None:
         """A draft of which the drafter, by its own word, expects so many tokens is in the pass."""
@@ -29,8 +39,10 @@ class Calibration:
     def observe(self, request_id: str, accepted: int) -> None:
         said = self._promised.pop(request_id, None)
         if said is not None:
-            promised, brought = self._sums.get(request_id, (0.0, 0.0))
-            self._sums[request_id] = promised * _DECAY + said, brought * _DECAY + accepted
+            sums = self._sums.setdefault(request_id, _Sums())
+            sums.promised = sums.promised * _DECAY + said
+            sums.brought = sums.brought * _DECAY + accepted
+            sums.trust = max(_LEAST_WEIGHT, sums.trust * _DECAY)
 
     def forget(self, request_id: str) -> None:
         self._promised.pop(request_id, None)

@@ -24,5 +24,7 @@ class Decision(NamedTuple):
         share = "" if alpha is None else f", {alpha:.0%} of its guesses are right"
         two = cost.seconds(2 * self.requests) / cost.seconds(self.requests) - 1
         if two > _DEAR:
-            return f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
+            return (
+                f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
+            )
         return f"off: {self.gain:.2f}x expected of the best draft{share}"

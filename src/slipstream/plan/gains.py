@@ -43,16 +43,22 @@ class Gain:
     tokens: float = 0.0
     plain: float = 0.0
     drafts: float = 0.0
+    hoped: float = 0.0  # the sum of what was expected of each
 
     @property
-    def value(self) -> float:
+    def expected(self) -> float:
+        return self.hoped / self.drafts if self.drafts else 1.0
+
+    @property
+    def measured(self) -> float:
         """How many times as fast as plain decoding; 1 before anything was drafted."""
         return self.tokens / self.plain if self.plain else 1.0
 
-    def add(self, tokens: float, plain: float, decay: float = 1.0) -> None:
+    def add(self, tokens: float, plain: float, expected: float, decay: float = 1.0) -> None:
         self.tokens = self.tokens * decay + tokens
         self.plain = self.plain * decay + plain
         self.drafts = self.drafts * decay + 1
+        self.hoped = self.hoped * decay + expected
 
 
 @dataclass(slots=True)
@@ -101,7 +107,7 @@ class Gains:
         return self._own.get(request_id, Gain())
 
     def kinds(self) -> dict[Traits, Gain]:
-        return {traits: kind.gain for traits, kind in self._kinds.items()}
+        return {traits: kind.gain for traits, kind in list(self._kinds.items())}  # any thread may ask
 
     def off(self, request_id: str) -> str | None:
         """Why nothing is drafted for it; None: something may be."""
@@ -111,8 +117,8 @@ class Gains:
         kind = self._kinds[traits]
         return f"off: drafts made requests of its kind ({traits}) {kind.last:.2f}x as fast as none; tried again later"
 
-    def observe(self, turns: Sequence[Turn], seconds: float) -> None:
-        """A round is over."""
+    def observe(self, turns: Sequence[Turn], seconds: float, expected: float = 1.0) -> None:
+        """A round is over, of which such a gain was expected."""
         drafted = sum(turn.drafted for turn in turns)
         requests = len(turns)
         if not drafted:
@@ -123,17 +129,17 @@ class Gains:
             return
         dearer = min(seconds / self._plain.seconds(requests), _HICCUP) - 1  # may be noise below 0
         for request_id, nodes, emitted in turns:
-            if nodes:
+            if nodes and request_id in self._traits:
                 plain = max(0.1, 1 + dearer * requests * nodes / drafted)  # who asks for more rows pays more
-                self._own.setdefault(request_id, Gain()).add(emitted, plain)
-                kind = self._kinds.setdefault(self._traits.get(request_id, Traits()), _Kind())
-                kind.gain.add(emitted, plain, _DECAY)
+                self._own.setdefault(request_id, Gain()).add(emitted, plain, expected)
+                kind = self._kinds.setdefault(self._traits[request_id], _Kind())
+                kind.gain.add(emitted, plain, expected, _DECAY)
                 self._judge(kind)
 
     def _judge(self, kind: _Kind) -> None:
         if kind.gain.drafts < _EVIDENCE - 2.5 or self._rounds < kind.until:  # decayed, 16 of them weigh 13
             return
-        value = kind.last = kind.gain.value
+        value = kind.last = kind.gain.measured
         if value >= self._min_gain:
             kind.failed = 0
         elif value < self._min_gain * _SLACK:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.core.draft import Tree
-from slipstream.plan.gains import Turn
+from slipstream.plan.gains import Gain, Turn
 from slipstream.plan.traits import Traits
 
 
@@ -88,9 +88,13 @@ class Planner:
     def observe_round(self, turns: Sequence[Turn], seconds: float) -> None:
         """A round of these requests took this long, drafts and host included."""
 
-    def gain(self, request_id: str) -> float:
-        """How many times as fast as plain rounds its drafted rounds were, as measured; 1 before there were any."""
-        return 1.0
+    def gain(self, request_id: str) -> Gain:
+        """How many times as fast as plain rounds its drafted rounds were; 1 before there were any."""
+        return Gain()
+
+    def gains(self) -> dict[str, float]:
+        """The same by kind of request, of late."""
+        return {}
 
     def reasons(self) -> dict[str, str]:
         """By drafter: what was decided in the last round that it could have drafted in, and why."""
