@@ -79,3 +79,22 @@ def test_requests_know_it_only_where_it_is_loaded(open_llm: Open) -> None:
 def test_modules_of_the_checkpoint_are_found(tmp_path: Path) -> None:
     folder = save_with_modules(tmp_path / "mtp", MTP["deepseek"])
     assert auto_specs(folder, "cpu", {}) == (DrafterSpec("suffix"), DrafterSpec("mtp"))
+
+
+def test_the_hard_switch_and_what_the_plan_says(open_llm: Open) -> None:
+    llm = open_llm(drafter="auto", planner="adaptive", min_gain=1.05)
+    llm.speculates = False
+    off = llm.generate(ECHO, params())[0].outputs[0]
+    assert off.speculation.drafted == 0
+    assert llm.snapshot().decisions["off"] > 0
+    llm.speculates = True
+    on = llm.generate(ECHO, params())[0].outputs[0]
+    assert on.token_ids == off.token_ids
+    assert set(on.speculation.plan) <= {"suffix"}
+    assert on.speculation.plan == {} or "x expected" in on.speculation.plan["suffix"] or "off" in on.speculation.plan["suffix"]
+    assert on.speculation.measured_gain > 0
+
+
+def test_a_gain_below_one_is_refused(open_llm: Open) -> None:
+    with pytest.raises(ConfigError, match="min_gain=0.5"):
+        open_llm(min_gain=0.5)

@@ -171,6 +171,16 @@ class Common:
             "the drafter's own.",
         ),
     ] = None
+    min_gain: Annotated[
+        float | None,
+        option(
+            metavar="X",
+            min=1.0,
+            panel=SPECULATION,
+            help="How many times as fast as plain decoding drafts must be for more of them to be made, such as 1.1. "
+            "Default: 1.",
+        ),
+    ] = None
     planner: Annotated[
         str | None,
         option(
@@ -249,6 +259,11 @@ class Common:
         ),
     ] = None
     debug: DebugOption = False
+
+    @property
+    def gain(self) -> dict[str, float]:
+        """What was asked of drafts; nothing where nothing was."""
+        return {} if self.min_gain is None else {"min_gain": self.min_gain}
 
     @property
     def drafters(self) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ class EngineConfig:
     page_size: tokens of a page of the cache.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
+    min_gain: how many times as fast as plain decoding a draft must be expected to be, and drafts of a kind of request must
+        be found to be, for more of them to be made.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
     graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
     prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that
@@ -46,6 +48,7 @@ class EngineConfig:
     page_size: int = 16
     draft_tokens: int | None = None
     planner: PlannerName = "adaptive"
+    min_gain: float = 1.0
     rounds: RoundsName | None = None
     graphs: bool = True
     prefix_caching: bool = True
@@ -64,6 +67,8 @@ class EngineConfig:
         self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
         self._check("planner", self.planner in get_args(PlannerName), f"one of {', '.join(get_args(PlannerName))}")
         self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
+        gain = self.min_gain
+        self._check("min_gain", isinstance(gain, int | float) and gain >= 1, "1 or more, such as 1.1")
         for key in ("graphs", "prefix_caching"):
             self._check(key, isinstance(getattr(self, key), bool), "True or False")
         queue = self.max_queue

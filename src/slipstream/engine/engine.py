@@ -93,7 +93,7 @@ class Engine:
         self.drafting = Drafting(
             drafters,
             default_drafter,
-            AdaptivePlanner(PassCost(ROW_SLOPE[target.device.type])) if adaptive else Planner(),
+            AdaptivePlanner(PassCost(ROW_SLOPE[target.device.type]), min_gain=config.min_gain) if adaptive else Planner(),
             vocab_size=target.vocab_size,
             device=target.device,
             draft_tokens=config.draft_tokens,

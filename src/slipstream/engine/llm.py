@@ -42,7 +42,7 @@ class LLM:
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
-    max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, rounds, graphs, prefix_caching, max_queue:
+    max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, rounds, graphs, prefix_caching, max_queue:
         see `EngineConfig`.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
@@ -67,6 +67,7 @@ class LLM:
         max_draft_rows: int | None = None,
         trust_remote_code: bool = False,
         planner: PlannerName = "adaptive",
+        min_gain: float = 1.0,
         rounds: RoundsName | None = None,
         graphs: bool = True,
         prefix_caching: bool = True,
@@ -94,6 +95,7 @@ class LLM:
             max_draft_rows=max_draft_rows,
             draft_tokens=draft_tokens,
             planner=planner,
+            min_gain=min_gain,
             rounds=rounds,
             graphs=graphs,
             prefix_caching=prefix_caching,
@@ -295,6 +297,15 @@ class LLM:
     def snapshot(self) -> Snapshot:
         """Where the engine stands and what it has done so far. Any thread may ask, and nobody waits for it."""
         return self.engine.snapshot()
+
+    @property
+    def speculates(self) -> bool:
+        """May drafts be made? Set it to False to decode plainly from the next round on, for all requests."""
+        return self.engine.drafting.enabled
+
+    @speculates.setter
+    def speculates(self, wanted: bool) -> None:
+        self.engine.drafting.enabled = bool(wanted)
 
     def between_rounds(self, look: Callable[[Engine], Found]) -> Found:
         """What `look` finds in the engine between two rounds. It runs on the engine's thread, which alone may touch

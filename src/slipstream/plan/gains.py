@@ -81,6 +81,7 @@ class Gains:
         self._kinds: dict[Traits, _Kind] = {}
         self._traits: dict[str, Traits] = {}
         self._own: dict[str, Gain] = {}
+        self._told = False  # does anybody tell it of rounds?
         self._rounds = 0
 
     def start(self, request_id: str, traits: Traits) -> None:
@@ -100,7 +101,7 @@ class Gains:
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
-        return not self._plain.seen(requests)
+        return self._told and not self._plain.seen(requests)
 
     def of(self, request_id: str) -> Gain:
         """What was measured for a request."""
@@ -119,6 +120,7 @@ class Gains:
 
     def observe(self, turns: Sequence[Turn], seconds: float, expected: float = 1.0) -> None:
         """A round is over, of which such a gain was expected."""
+        self._told = True
         drafted = sum(turn.drafted for turn in turns)
         requests = len(turns)
         if not drafted:
