@@ -24,8 +24,8 @@ from slipstream.bench.recording import (
 from slipstream.core.draft import ROOT, Tree
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
-from slipstream.engine.engine import ROW_SLOPE
 from slipstream.engine.listening import RoundTimes
+from slipstream.engine.planning import ROW_SLOPE
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.state import Answer
 

@@ -31,8 +31,8 @@ class EngineConfig:
     page_size: tokens of a page of the cache.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
-    min_gain: how many times as fast as plain decoding a draft must be expected to be, and drafts of a kind of request must
-        be found to be, for more of them to be made.
+    min_gain: how many times as fast as plain decoding drafts must be, as expected before and as measured for
+        their kind of request, for more of them to be made.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
     graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
     prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that

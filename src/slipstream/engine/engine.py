@@ -30,6 +30,7 @@ from slipstream.engine.listening import RoundListener, RoundTimes
 from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.packing import PackedPass, pack
+from slipstream.engine.planning import make_planner
 from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.snapshots import take_snapshot
 from slipstream.engine.state import Answer, Job
@@ -40,16 +41,10 @@ from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps, TapView
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import Planner
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
 from slipstream.verify.mixed import mixed_choices
-
-ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
-"""What one more row adds to a pass, as a part of the first one, until the engine has seen its own passes."""
 
 _NOTHING_USABLE = "the model gave no usable logits (NaN, or every token masked)"
 
@@ -89,11 +84,10 @@ class Engine:
             on_release=self._released,
             prefixes=self.prefixes,
         )
-        adaptive = config.planner == "adaptive"
         self.drafting = Drafting(
             drafters,
             default_drafter,
-            AdaptivePlanner(PassCost(ROW_SLOPE[target.device.type]), min_gain=config.min_gain) if adaptive else Planner(),
+            make_planner(config, target.device.type),
             vocab_size=target.vocab_size,
             device=target.device,
             draft_tokens=config.draft_tokens,
