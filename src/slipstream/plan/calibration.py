@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_DECAY = 0.75
+_DECAY = 0.85
 _WEIGHT = 4.0
-_LEAST_WEIGHT = 0.5
+_LEAST_WEIGHT = 2.0
 """Tokens of a kept promise that a newcomer starts with; they fade like everything else, but never wholly."""
 
 
