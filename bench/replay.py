@@ -45,6 +45,12 @@ def lines(file: Path | None) -> list[dict[str, Any]]:
     return [] if file is None else [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
 
+def spread(things: list[Any], limit: int | None) -> list[Any]:
+    """So many of them, from all parts of the list: neighbours are alike."""
+    count = len(things) if limit is None else min(limit, len(things))
+    return [things[i * len(things) // count] for i in range(count)]
+
+
 def recorded(options: argparse.Namespace) -> list[Recorded]:
     """The target's answers, to second turns and to code."""
     if options.answers is not None and options.answers.is_file():
@@ -59,7 +65,7 @@ def recorded(options: argparse.Namespace) -> list[Recorded]:
             return [Recorded(task, ids, o.outputs[0].token_ids) for ids, o in zip(fitting, outputs, strict=True)]
 
         turns = [one["turns"] for one in lines(options.conversations) if len(one.get("turns", ())) > 1]
-        turns = turns[: options.limit]
+        turns = spread(turns, options.limit)
         first = answered("first turn", [[{"role": "user", "content": asked[0]}] for asked in turns])
         texts = [llm.tokenizer.decode(one.answer, skip_special_tokens=True) for one in first]
         second = [
@@ -71,7 +77,7 @@ def recorded(options: argparse.Namespace) -> list[Recorded]:
             for asked, text in zip(turns, texts, strict=True)
         ]
         edits = [prompt.text for prompt in load_prompts() if prompt.category == "code_editing"]
-        edits += [EDIT.format(one["prompt"]) for one in lines(options.edits)[: options.limit]]
+        edits += [EDIT.format(one["prompt"]) for one in spread(lines(options.edits), options.limit)]
         found = answered("second turns", second)
         found += answered("code editing", [[{"role": "user", "content": text}] for text in edits])
     if options.answers is not None:

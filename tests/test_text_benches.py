@@ -67,3 +67,8 @@ def test_the_store_is_filled_and_timed() -> None:
     found = suffix_speed.looked_up(drafter, 4, 8, 5, text)
     assert 0 < found["best_ms"] <= found["median_ms"]
     assert 0 < found["drafted"] <= 8
+
+
+def test_a_limit_takes_from_all_parts() -> None:
+    assert replay.spread(list(range(10)), 4) == [0, 2, 5, 7]
+    assert replay.spread([1, 2], None) == replay.spread([1, 2], 9) == [1, 2]
