@@ -108,7 +108,7 @@ def main() -> None:
     for nodes in options.nodes:
         result["lookups"].append(looked_up(drafter, options.requests, nodes, options.rounds, text))
         print(result["lookups"][-1], flush=True)
-    settings = {key: value if not isinstance(value, Path) else str(value) for key, value in vars(options).items()}
+    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
     result = {"settings": settings, "load_before": load, "stored_tokens": drafter.store.tokens, **result}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
