@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from slipstream.core.errors import ConfigError
-
-Kept = Literal["fp16", "bf16", "fp32"]
+from slipstream.train.options import Kept, check_one_of, check_option
 
 NOTHING = "none"
 
@@ -30,21 +27,16 @@ class DraftOptions:
     kept: Kept = "fp16"  # how weights are written
 
     def __post_init__(self) -> None:
-        _check("layers", self.layers, self.layers >= 1, "at least 1")
+        check_option("layers", self.layers, self.layers >= 1, "at least 1")
         for name in ("hidden", "inner", "heads", "kv_heads", "head_dim"):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+            check_option(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("sharpen", "prompt_weight"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        _check("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
-        _check("kept", self.kept, self.kept in get_args(Kept), "one of " + ", ".join(get_args(Kept)))
+            check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
+        check_one_of("kept", self.kept, Kept)
         named = self.start in ("", NOTHING) or all(part.strip().isdecimal() for part in self.start.split(","))
-        _check("start", self.start, named, "layers such as 0,1,2, or none")
+        check_option("start", self.start, named, "layers such as 0,1,2, or none")
 
     @property
     def start_layers(self) -> list[int]:
         return [] if self.start in ("", NOTHING) else [int(part) for part in self.start.split(",")]
-
-
-def _check(name: str, value: object, right: bool, wanted: str) -> None:
-    if not right:
-        raise ConfigError(f"option {name}={value!r}: must be {wanted}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from slipstream.core.errors import ConfigError
+from slipstream.train.options import Kept, check_one_of, check_option
 
-Kept = Literal["fp16", "bf16", "fp32"]
 Layouts = Literal["both", "original", "speculators"]
 
 
@@ -38,21 +37,16 @@ class Eagle3Options:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("depth", 1), ("width", 1), ("most_vocab", 1)):
-            _check(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
+            check_option(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
         for name in ("inner", "heads", "kv_heads", "head_dim", "draft_vocab"):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+            check_option(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("decay", "sharpen", "prompt_weight", "coverage"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        _check("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
-        _check("kept", self.kept, self.kept in get_args(Kept), "one of " + ", ".join(get_args(Kept)))
-        _check("layout", self.layout, self.layout in get_args(Layouts), "one of " + ", ".join(get_args(Layouts)))
-        _check("taps", self.taps, all(part.strip().isdecimal() for part in self.layers), "layers such as 2,15,27")
+            check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
+        check_one_of("kept", self.kept, Kept)
+        check_one_of("layout", self.layout, Layouts)
+        check_option("taps", self.taps, all(part.strip().isdecimal() for part in self.layers), "layers such as 2,15,27")
 
     @property
     def layers(self) -> list[str]:
         return self.taps.split(",") if self.taps else []
-
-
-def _check(name: str, value: object, right: bool, wanted: str) -> None:
-    if not right:
-        raise ConfigError(f"option {name}={value!r}: must be {wanted}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from slipstream.core.errors import ConfigError
+from slipstream.train.options import Kept, check_one_of, check_option
 
-Kept = Literal["fp16", "bf16", "fp32"]
 _MOST_HEADS = 16
 
 
@@ -23,14 +21,9 @@ class MedusaOptions:
     kept: Kept = "fp16"  # how weights are written
 
     def __post_init__(self) -> None:
-        _check("heads", self.heads, 1 <= self.heads <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
-        _check("layers", self.layers, 1 <= self.layers <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
+        check_option("heads", self.heads, 1 <= self.heads <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
+        check_option("layers", self.layers, 1 <= self.layers <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
         for name in ("decay", "sharpen"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        _check("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
-        _check("kept", self.kept, self.kept in get_args(Kept), "one of " + ", ".join(get_args(Kept)))
-
-
-def _check(name: str, value: object, right: bool, wanted: str) -> None:
-    if not right:
-        raise ConfigError(f"option {name}={value!r}: must be {wanted}")
+            check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
+        check_one_of("kept", self.kept, Kept)
