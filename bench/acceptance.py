@@ -128,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     groups = by_category(select(load_prompts(options.prompts), (), options.limit))
     results: list[dict[str, Any]] = []
+    written = ""
     for drafter in options.drafter:
         with LLM(
             options.model,
@@ -154,13 +155,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{found['seconds']:.1f} s",
                     flush=True,
                 )
+                written = _write(options, sum(map(len, groups.values())), results)
+    print(written, flush=True)
+
+
+def _write(options: argparse.Namespace, prompts: int, results: Sequence[Mapping[str, Any]]) -> str:
+    """Everything so far, as JSON: also into the file, after every temperature, should time run out."""
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "prompts", "model")}
     settings |= {"prompts": options.prompts.name, "model": Path(options.model).name}
-    count = sum(len(group) for group in groups.values())
-    result = json.dumps({"settings": settings, "prompts": count, "results": results})
-    print(result, flush=True)
+    result = json.dumps({"settings": settings, "prompts": prompts, "results": results})
     if options.json is not None:
         options.json.write_text(result + "\n", encoding="utf-8")
+    return result
 
 
 if __name__ == "__main__":

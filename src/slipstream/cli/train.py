@@ -42,6 +42,7 @@ _OPTIONS: Mapping[str, tuple[str, str, str]] = {
     "held_out": ("N", DATA, "Prompts that are kept from training, to measure with."),
     "lanes": ("N", DATA, "Answers that are written at a time: more are faster, and need more memory."),
     "steps": ("N", TRAINING, "Steps of the optimizer."),
+    "optimizer": ("NAME", TRAINING, "adamw, or muon: for the matrices of layers, AdamW for the rest."),
     "row_tokens": ("N", TRAINING, "Tokens of a row; answers are laid end to end in rows."),
     "rows": ("N", TRAINING, "Rows of a pass, on each device. Halve it where memory is short."),
     "accumulate": ("N", TRAINING, "Passes before the optimizer takes a step. Double it where you halve --rows."),
@@ -74,7 +75,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     added = []
     for name, (metavar, panel, help) in _OPTIONS.items():
-        kind = kinds[name].removesuffix("Name").replace("Precision", "str")
+        kind = "str" if kinds[name].endswith("Name") else kinds[name]
         listed = list[float] | None if "float, " in kind else list[str] | None
         hint: Any = listed if kind.startswith("tuple") else _KINDS[kind]
         flag = _NAMES.get(name, "--" + name.replace("_", "-"))

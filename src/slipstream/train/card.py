@@ -15,6 +15,7 @@ _KINDS = {
 }
 _SETTINGS = (
     "steps",
+    "optimizer",
     "rows",
     "row_tokens",
     "accumulate",

@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.models.names import AUTO, check_device_name
 
 PrecisionName = Literal["auto", "bf16", "fp32"]
+OptimizerName = Literal["adamw", "muon"]
 OptionValue = str | int | float | bool
 Options = TypeVar("Options")
 
@@ -49,6 +50,7 @@ class TrainConfig:
 
     # training
     steps: int = 1000  # of the optimizer
+    optimizer: OptimizerName = "adamw"  # muon: for the matrices of layers, AdamW for the rest
     row_tokens: int = 2048  # sequences are laid end to end in rows of so many
     rows: int = 8  # in one pass, on each device
     accumulate: int = 1  # passes before the optimizer takes a step
@@ -82,8 +84,9 @@ class TrainConfig:
         object.__setattr__(self, "temperatures", tuple(float(t) for t in self.temperatures))
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
         check_device_name(self.device)
-        if self.precision not in get_args(PrecisionName):
-            raise ConfigError(f"precision={self.precision!r}: must be one of {', '.join(get_args(PrecisionName))}")
+        for name, known in (("precision", PrecisionName), ("optimizer", OptimizerName)):
+            if getattr(self, name) not in get_args(known):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

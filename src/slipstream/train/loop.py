@@ -22,6 +22,7 @@ from slipstream.train.best import Best, forget_best, keep_best, load_best
 from slipstream.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.measure import Measured
+from slipstream.train.optimizer import Optimizers
 from slipstream.train.packing import RowPlan
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Losses, Recipe
@@ -74,13 +75,7 @@ class Trainer:
         self._measure, self._on_checkpoint = measure, on_checkpoint
         self._device = teacher.device
         self._parameters = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay,
-            fused=self._device.type == "cuda",
-        )
+        self._optimizer = Optimizers(self._parameters, config, self._device)
         self._average = {n: p.detach().clone() for n, p in self._parameters.items()} if config.average else {}
         self._sums = _Sums()
         self._begun = time.perf_counter()
@@ -173,9 +168,6 @@ class Trainer:
     def _train_step(self) -> None:
         """Several passes, one step of the optimizer."""
         config = self.config
-        rate = learning_rate(config, self.step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         count: Tensor | None = None
         for turn in range(config.accumulate):
             losses = self._pass(turn)
@@ -184,8 +176,7 @@ class Trainer:
             self._sums.add(losses)
         assert count is not None
         self._sums.norm = self._share(count)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(learning_rate(config, self.step))
         if self._average:
             kept = min(config.average, (1 + self.step) / (10 + self.step))  # the first weights are soon forgotten
             with torch.no_grad():
