@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,12 @@ from safetensors.torch import load_file
 
 from slipstream.core.errors import ConfigError
 from slipstream.train.best import Best, keep_best, load_best
+from slipstream.train.checkpoint import load_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.loop import Trainer
 from slipstream.train.measure import Measure, Measured
 from slipstream.train.run import Finished, train
+from slipstream.train.stop import Stop
 from tiny_recipe import TinyRecipe
 
 
@@ -70,8 +75,8 @@ def test_the_best_measured_is_the_finished_one(base: TrainConfig, monkeypatch: p
     exported: dict[int, torch.Tensor] = {}
     keep = Trainer._measure_now
 
-    def noted(self: Trainer) -> None:
-        keep(self)
+    def noted(self: Trainer, stop: Stop) -> None:
+        keep(self, stop)
         with self.averaged():
             self.recipe.export(base.out / "now")
         exported[self.step] = weights(base.out / "now")
@@ -93,7 +98,7 @@ def test_the_best_measured_is_the_finished_one(base: TrainConfig, monkeypatch: p
 
 
 def test_a_resumed_run_keeps_it(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed behind the best measurement and before the next checkpoint."""
+    """Killed behind the best measurement, at whose checkpoint it goes on."""
     config = replace(base, out=base.out.parent / "killed")
     step = Trainer._train_step
 
@@ -109,10 +114,70 @@ def test_a_resumed_run_keeps_it(base: TrainConfig, monkeypatch: pytest.MonkeyPat
             run(config)
     assert load_best(config.out) == Best(4, {"0": 1.0, "1": 0.9})
     kept = weights(config.out / "best" / "drafter")
-    measured(monkeypatch, [1.9, 1.6, 1.7])  # steps 4, 6 and 8: the checkpoint was of step 3
+    measured(monkeypatch, [1.6, 1.7])  # steps 6 and 8
     finished = run(config)
     assert sum(finished.tau.values()) == 1.9
     assert torch.equal(weights(finished.folder), kept)
+
+
+def test_ctrl_c_in_the_first_measurement_loses_nothing(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any checkpoint was due. The measurement is broken off, and the run goes on with it."""
+    config = replace(base, out=base.out.parent / "interrupted", checkpoint_every=100)
+    measuring = False
+
+    def interrupted(self: Measure) -> list[Measured]:
+        nonlocal measuring
+        measuring = True
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it goes on measuring")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Measure, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    assert measuring
+    found = load_checkpoint(config.out, torch.device("cpu"))
+    assert found is not None
+    assert found.step == 2
+    measured(monkeypatch, [1.9, 1.6, 1.7, 1.8])  # step 2, which was broken off, 4, 6 and 8
+    lines: list[str] = []
+    finished = run(config, lines)
+    assert "resumed at step 2 of 8" in lines
+    assert sum(finished.tau.values()) == 1.9
+    record = json.loads((config.out / "run.json").read_text())
+    assert [point["step"] for point in record["measured"]] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_kill_while_the_best_is_replaced_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """renames: so many were done when it came."""
+
+    def export(text: str, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(text)
+
+    keep_best(tmp_path, Best(1, {"0": 1.5}), partial(export, "old"))
+    rename, done = Path.rename, 0
+
+    def killed(self: Path, to: Path) -> Path:
+        nonlocal done
+        if done == renames:
+            raise RuntimeError("killed")
+        done += 1
+        return rename(self, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            keep_best(tmp_path, Best(2, {"0": 1.6}), partial(export, "new"))
+    assert load_best(tmp_path) == Best(1, {"0": 1.5})
+    assert (tmp_path / "best" / "drafter" / "weights").read_text() == "old"
+    keep_best(tmp_path, Best(3, {"0": 1.7}), partial(export, "newer"))
+    assert load_best(tmp_path) == Best(3, {"0": 1.7})
+    assert (tmp_path / "best" / "drafter" / "weights").read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 def test_a_run_that_begins_anew_forgets_it(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

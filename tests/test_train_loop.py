@@ -113,6 +113,10 @@ def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytes
     tau = [point["tau"]["0"] for point in record["measured"]]
     assert tau[-1] > 1.08  # without training: 1.0
     assert tau[-1] > record["curves"][-1]["expected_tau"] - 0.1  # that of a chain; its drafter makes trees
+    for what in ("loading the target to learn from", "opening the engine to measure with"):
+        said = [line for line in lines if line.startswith(what)]
+        assert said[0].endswith(" ...")
+        assert said[1].endswith(" s")  # how long it took
     assert any("acceptance" in line and "left" in line and "tok/s" in line for line in lines)
     assert any("tau" in line and "T=0" in line for line in lines)
 

@@ -27,11 +27,11 @@ def test_new_weights_are_measured_as_if_there_had_been_no_others(tiny_target: Pa
     with torch.no_grad():
         for weight in recipe.module.parameters():
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    with Measure(config, recipe, tiny_target, PROMPTS, "cpu") as measure:
+    with Measure(config, recipe, tiny_target, PROMPTS, "cpu", print) as measure:
         before = measure()
         recipe.module.load_state_dict(right)  # the target's own layers: what they guess is right
         after = measure()
     assert before[0].alpha < 0.5
     assert after[0].alpha > 0.95
-    with Measure(config, recipe, tiny_target, PROMPTS, "cpu") as fresh:
+    with Measure(config, recipe, tiny_target, PROMPTS, "cpu", print) as fresh:
         assert fresh() == after

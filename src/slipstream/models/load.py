@@ -22,6 +22,7 @@ __all__ = [
     "load_config",
     "load_tokenizer",
     "load_weights",
+    "named_dtype",
     "pick_device",
     "pick_dtype",
     "quiet_transformers",
@@ -136,6 +137,11 @@ def pick_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> tor
         if device.type == "cpu":
             return torch.float32
         return torch.float16 if getattr(config, "dtype", None) == torch.float16 else torch.bfloat16
+    return named_dtype(name)
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`, such as bf16; not `auto`."""
     check_dtype_name(name)
     return _DTYPES[name]
 

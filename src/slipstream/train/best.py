@@ -1,7 +1,7 @@
 """The best drafter of a run so far, by tau as it was measured in the engine: loss is no judge of drafters.
 
-It is exported as soon as it is measured, so that it need not be found again. The folder appears by one rename, and says
-itself at which step it was made: a run that is resumed goes by that.
+It is exported as soon as it is measured, so that it need not be found again. The folder is there whole, whenever a run
+is killed, and says itself at which step it was made: a run that is resumed goes by that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
+from slipstream.train.swap import beside, recover, remove, swap_in
 
 _NAME, _NOTE, _DRAFTER = "best", "best.json", "drafter"
 
@@ -31,6 +32,7 @@ class Best:
 
 def load_best(out: Path) -> Best | None:
     """What the run in `out` has kept; None: nothing yet."""
+    recover(out / _NAME)
     file = out / _NAME / _NOTE
     try:
         return Best(**json.loads(file.read_text()))
@@ -42,20 +44,18 @@ def load_best(out: Path) -> Best | None:
 
 def keep_best(out: Path, best: Best, export: Callable[[Path], None]) -> None:
     """Put this one in the place of the one before. export: writes the drafter into a folder."""
-    work = out / f".{_NAME}.part"
-    shutil.rmtree(work, ignore_errors=True)
+    work = beside(out / _NAME)
     export(work / _DRAFTER)
     (work / _NOTE).write_text(json.dumps(asdict(best)) + "\n")
-    shutil.rmtree(out / _NAME, ignore_errors=True)
-    work.rename(out / _NAME)
+    swap_in(out / _NAME)
 
 
 def forget_best(out: Path) -> None:
     """The run begins anew."""
-    shutil.rmtree(out / _NAME, ignore_errors=True)
+    remove(out / _NAME)
 
 
 def copy_best(out: Path, folder: Path) -> None:
     """The drafter that was kept, as the finished one."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(out / _NAME / _DRAFTER, folder)
+    shutil.copytree(out / _NAME / _DRAFTER, beside(folder), dirs_exist_ok=True)
+    swap_in(folder)

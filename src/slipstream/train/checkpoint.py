@@ -1,13 +1,12 @@
 """The state of a run on disk, such that what follows is what would have followed: bit for bit on a CPU.
 
-A checkpoint is a folder that appears by one rename, so there is always a whole one. Weights are safetensors; what the
+A checkpoint is a folder that is replaced as a whole. Weights are safetensors; what the
 optimizer keeps is torch's format, read without running code.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.train.swap import beside, recover, swap_in
 
-_NAME = "checkpoint"
+_NAME, _STATE = "checkpoint", "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +38,33 @@ class Checkpoint:
 
 def save_checkpoint(out: Path, state: Checkpoint) -> Path:
     """Write it to the folder of the run, in place of the one before."""
-    work, folder, old = out / f".{_NAME}.part", out / _NAME, out / f".{_NAME}.old"
-    for stale in (work, old):
-        shutil.rmtree(stale, ignore_errors=True)
-    work.mkdir(parents=True)
+    folder = out / _NAME
+    work = beside(folder)
     _save(work / "weights.safetensors", state.weights)
     _save(work / "average.safetensors", state.average)
     torch.save({"optimizer": dict(state.optimizer), "noise": list(state.noise)}, work / "optimizer.pt")
     told = {"step": state.step, "seconds": state.seconds, "config": dict(state.config), "curves": list(state.curves)}
-    (work / "state.json").write_text(json.dumps(told) + "\n")
-    if folder.exists():
-        folder.rename(old)
-    work.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    (work / _STATE).write_text(json.dumps(told) + "\n")
+    swap_in(folder)
     return folder
+
+
+def note_curves(out: Path, curves: Sequence[Mapping[str, Any]]) -> None:
+    """What was measured of the last checkpoint, behind it: its weights are not written again."""
+    file = out / _NAME / _STATE
+    part = file.with_name(f".{_STATE}.part")
+    part.write_text(json.dumps({**json.loads(file.read_text()), "curves": list(curves)}) + "\n")
+    part.replace(file)
 
 
 def load_checkpoint(out: Path, device: torch.device) -> Checkpoint | None:
     """The last one of a run; None: it has none. Raises `ConfigError` where it is damaged."""
-    folder = next((f for f in (out / _NAME, out / f".{_NAME}.old") if (f / "state.json").exists()), None)
-    if folder is None:
+    folder = out / _NAME
+    recover(folder)
+    if not (folder / _STATE).exists():
         return None
     try:
-        told = json.loads((folder / "state.json").read_text())
+        told = json.loads((folder / _STATE).read_text())
         kept = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
         return Checkpoint(
             step=told["step"],

@@ -22,6 +22,7 @@ from slipstream.models.paths import Progress
 from slipstream.train.bulk import ROUNDS, Bulk, lane_bytes
 from slipstream.train.config import TrainConfig
 from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
+from slipstream.train.progress import sized, under_way
 from slipstream.train.prompts import OPENINGS, as_tokens, asked, read_files, read_made, self_prompts, write_made
 from slipstream.train.ranks import Ranks
 
@@ -78,9 +79,10 @@ def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Da
         }
         if ranks.leads:
             _note(noted, record)
-    tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
-    _, held_out = _split(_usable(folder, tokenizer, record["made_of"]), record["made_of"])
-    return Data(load_sequences(folder), tuple(held_out), record)
+    with under_way(say, f"reading the data in {folder}"):
+        tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
+        _, held_out = _split(_usable(folder, tokenizer, record["made_of"]), record["made_of"])
+        return Data(load_sequences(folder), tuple(held_out), record)
 
 
 def _made_of(config: TrainConfig, target: Path) -> dict[str, Any]:
@@ -137,7 +139,8 @@ class _Maker:
         self._tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
 
     def make(self) -> dict[str, float]:
-        bulk, ends = self._open()
+        with under_way(self._say, f"loading the target to write answers, {sized(self._target)}"):
+            bulk, ends = self._open()
         listed = self._folder / "prompts.jsonl"
         if self._ranks.leads and not listed.exists():
             prompts = read_files(self._made_of["prompts"])

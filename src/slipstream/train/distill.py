@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from slipstream.core.errors import UnsupportedModel
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.load import load_tokenizer
+from slipstream.models.load import load_tokenizer, named_dtype
 from slipstream.models.refill import refill
 from slipstream.models.shared import EMBEDDING, LM_HEAD
 from slipstream.models.support import SHARES
@@ -32,8 +32,6 @@ from slipstream.train.distill_start import begin, draft_shape
 from slipstream.train.recipe import Losses, Setting
 from slipstream.train.soft_loss import Aim, soft_loss
 from slipstream.train.teacher import Teacher
-
-_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class DraftRecipe:
@@ -106,7 +104,7 @@ class DraftRecipe:
         return (weight * rows.same(1)).flatten()
 
     def export(self, folder: Path) -> None:
-        dtype = _DTYPES[self.options.kept]
+        dtype = named_dtype(self.options.kept)
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in self.tensors().items()}
         if not self.shares:
             tensors |= {name: tensor.to("cpu", dtype).clone() for name, tensor in self.words().items()}

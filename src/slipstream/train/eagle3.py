@@ -14,6 +14,7 @@ from slipstream.drafters.eagle import EagleDrafter
 from slipstream.models.heads.eagle import EagleHead
 from slipstream.models.heads.eagle_shape import EagleCheckpoint
 from slipstream.models.heads.save import save_eagle3
+from slipstream.models.load import named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.chain_attention import Sequences
@@ -25,8 +26,6 @@ from slipstream.train.eagle3_start import begin, head_shape
 from slipstream.train.recipe import Losses, Setting
 from slipstream.train.soft_loss import Aim, soft_loss
 from slipstream.train.teacher import Teacher
-
-_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Eagle3Recipe:
@@ -111,7 +110,7 @@ class Eagle3Recipe:
 
     def checkpoint(self, folder: Path) -> EagleCheckpoint:
         """The head as it is stored, with the weights as they stand."""
-        dtype = _DTYPES[self.options.kept]
+        dtype = named_dtype(self.options.kept)
         tensors = {name: tensor.to("cpu", dtype) for name, tensor in self._module.state_dict().items()}
         if self._ids is not None:
             tensors["d2t"] = self.vocab.offsets

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from slipstream.core.errors import CapacityError, NumericError
 from slipstream.models.paths import Progress
 from slipstream.train.best import Best, forget_best, keep_best, load_best
-from slipstream.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import Checkpoint, load_checkpoint, note_curves, save_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.measure import Measured
 from slipstream.train.optimizer import Optimizers
 from slipstream.train.packing import RowPlan
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Losses, Recipe
-from slipstream.train.stop import stop_asked
+from slipstream.train.stop import Stop, stop_asked
 from slipstream.train.teacher import Teacher
 
 MeasureNow = Callable[[], Sequence[Measured]]
@@ -69,7 +69,7 @@ class Trainer:
         measure: MeasureNow | None = None,
         on_checkpoint: Callable[[Trainer], object] | None = None,
     ) -> None:
-        """measure: called by the first rank. on_checkpoint: likewise, behind each checkpoint."""
+        """measure: called by the first rank. on_checkpoint: likewise, behind each checkpoint and each measurement."""
         self.config, self.recipe, self.ranks = config, recipe, ranks
         self._teacher, self._plan, self._say = teacher, plan, say
         self._measure, self._on_checkpoint = measure, on_checkpoint
@@ -111,21 +111,27 @@ class Trainer:
         return True
 
     def run(self) -> None:
-        """All steps that are left. Asked to stop (Ctrl-C, kill), it ends its step, saves, and raises as Ctrl-C does."""
+        """All steps that are left. Asked to stop (Ctrl-C, kill), it ends its step, saves, and raises as Ctrl-C does.
+
+        A measurement follows its checkpoint and is broken off: a run that goes on there begins with it.
+        """
         config = self.config
         self._sums = _Sums()
         try:
             with stop_asked(at_once=self.ranks.world > 1) as stop:
+                if self._unmeasured:
+                    self._measure_now(stop)
+                if self._device.type == "cuda" and self.step < config.steps:
+                    self._say("the first step, for which torch compiles: that takes a minute or so ...")
                 while self.step < config.steps:
                     self._train_step()
-                    last = self.step == config.steps
-                    if last or self.step % config.log_every == 0:
+                    if self._is_due(config.log_every):
                         self._report()
-                    if last or (config.measure_every and self.step % config.measure_every == 0):
-                        self._measure_now()
-                    if last or self.step % config.checkpoint_every == 0 or stop.asked:
+                    if stop.asked or self._unmeasured or self._is_due(config.checkpoint_every):
                         self.save()
-                    if stop.asked and not last:
+                    if self._unmeasured:
+                        self._measure_now(stop)
+                    if stop.asked and self.step < config.steps:
                         raise KeyboardInterrupt
         except torch.OutOfMemoryError as error:
             raise CapacityError(
@@ -254,21 +260,40 @@ class Trainer:
                 f"{' '.join(f'{c:.2f}' for c in chance)}, {tokens / max(elapsed, 1e-9):,.0f} tok/s, {_clock(left)} left"
             )
 
+    def _is_due(self, every: int) -> bool:
+        """Behind this step? 0: only behind the last one."""
+        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+
+    @property
+    def _unmeasured(self) -> bool:
+        """Is a measurement due that was not made? In a run that was stopped it can be of the step before."""
+        due = self.step > 0 and self._is_due(self.config.measure_every)
+        return due and not any("tau" in point and point["step"] == self.step for point in self.curves)
+
     @property
     def _rows_done(self) -> int:
         config = self.config
         return self.step * config.accumulate * self.ranks.world * config.rows
 
-    def _measure_now(self) -> None:
+    def _measure_now(self, stop: Stop) -> None:
+        """Measure the drafter of the last checkpoint, which is of this step."""
         if self.ranks.leads and self._measure is not None:
-            with self.averaged():
-                found = self._measure()
+            begun = time.perf_counter()
+            own = [self._device] if self._device.type == "cuda" else []
+            with self.averaged(), torch.random.fork_rng(own):  # what is learnt does not depend on measurements
+                with stop.at_once():
+                    found = self._measure()
                 now = Best(self.step, {f"{m.temperature:g}": round(m.tau, 4) for m in found})
                 if now.beats(self.best):
                     self.best = now
                     keep_best(self.config.out, now, self.recipe.export)
             self.curves.append({"step": self.step, "tau": dict(now.tau)})
-            self._say(f"step {self.step:,}: " + ", ".join(str(m) for m in found))
+            self._say(
+                f"step {self.step:,}: " + ", ".join(str(m) for m in found) + f" ({_clock(time.perf_counter() - begun)})"
+            )
+            note_curves(self.config.out, self.curves)
+            if self._on_checkpoint is not None:
+                self._on_checkpoint(self)
             self._sums.since = time.perf_counter()
         self.ranks.wait()
 

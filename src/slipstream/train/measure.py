@@ -16,7 +16,9 @@ from slipstream.core.errors import DrafterError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
 from slipstream.engine.llm import LLM
+from slipstream.models.paths import Progress
 from slipstream.train.config import TrainConfig
+from slipstream.train.progress import under_way
 from slipstream.train.recipe import Listens, Recipe, Text
 
 _MEMORY = 4 * 2**30
@@ -41,9 +43,16 @@ class Measure(AbstractContextManager["Measure"]):
     """An engine with the drafter that is trained."""
 
     def __init__(
-        self, config: TrainConfig, recipe: Recipe, target: Path, prompts: Sequence[Sequence[int]], device: str
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        target: Path,
+        prompts: Sequence[Sequence[int]],
+        device: str,
+        say: Progress,
     ) -> None:
-        self._config, self._recipe, self._target, self._device = config, recipe, target, device
+        """say: hears that the engine is being opened, which takes as long as loading the target."""
+        self._config, self._recipe, self._target, self._device, self._say = config, recipe, target, device, say
         self._prompts = [list(ids) for ids in prompts[: config.measure_prompts]]
         self._llm: LLM | None = None
         self._told = False  # a recipe that listens knows the texts
@@ -81,22 +90,27 @@ class Measure(AbstractContextManager["Measure"]):
 
     def _opened(self) -> LLM:
         if self._llm is None:
-            folder = self._config.out / "measured"
-            self._recipe.export(folder)
-            on_gpu = self._device.startswith("cuda")
-            self._llm = LLM(
-                self._target,
-                drafter=self._recipe.drafter(folder),
-                device=self._device,
-                memory=_MEMORY if on_gpu else None,
-                max_num_seqs=_TOGETHER,
-                max_draft_rows=_TOGETHER * (MAX_NODES + 1),  # trees are not cut because there are others
-                planner="fixed",  # what the drafter can do, not what pays on this machine
-                prefix_caching=False,  # what the drafter read of a prompt with other weights must not be found again
-                graphs=False,  # few rounds of each size: to record one costs more than it saves
-                trust_remote_code=self._config.trust_remote_code,
-            )
+            with under_way(self._say, "opening the engine to measure with"):
+                self._llm = self._open()
         return self._llm
+
+    def _open(self) -> LLM:
+        folder = self._config.out / "measured"
+        self._recipe.export(folder)
+        on_gpu = self._device.startswith("cuda")
+        return LLM(
+            self._target,
+            drafter=self._recipe.drafter(folder),
+            device=self._device,
+            memory=_MEMORY if on_gpu else None,
+            max_num_seqs=_TOGETHER,
+            max_draft_rows=_TOGETHER * (MAX_NODES + 1),  # trees are not cut because there are others
+            planner="fixed",  # what the drafter can do, not what pays on this machine
+            prefix_caching=False,  # what the drafter read of a prompt with other weights must not be found again
+            graphs=False,  # few rounds of each size: to record one costs more than it saves
+            trust_remote_code=self._config.trust_remote_code,
+            on_progress=self._say,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

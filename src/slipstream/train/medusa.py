@@ -20,6 +20,7 @@ from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import Table, usual_table
 from slipstream.models.headers import HEAD_SAFETENSORS
 from slipstream.models.heads.medusa import residual_layers
+from slipstream.models.load import named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch
 from slipstream.train.config import read_options
@@ -29,7 +30,6 @@ from slipstream.train.recipe import Losses, Setting, Text
 from slipstream.train.soft_loss import Aim, soft_loss
 from slipstream.train.teacher import Teacher
 
-_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _MODEST = 0.1
 """Fresh layers add little: a head begins with what the target says."""
 
@@ -117,7 +117,7 @@ class MedusaRecipe:
         return measure_table(self._teacher, self._module, self.options.heads, self._texts)
 
     def export(self, folder: Path) -> None:
-        options, dtype = self.options, _DTYPES[self.options.kept]
+        options, dtype = self.options, named_dtype(self.options.kept)
         tensors: dict[str, Tensor] = {}
         for kind, layers in (("weight", self._module.weights), ("bias", self._module.biases)):
             for i, tensor in enumerate(layers):

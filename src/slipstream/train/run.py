@@ -19,6 +19,7 @@ from slipstream.train.data import gather
 from slipstream.train.loop import Trainer
 from slipstream.train.measure import Measure
 from slipstream.train.packing import RowPlan
+from slipstream.train.progress import sized, under_way
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Recipe, Setting, recipe_class
 from slipstream.train.record import write_record
@@ -47,7 +48,8 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
         config.out.mkdir(parents=True, exist_ok=True)
         data = gather(config, target, ranks, tell)
         tell(f"data: {len(data.sequences):,} answers, {data.sequences.answer_tokens:,} tokens of them")
-        teacher = Teacher.open(target, device, trust_remote_code=config.trust_remote_code)
+        with under_way(tell, f"loading the target to learn from, {sized(target)}, on {device}"):
+            teacher = Teacher.open(target, device, trust_remote_code=config.trust_remote_code)
         if device.type == "cuda":
             teacher.hasten(config.rows, config.row_tokens)
         torch.manual_seed(config.seed)
@@ -67,7 +69,7 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
                 best=trainer.best,
             )
 
-        with Measure(config, made, target, data.held_out, str(device)) as measure:
+        with Measure(config, made, target, data.held_out, str(device), tell) as measure:
             trainer = Trainer(config, made, teacher, plan, ranks, tell, measure, record)
             if trainer.resume():
                 tell(f"resumed at step {trainer.step:,} of {config.steps:,}")

@@ -1,4 +1,4 @@
-"""Asked to stop, a run ends its step first: half a step cannot be resumed."""
+"""Asked to stop, a run ends its step first: half a step cannot be resumed. What can be begun anew stops at once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @dataclass(slots=True)
 class Stop:
     asked: bool = False
+    waits: bool = True  # what is under way is ended first
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, the first Ctrl-C is raised."""
+        self.waits = False
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self.waits = True
 
 
 @contextmanager
@@ -29,9 +41,9 @@ def stop_asked(*, at_once: bool = False) -> Iterator[Stop]:
         return
 
     def hear(number: int, frame: Any) -> None:
-        if stop.asked:
+        again, stop.asked = stop.asked, True
+        if again or not stop.waits:
             raise KeyboardInterrupt
-        stop.asked = True
 
     before = {number: signal.signal(number, hear) for number in _SIGNALS}
     try:
