@@ -31,7 +31,7 @@ def test_every_target_has_suffix(tiny_target: Path) -> None:
 
 def test_the_default_model_has_its_head_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.drafters.auto._has_modules", lambda folder: False)
-    head = DrafterSpec("eagle", str(HEADS / "eagle3"))
+    head = DrafterSpec("eagle3", str(HEADS / "eagle3"))
     assert auto_specs(default_folder(), "cpu", {}) == (DrafterSpec("suffix"),)
     assert auto_specs(default_folder(), "cuda", {}) == (DrafterSpec("suffix"), head)
 

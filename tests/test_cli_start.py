@@ -67,8 +67,19 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "train draft --out o --self-prompts 5 --rows 0": (2, "rows=0: must be a whole number of at least 1"),
         "generate Hi --model /nope": (1, "'/nope': no such folder or file"),
         "generate Hi --model=": (1, "'': no such folder or file"),
-        "bench --drafter model:/nope": (1, "'/nope': no such folder or file"),
-        "generate Hi --drafter eagle:/nope?depth=2": (1, "'/nope': no such folder or file"),
+        "bench --drafter model:/nope": (
+            1,
+            "error: --drafter model:/nope: '/nope': no such folder or file. Give NAME:PATH",
+        ),
+        "generate Hi --drafter eagle3:/nope?depth=2": (
+            1,
+            "error: --drafter eagle3:/nope?depth=2: '/nope': no such folder",
+        ),
+        "generate Hi --drafter draft:org/name": (1, "error: --drafter draft:org/name: 'org/name': no such folder or"),
+        "generate Hi --drafter eagle4": (
+            2,
+            "error: --drafter: drafter 'eagle4' is unknown: must be one of auto, draft",
+        ),
         "chat --model notes.txt": (1, "notes.txt: a file, but not a .gguf one"),
         "bench --model broken.gguf": (1, "broken.gguf: not a GGUF file"),
         "generate Hi --model empty": (1, "empty: not a model folder"),
@@ -147,7 +158,7 @@ def test_what_is_fetched_is_said_where_there_is_no_terminal(
 ) -> None:
     made: dict[str, Any] = {}
 
-    def resolve(name: str, progress: Any, *, trust_remote_code: bool) -> Path:
+    def resolve(name: str, progress: Any, *, trust_remote_code: bool, ways: str) -> Path:
         progress(f"fetching {name}, code {trust_remote_code}")
         return tmp_path / name
 

@@ -241,7 +241,7 @@ def test_a_head_that_is_right_is_accepted_whole(tmp_path: Path, open_llm: Callab
 
 
 def test_names_and_options() -> None:
-    assert str(parse_spec("eagle3:some/where?depth=2")) == "eagle:some/where?depth=2"
+    assert str(parse_spec("eagle3:some/where?depth=2")) == "eagle3:some/where?depth=2"
     assert parse_options("depth=6&width=8&nodes=32") == {"depth": 6, "width": 8, "nodes": 32}
     assert parse_options("") == {}
     with pytest.raises(ConfigError, match=r"'topk' is unknown, must be one of depth, width, nodes"):
@@ -255,7 +255,7 @@ def test_the_command_line_takes_options_too(tmp_path: Path) -> None:
     folder = eagle_scenes.eagle3().write(tmp_path / "head")
     common = Common(drafter=[f"ngram+eagle3:{folder}?depth=2&width=1"])
     common.check(None)
-    assert fetch_draft(common, common.drafters[0], print) == f"ngram+eagle:{folder}?depth=2&width=1"
+    assert fetch_draft(common, common.drafters[0], print) == f"ngram+eagle3:{folder}?depth=2&width=1"
 
 
 def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:

@@ -53,7 +53,8 @@ def test_another_kind_is_told_how_to_name_it(
     with pytest.raises(DrafterError) as caught:
         open_llm(drafter=f"{asked}:{folders[given]}")
     assert f"write {right}:{folders[given]}" in str(caught.value)
-    assert str(caught.value).startswith(f"{asked}:{folders[given]}: the folder holds ")
+    start = f"drafter='{asked}:{folders[given]}': {folders[given]}: the folder holds "
+    assert str(caught.value).startswith(start)
 
 
 def test_kinds_by_names() -> None:

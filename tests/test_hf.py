@@ -162,7 +162,22 @@ def test_caches_that_give_nothing_back(model: Any) -> None:
         (PROMPT.repeat(2, 1), {}, InvalidRequest, "2 prompts: give one at a time"),
         (PROMPT, {"num_beams": 2}, InvalidRequest, "num_beams=2: must be 1"),
         (PROMPT, {"drafter": "lookahead"}, ConfigError, "must be ngram, suffix, prediction"),
-        (PROMPT, {"drafter": "bogus"}, ConfigError, "is unknown"),
+        (PROMPT, {"drafter": "bogus"}, ConfigError, r"drafter='bogus': must be ngram, .* HostDrafter here$"),
+        (PROMPT, {"drafter": "eagle3"}, ConfigError, r"'eagle3': must be ngram, .*LLM\(drafter='eagle3'\) has it"),
+        (PROMPT, {"drafter": "draft:some/where"}, ConfigError, "must be ngram, suffix, prediction"),
+        (PROMPT, {"drafter": "ngram+suffix"}, ConfigError, "must be ngram, suffix, prediction"),
+        (PROMPT, {"drafter": Oracle}, ConfigError, r"an object \(no class\) of a HostDrafter"),
+        (PROMPT, {"draft_tokens": -1}, ConfigError, "draft_tokens=-1: must be 0 to 64"),
+        (PROMPT, {"prompt_lookup_num_tokens": 4}, InvalidRequest, "give drafter='ngram', draft_tokens=4"),
+        (PROMPT, {"use_cache": False}, InvalidRequest, "use_cache=False"),
+        (PROMPT, {"output_router_logits": True}, InvalidRequest, "output_router_logits=True: the model is given token"),
+        (PROMPT, {"inputs_embeds": torch.zeros(1, 24, 32)}, InvalidRequest, r"inputs_embeds=<\[1, 24, 32\]>"),
+        (
+            PROMPT,
+            {"position_ids": torch.arange(24)[None] * 2},
+            InvalidRequest,
+            r"position_ids=<\[1, 24\]>: must be 0, 1",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_said(
@@ -170,3 +185,14 @@ def test_what_it_cannot_do_is_said(
 ) -> None:
     with pytest.raises(error, match=message):
         model.generate(prompt, max_new_tokens=5, custom_generate=hf.generate, **options)
+
+
+def test_what_generate_prepares_by_itself_is_no_wish(model: Any) -> None:
+    """A prompt of which the beginning is cached, padding, and positions as they would be anyway."""
+    plain = model.generate(PROMPT, max_new_tokens=8)
+    for more in ({"position_ids": torch.arange(24)[None]}, {"logits_to_keep": 1}, {"use_cache": True}):
+        assert model.generate(PROMPT, max_new_tokens=8, custom_generate=hf.generate, **more).tolist() == plain.tolist()
+    cache = model(PROMPT[:, :10], use_cache=True).past_key_values
+    mask = torch.ones_like(PROMPT)
+    told = {"max_new_tokens": 8, "attention_mask": mask, "past_key_values": cache}
+    assert model.generate(PROMPT, custom_generate=hf.generate, **told).tolist() == plain.tolist()

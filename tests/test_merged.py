@@ -296,13 +296,20 @@ def test_a_draft_model_follows_where_others_were_right(tiny_target: Path, rounds
 
 
 def test_names() -> None:
-    assert parse_merged("ngram+draft:a/b+c") == (DrafterSpec("ngram"), DrafterSpec("model", "a/b+c"))
+    assert parse_merged("ngram+draft:a/b+c") == (DrafterSpec("ngram"), DrafterSpec("draft", "a/b+c"))
     assert merged_name(parse_merged("model:x+ngram")) == "model+ngram"
     for text in ("ngram+", "+ngram", "none+ngram"):
         with pytest.raises(ConfigError, match=r"on both sides of a plus, and none stands alone"):
             parse_merged(text)
     assert parse_specs(["ngram", "ngram+model:x"]) == [DrafterSpec("ngram"), DrafterSpec("model", "x")]
-    for texts in (["ngram+ngram"], ["ngram", "ngram"], ["model:x", "ngram+model:y"], ["ngram+"], ["ngram+nothing"]):
+    for texts in (
+        ["ngram+ngram"],
+        ["ngram", "ngram"],
+        ["model:x", "ngram+model:y"],
+        ["model:x", "draft:x"],
+        ["ngram+"],
+        ["ngram+nothing"],
+    ):
         with pytest.raises(ConfigError):
             parse_specs(texts)
 

@@ -39,7 +39,7 @@ def test_a_bare_name_means_what_is_shipped(heads: Path, tiny_target: Path, tmp_p
     (heads / "eagle3").mkdir()
     (heads / "eagle3" / "config.json").write_text("{}")
     with_options = with_shipped(parse_spec("eagle3:?depth=2&width=3"), "default")
-    assert str(with_options) == f"eagle:{heads / 'eagle3'}?depth=2&width=3"
+    assert str(with_options) == f"eagle3:{heads / 'eagle3'}?depth=2&width=3"
     assert [shipped_as(name) for name in ("eagle", "medusa", "model", "ngram")] == ["eagle3", "medusa", "draft", None]
 
 
@@ -47,7 +47,7 @@ def test_what_is_missing_says_how_to_have_it(heads: Path, tmp_path: Path) -> Non
     with pytest.raises(
         ConfigError, match=r"'eagle3' without a path: its weights are not in this installation"
     ) as error:
-        with_shipped(parse_spec("eagle"), "default")
+        with_shipped(parse_spec("eagle3"), "default")
     assert "`slipstream train eagle3 --target default --out runs/eagle3 --self-prompts 20000`" in str(error.value)
     assert "then eagle3:runs/eagle3/drafter" in str(error.value)
     other = tmp_path / "other"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from slipstream.core.draft import Tree
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict, author
-from slipstream.drafters import drafter_factory, parse_spec
+from slipstream.drafters import AUTO, drafter_factory, drafter_names, kind_of
 from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
 from slipstream.plan.adaptive import AdaptivePlanner
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 _ID = "hf"
+_NAMED = ("ngram", "suffix", "prediction")
+_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+"""What `generate` itself prepares for every model, and this loop knows how to do."""
 _ROW_SLOPE = {"cpu": 0.15}
 _GPU_SLOPE = 0.01
 MAX_GUESSES = 64
@@ -71,6 +74,7 @@ def generate(
     stream_to: a streamer. `generate` keeps its own argument `streamer` to itself where its loop is replaced.
     """
     _check(model, input_ids, generation_config)
+    _check_inputs(input_ids, model_kwargs)
     ids = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     past = model_kwargs.get("past_key_values")
     _check_cache(model, past, generation_config)
@@ -177,10 +181,12 @@ class _Guesser:
         if guessed and drafter == "ngram":
             drafter = "prediction"
         made = _made(drafter)
+        if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_GUESSES):
+            raise ConfigError(f"draft_tokens={draft_tokens!r}: must be 0 to {MAX_GUESSES}, or None")
         params = SamplingParams(prediction=None)
         self._guard = DrafterGuard(made, int(model.get_output_embeddings().weight.shape[0]))
         self._request = DraftRequest(_ID, tokens, len(tokens), params, 0, tuple(guessed))
-        self._most = min(MAX_GUESSES, made.default_draft_tokens if draft_tokens is None else draft_tokens)
+        self._most = min(MAX_GUESSES, made.default_draft_tokens) if draft_tokens is None else draft_tokens
         self._planner = AdaptivePlanner(PassCost(_ROW_SLOPE.get(model.device.type, _GPU_SLOPE)))
         self._name = made.name
         self._round_s = 0.0
@@ -219,11 +225,20 @@ def _first_path(tree: Tree) -> tuple[int, ...]:
 
 
 def _made(drafter: str | HostDrafter) -> HostDrafter:
-    made = drafter_factory(parse_spec(drafter).name)() if isinstance(drafter, str) else drafter
-    if not isinstance(made, HostDrafter) or made.needs.choices or made.whole:
-        name = drafter if isinstance(drafter, str) else type(drafter).__name__
+    if isinstance(drafter, str):
+        if drafter not in _NAMED:
+            known = drafter == AUTO or kind_of(drafter.partition(":")[0]) in drafter_names()
+            there = f"; slipstream.LLM(drafter={drafter!r}) has it" if known else ""
+            raise ConfigError(f"drafter={drafter!r}: must be {', '.join(_NAMED)} or a HostDrafter here{there}")
+        made: object = drafter_factory(drafter)()
+    else:
+        made = drafter
+    if not isinstance(made, HostDrafter):
+        raise ConfigError(f"drafter={made!r}: must be {', '.join(_NAMED)}, or an object (no class) of a HostDrafter")
+    if made.needs.choices or made.whole:
         raise ConfigError(
-            f"drafter={name!r}: must be ngram, suffix, prediction or a HostDrafter here; use slipstream.LLM"
+            f"drafter={type(made).__name__}: learns from what is chosen at every node, which is not told here; must be "
+            f"{', '.join(_NAMED)} or another HostDrafter"
         )
     return made
 
@@ -240,6 +255,37 @@ def _check(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig) 
     for key in ("output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
             raise InvalidRequest(f"{key}=True: not kept here; leave it out")
+    if (looked_up := getattr(config, "prompt_lookup_num_tokens", None)) is not None:
+        raise InvalidRequest(
+            f"prompt_lookup_num_tokens={looked_up}: not heard here; give drafter='ngram', draft_tokens={looked_up}"
+        )
+
+
+def _check_inputs(input_ids: Tensor, given: Mapping[str, Any]) -> None:
+    """Refuse what the model would be told by plain `generate` and is not told here: the tokens would be others."""
+    for key, value in given.items():
+        if value is not None and key not in _INPUTS:
+            raise InvalidRequest(
+                f"{key}={_shown(value)}: the model is given token ids alone here; leave it out, or use plain generate"
+            )
+    if given.get("use_cache") is False:
+        raise InvalidRequest("use_cache=False: guesses are checked with a cache; leave it out")
+    places: Tensor | None = given.get("position_ids")
+    if places is not None:  # `generate` makes them of the mask; others are the caller's own
+        mask = given.get("attention_mask")
+        seen = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1] :]  # [1, T]
+        last = min(places.shape[-1], seen.shape[-1])
+        usual = (seen.cumsum(-1) - 1)[0, -last:]  # [last]
+        kept = seen[0, -last:].bool()
+        if not torch.equal(places.reshape(-1)[-last:][kept].to(usual.dtype), usual[kept]):
+            raise InvalidRequest(
+                f"position_ids={_shown(places)}: must be 0, 1, 2, … of the prompt's tokens; leave it out"
+            )
+
+
+def _shown(value: object) -> str:
+    """A tensor by its shape: its values would fill the screen."""
+    return f"<{list(value.shape)}>" if isinstance(value, Tensor) else repr(value)[:80]
 
 
 def _check_cache(model: PreTrainedModel, past: Any, config: GenerationConfig) -> None:

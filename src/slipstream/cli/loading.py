@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slipstream.cli.options import Common
-from slipstream.drafters import parse_merged
+from slipstream.drafters import DrafterSpec, parse_merged, places
+from slipstream.drafters.places import naming
 from slipstream.models.paths import Progress
-from slipstream.models.resolve import resolve
+from slipstream.models.resolve import WAYS, resolve
 
 if TYPE_CHECKING:
     from slipstream.drafters.base import Drafter
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     Named = str | Drafter  # as on the command line, or made by the command itself
 
 
-def fetch(common: Common, name: str, on_fetch: Progress) -> str:
+def fetch(common: Common, name: str, on_fetch: Progress, ways: str = WAYS) -> str:
     """The folder of a model. What cannot be had is said here, not after seconds of imports."""
-    return str(resolve(name, on_fetch, trust_remote_code=common.trust_remote_code))
+    return str(resolve(name, on_fetch, trust_remote_code=common.trust_remote_code, ways=ways))
 
 
 def fetch_draft(common: Common, drafter: Named, on_fetch: Progress) -> Named:
@@ -32,9 +33,14 @@ def fetch_draft(common: Common, drafter: Named, on_fetch: Progress) -> Named:
     specs = parse_merged(drafter)
     if all(spec.place is None for spec in specs):
         return drafter
-    return "+".join(
-        str(spec if spec.place is None else spec.moved(fetch(common, spec.place, on_fetch))) for spec in specs
-    )
+    return "+".join(str(_fetched(common, spec, on_fetch)) for spec in specs)
+
+
+def _fetched(common: Common, spec: DrafterSpec, on_fetch: Progress) -> DrafterSpec:
+    if spec.place is None:
+        return spec
+    with naming(f"--drafter {spec}"):
+        return spec.moved(fetch(common, spec.place, on_fetch, places.WAYS))
 
 
 def use_threads(count: int | None) -> None:

@@ -19,7 +19,8 @@ import typer
 
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
-from slipstream.drafters import parse_specs
+from slipstream.drafters import parse_specs, places
+from slipstream.drafters.places import naming
 from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
 from slipstream.models.names import AUTO, check_device_name, check_dtype_name
@@ -277,11 +278,12 @@ class Common:
 
     def check(self, prediction: str | None) -> None:
         """Refuse what is wrong without torch having to say so: its import takes seconds."""
-        specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
+        with naming("--drafter"):
+            specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
         if prediction is None and any(spec.name == "prediction" for spec in specs):
             raise ConfigError(
                 "--drafter prediction: there is no prediction to follow; give `generate` one with --prediction FILE, "
-                "or choose ngram, suffix, model:PATH or none"
+                "or name another drafter, such as ngram, suffix or auto"
             )
         if prediction is not None and not specs:
             why = "--no-speculation" if self.no_speculation else "--drafter none"
@@ -296,9 +298,11 @@ class Common:
             draft_tokens=self.draft_tokens,
             planner=self.planner_or("adaptive"),
         )
-        places = [with_shipped(spec, self.model).place for spec in specs]
-        for name in (self.model, *(place for place in places if place is not None)):
-            find_local(name)
+        find_local(self.model)
+        for spec in specs:
+            with naming(f"--drafter {spec}"):
+                if (place := with_shipped(spec, self.model).place) is not None:
+                    find_local(place, places.WAYS)
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:
         """The request's parameters. A sampled request without a seed gets one here, so that it can be shown."""

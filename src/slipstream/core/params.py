@@ -55,6 +55,8 @@ class SpeculationParams:
         wanted = self.draft_tokens
         if wanted is not None and not (_whole(wanted) and 0 <= wanted <= 63):
             raise InvalidRequest(f"draft_tokens={wanted!r}: must be 0 to 63 (a pass checks at most 64 rows)")
+        if self.drafter is not None and not isinstance(self.drafter, str):
+            raise InvalidRequest(f"drafter={self.drafter!r}: must be the name of a drafter that is loaded, or None")
         for key in ("enabled", "origins"):
             if not isinstance(getattr(self, key), bool):
                 raise InvalidRequest(f"{key}={getattr(self, key)!r}: must be True or False")

@@ -5,7 +5,7 @@ Factories are named as "module:class" and imported when first asked for, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,13 @@ class DrafterSpec:
     """A drafter as a user names it: `NAME[:PATH[?OPTIONS]]`. The path says where its weights lie; `NAME:?OPTIONS` and
     `NAME` mean those that come with Slipstream."""
 
-    name: str
+    name: str  # as it was written, also where that is an alias: under this name it is asked for and shown
     path: str | None = None  # with the options
+
+    @property
+    def kind(self) -> str:
+        """What it is called in the registry."""
+        return kind_of(self.name)
 
     @property
     def place(self) -> str | None:
@@ -80,24 +85,37 @@ def drafter_names() -> tuple[str, ...]:
     return tuple(sorted(_entries))
 
 
+def kind_of(name: str) -> str:
+    """A drafter's own name, of an alias too; unknown names stay as they are."""
+    return _aliases.get(name, name)
+
+
+def loaded_as(wanted: str, loaded: Collection[str]) -> str:
+    """`A+B` in the names by which the drafters were loaded: who loaded eagle3 may ask for eagle, which is the same."""
+    own = {kind_of(name): name for name in loaded}
+    return "+".join(name if name in loaded else own.get(kind_of(name), name) for name in wanted.split("+"))
+
+
 def shipped_as(name: str) -> str | None:
     """The folder of the weights that come with Slipstream for this drafter; None: it has none."""
-    return _entries[name].ships if name in _entries else None
+    kind = kind_of(name)
+    return _entries[kind].ships if kind in _entries else None
 
 
 def parse_spec(text: str) -> DrafterSpec:
-    """Read `NAME[:PATH]`; an alias becomes the drafter's own name."""
-    given, colon, path = text.partition(":")
-    name = _aliases.get(given, given)
+    """Read `NAME[:PATH]`."""
+    name, colon, path = text.partition(":")
     if text == AUTO:
         return DrafterSpec(AUTO)
-    if name not in _entries:
-        raise ConfigError(f"drafter {given!r} is unknown: must be one of {', '.join(drafter_names())}, auto, or none")
+    entry = _entries.get(kind_of(name))
+    if entry is None:
+        known = ", ".join(sorted([AUTO, *_entries, *_aliases]))
+        raise ConfigError(f"drafter {name!r} is unknown: must be one of {known}, or none")
     if colon and not path:
         raise ConfigError(f"drafter {text!r}: a path must follow the colon")
-    if colon and not _entries[name].takes_path:
+    if colon and not entry.takes_path:
         raise ConfigError(f"drafter {text!r}: {name} takes no path, write {name!r}")
-    if _entries[name].takes_path and not path and _entries[name].ships is None:
+    if entry.takes_path and not path and entry.ships is None:
         raise ConfigError(f"drafter {name!r} needs a model: write {name}:PATH (folder, hub id or GGUF file)")
     return DrafterSpec(name, path or None)
 
@@ -116,7 +134,7 @@ def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
             f"drafter {text!r}: a drafter's name must stand on both sides of a plus, and none stands alone"
         )
     specs = tuple(parse_spec(part) for part in parts)
-    _check_once([spec.name for spec in specs], f" in {text!r}")
+    _check_once([spec.kind for spec in specs], f" in {text!r}")
     return specs
 
 
@@ -145,18 +163,21 @@ def parse_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     merged = [parse_merged(text) for text in texts]
     _check_once([merged_name(specs) for specs in merged])
     found = list(dict.fromkeys(spec for specs in merged for spec in specs))
-    _check_once([spec.name for spec in found])
+    _check_once([spec.kind for spec in found])
     return found
 
 
 def _check_once(names: Sequence[str], where: str = "") -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"drafter {name!r} is given twice{where}: give each once")
+            others = [alias for alias, own in _aliases.items() if own == name]
+            also = f" ({', '.join(others)} is another name for it)" if others else ""
+            raise ConfigError(f"drafter {name!r} is given twice{where}{also}: give each once")
 
 
 def drafter_factory(name: str) -> DrafterFactory:
     """What makes the drafter of this name: usually its class. Imports its module now."""
+    name = kind_of(name)
     if name not in _entries:
         raise ConfigError(f"drafter {name!r} is unknown: must be one of {', '.join(drafter_names())}")
     factory = _entries[name].factory

@@ -22,14 +22,14 @@ from slipstream.models.heads.mtp_files import find_modules
 def auto_specs(folder: Path, device: str, named: Mapping[str, DrafterSpec]) -> tuple[DrafterSpec, ...]:
     """What `auto` means for the target in this folder, on a device of this type.
 
-    named: drafters that the user names besides: who wants other weights or options has them in `auto` as well.
+    named: drafters that the user names besides, by kind: who wants other weights or options has them in `auto` as well.
     """
     found = [DrafterSpec("suffix")]
     if _has_modules(folder):
         found.append(DrafterSpec("mtp"))
     if device == "cuda":  # on a CPU a head's passes cost too large a part of the target's
-        found += _shipped(DrafterSpec("eagle"), folder)
-    return tuple(named.get(spec.name, spec) for spec in found)
+        found += _shipped(DrafterSpec("eagle3"), folder)
+    return tuple(named.get(spec.kind, spec) for spec in found)
 
 
 def expanded(specs: Collection[DrafterSpec], auto: Collection[DrafterSpec]) -> tuple[DrafterSpec, ...]:

@@ -115,6 +115,10 @@ class Drafter(ABC):
     weights_bytes: int = 0  # of its own weights, beside the target's
     remark: str = ""  # what users should know of how it was opened
 
+    def call(self, name: str) -> None:
+        """Have another name than the class's: the one that its user wrote, such as eagle3."""
+        vars(self)["name"] = name  # which is a class's own to the checker of types
+
     @classmethod  # noqa: B027
     def check(cls, opening: Opening) -> None:
         """Refuse what cannot be opened, as far as that can be seen before any weights are read."""

@@ -58,8 +58,8 @@ def parse_options(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for key, value in parse_qsl(text, keep_blank_values=True):
         if key not in OPTIONS:
-            raise ConfigError(f"eagle:PATH?{text}: {key!r} is unknown, must be one of {', '.join(OPTIONS)}")
+            raise ConfigError(f"PATH?{text}: {key!r} is unknown, must be one of {', '.join(OPTIONS)}")
         if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"eagle:PATH?{text}: {key}={value!r}, must be a whole number of at least 1")
+            raise ConfigError(f"PATH?{text}: {key}={value!r}, must be a whole number of at least 1")
         found[key] = int(value)
     return found

@@ -22,7 +22,7 @@ def with_shipped(spec: DrafterSpec, target: str | Path) -> DrafterSpec:
     target: the model to draft for, as its user names it, or its folder. Quick, and without torch. Raises `ConfigError`
     where nothing is shipped for it.
     """
-    name = shipped_as(spec.name)
+    name = shipped_as(spec.kind)
     if spec.place is not None or name is None:
         return spec
     is_default = target == _DEFAULT or Path(target).expanduser().resolve() == default_folder().resolve()
@@ -30,13 +30,13 @@ def with_shipped(spec: DrafterSpec, target: str | Path) -> DrafterSpec:
     use = f"{name}:runs/{name}/drafter"
     if not is_default:
         raise ConfigError(
-            f"drafter {name!r} without a path: weights that come with Slipstream are for the default model, not for "
-            f"{target}; name those of this model, {name}:PATH, or train some: {train} --self-prompts 20000`, then {use}"
+            f"drafter {spec.name!r} without a path: weights that come with Slipstream are for the default model, not "
+            f"for {target}; name those of this model, {name}:PATH, or train some: {train} --self-prompts 20000`, then {use}"
         )
     folder = HEADS / name
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"drafter {name!r} without a path: its weights are not in this installation ({folder}); train them: "
+            f"drafter {spec.name!r} without a path: its weights are not in this installation ({folder}); train them: "
             f"{train} --self-prompts 20000`, then {use}"
         )
     return spec.moved(str(folder))

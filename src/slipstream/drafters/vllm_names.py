@@ -17,7 +17,7 @@ _ALONE = {
     "glm4_moe_mtp": "mtp",
     "mimo_mtp": "mtp",
 }
-_WITH_MODEL = {"draft_model": "model", "eagle": "eagle", "eagle3": "eagle", "medusa": "medusa"}
+_WITH_MODEL = {"draft_model": "model", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa"}
 
 
 @dataclass(frozen=True, slots=True)

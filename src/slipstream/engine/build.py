@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.drafters import AUTO, DrafterSpec, drafter_factory, parse_merged, parse_specs
 from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.base import Drafter, Opening
+from slipstream.drafters.places import WAYS, naming
 from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -57,7 +58,7 @@ def build(
     if where.type == "cuda":
         torch.cuda.set_device(where)  # kernels, events and graphs of this thread belong to it
     path = resolve(model, progress, trust_remote_code=trust_remote_code)
-    own = {one.name: one for parts in merged for one in parts if isinstance(one, DrafterSpec)}
+    own = {one.kind: one for parts in merged for one in parts if isinstance(one, DrafterSpec)}
     auto = auto_specs(path, where.type, own) if AUTO in own else ()
     named = dict.fromkeys(choice for parts in merged for choice in _expanded(parts, auto))
     choices = [with_shipped(one, path) if isinstance(one, DrafterSpec) else one for one in named]
@@ -82,7 +83,7 @@ def build(
         path=None,
         model_path=path,
         tokenizer=tokenizer,
-        resolve=cache(lambda name: resolve(name, progress, trust_remote_code=trust_remote_code)),
+        resolve=cache(lambda name: resolve(name, progress, trust_remote_code=trust_remote_code, ways=WAYS)),
         load_tokenizer=lambda folder: load_tokenizer(folder, trust_remote_code),
         open_runner=open_runner,
         say=say,
@@ -91,7 +92,8 @@ def build(
     for choice in choices:
         kind = _class_of(choice)
         if kind is not None and isinstance(choice, DrafterSpec):
-            kind.check(replace(opening, path=choice.path))
+            with naming(f"drafter={str(choice)!r}"):
+                kind.check(replace(opening, path=choice.path))
     target = open_runner(path)
     drafters: dict[str, Drafter] = {}
     for choice in choices:
@@ -102,6 +104,8 @@ def build(
             made = kind.open(replace(opening, path=choice.path), target)
         else:
             made = drafter_factory(choice.name)()
+        if isinstance(choice, DrafterSpec) and choice.name != getattr(made, "name", choice.name):
+            made.call(choice.name)
         if not getattr(made, "name", None):
             raise ConfigError(f'drafter {type(made).__name__}: it has no name; give its class one, name = "mine"')
         if ":" in made.name or "+" in made.name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -12,7 +13,7 @@ from slipstream.constrain.compiler import Grammars
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
-from slipstream.drafters import AUTO, chosen_for, names_of
+from slipstream.drafters import AUTO, chosen_for, loaded_as, names_of
 from slipstream.drafters.base import Drafter
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.state import Answer, Job, Sink
@@ -49,6 +50,7 @@ class Intake:
         text, ids = self._prompt(prompt)
         if self._plan is not None:
             self._plan.check_prompt(len(ids))
+        params = self._named(params)
         self._check(params)
         job = Job(request_id or f"req-{uuid.uuid4().hex[:16]}", text, ids, params, sink, streaming)
         seed = secrets.randbits(64) if params.seed is None else int(params.seed)
@@ -103,6 +105,12 @@ class Intake:
             raise InvalidRequest("the prompt is empty: it must have at least one token")
         self._check_ids("prompt_token_ids", ids)
         return text, [int(token) for token in ids]
+
+    def _named(self, params: SamplingParams) -> SamplingParams:
+        """With the drafter by the name under which it was loaded, where the request has another name for it."""
+        wanted = params.speculation.drafter
+        own = wanted if wanted is None else loaded_as(wanted, self._drafters)
+        return params if own == wanted else replace(params, speculation=replace(params.speculation, drafter=own))
 
     def _check(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias)

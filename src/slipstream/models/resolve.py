@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # no pickles: they run code when loaded
 _HUB_CODE = ["*.py"]  # only where the user trusts it: a model's own code is run when it is loaded
 _HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
-_WAYS = "Give `default`, a model folder, a .gguf file or a Hugging Face hub id such as org/name"
+WAYS = "Give `default`, a model folder, a .gguf file or a Hugging Face hub id such as org/name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,19 @@ class LocalModel:
     dtype: str
 
 
-def resolve(name: str, progress: Progress | None = None, *, trust_remote_code: bool = False) -> Path:
+def resolve(name: str, progress: Progress | None = None, *, trust_remote_code: bool = False, ways: str = WAYS) -> Path:
     """The folder of the model called `name`: fetched or converted first where need be.
 
     trust_remote_code: fetch the Python code of a hub model too; otherwise none of it comes to this machine.
+    ways: what an error says may be given instead.
     """
-    path = find_local(name)
+    path = find_local(name, ways)
     if path is None:
-        return default_model(progress) if name == DEFAULT else _from_hub(name, progress, trust_remote_code)
+        return default_model(progress) if name == DEFAULT else _from_hub(name, progress, trust_remote_code, ways)
     return path if path.is_dir() else convert_once(path, progress)
 
 
-def find_local(name: str) -> Path | None:
+def find_local(name: str, ways: str = WAYS) -> Path | None:
     """The model folder or GGUF file called `name`; None where the model is to be fetched.
 
     Raises `ModelError` for a name that can be neither. Quick and without the network: commands ask before they import
@@ -62,15 +63,15 @@ def find_local(name: str) -> Path | None:
         return None
     path = Path(name).expanduser()
     if name.strip() and path.is_dir():
-        _check_folder(path)
+        _check_folder(path, ways)
         return path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelNotFound(f"{name}: a file, but not a .gguf one. {_WAYS}")
+            raise ModelNotFound(f"{name}: a file, but not a .gguf one. {ways}")
         check_gguf(path)
         return path
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(name):
-        raise ModelNotFound(f"{name!r}: no such folder or file. {_WAYS}")
+        raise ModelNotFound(f"{name!r}: no such folder or file. {ways}")
     return None
 
 
@@ -108,10 +109,10 @@ def _local_paths() -> Iterator[tuple[str, Path]]:
             )
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, ways: str = WAYS) -> None:
     """Raise `ModelNotFound` unless all files of a model are there."""
     if not (folder / "config.json").is_file():
-        hint = _WAYS
+        hint = ways
         if (folder / "adapter_config.json").is_file():
             hint = "It holds an adapter: merge it into its base model and give the merged folder"
         elif ggufs := sorted(folder.glob("*.gguf")):
@@ -124,7 +125,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelNotFound(f"{folder}: no weights, model.safetensors (or its index and parts) is missing")
 
 
-def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool) -> Path:
+def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool, ways: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -147,7 +148,7 @@ def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool) -> 
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(
             f"{name!r}: no such folder or file here, and no such model on the hub (a private one needs "
-            f"`hf auth login`). {_WAYS}"
+            f"`hf auth login`). {ways}"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub cannot be reached"
@@ -163,5 +164,5 @@ def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool) -> 
             "code. Convert the model to safetensors and give its folder. A head may be fetched by hand: it is loaded "
             "as tensors and nothing else"
         )
-    _check_folder(folder)
+    _check_folder(folder, ways)
     return folder

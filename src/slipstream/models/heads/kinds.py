@@ -29,5 +29,5 @@ def check_kind(folder: Path, names: Collection[str], wanted: str) -> None:
     if found is not None and found != wanted:
         also = ", or mtp if it has modules for that" if found == "model" else ""
         raise DrafterError(
-            f"{wanted}:{folder}: the folder holds {_KINDS[found]}, not {_KINDS[wanted]}; write {found}:{folder}{also}"
+            f"{folder}: the folder holds {_KINDS[found]}, not {_KINDS[wanted]}; write {found}:{folder}{also}"
         )
