@@ -298,10 +298,14 @@ class Common:
             draft_tokens=self.draft_tokens,
             planner=self.planner_or("adaptive"),
         )
-        find_local(self.model)
+        found = []
         for spec in specs:
             with naming(f"--drafter {spec}"):
-                if (place := with_shipped(spec, self.model).place) is not None:
+                found.append((spec, with_shipped(spec, self.model).place))
+        find_local(self.model)
+        for spec, place in found:
+            with naming(f"--drafter {spec}"):
+                if place is not None:
                     find_local(place, places.WAYS)
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:

@@ -172,7 +172,7 @@ def _check_once(names: Sequence[str], where: str = "") -> None:
         if names.count(name) > 1:
             others = [alias for alias, own in _aliases.items() if own == name]
             also = f" ({', '.join(others)} is another name for it)" if others else ""
-            raise ConfigError(f"drafter {name!r} is given twice{where}{also}: give each once")
+            raise ConfigError(f"drafter {name!r} is given twice{where}: give each once{also}")
 
 
 def drafter_factory(name: str) -> DrafterFactory:

@@ -31,7 +31,8 @@ def with_shipped(spec: DrafterSpec, target: str | Path) -> DrafterSpec:
     if not is_default:
         raise ConfigError(
             f"drafter {spec.name!r} without a path: weights that come with Slipstream are for the default model, not "
-            f"for {target}; name those of this model, {name}:PATH, or train some: {train} --self-prompts 20000`, then {use}"
+            f"for {target}; name those of this model, {name}:PATH, or train some: {train} "
+            f"--self-prompts 20000`, then {use}"
         )
     folder = HEADS / name
     if not (folder / "config.json").is_file():
