@@ -114,7 +114,8 @@ def test_a_request_that_takes_too_long(roomy: Path, open_llm: Callable[..., LLM]
         ) as s:
             lines = [line for line in s.iter_lines() if line]
         assert s.status_code == 200
-        assert '"code": "timeout"' in lines[-1]
+        assert '"code": "timeout"' in lines[-2]
+        assert lines[-1] == "data: [DONE]"
         everything_is_free(llm)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from dataclasses import replace
@@ -164,6 +165,7 @@ def serve(
             )
         note(f"serving {settings.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
         server.serve_forever()
+    gc.freeze()  # the program ends: Python would look through all of torch for garbage once more, for seconds
 
 
 def _refuse_sampling(common: Common) -> None:

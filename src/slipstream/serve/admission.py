@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError
 
 _LONGEST_WAIT_S = 60
@@ -18,18 +19,18 @@ class Admission:
     max_queue: how many more may be here.
     """
 
-    def __init__(self, places: int, max_queue: int) -> None:
+    def __init__(self, places: int, max_queue: int, drain: Drain) -> None:
         self.places = places
         self.max_queue = max_queue
         self.inside = 0
         self.refused = 0
-        self.draining = False
+        self._drain = drain
         self._mean_s = 1.0  # of an answer, lately
 
     def check(self, answers: int = 1) -> None:
         """Raise 429 or 503 where so many more cannot come in."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+        if self._drain.begun:
+            raise self._drain.refusal()
         if self.inside and self.inside + answers > self.places + self.max_queue:
             self.refused += 1
             wait = self.wait_s

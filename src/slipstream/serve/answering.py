@@ -17,10 +17,11 @@ from slipstream.core.outputs import CompletionOutput, RequestOutput
 from slipstream.engine.llm import LLM
 from slipstream.engine.state import Job
 from slipstream.engine.streams import OutputStream
+from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, for_log, from_exception
 from slipstream.serve.logs import log_failure
 from slipstream.serve.record import Record
-from slipstream.serve.wording import Piece, Wording, answer_record
+from slipstream.serve.wording import DONE, Piece, Wording, answer_record
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,8 +48,9 @@ class Work:
 class EngineResponse(Response):
     """Runs the work while it is being sent: only here is it known when the client goes away."""
 
-    def __init__(self, llm: LLM, work: Work) -> None:
+    def __init__(self, llm: LLM, work: Work, drain: Drain) -> None:
         super().__init__()
+        self._drain = drain
         self._llm = llm
         self._work = work
         self._choice = {job.id: i * work.n for i, job in enumerate(work.jobs)}  # of a request's first answer
@@ -73,7 +75,8 @@ class EngineResponse(Response):
         watcher = asyncio.create_task(_watch(receive, stream, record))
         try:
             async with asyncio.timeout(work.timeout_s + _GRACE_S):
-                await (self._stream(stream, record, send) if work.streamed else self._whole(stream, record, send))
+                with self._drain.following(stream):
+                    await (self._stream(stream, record, send) if work.streamed else self._whole(stream, record, send))
         finally:
             timer.cancel()
             watcher.cancel()
@@ -119,7 +122,7 @@ class EngineResponse(Response):
             if not begun:
                 await _refuse(error, record, send)
                 return
-            ending = b"data: " + _told(error, record).json + b"\n\n"
+            ending = b"data: " + _told(error, record).json + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": ending})
 
     def _new(self, request: RequestOutput) -> list[tuple[int, CompletionOutput]]:
@@ -167,7 +170,7 @@ class EngineResponse(Response):
         for output in self._ends:
             assert output is not None
             if output.finish_reason == "abort":
-                raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+                raise self._drain.refusal()
             if output.finish_reason == "error":
                 raise RequestError(output.error or "the answer failed")
 

@@ -63,7 +63,7 @@ def make_app(service: Service) -> FastAPI:
         service.llm.snapshot,
         lambda: service.admission.inside,
         lambda: service.health().status,
-        lambda: service.admission.draining,
+        service.drain.watchers_end,
     )
 
     @app.post("/v1/completions", response_class=Response, responses=_ANSWERS)
@@ -128,7 +128,7 @@ def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
         service.metrics.answered(record.path if record.path in known else "other", record.status)
 
     max_body = config.limits.body_for(llm.max_model_len)
-    return Gate(app, config, service.admission, max_body=max_body, ended=ended), service
+    return Gate(app, config, service.admission, service.drain, max_body=max_body, ended=ended), service
 
 
 def _add_errors(app: FastAPI) -> None:

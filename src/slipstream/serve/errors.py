@@ -85,7 +85,7 @@ def from_exception(error: Exception) -> ApiError:
 def for_log(error: Exception) -> str:
     """An error in the words of a log: of a client's mistake only where it was, of ours everything."""
     told = from_exception(error)
-    return told.for_log if told.status < 500 else f"{type(error).__name__}: {error}"
+    return told.for_log if told is error or told.status < 500 else f"{type(error).__name__}: {error}"
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

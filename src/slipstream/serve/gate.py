@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.admission import Admission
 from slipstream.serve.auth import tenant_of
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, for_log, from_exception
 from slipstream.serve.logs import log, log_failure, log_request
 from slipstream.serve.page import PATHS
@@ -35,6 +36,7 @@ class Gate:
         app: ASGIApp,
         config: ServeConfig,
         admission: Admission,
+        drain: Drain,
         *,
         max_body: int,
         ended: Callable[[Scope, Record], None],
@@ -42,6 +44,7 @@ class Gate:
         self._app = app
         self._config = config
         self._admission = admission
+        self._drain = drain
         self._max_body = max_body
         self._ended = ended
 
@@ -60,7 +63,10 @@ class Gate:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                more = [(b"x-request-id", record.id.encode())]
+                if self._drain.begun:
+                    more.append((b"connection", b"close"))  # whoever asks again should find another server
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         try:
@@ -68,6 +74,10 @@ class Gate:
             if body is not None:
                 record.body_bytes = len(body)
                 await self._app(scope, _replayed(body, receive), answer)
+        except asyncio.CancelledError:
+            if self._drain.over_at is None:
+                raise
+            record.error = "cut off"  # the server ends, and its connection is closed: nothing is left to say
         except Exception as error:
             record.error = for_log(error)
             if not isinstance(error, ApiError):

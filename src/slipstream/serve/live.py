@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -43,19 +44,19 @@ class Seen:
 
 
 class LiveView:
-    """look: the engine's counts; inside: answers taken in; health: in a word; ending: does the server drain?"""
+    """look: the engine's counts; inside: answers taken in; health: in a word; ended: set when the server drains."""
 
     def __init__(
         self,
         look: Callable[[], Snapshot],
         inside: Callable[[], int],
         health: Callable[[], str],
-        ending: Callable[[], bool] = lambda: False,
+        ended: asyncio.Event | None = None,
     ) -> None:
         self._look = look
         self._inside = inside
         self._health = health
-        self._ending = ending
+        self._ended = ended or asyncio.Event()
         self._beats: dict[float, _Beat] = {}  # by pace
         self.begun = Seen(time.perf_counter())
 
@@ -75,6 +76,12 @@ class LiveView:
         )
         return live, Seen(now, engine.generated_tokens, engine.rounds, engine.accepted_tokens)
 
+    async def pause(self, seconds: float) -> None:
+        """So long, or until the server drains."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+
     async def events(self, every_s: float) -> AsyncGenerator[str, None]:
         """A view now, and one every so many seconds, as server-sent events; until the server drains."""
         beat = self._beats.get(every_s) or _Beat(self, every_s)
@@ -82,7 +89,7 @@ class LiveView:
         beat.listeners += 1
         try:
             yield _event(beat.last)
-            while not self._ending():
+            while not self._ended.is_set():
                 yield _event(await beat.next())
         finally:
             beat.listeners -= 1
@@ -107,7 +114,7 @@ class _Beat:
         return await asyncio.shield(self._coming)
 
     async def _look(self) -> Live:
-        await asyncio.sleep(self._every_s)
+        await self._view.pause(self._every_s)
         self.last, self._seen = self._view.view(self._seen)
         return self.last
 

@@ -12,6 +12,8 @@ from slipstream.serve.config import LogFormat
 from slipstream.serve.record import Record
 
 log = logging.getLogger("slipstream.serve")
+_ENDING = 503
+"""What a server answers that was told to end: nothing is wrong with it."""
 
 
 class JsonLines(logging.Formatter):
@@ -84,5 +86,5 @@ def log_failure(record: Record, error: Exception) -> None:
 
 
 def log_request(record: Record) -> None:
-    level = logging.ERROR if record.status >= 500 else logging.INFO
+    level = logging.ERROR if record.status >= 500 and record.status != _ENDING else logging.INFO
     log.log(level, "request", extra={"fields": request_fields(record)})

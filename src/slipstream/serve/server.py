@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import socket
 import sys
+import time
 from types import FrameType
 
 import uvicorn
@@ -20,6 +22,9 @@ _SWITCH_S = 0.0001
 """How long the event loop's thread may compute while the engine's waits for the interpreter; Python's own, 5 ms,
 would be a whole round."""
 _BACKLOG = 2048
+_PARTING_S = 2.0
+"""What clients have to read the end of their answers when the server ends; who reads nothing is not waited for."""
+_LOOK_S = 0.02
 
 
 class HttpServer(uvicorn.Server):
@@ -34,7 +39,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, round(config.drain_s)),
+                timeout_graceful_shutdown=round(_PARTING_S),  # `shutdown` below leaves nothing to wait for
                 lifespan="off",
                 ws="none",
             )
@@ -58,15 +63,39 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal; a second Ctrl-C does not wait. uvicorn would raise it again, with the engine still open."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        if self.service.drain.begun and sig == signal.SIGINT:
+            self.service.drain.hurry()
         self.drain()
 
     def drain(self) -> None:
         """Take nobody in any more, end when those inside have their answers."""
-        if not self.service.admission.draining:
-            self.service.admission.draining = True
+        if self.service.drain.begin():
             log.info("draining", extra={"fields": {"answers": self.service.admission.inside}})
-        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: is it time to end?"""
+        drain, inside = self.service.drain, self.service.admission.inside
+        if drain.begun:
+            drain.watchers_end.set()
+        if drain.due and (cut := drain.cut_off()):
+            log.warning("cut off", extra={"fields": {"requests": cut, "drain_s": self.service.config.drain_s}})
+        waited = drain.over_at is not None and time.monotonic() > drain.over_at + _PARTING_S
+        self.should_exit = drain.begun and (not inside or waited)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close what is open. Left to uvicorn, a client that does not read would be waited for, and then cancelled with
+        a traceback in the log."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        until = time.monotonic() + _PARTING_S
+        while self.server_state.connections and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await super().shutdown(sockets)
 
 
 def _bound(host: str, port: int) -> socket.socket:

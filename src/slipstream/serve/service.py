@@ -17,6 +17,7 @@ from slipstream.serve.answering import EngineResponse, Work
 from slipstream.serve.chat import ChatWording
 from slipstream.serve.completions import CompletionWording
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.health import Health, judge
 from slipstream.serve.metrics import Metrics
@@ -46,14 +47,15 @@ class Service:
         self.llm = llm
         self.config = config
         self.prompts = PromptMaker(llm.tokenizer)
-        self.admission = Admission(llm.engine.config.max_num_seqs, config.max_queue)
+        self.drain = Drain(config.drain_s)
+        self.admission = Admission(llm.engine.config.max_num_seqs, config.max_queue, self.drain)
         self.metrics = Metrics(llm, config.models[0], self.admission)
         self.started = int(time.time())
         self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
         self._parser = parser_for(config.tool_format, self.prompts.template)
 
     def health(self) -> Health:
-        return judge(self.llm.pulse(), draining=self.admission.draining, stall_s=self.config.stall_s)
+        return judge(self.llm.pulse(), draining=self.drain.begun, stall_s=self.config.stall_s)
 
     async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
         self._check_model(asked.model)
@@ -236,7 +238,7 @@ class Service:
             raise
         streamed = bool(asked.stream)
         work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
-        return EngineResponse(self.llm, work)
+        return EngineResponse(self.llm, work, self.drain)
 
     async def _prepared(self, make: Callable[[], Made], record: Record, *, slow: bool = False) -> Made:
         """What takes long is made on another thread: the event loop has others to serve."""
