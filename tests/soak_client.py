@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 MODEL = "tiny"
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 
 
 def body(rng: random.Random) -> dict[str, Any]:

@@ -188,15 +188,45 @@ def test_speculation_by_request_and_its_report(client: OpenAI, llm: LLM) -> None
     report = (off.choices[0].model_extra or {})["speculation"]
     assert report["drafted"] == 0
     assert report["tau"] == 1
-    assert report["why"].startswith("off")
+    assert report["why"] == "off: the request turned it off"
     on = client.completions.create(**asked, extra_body={"speculation": {"drafter": "suffix", "report": True}})
     assert on.choices[0].text == off.choices[0].text
     assert set((on.choices[0].model_extra or {})["speculation"]["drafters"]) <= {"suffix"}
     plain = client.completions.create(**asked, extra_body={"speculation": "off"})
     assert plain.choices[0].text == off.choices[0].text
     chunks = list(client.completions.create(**asked, stream=True, extra_body={"speculation": {"report": True}}))
-    (told,) = (chunks[-1].model_extra or {})["speculation"]
-    assert told["tokens"] == 24
+    told = [(chunk.choices[0].model_extra or {}).get("speculation") for chunk in chunks]
+    assert told[:-1] == [None] * (len(chunks) - 1)
+    assert told[-1] is not None
+    assert told[-1]["tokens"] == 24
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_report_is_in_the_last_event_of_its_choice(client: OpenAI) -> None:
+    """Whoever takes the first choice of every event finds one; only the event with the usage has none."""
+    extra = {"speculation": {"report": True}, "ignore_eos": True}
+    asked: dict[str, Any] = {"model": MODEL, "messages": ASKED, "n": 2, "stream": True, "extra_body": extra}
+    chunks = list(client.chat.completions.create(**asked, max_tokens=20))
+    ends = {c.choices[0].index: c.choices[0].model_extra for c in chunks if c.choices[0].finish_reason}
+    assert {index: (extra or {})["speculation"]["tokens"] for index, extra in ends.items()} == {0: 20, 1: 20}
+    *chunks, last = client.chat.completions.create(**asked, max_tokens=20, stream_options={"include_usage": True})
+    assert all(len(chunk.choices) == 1 for chunk in chunks)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 40
+
+
+def test_the_reason_is_the_planners(client: OpenAI, llm: LLM) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "abab" * 8, "max_tokens": 40, "temperature": 0}
+    extra = {"speculation": {"drafter": "ngram+suffix", "report": True}, "ignore_eos": True}
+    for _ in range(2):  # the first answer may end before there is anything to weigh
+        answer = client.completions.create(**asked, extra_body=extra)
+    told = (answer.choices[0].model_extra or {})["speculation"]
+    assert set(told["plan"]) <= {"ngram", "suffix"}
+    assert told["plan"]
+    assert all(reason in told["why"] for reason in told["plan"].values())
+    assert told["expected_gain"] > 0
+    assert told["measured_gain"] > 0
 
 
 def test_echo(client: OpenAI) -> None:

@@ -123,7 +123,7 @@ async def leave(url: str, body: bytes, after: int) -> None:
     """Ask for a stream, read some of it, and hang up."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     for _ in range(after):
         await reader.read(256)
@@ -232,6 +232,26 @@ def test_streams_in_pieces_of_one_size(llm: LLM) -> None:
         assert {len(text) for text in texts[:-1]} == {8}
         assert len({len(event.encode()) for event in events}) == 1
         assert post(server, {**asked, "stream": True, "logprobs": 1}).status_code == 400
+        sizes = asyncio.run(writes(server.url, {**asked, "stream": True, "speculation": {"report": True}}))
+        assert len(sizes) > 5
+        assert len(set(sizes[:-1])) == 1  # each event is a write of its own, and the last has the report
+
+
+async def writes(url: str, body: dict[str, Any]) -> list[int]:
+    """Ask for a stream: bytes of each part that the server wrote, but the end of the stream."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    written = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(written)}\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + written)
+    await reader.readuntil(b"\r\n\r\n")
+    sizes = []
+    while size := int(await reader.readline(), 16):
+        part = await reader.readexactly(size + 2)
+        if b"[DONE]" not in part:
+            sizes.append(size)
+    writer.close()
+    return sizes
 
 
 def test_a_server_that_is_told_to_end_lets_answers_finish(roomy: Path, tmp_path: Path) -> None:

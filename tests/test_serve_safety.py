@@ -222,7 +222,7 @@ def test_a_body_that_does_not_end(llm: LLM) -> None:
         async def slowly() -> bytes:
             host, port = server.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            writer.write(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             line = await reader.readline()
             writer.close()
             return line

@@ -51,6 +51,18 @@ def test_hermes_in_any_pieces(text: str, said: str, calls: list[Any]) -> None:
     cut()
 
 
+@pytest.mark.parametrize("parser", [HermesParser, LlamaParser, NamedParser, RequiredParser])
+def test_a_call_that_goes_on_and_on_costs_the_same_for_every_piece(parser: type[ToolParser]) -> None:
+    """Not timed: no text that a parser looks through grows with what it has read."""
+    one = parser(["weather"])
+    one.feed('<tool_call>{"name": "weather"' if parser is HermesParser else '{"name": "weather"', last=False)
+    for _ in range(100):
+        one.feed("x" * 1000, last=False)
+    held = [value for value in vars(one).values() if isinstance(value, str)]
+    assert sum(map(len, held)) < 100
+    assert sum(map(len, one._parts)) > 100_000
+
+
 @pytest.mark.parametrize(
     ("text", "said", "calls"),
     [

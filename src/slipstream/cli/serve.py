@@ -53,6 +53,15 @@ def serve(
         Path | None,
         option(metavar="FILE", panel=SERVER, help="Keys, one [TENANT=]KEY a line; # begins a comment."),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            metavar="NAME",
+            panel=SERVER,
+            help="A name that clients reach it by; may be repeated, * takes any. Default: where it listens on this "
+            "machine alone and asks for no key, this machine's own names; else any.",
+        ),
+    ] = None,
     max_num_seqs: Annotated[
         int, option(metavar="N", min=1, panel=MODEL, help="Most answers that are made at once.")
     ] = 32,
@@ -138,6 +147,7 @@ def serve(
         host=host,
         port=port,
         keys=_keys(api_key or (), api_key_file),
+        allowed_hosts=tuple(allowed_host or ()),
         limits=Limits(body_bytes=max_body, request_s=request_timeout),
         max_queue=max_queue,
         chunk_chars=stream_chunk_chars,

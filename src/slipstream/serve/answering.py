@@ -112,8 +112,10 @@ class EngineResponse(Response):
                 if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                     begun = True
-                if body := "".join(events).encode("utf-8", "replace"):
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                for body in events if self._work.chunk_chars is not None else ("".join(events),):
+                    if body:  # where sizes must not tell, each event is a write of its own
+                        told = body.encode("utf-8", "replace")
+                        await send({"type": "http.response.body", "body": told, "more_body": True})
             if record.disconnected:
                 return
             self._close(record)
@@ -145,6 +147,10 @@ class EngineResponse(Response):
             for index, output in self._new(request):
                 if output.text or output.token_ids or output.finish_reason is not None:
                     pieces.setdefault(index, Piece(index)).add(output)
+        wording = self._work.wording
+        for index, piece in pieces.items():
+            if wording.manner.report and (end := self._ends[index]) is not None:
+                piece.report = wording.report(answer_record(end, self._tokens[index]))
         if self._work.chunk_chars is None:
             return [piece for piece in pieces.values() if _says(piece)]
         return [part for piece in pieces.values() for part in self._cut(piece, self._work.chunk_chars)]
@@ -157,8 +163,15 @@ class EngineResponse(Response):
         parts = [Piece(piece.index, text[at : at + size]) for at in range(0, whole, size)]
         self._held[piece.index] = text[whole:]
         if piece.finish_reason is not None:
-            last = Piece(piece.index, text[whole:], None, [], piece.finish_reason, piece.stop_reason)
-            parts.append(last)
+            parts.append(
+                Piece(
+                    piece.index,
+                    text[whole:],
+                    finish_reason=piece.finish_reason,
+                    stop_reason=piece.stop_reason,
+                    report=piece.report,
+                )
+            )
         return parts
 
     def _close(self, record: Record) -> None:

@@ -104,7 +104,7 @@ def make_app(service: Service) -> FastAPI:
         stream: bool = False, every: Annotated[float, Query(ge=0.1, le=60, description="seconds")] = 1.0
     ) -> Response:
         if stream:
-            return StreamingResponse(view.events(every), media_type="text/event-stream")
+            return StreamingResponse(view.watch(every), media_type="text/event-stream")
         return Response(view.view(view.begun)[0].json, media_type="application/json")
 
     @app.get("/version", responses=_ERRORS)
@@ -119,13 +119,14 @@ def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
     service = Service(llm, config)
     app = make_app(service)
     known = frozenset(path for route in app.routes if isinstance(path := getattr(route, "path", None), str))
-
     tracer = Tracer() if config.telemetry else None
 
     def ended(scope: Scope, record: Record) -> None:
+        one_model = record.path.startswith("/v1/models/")
+        endpoint = "/v1/models/{model}" if one_model else record.path if record.path in known else "other"
         if tracer is not None:
-            tracer.tell(scope, record)
-        service.metrics.answered(record.path if record.path in known else "other", record.status)
+            tracer.tell(scope, record, endpoint)
+        service.metrics.answered(endpoint, record.status)
 
     max_body = config.limits.body_for(llm.max_model_len)
     return Gate(app, config, service.admission, service.drain, max_body=max_body, ended=ended), service

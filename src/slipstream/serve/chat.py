@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.outputs import Logprob
 from slipstream.serve.tools import Call, Parsed, ToolParser
-from slipstream.serve.wording import Manner, Piece, Wording, ending_of, quoted, reason_json, with_origins
+from slipstream.serve.wording import Manner, Piece, Wording, ending_of, extras_of, quoted, reason_json
 
 
 class ChatWording(Wording):
@@ -61,7 +61,7 @@ class ChatWording(Wording):
 
     def _event(self, piece: Piece, delta: str, logprobs: str) -> str:
         ending = ending_of(piece, self._reason(piece))
-        more = with_origins(piece)
+        more = extras_of(piece)
         return self.event(f'{{"index":{piece.index},"delta":{delta},"logprobs":{logprobs},{ending}{more}}}')
 
     def _parse(self, piece: Piece, *, last: bool) -> Parsed:

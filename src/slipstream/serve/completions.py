@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.core.outputs import Logprob
-from slipstream.serve.wording import Manner, Piece, Wording, ending_of, quoted, reason_json, with_origins
+from slipstream.serve.wording import Manner, Piece, Wording, ending_of, extras_of, quoted, reason_json
 
 
 class CompletionWording(Wording):
@@ -32,7 +32,7 @@ class CompletionWording(Wording):
     def events(self, piece: Piece) -> str:
         logprobs = "null" if piece.logprobs is None else json.dumps(self._logprobs(piece))
         text = self._echo(piece.index) + piece.text if self._echoes else piece.text
-        ending = ending_of(piece) + with_origins(piece)
+        ending = ending_of(piece) + extras_of(piece)
         return self.event(f'{{"index":{piece.index},"text":{quoted(text)},"logprobs":{logprobs},{ending}}}')
 
     def _echo(self, index: int) -> str:

@@ -80,6 +80,8 @@ class ServeConfig:
 
     models: the names under which clients ask for the model; the first is shown in answers.
     keys: who may come in; nobody is asked where there are none.
+    allowed_hosts: names that clients may reach it by, beside those of this machine ("*": any). Where none is
+        given, they are checked only on a server for this machine that asks for no key.
     max_queue: answers that may wait for a place in the engine; more are refused with 429.
     chunk_chars: characters of every event of a stream, all events padded to one size; None: what a round brought.
     drain_s: seconds that running requests have when the server is told to end.
@@ -91,6 +93,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[ApiKey, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     limits: Limits = Limits()
     max_queue: int = 256
     chunk_chars: int | None = None
@@ -105,6 +108,8 @@ class ServeConfig:
         digests = [key.digest for key in self.keys]
         if len({*digests}) < len(digests):
             raise ConfigError("API keys: one is there twice; give each tenant a key of its own")
+        named = all(re.fullmatch(r"\*|[\w.-]+|[\da-fA-F:.]*:[\da-fA-F:.]*:[\da-fA-F.]*", h) for h in self.allowed_hosts)
+        self._check("allowed_hosts", named, 'names or addresses without a port, or "*"')
         self._check("port", 0 <= self.port <= 65535, "0 (any free one) to 65535")
         self._check("max_queue", self.max_queue >= 0, "0 or more")
         self._check("chunk_chars", self.chunk_chars is None or 1 <= self.chunk_chars <= 4096, "1 to 4096, or None")

@@ -17,6 +17,7 @@ from slipstream.serve.auth import tenant_of
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, for_log, from_exception
+from slipstream.serve.hosts import check_host, checked_names
 from slipstream.serve.logs import log, log_failure, log_request
 from slipstream.serve.page import PATHS
 from slipstream.serve.record import Record
@@ -46,6 +47,7 @@ class Gate:
         self._admission = admission
         self._drain = drain
         self._max_body = max_body
+        self._names = checked_names(config)
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,6 +96,7 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, record: Record) -> bytes | None:
         """The body of a request that may come in; None: its client went away."""
         headers = dict(scope["headers"])
+        check_host(headers, self._names)
         if record.path not in OPEN:
             record.tenant = tenant_of(headers.get(b"authorization", b"").decode("latin-1"), self._config.keys)
         if record.path in WORK:

@@ -11,6 +11,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from slipstream.core.snapshot import Snapshot
+from slipstream.serve.errors import ApiError
+
+PACES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+"""Who wants another has the next slower: each pace is a look at the engine of its own."""
+MAX_WATCHERS = 256
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,14 @@ class LiveView:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
+
+    def watch(self, every_s: float) -> AsyncGenerator[str, None]:
+        """`events` for strangers: at one of a few paces, and for not too many of them."""
+        watching = sum(beat.listeners for beat in self._beats.values())
+        if watching >= MAX_WATCHERS:
+            wait = {"Retry-After": "10"}
+            raise ApiError(429, f"{watching} watch already; try again later", code="rate_limit_exceeded", headers=wait)
+        return self.events(next(pace for pace in PACES_S if pace >= every_s))
 
     async def events(self, every_s: float) -> AsyncGenerator[str, None]:
         """A view now, and one every so many seconds, as server-sent events; until the server drains."""

@@ -80,9 +80,9 @@ async def _ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], pr
     reader, writer = connection
     fields = {"model": "measured", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     body = json.dumps({**fields, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     begun = time.perf_counter()
-    writer.write(head.encode() + b"\r\n\r\n" + body)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     if b" 200 " not in await reader.readline():
         raise RuntimeError(f"the server refused: {await reader.read(500)!r}")
     await reader.readuntil(b"data: {")

@@ -67,7 +67,7 @@ class Service:
             raise refused("prompt", f"must be at most {self.config.limits.prompts} prompts on this server")
         for prompt in prompts:
             self._check_length("prompt", len(prompt))
-        manner = self._manner(asked, record, "cmpl")
+        manner = self._manner(asked, params, record, "cmpl")
 
         def ids(prompt: str | list[int]) -> list[int]:
             if isinstance(prompt, str):
@@ -86,7 +86,7 @@ class Service:
         self._check_conversation(asked)
         params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
         parser = self._tool_parser(asked)
-        manner = self._manner(asked, record, "chatcmpl")
+        manner = self._manner(asked, params, record, "chatcmpl")
 
         def make() -> tuple[list[Job], Wording]:
             job = self._job(self._conversation(asked), params, record, 0, "messages")
@@ -134,6 +134,14 @@ class Service:
     def _drafts(self) -> bool:
         return bool(self.llm.engine.drafting.drafters)
 
+    def _off(self, params: SamplingParams) -> str | None:
+        """Why nothing can be drafted for such a request; None: something may be."""
+        if not params.speculation.enabled:
+            return "the request turned it off"
+        if not self.llm.speculates:
+            return "it is switched off for all requests"
+        return None if self._drafts else "this server has no drafter"
+
     def _check_model(self, name: str) -> None:
         if name not in self.config.models:
             served = ", ".join(self.config.models)
@@ -141,7 +149,9 @@ class Service:
                 404, f"model: {name!r} is not served here; ask for {served}", param="model", code="model_not_found"
             )
 
-    def _manner(self, asked: CompletionRequest | ChatRequest, record: Record, prefix: str) -> Manner:
+    def _manner(
+        self, asked: CompletionRequest | ChatRequest, params: SamplingParams, record: Record, prefix: str
+    ) -> Manner:
         options = asked.stream_options
         record.note_user(asked.user)
         return Manner(
@@ -150,6 +160,7 @@ class Service:
             asked.model,
             usage=options is not None and options.include_usage,
             report=wants_report(asked),
+            off=self._off(params),
             predicted=asked.prediction is not None,
             chunk_chars=self.config.chunk_chars if asked.stream else None,
         )

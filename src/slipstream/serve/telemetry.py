@@ -14,6 +14,8 @@ from starlette.types import Scope
 from slipstream.core.errors import ConfigError
 from slipstream.serve.record import Record
 
+_METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+
 
 class Tracer:
     """Tells of requests when they are over: it is in nobody's way."""
@@ -29,12 +31,15 @@ class Tracer:
         self._tracer = trace.get_tracer("slipstream")
         self._server, self._error = SpanKind.SERVER, StatusCode.ERROR
 
-    def tell(self, scope: Scope, record: Record) -> None:
-        """The span of a request that is over; it belongs to the trace that its headers name."""
+    def tell(self, scope: Scope, record: Record, endpoint: str) -> None:
+        """The span of a request that is over; it belongs to the trace that its headers name.
+
+        endpoint: which of ours it asked for, in words of ours: whatever strangers ask for, there are few names.
+        """
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         ended = time.time_ns()
         span = self._tracer.start_span(
-            f"{record.method} {record.path if record.status != 404 else 'unknown'}",
+            f"{_method(record)} {endpoint}",
             context=self._propagate.extract(headers),
             kind=self._server,
             start_time=ended - int(record.seconds * 1e9),
@@ -61,9 +66,13 @@ def _provide(trace: Any) -> None:
     trace.set_tracer_provider(provider)
 
 
+def _method(record: Record) -> str:
+    return record.method if record.method in _METHODS else "_OTHER"
+
+
 def _attributes(record: Record) -> dict[str, str | int | float]:
     told: dict[str, str | int | float] = {
-        "http.request.method": record.method,
+        "http.request.method": _method(record),
         "http.response.status_code": record.status,
         "slipstream.request_id": record.id,
     }

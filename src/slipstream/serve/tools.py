@@ -43,11 +43,17 @@ class ToolParser(ABC):
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
-        self._held = ""
+        self._parts: list[str] = []  # text that waits: put together once, not with every piece
 
     @abstractmethod
     def feed(self, text: str, *, last: bool) -> Parsed:
         """The next piece of the answer; `last`: there will be no more."""
+
+    def _whole(self) -> str:
+        """All that waited."""
+        whole = "".join(self._parts)
+        self._parts.clear()
+        return whole
 
     def _call(self, value: Any) -> Call | None:
         if not isinstance(value, dict) or value.get("name") not in self.names:
@@ -59,47 +65,65 @@ class ToolParser(ABC):
 
 
 class HermesParser(ToolParser):
+    """No character is looked at twice, however long a call goes on: what is inside one waits in `_parts`."""
+
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._inside = False
+        self._held = ""  # the end of the text, where it may be the beginning of a mark
+
     def feed(self, text: str, *, last: bool) -> Parsed:
-        self._held += text
+        rest, at = self._held + text, 0
         shown: list[str] = []
         calls: list[Call] = []
         while True:
-            start = self._held.find(self._OPEN)
-            if start < 0:
-                keep = 0 if last else _overlap(self._held, self._OPEN)
-                shown.append(self._held[: len(self._held) - keep])
-                self._held = self._held[len(self._held) - keep :]
+            mark = self._CLOSE if self._inside else self._OPEN
+            place = rest.find(mark, at)
+            until = place if place >= 0 else len(rest) - (0 if last else _overlap(rest, at, mark))
+            (self._parts if self._inside else shown).append(rest[at:until])
+            at = until if place < 0 else place + len(mark)
+            if self._inside and (place >= 0 or last):
+                self._close(shown, calls, mark if place >= 0 else "")
+            elif place >= 0:
+                self._inside = True
+            if place < 0:
                 break
-            end = self._held.find(self._CLOSE, start)
-            if end < 0 and not last:
-                shown.append(self._held[:start])
-                self._held = self._held[start:]
-                break
-            inside = self._held[start + len(self._OPEN) : end if end >= 0 else None]
-            after = len(self._held) if end < 0 else end + len(self._CLOSE)
-            call = self._call(_loads(inside))
-            shown.append(self._held[:start] if call else self._held[:after])
-            calls += [call] if call else []
-            self._held = self._held[after:]
+        self._held = rest[at:]
         said = "".join(shown)
         return Parsed(said if said.strip() or not calls else "", tuple(calls[:MAX_CALLS]))
+
+    def _close(self, shown: list[str], calls: list[Call], mark: str) -> None:
+        """What was inside is a call, or it was text after all."""
+        inside, self._inside = self._whole(), False
+        if call := self._call(_loads(inside)):
+            calls.append(call)
+        else:
+            shown.append(f"{self._OPEN}{inside}{mark}")
 
 
 class LlamaParser(ToolParser):
     _TAG = "<|python_tag|>"
 
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._opened = False  # a call may have begun
+
     def feed(self, text: str, *, last: bool) -> Parsed:
-        self._held += text
-        body = self._held.lstrip()
+        self._parts.append(text)
+        if self._opened and not last:
+            return Parsed()
+        held = self._whole()
+        body = held.lstrip()
         if self._TAG.startswith(body) or body.startswith(self._TAG):
             body = body[len(self._TAG) :].lstrip()
         if body and not body.startswith("{"):  # it is not going to be one
-            said, self._held = self._held, ""
             self.feed = _as_text  # type: ignore[method-assign]
-            return Parsed(said)
+            return Parsed(held)
         if not last:
+            self._opened = bool(body)
+            self._parts.append(held)
             return Parsed()
         calls: list[Call] = []
         decoder = json.JSONDecoder()
@@ -108,14 +132,14 @@ class LlamaParser(ToolParser):
             try:
                 value, at = decoder.raw_decode(body, at)
             except (ValueError, RecursionError):
-                return Parsed(self._held)
+                return Parsed(held)
             call = self._call(value)
             if call is None:
-                return Parsed(self._held)
+                return Parsed(held)
             calls.append(call)
             while at < len(body) and body[at] in "; \n\t":
                 at += 1
-        return Parsed("" if calls else self._held, tuple(calls[:MAX_CALLS]))
+        return Parsed("" if calls else held, tuple(calls[:MAX_CALLS]))
 
 
 def _as_text(text: str, *, last: bool) -> Parsed:
@@ -126,21 +150,22 @@ class NamedParser(ToolParser):
     """Where the answer was made to be one tool's arguments: the whole of it is."""
 
     def feed(self, text: str, *, last: bool) -> Parsed:
-        self._held += text
+        self._parts.append(text)
         (name,) = self.names
-        return Parsed(calls=(Call(name, self._held),)) if last else Parsed()
+        return Parsed(calls=(Call(name, self._whole()),)) if last else Parsed()
 
 
 class RequiredParser(ToolParser):
     """Where the answer was made to be a list of calls. One that was cut off comes out as text."""
 
     def feed(self, text: str, *, last: bool) -> Parsed:
-        self._held += text
+        self._parts.append(text)
         if not last:
             return Parsed()
-        calls = [self._call(value) for value in _loads(self._held) or ()]
+        held = self._whole()
+        calls = [self._call(value) for value in _loads(held) or ()]
         whole = tuple(call for call in calls if call is not None)
-        return Parsed(calls=whole) if whole and len(whole) == len(calls) else Parsed(self._held)
+        return Parsed(calls=whole) if whole and len(whole) == len(calls) else Parsed(held)
 
 
 PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": LlamaParser}
@@ -162,6 +187,7 @@ def _loads(text: str) -> Any:
         return None
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that `mark` begins with."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+def _overlap(text: str, begin: int, mark: str) -> int:
+    """Length of the longest end of `text`, from `begin` on, that `mark` begins with."""
+    most = min(len(mark) - 1, len(text) - begin)
+    return next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)

@@ -28,9 +28,18 @@ def usage(record: Record, *, predicted: bool) -> dict[str, Any]:
     return told
 
 
-def speculation_report(answer: AnswerRecord) -> dict[str, Any]:
-    """What speculation did for one answer. tau counts the target's own token."""
-    return {**_stats(answer.speculation), "why": _why(answer), "seconds": _seconds(answer.speculation, answer.timing)}
+def speculation_report(answer: AnswerRecord, off: str | None = None) -> dict[str, Any]:
+    """What speculation did for one answer. tau counts the target's own token.
+
+    off: why it could not be on, where that was known beforehand.
+    """
+    stats = answer.speculation
+    return {
+        **_stats(stats),
+        "why": f"off: {off}" if off else _why(stats),
+        "plan": dict(stats.plan),
+        "seconds": _seconds(stats, answer.timing),
+    }
 
 
 def _stats(stats: SpeculationStats) -> dict[str, Any]:
@@ -41,6 +50,8 @@ def _stats(stats: SpeculationStats) -> dict[str, Any]:
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "alpha": round(stats.alpha, 4),
+        "expected_gain": round(stats.expected_gain, 4),
+        "measured_gain": round(stats.measured_gain, 4),
         "drafters": {
             name: {
                 "drafts": drafter.drafts,
@@ -65,12 +76,14 @@ def _seconds(stats: SpeculationStats, timing: Timing) -> dict[str, float]:
     return {key: round(value, 6) for key, value in times.items()}
 
 
-def _why(answer: AnswerRecord) -> str:
-    """Why it was on or off, as far as the numbers tell."""
-    stats = answer.speculation
+def _why(stats: SpeculationStats) -> str:
+    """Why it was on or off: what the planner decided last for each drafter, in its own words."""
     failed = [name for name, drafter in stats.by_drafter.items() if drafter.failures]
     if failed:
         return f"off from where a drafter failed: {', '.join(failed)}"
-    if not stats.drafted:
-        return "off: nothing was drafted; it was turned off, nobody had a guess, or no guess was worth its time"
-    return f"on: {stats.accepted} of {stats.drafted} guesses stood, {stats.tau:.2f} tokens a pass"
+    counted = f"{stats.accepted} of {stats.drafted} guesses stood, {stats.tau:.2f} tokens a pass"
+    if not stats.plan:  # nothing was weighed: drafts of a fixed size, or never a guess to weigh
+        return f"on: {counted}" if stats.drafted else "off: no drafter had a guess"
+    alike = len({*stats.plan.values()}) == 1
+    said = [text if alike or text.startswith(name) else f"{name} {text}" for name, text in stats.plan.items()]
+    return "; ".join([*dict.fromkeys(said), *([counted] if stats.drafted else [])])

@@ -20,6 +20,7 @@ from slipstream.serve.usage import speculation_report, usage
 DONE = b"data: [DONE]\n\n"
 _ROOM = 512  # bytes of a choice beside its text
 _LONGEST = 6  # bytes of a character, escaped
+_REPORT = 4096  # bytes; a choice with a report is filled up to so many
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     origins: list[Origin] | None = None
+    report: Mapping[str, Any] | None = None  # with the end: what speculation did
 
     def add(self, output: CompletionOutput) -> None:
         self.text += output.text
@@ -54,6 +56,7 @@ class Manner:
     model: str
     usage: bool = True  # of a stream: at its end
     report: bool = False
+    off: str | None = None  # why nothing can be drafted for it
     predicted: bool = False
     chunk_chars: int | None = None  # every event has so many characters, and all of them the same size
 
@@ -91,7 +94,7 @@ class Wording(ABC):
                 choice["origins"] = origins_json(piece)
         if manner.report:
             for choice, answer in zip(choices, record.answers, strict=True):
-                choice["speculation"] = speculation_report(answer)
+                choice["speculation"] = self.report(answer)
         body = {
             "id": manner.id,
             "object": self.kind,
@@ -103,21 +106,23 @@ class Wording(ABC):
         return json.dumps(body, ensure_ascii=False).encode()
 
     def ending(self, record: Record) -> bytes:
-        """The end of a stream: what it cost, where that was asked for."""
-        told: dict[str, Any] = {}
-        if self.manner.usage:
-            told["usage"] = usage(record, predicted=self.manner.predicted)
-        if self.manner.report:
-            told["speculation"] = [speculation_report(answer) for answer in record.answers]
-        if not told:
+        """The end of a stream: what it cost, where that was asked for. Only that event has no choice, as OpenAI's."""
+        if not self.manner.usage:
             return DONE
+        told = {"usage": usage(record, predicted=self.manner.predicted)}
         return (self._head + '"choices":[],' + json.dumps(told)[1:] + "\n\n").encode() + DONE
+
+    def report(self, answer: AnswerRecord) -> dict[str, Any]:
+        return speculation_report(answer, self.manner.off)
 
     def event(self, choice: str) -> str:
         """One event with one choice, which is JSON already."""
         if self.manner.chunk_chars is None:
             return f'{self._head}"choices":[{choice}]{self._tail}'
-        filling = "." * (self._event_bytes - len(choice.encode()))
+        size = len(choice.encode())
+        fits = size <= self._event_bytes  # else it has a report, and a size of its own
+        room = self._event_bytes if fits else -(-size // _REPORT) * _REPORT
+        filling = "." * (room - size)
         return f'{self._head}"obfuscation":"{filling}","choices":[{choice}]{self._tail}'
 
 
@@ -151,9 +156,10 @@ def origins_json(piece: Piece) -> list[dict[str, Any]]:
     ]
 
 
-def with_origins(piece: Piece) -> str:
-    """The part of an event's choice that says it; nothing where nobody asked."""
-    return f',"origins":{json.dumps(origins_json(piece))}' if piece.origins else ""
+def extras_of(piece: Piece) -> str:
+    """The parts of an event's choice that OpenAI's has not; nothing where nobody asked."""
+    origins = f',"origins":{json.dumps(origins_json(piece))}' if piece.origins else ""
+    return origins if piece.report is None else f'{origins},"speculation":{json.dumps(piece.report)}'
 
 
 def answer_record(output: CompletionOutput, tokens: int) -> AnswerRecord:

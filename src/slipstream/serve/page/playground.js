@@ -93,8 +93,10 @@ async function run(place, title, request, enabled) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
-      for (const choice of event.choices) view.add(choice);
-      report = event.speculation?.[0] ?? report;
+      for (const choice of event.choices) {
+        view.add(choice);
+        report = choice.speculation ?? report;
+      }
     }
     if (!report) throw new Error("the stream broke off");
     view.end(report);

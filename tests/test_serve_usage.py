@@ -1,0 +1,35 @@
+"""What a client reads of an answer's speculation: the counts, and the planner's own reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.core.outputs import DrafterStats, SpeculationStats
+from slipstream.serve.record import AnswerRecord
+from slipstream.serve.usage import speculation_report
+
+OFF = "off: batch 48 leaves no spare arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("plan", "drafted", "why"),
+    [
+        ({"ngram": OFF}, 0, OFF),
+        ({"ngram": OFF, "suffix": OFF}, 0, OFF),
+        ({"ngram": "off: 0.90x expected", "suffix": OFF}, 0, f"ngram off: 0.90x expected; suffix {OFF}"),
+        ({"ngram": "ngram 5: 1.30x expected"}, 8, "ngram 5: 1.30x expected; 6 of 8 guesses stood, 2.50 tokens a pass"),
+        ({}, 8, "on: 6 of 8 guesses stood, 2.50 tokens a pass"),
+        ({}, 0, "off: no drafter had a guess"),
+    ],
+)
+def test_why(plan: dict[str, str], drafted: int, why: str) -> None:
+    stats = SpeculationStats(rounds=4, emitted=10, drafted=drafted, accepted=min(6, drafted), plan=plan)
+    told = speculation_report(AnswerRecord(10, "stop", speculation=stats))
+    assert told["why"] == why
+    assert told["plan"] == plan
+
+
+def test_what_is_known_beforehand_comes_first() -> None:
+    stats = SpeculationStats(by_drafter={"ngram": DrafterStats(failures=1)})
+    assert speculation_report(AnswerRecord(speculation=stats))["why"].endswith("failed: ngram")
+    assert speculation_report(AnswerRecord(), "this server has no drafter")["why"] == "off: this server has no drafter"
