@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -26,11 +27,12 @@ from slipstream.bench.recording import (
     Recording,
     Trace,
 )
-from slipstream.bench.replayed import Walk
-from slipstream.bench.replica import Setting
+from slipstream.bench.replayed import Walk, made_prompt
+from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import drafters_of, simulate, traces_of
 from slipstream.bench.traffic import poisson, poisson_times, read_traffic, replay
 from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.plan.traits import overlap
 from stepping import Stepper
 
 HOST_S = 0.0007
@@ -226,7 +228,7 @@ def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkey
                 (o.position, o.nodes, o.path, o.parents) for o in theirs.offers[name]
             ]
     assert file.stat().st_size < 60_000
-    for text, said in (("{", "cannot be read"), ("{}", "no recording"), ('{"slipstream_recording":1}', "damaged")):
+    for text, said in (("{", "cannot be read"), ("{}", "no recording"), ('{"slipstream_recording":2}', "damaged")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
             Recording.load(file)
@@ -304,3 +306,21 @@ def test_who_does_not_listen_costs_nothing_and_a_recorder_hears_device_drafts(ti
     assert all(seen.seconds > 0 for seen in recording.costs.drafts)
     served = simulate(recording, Setting("fixed", name), replay([trace]), [trace])
     assert served[0].rounds == sink[0].outputs[0].speculation.rounds
+
+
+def test_the_planner_of_a_simulation_hears_of_rounds_and_kinds() -> None:
+    """Without rounds its guard would know nothing; without kinds all requests would be one."""
+    recording = made_up(0.0001)
+    (trace,) = recording.traces
+    kinds = {(0.0, 0.0): "greedy", (1.0, 0.6): "sampled, echoing prompt"}
+    traces = [replace(trace, temperature=warmth, overlap=part) for warmth, part in kinds]
+    engine = Replica(recording, RoundCosts(recording.costs, apart=False), Setting("planned", "ngram"))
+    for one in traces:
+        engine.add(Served(0.0, one.prompt_tokens, one.output_tokens), Walk(one, {}, random.Random(0)))
+    while engine.load:
+        engine.step(engine.busy_until)
+    gains = engine.drafting.planner.gains()
+    assert set(gains) == set(kinds.values())
+    assert min(gains.values()) > 3, "four of five guesses are right, and rows are nearly free"
+    for length, part in ((200, 0.0), (200, 0.7), (50, 0.3)):
+        assert overlap(made_prompt(length, part)) == pytest.approx(part, abs=0.03)

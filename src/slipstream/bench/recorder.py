@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,11 @@ from slipstream.bench.recording import (
 from slipstream.core.draft import ROOT, Tree
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
-from slipstream.engine.listening import RoundTimes
+from slipstream.engine.listening import Offered, RoundTimes
 from slipstream.engine.planning import ROW_SLOPE
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.state import Answer
+from slipstream.plan.traits import overlap
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
@@ -70,21 +71,13 @@ class Recorder:
         self._drew: list[tuple[str, int, float]] = []
         self._last: float | None = None  # when the round before ended, if others were to follow
 
-    def offered(
-        self,
-        drafter: str,
-        answers: Sequence[Answer],
-        caps: Sequence[int],
-        trees: Sequence[Tree],
-        promises: Sequence[Sequence[float] | None],
-        seconds: float,
-    ) -> None:
-        self._guessed += seconds
-        self._drafts[drafter, len(answers), max(caps)].append(seconds)
-        for answer, tree, promise in zip(answers, trees, promises, strict=True):
+    def offered(self, offer: Offered) -> None:
+        self._guessed += offer.seconds
+        self._drafts[offer.drafter, len(offer.answers), max(offer.caps)].append(offer.seconds)
+        for answer, tree, promise in zip(offer.answers, offer.trees, offer.promises, strict=True):
             if tree.tokens:
                 guess = _Guess(answer.generated, tree, promise)
-                self._requests[answer.id].guesses[drafter].append(guess)
+                self._requests[answer.id].guesses[offer.drafter].append(guess)
 
     def drew(self, drafter: str, nodes: int, seconds: float) -> None:
         self._guessed += seconds
@@ -133,6 +126,8 @@ class Recorder:
                 timing.total_s,
                 tuple(answer.drafters),
                 offers,
+                answer.params.temperature,
+                overlap(answer.tokens[: answer.prompt_length]),
             )
         )
 
@@ -163,7 +158,7 @@ class Recorder:
             machine,
             tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
             Costs(tuple(passes), tuple(drafts), tuple(host)),
-            tuple(_moved(trace, begun) for trace in traces),
+            tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
         )
 
 
@@ -186,19 +181,6 @@ def _offer(guess: _Guess, said: Sequence[int]) -> Offer:
         path.append(node)
     promises = None if guess.promises is None else tuple(guess.promises)
     return Offer(guess.position, len(tree), tuple(path), promises, None if tree.is_chain else tree.parents)
-
-
-def _moved(trace: Trace, begun: float) -> Trace:
-    arrived = trace.arrived - begun
-    return Trace(
-        trace.prompt_tokens,
-        trace.output_tokens,
-        arrived,
-        trace.first_token_s,
-        trace.total_s,
-        trace.drafters,
-        trace.offers,
-    )
 
 
 def _kind(name: str, drafter: Drafter) -> DrafterKind:

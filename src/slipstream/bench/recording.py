@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,8 @@ class Trace:
     total_s: float
     drafters: tuple[str, ...] = ()
     offers: Mapping[str, tuple[Offer, ...]] = field(default_factory=dict)
+    temperature: float = 0.0
+    overlap: float = 0.0  # the part of its prompt that repeats itself: the planner knows kinds of requests by these two
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,8 @@ def _packed(trace: Trace) -> dict[str, Any]:
             round(trace.arrived, 5),
             round(trace.first_token_s, 5),
             round(trace.total_s, 5),
+            trace.temperature,
+            round(trace.overlap, 3),
         ],
         "drafters": trace.drafters,
         "offers": {name: [_packed_offer(offer) for offer in offers] for name, offers in trace.offers.items()},
@@ -189,8 +193,8 @@ def _packed_offer(offer: Offer) -> Sequence[Any]:
 
 def _unpacked(packed: Mapping[str, Any]) -> Trace:
     offers = {name: tuple(_offer(*offer) for offer in given) for name, given in packed["offers"].items()}
-    prompt, output, arrived, first_token_s, total_s = packed["request"]
-    return Trace(prompt, output, arrived, first_token_s, total_s, tuple(packed["drafters"]), offers)
+    *request, temperature, overlap = packed["request"]
+    return Trace(*request, tuple(packed["drafters"]), offers, temperature, overlap)
 
 
 def _offer(

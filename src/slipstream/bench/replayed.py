@@ -83,6 +83,12 @@ def _rest(offer: Offer, passed: int) -> Offer | None:
     return Offer(offer.position + passed, len(kept), tuple(range(offer.right - passed)), promises)
 
 
+def made_prompt(length: int, overlap: float) -> list[int]:
+    """Tokens that never come, of which about such a part came before: the planner takes it for one of its kind."""
+    fresh = length - int(overlap * length)
+    return [NEVER + place % max(1, fresh) for place in range(length)]
+
+
 class Walks:
     """The walks of the answers that run, by the engine's name for them."""
 

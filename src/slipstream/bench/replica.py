@@ -13,7 +13,7 @@ import torch
 from slipstream.bench.costs import RoundCosts
 from slipstream.bench.outcome import Served, Speculation
 from slipstream.bench.recording import Recording
-from slipstream.bench.replayed import NEVER, ReplayedDevice, Walk, Walks, replayed
+from slipstream.bench.replayed import NEVER, ReplayedDevice, Walk, Walks, made_prompt, replayed
 from slipstream.core.draft import MAX_NODES, ROOT, Tree
 from slipstream.core.errors import CapacityError
 from slipstream.core.merge import merge_trees
@@ -26,6 +26,7 @@ from slipstream.engine.plans import Plan
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.state import Answer, Job, Phase
 from slipstream.engine.text import TextStream
+from slipstream.engine.turns import observe_round
 from slipstream.kv.pages import PagePool
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
@@ -120,8 +121,10 @@ class Replica:
             drafter=self.setting.drafter,
             draft_tokens=self.setting.draft_tokens,
         )
-        params = SamplingParams(temperature=0, max_tokens=request.output_tokens, speculation=speculation)
-        prompt = [NEVER] * request.prompt_tokens
+        params = SamplingParams(
+            temperature=walk.trace.temperature, seed=0, max_tokens=request.output_tokens, speculation=speculation
+        )
+        prompt = made_prompt(request.prompt_tokens, walk.trace.overlap)
         job = Job(str(self._count), None, prompt, params, _nobody, arrived=request.arrived)
         answer = Answer(job, 0, 0, list(prompt), TextStream(_Mute(), ()), CompletionOutput(0))
         job.answers.append(answer)
@@ -161,9 +164,13 @@ class Replica:
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:
             self.scheduler.commit(chunk)
-        self.busy_until = now + draft_s + verify_s + self.costs.host_s(len(decodes) + len(completing))
+        whole_s = draft_s + verify_s + self.costs.host_s(len(decodes) + len(completing))
+        self.busy_until = now + whole_s
         self.rounds += 1
-        return self._emit(decodes, verdicts, completing)
+        done = self._emit(decodes, verdicts, completing)
+        if not chunks:
+            observe_round(planner, decodes, verdicts, whole_s)
+        return done
 
     def _emit(
         self, decodes: Sequence[Answer], verdicts: Sequence[Verdict], completing: Sequence[Answer]

@@ -21,7 +21,7 @@ from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts
-from slipstream.engine.listening import RoundListener
+from slipstream.engine.listening import Offered, RoundListener
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
 from slipstream.engine.state import Answer
 from slipstream.engine.turns import note_plan
@@ -320,7 +320,7 @@ class Drafting:
         self.undrafted[reason] += sum(1 for most, tree in zip(caps, proposals.trees, strict=True) if most and not tree)
         took = time.perf_counter() - started
         if self.listener is not None:
-            self.listener.offered(name, answers, caps, proposals.trees, proposals.promises, took)
+            self.listener.offered(Offered(name, answers, caps, proposals.trees, proposals.promises, took))
         if costly and any(caps):
             self.planner.observe_draft(name, max(caps), took)
             self.guessed_s += took

@@ -25,19 +25,23 @@ class RoundTimes:
     read_rows: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What a drafter on the host guessed for these requests, before the planner took what pays."""
+
+    drafter: str
+    answers: Sequence[Answer]
+    caps: Sequence[int]  # most nodes that each of them could have
+    trees: Sequence[Tree]
+    promises: Sequence[Sequence[float] | None]
+    seconds: float
+
+
 class RoundListener(Protocol):
     """Is called on the engine's thread, and must be quick. It changes nothing of what it is shown."""
 
-    def offered(
-        self,
-        drafter: str,
-        answers: Sequence[Answer],
-        caps: Sequence[int],
-        trees: Sequence[Tree],
-        promises: Sequence[Sequence[float] | None],
-        seconds: float,
-    ) -> None:
-        """A drafter on the host guessed this, before the planner took what pays."""
+    def offered(self, offer: Offered) -> None:
+        """A drafter on the host guessed this."""
 
     def drew(self, drafter: str, nodes: int, seconds: float) -> None:
         """A drafter on the device took so long to guess so many nodes for each of a round's requests."""
