@@ -55,34 +55,39 @@ def sizes(key: str, text: str) -> tuple[int, ...]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--small", default="default", help="the model that the drafters were trained for")
-    made.add_argument("--target", type=Path, help="the large model; made from the small one where it is not there")
-    made.add_argument("--work", type=Path, help="a folder for what is made of the drafters")
-    made.add_argument("--heads", type=Path, help="a folder with eagle3, medusa and draft; default: those shipped")
-    made.add_argument("--prompts", type=Path, help="a Spec-Bench file (JSON lines)")
+    add_models(made)
     made.add_argument("--parts", default=",".join(PARTS), help=f"by comma; all of them: {', '.join(PARTS)}")
     made.add_argument("--modes", default=",".join(MODES), help=f"of ours: {', '.join(MODES)}")
     made.add_argument("--sizes", default=",".join(map(str, SIZES)), help="requests at once, at temperature 0")
     made.add_argument("--sampled-sizes", default="1", help="requests at once, at temperature 1")
     made.add_argument("--fixed-sizes", default="1", help="requests at once, of the part `fixed`")
-    made.add_argument("--eagle", default="", help="options of the EAGLE-3 tree, such as 'depth=6&width=8'")
     made.add_argument("--max-tokens", type=int, default=256)
     made.add_argument("--repeats", type=int, default=3, help="runs of each point, of which the median counts")
     made.add_argument("--limit", type=int, help="first turns of `interchange`; default: all")
-    made.add_argument("--layout", default="speculators", choices=("speculators", "original"), help="for vLLM")
     made.add_argument("--peers", default="plain,eagle3", help=f"modes of vLLM: {', '.join(curve_peers.MODES)}")
-    made.add_argument("--peer-draft", help="the model that vLLM's mode `draft` drafts with; default: the widened draft")
     made.add_argument("--peer-repeats", type=int, default=1)
+    made.add_argument("--plot", type=Path, help="where the curves go, as SVG")
+    return made
+
+
+def add_models(made: argparse.ArgumentParser) -> None:
+    """Options about models, vLLM and results, which benchmarks with a large target share."""
+    made.add_argument("--small", default="default", help="the model that the drafters were trained for")
+    made.add_argument("--target", type=Path, help="the large model; made from the small one where it is not there")
+    made.add_argument("--work", type=Path, help="a folder for what is made of the drafters")
+    made.add_argument("--heads", type=Path, help="a folder with eagle3, medusa and draft; default: those shipped")
+    made.add_argument("--prompts", type=Path, help="a Spec-Bench file (JSON lines)")
+    made.add_argument("--eagle", default="", help="options of the EAGLE-3 tree, such as 'depth=6&width=8'")
+    made.add_argument("--layout", default="speculators", choices=("speculators", "original"), help="for vLLM")
+    made.add_argument("--peer-draft", help="the model that vLLM's mode `draft` drafts with; default: the widened draft")
     made.add_argument("--peer-path", help="a folder with vLLM, where it is not installed")
     made.add_argument("--peer-timeout", type=float, default=240, help="seconds that a process of vLLM may take")
     made.add_argument("--json", type=Path, help="where the results go")
     made.add_argument("--add", action="store_true", help="keep what the JSON file has of other parts, of this machine")
-    made.add_argument("--plot", type=Path, help="where the curves go, as SVG")
     made.add_argument("--show", type=Path, help="print the tables of this JSON file, and measure nothing")
     made.add_argument("--into", type=Path, help="with --show: a Markdown file with a place for the tables")
     made.add_argument("--device", default="cuda", help="cpu: only to try the command, with tiny models")
     made.add_argument("--as-peer", help=argparse.SUPPRESS)
-    return made
 
 
 def checked(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,6 @@ a prompt's last pass counts and every draft is one pass more.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from statistics import median
 from typing import Any, Literal
 
 from curve_work import Ask, Run, first_turns, one_run, timed
-from gpu_peers import apart, speculative
+from gpu_peers import apart, opened
 from gpu_tokens import CONTEXT, encode, prompts_for
 
 MODES = ("plain", "eagle3", "eagle3_drawn", "ngram", "ngram_gpu", "draft")
@@ -58,23 +57,12 @@ def run_apart(task: Task, peer_path: str | None, timeout: float) -> dict[str, An
 
 def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
     """vLLM in this process. `tell` hears everything so far, after every load."""
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
-    from transformers import AutoConfig
-    from vllm import LLM, SamplingParams, __version__  # type: ignore[import-not-found]
+    # its counters are of the statistics that it would log
+    vllm = opened(task.model, task.mode, task.draft, LONGEST, disable_log_stats=False)
+    llm, context = vllm.llm, vllm.context
+    from vllm import SamplingParams  # type: ignore[import-not-found]
 
-    context = min(LONGEST, AutoConfig.from_pretrained(task.model).max_position_embeddings)
-    begin = time.perf_counter()
-    llm = LLM(
-        model=task.model,
-        dtype="bfloat16",
-        max_model_len=context,
-        gpu_memory_utilization=0.4,
-        max_num_seqs=64,
-        speculative_config=speculative(task.mode, task.draft),
-        enable_prefix_caching=False,
-        disable_log_stats=False,  # its counters are of these
-    )
-    found: dict[str, Any] = {"version": __version__, "open_s": round(time.perf_counter() - begin, 1)}
+    found: dict[str, Any] = {"version": vllm.version, "open_s": round(vllm.open_s, 1)}
 
     def asking(prompts: Sequence[list[int]], temperature: float, max_tokens: int) -> Ask:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)

@@ -46,11 +46,11 @@ class Lists:
         return sorted(both, key=lambda load: (load.at_once, load.temperature))
 
 
-class Bench:
-    """The models that the parts share: made when the first part needs them."""
+class Models:
+    """The large target and its drafters: made when first asked for, and kept for the next call."""
 
-    def __init__(self, options: argparse.Namespace, lists: Lists, report: Report) -> None:
-        self.options, self.lists, self.report = options, lists, report
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self.options, self.report = options, report
         self.device = torch.device(options.device)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
@@ -76,6 +76,14 @@ class Bench:
         made = widen_heads.widen_all(self.small, self.target, self.heads, self.options.work, self.dtype)
         self.report.put(sorted(made), "drafters")
         return made
+
+
+class Bench(Models):
+    """What the parts share."""
+
+    def __init__(self, options: argparse.Namespace, lists: Lists, report: Report) -> None:
+        super().__init__(options, report)
+        self.lists = lists
 
     def modes(self, specs: Sequence[str]) -> list[curve_ours.Mode]:
         wanted = [mode for mode in curve_ours.MODES if mode.name in self.lists.modes]
@@ -168,7 +176,7 @@ def _peers(bench: Bench) -> None:
                 "curve",
                 mode,
                 str(bench.target),
-                _peer_draft(bench, mode),
+                peer_draft(bench, mode),
                 str(options.prompts),
                 options.max_tokens,
                 tuple((load.temperature, load.at_once) for load in bench.lists.loads),
@@ -178,12 +186,12 @@ def _peers(bench: Bench) -> None:
             bench.report.put(found, "vllm", mode)
 
 
-def _peer_draft(bench: Bench, mode: str) -> str | None:
+def peer_draft(models: Models, mode: str) -> str | None:
     """The weights that a mode of vLLM guesses with."""
     if mode == "draft":
-        given: str | None = bench.options.peer_draft
-        return given or bench.drafters["draft"].partition(":")[2]
+        given: str | None = models.options.peer_draft
+        return given or models.drafters["draft"].partition(":")[2]
     if not mode.startswith("eagle3"):
         return None
-    folder = Path(bench.drafters["eagle3"].partition(":")[2])
-    return str(folder / "speculators" if bench.options.layout == "speculators" else folder)
+    folder = Path(models.drafters["eagle3"].partition(":")[2])
+    return str(folder / "speculators" if models.options.layout == "speculators" else folder)

@@ -8,7 +8,6 @@ from typing import Any
 
 NOTHING = "-"
 GREEDY = "T=0"
-BEGIN, END = "<!-- curve: begin -->", "<!-- curve: end -->"
 _LABELS = {
     "plain": "plain",
     "eagle3": "EAGLE-3",
@@ -62,7 +61,7 @@ def _rates(results: Mapping[str, Any], temperature: str) -> str:
     rows = [[f"tok/s (times our plain), {temperature}", *(f"{size} at once" for size in sizes)]]
     for name, points in named.items():
         rows.append([name, *(_rate(points.get(size), plain_rate(results, temperature, size)) for size in sizes)])
-    return _table(rows)
+    return table(rows)
 
 
 def _rate(found: Mapping[str, Any] | None, plain: float | None) -> str:
@@ -94,14 +93,14 @@ def _rounds(results: Mapping[str, Any], temperature: str) -> str:
         if "tau" in point:
             name = f"vLLM, {_LABELS.get(mode, mode)}, chains of 5"
             rows.append([name, f"{point['tau']:.2f}", _share(point["alpha"]), *[NOTHING] * 5])
-    return _table(rows) if len(rows) > 1 else ""
+    return table(rows) if len(rows) > 1 else ""
 
 
 def _share(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1%}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     head, *others = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others))
 
@@ -141,13 +140,14 @@ def _notes(results: Mapping[str, Any]) -> Iterable[str]:
         yield f"{name} failed: {why.strip().splitlines()[-1]}"
 
 
-def filled(document: str, tables: str) -> str:
+def filled(document: str, tables: str, name: str = "curve") -> str:
     """The document with these tables between its two marks. Raises `ValueError` where it has no such place."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, begin, rest = document.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise ValueError(f"no place for the tables: the file must have the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+        raise ValueError(f"no place for the tables: the file must have the lines {first} and {last}")
+    return f"{before}{first}\n\n{tables}\n\n{last}{after}"
 
 
 def picture(results: Mapping[str, Any]) -> str:

@@ -74,24 +74,40 @@ def speculative(mode: str, draft: str | None) -> dict[str, Any] | None:
     return known[mode]
 
 
-def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
-    """vLLM in this process. `tell` hears everything so far, after every part."""
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """vLLM in this process, opened."""
+
+    llm: Any
+    version: str
+    context: int  # the longest prompt with its answer
+    open_s: float
+
+
+def opened(model: str, mode: str, draft: str | None, longest: int, **more: Any) -> Vllm:
+    """vLLM in one of its modes; longest: the context, where the model's is not shorter."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     from transformers import AutoConfig
-    from vllm import LLM, SamplingParams, __version__  # type: ignore[import-not-found]
+    from vllm import LLM, __version__  # type: ignore[import-not-found]
 
-    positions = AutoConfig.from_pretrained(task.model).max_position_embeddings
-    context = min(CONTEXT if "prefill" in task.parts else CONTEXT // 2, positions)
+    context = min(longest, AutoConfig.from_pretrained(model).max_position_embeddings)
+    options = {"gpu_memory_utilization": 0.4, "max_num_seqs": 64, "enable_prefix_caching": False, **more}
     start = time.perf_counter()  # as ours: imports do not count
     llm = LLM(
-        model=task.model,
+        model=model,
         dtype="bfloat16",
         max_model_len=context,
-        gpu_memory_utilization=0.4,
-        max_num_seqs=64,
-        speculative_config=speculative(task.mode, task.draft),
-        enable_prefix_caching=False,
+        speculative_config=speculative(mode, draft),
+        **options,
     )
+    return Vllm(llm, __version__, context, time.perf_counter() - start)
+
+
+def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
+    """vLLM in this process. `tell` hears everything so far, after every part."""
+    vllm = opened(task.model, task.mode, task.draft, CONTEXT if "prefill" in task.parts else CONTEXT // 2)
+    llm, context = vllm.llm, vllm.context
+    from vllm import SamplingParams
 
     def answering(max_tokens: int) -> Callable[[Sequence[list[int]]], list[list[int]]]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -102,11 +118,11 @@ def measure(task: PeerTask, tell: Callable[[dict[str, Any]], None]) -> None:
 
         return generate
 
-    opened = time.perf_counter()
+    there = time.perf_counter()
     answering(1)([[5, 6, 7, 8]])
     found: dict[str, Any] = {
-        "version": __version__,
-        "start": {"open_s": opened - start, "first_token_s": time.perf_counter() - opened},
+        "version": vllm.version,
+        "start": {"open_s": vllm.open_s, "first_token_s": time.perf_counter() - there},
     }
     tokenizer = llm.get_tokenizer()
     if "tokens" in task.parts:

@@ -1,0 +1,102 @@
+"""vLLM in the same cells, with its fixed settings: each of them in a process of its own.
+
+Requests come in a closed loop as they do to ours, by the steps of vLLM's engine, and are timed alike.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from cells_work import Beat, Cell, Window, by_task, point, prompts_of, window
+from gpu_peers import apart, opened
+
+MODES = ("plain", "eagle3", "ngram", "draft", "eagle3_drawn", "ngram_gpu")
+WARM_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one process is to measure."""
+
+    mode: str
+    model: str
+    draft: str | None
+    prompts: str | None
+    cells: tuple[Cell, ...]
+    context: int
+    max_tokens: int
+    seconds: float
+    repeats: int
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--as-peer", json.dumps(asdict(self))]
+
+    @staticmethod
+    def read(text: str) -> Task:
+        given = json.loads(text)
+        return Task(**{**given, "cells": tuple(Cell(**cell) for cell in given["cells"])})
+
+
+def run_apart(task: Task, peer_path: str | None, timeout: float) -> dict[str, Any]:
+    return apart("cells.py", task.arguments, peer_path, timeout)
+
+
+def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
+    """vLLM in this process. `tell` hears everything so far, after every cell."""
+    vllm = opened(task.model, task.mode, task.draft, task.context, enable_prefix_caching=True)
+    found: dict[str, Any] = {"version": vllm.version, "open_s": round(vllm.open_s, 1), "cells": {}}
+    texts, tokenizer = by_task(Path(task.prompts) if task.prompts else None), vllm.llm.get_tokenizer()
+    names, loads = count(), set()
+    for cell in task.cells:
+        prompts = prompts_of(tokenizer, texts[cell.task], cell.at_once, vllm.context - task.max_tokens - 1)
+        load = (cell.at_once, cell.temperature)
+        if load not in loads:
+            loads.add(load)
+            run(vllm.llm, cell, prompts, task.max_tokens, WARM_S, names)
+        windows = [run(vllm.llm, cell, prompts, task.max_tokens, task.seconds, names) for _ in range(task.repeats)]
+        found["cells"][cell.name] = point(windows)
+        tell(found)
+
+
+def run(
+    llm: Any, cell: Cell, prompts: Sequence[list[int]], max_tokens: int, seconds: float, names: Iterator[int]
+) -> Window:
+    """One window: when one request ends the next begins, and when time is up all end."""
+    from vllm import SamplingParams  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+
+    engine, numbers, running = llm.llm_engine, count(), set[str]()
+    params = SamplingParams(
+        temperature=cell.temperature, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, detokenize=False
+    )
+
+    def begin() -> None:
+        name = f"cell-{next(names)}"
+        engine.add_request(name, {"prompt_token_ids": prompts[next(numbers) % len(prompts)]}, params)
+        running.add(name)
+
+    for _ in range(cell.at_once):
+        begin()
+    beats: list[Beat] = []
+    full: float | None = None
+    while full is None or beats[-1].at - full < seconds:
+        outputs = engine.step()
+        tokens = [len(output.outputs[0].token_ids) for output in outputs]
+        if any(tokens):
+            beats.append(Beat(time.perf_counter(), sum(map(bool, tokens)), sum(tokens)))
+            full = beats[-1].at if full is None and beats[-1].requests >= cell.at_once else full
+        for output in outputs:
+            if output.finished:
+                running.discard(output.request_id)
+                begin()
+    engine.abort_request(sorted(running))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return window(beats, cell.at_once)

@@ -1,0 +1,177 @@
+"""The cells of the planner's measurement: which requests, and what a stream of rounds says of its speed.
+
+Nothing here knows an engine, and nothing is imported that a peer's process would have to bring along. A cell is a task
+at one number of requests at once and one temperature. In it requests come in a closed loop: when one ends the next one
+takes its place, so that the load stays what the cell says. Speed is tokens over seconds from the first round in which
+all of them decode, prompts of those that take a place included; when time is up, whoever runs is ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_tokens import MULTI_TURN, encode
+
+from slipstream.bench.prompts import load_prompts
+from slipstream.core.errors import ConfigError
+
+AT_ONCE = (1, 4, 16, 64)
+TEMPERATURES = (0.0, 1.0)
+LONGEST = ((4, 1024), (16, 512), (64, 256))
+"""Tokens of a prompt, at most, up to so many at once: reading 64 long articles takes longer than what is measured."""
+FEWEST_PROMPTS = 16
+FEW = 8
+"""Rounds, of which a speed can be told at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A task, so many requests at once, and a temperature."""
+
+    task: str
+    at_once: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.task} x{self.at_once} T={self.temperature:g}"
+
+
+def cells(tasks: Sequence[str], at_once: Sequence[int], temperatures: Sequence[float], text: str = "") -> list[Cell]:
+    """All of them, those of one load together: what is recorded for the first of them serves the others.
+
+    text: names by comma, or parts of names ("qa", "x64", "T=1", "rag x4"): those that have one of them.
+    """
+    every = [Cell(task, n, warmth) for n in at_once for warmth in temperatures for task in tasks]
+    wanted = [part.split() for part in text.split(",") if part.strip()]
+    chosen = [cell for cell in every if not wanted or any(set(w) <= set(cell.name.split()) for w in wanted)]
+    if not chosen:
+        raise ConfigError(f"--cells {text!r}: none is called so; a name is such as {every[0].name!r}, or a part of it")
+    return chosen
+
+
+def by_task(path: Path | None) -> dict[str, list[str]]:
+    """First turns by task; the eight categories of conversations in Spec-Bench are one. None: Slipstream's prompts."""
+    found: dict[str, list[str]] = {}
+    for prompt in load_prompts(path):
+        task = "multi_turn" if path is not None and prompt.category in MULTI_TURN else prompt.category
+        found.setdefault(task.replace(" ", "_"), []).append(prompt.text)
+    return found
+
+
+def longest_of(at_once: int, room: int) -> int:
+    """Tokens of a prompt in a cell, at most; room: what the context has for them."""
+    return min(next((most for n, most in LONGEST if at_once <= n), LONGEST[-1][1]), room)
+
+
+def shortened(tokenizer: Any, text: str, longest: int) -> list[int]:
+    """A prompt of so many tokens at most: the middle of the text is left out, so that it stays a whole request."""
+    ids = encode(tokenizer, text, 1 << 30)
+    if len(ids) <= longest:
+        return ids
+    own = tokenizer.encode(text, add_special_tokens=False)
+    kept = max(2, len(own) - (len(ids) - longest))
+    tail = kept // 4
+    return encode(tokenizer, tokenizer.decode(own[: kept - tail]) + tokenizer.decode(own[-tail:]), longest)
+
+
+def prompts_of(tokenizer: Any, texts: Sequence[str], at_once: int, room: int) -> list[list[int]]:
+    """The prompts of a cell, spread over the task's: the same for every setting, engine and temperature."""
+    count = min(len(texts), max(FEWEST_PROMPTS, at_once))
+    spread = [texts[i * len(texts) // count] for i in range(count)]
+    return [shortened(tokenizer, text, longest_of(at_once, room)) for text in spread]
+
+
+# --- what is heard of rounds ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A round that is over."""
+
+    at: float  # seconds, by any clock
+    requests: int  # for which it emitted
+    tokens: int
+    drafted: int = 0  # nodes
+    read_rows: int = 0  # of prompts
+    recorded: int = 0  # graphs recorded so far
+    recording_s: float = 0.0  # … and how long that took
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is told of some rounds in a row. Time in which graphs were recorded is left out: it comes once."""
+
+    tokens: int
+    seconds: float
+    rounds: int
+    turns: int  # rounds by request
+    drafted: int
+    decode_tokens: int  # of rounds without prompts
+    decode_s: float
+    recorded: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def window(beats: Sequence[Beat], at_once: int, begin: int = 0) -> Window:
+    """Rounds from the first in which all decode. Raises `ValueError` where there are too few of them."""
+    full = next((i for i in range(begin, len(beats)) if beats[i].requests >= at_once), len(beats))
+    rounds = list(zip(beats[full:], beats[full + 1 :], strict=False))
+    if len(rounds) < FEW:
+        raise ValueError(f"{len(rounds)} rounds with {at_once} requests: give it more --seconds")
+    spans = [(now, now.at - last.at - (now.recording_s - last.recording_s)) for last, now in rounds]
+    bare = [(beat, seconds) for beat, seconds in spans if not beat.read_rows]
+    return Window(
+        sum(beat.tokens for beat, _ in spans),
+        sum(seconds for _, seconds in spans),
+        len(spans),
+        sum(beat.requests for beat, _ in spans),
+        sum(beat.drafted for beat, _ in spans),
+        sum(beat.tokens for beat, _ in bare),
+        sum(seconds for _, seconds in bare),
+        spans[-1][0].recorded - beats[full].recorded,
+    )
+
+
+def point(windows: Sequence[Window]) -> dict[str, Any]:
+    """What the results say of a setting in a cell: all its windows together."""
+    turns, decode_s = sum(w.turns for w in windows), sum(w.decode_s for w in windows)
+    return {
+        "tok_s": sum(w.tokens for w in windows) / sum(w.seconds for w in windows),
+        "runs": [round(w.rate, 1) for w in windows],
+        "decode_tok_s": sum(w.decode_tokens for w in windows) / decode_s if decode_s else None,
+        "rounds": sum(w.rounds for w in windows),
+        "tau": sum(w.tokens for w in windows) / turns,
+        "drafted_per_turn": sum(w.drafted for w in windows) / turns,
+        "recorded": sum(w.recorded for w in windows),
+    }
+
+
+Measure = Callable[[str], Window]
+"""One window of a setting, by its name."""
+RECORDED_MOST = 2
+"""Graphs that may have been recorded in a window that counts: what is left out is not all that recording disturbs."""
+
+
+def side_by_side(names: Sequence[str], measure: Measure, repeats: int, patience: int = 2) -> dict[str, dict[str, Any]]:
+    """All settings in turn, so many times, each time from another one on: a machine that slows down slows all of them.
+
+    A window in which much was recorded is measured again, as often as there is patience for.
+    """
+    found: dict[str, list[Window]] = {name: [] for name in names}
+    left = dict.fromkeys(names, patience)
+    for turn in range(repeats):
+        shift = turn * max(1, len(names) // repeats) % len(names)
+        for name in [*names[shift:], *names[:shift]]:
+            seen = measure(name)
+            while seen.recorded > RECORDED_MOST and left[name]:
+                left[name] -= 1
+                seen = measure(name)
+            found[name].append(seen)
+    return {name: point(windows) for name, windows in found.items()}
