@@ -37,9 +37,8 @@ from gpu import chosen, first_results
 from slipstream.core.errors import ConfigError
 
 PARTS = ("cells", "adversaries", "switches", "peers")
-SETTINGS = (
-    "plain", "auto", "eagle3", "eagle3-15", "eagle3-3", "suffix", "eagle3+suffix", "draft", "draft-2", "medusa", "ngram",
-)  # fmt: skip
+_EAGLES = ("eagle3", "eagle3-15", "eagle3-3")
+SETTINGS = ("plain", "auto", *_EAGLES, "suffix", "eagle3+suffix", "draft", "draft-2", "medusa", "ngram")
 USUAL = {
     "cuda": "plain,auto,eagle3,eagle3-15,eagle3-3,suffix,eagle3+suffix,draft,ngram",
     "cpu": "plain,auto,suffix,ngram",
@@ -60,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=0.4, help="of each measurement of a setting in a cell")
     made.add_argument("--repeats", type=int, default=2, help="measurements of each setting in a cell, in turn")
     made.add_argument("--max-tokens", type=int, default=128, help="of an answer; then the next request begins")
+    made.add_argument("--prompts-each", type=int, default=16, help="prompts of a task, at least as many as at once")
     made.add_argument("--auto", help="what is planned: default auto, and auto+eagle where there is a --target")
     made.add_argument("--trials", help="requests at once of adversaries and switches; default: as --at-once")
     made.add_argument("--trial-seconds", type=float, default=3.0, help="of each measurement with an adversary")

@@ -1,7 +1,7 @@
 """Our engine in the cells: one engine for all settings, and a closed loop of requests that is listened to.
 
 Whether drafts are planned is a matter of the engine's planner, which is another one for fixed settings; it is put in
-between two measurements, when nothing runs. The planner that plans is the engine's own and hears of its own rounds only.
+between two measurements, when nothing runs. The planner that plans is the engine's own, and hears of its own rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from cells_work import Beat, Cell, Window, window
+from cells_work import FEW, Beat, Cell, Window, window
 from curve_ours import Mode
 from gpu_tokens import PEER_DEPTH
 
@@ -170,7 +170,7 @@ class Bench:
             crowd.grow(at_once)
             await crowd.until(lambda beats: any(beat.requests >= at_once for beat in beats[-1:]))
             first = len(crowd.meter.beats) - 1
-            await crowd.until(lambda beats: _lasted(beats, first) >= seconds)
+            await crowd.until(lambda beats: len(beats) > first + FEW and _lasted(beats, first) >= seconds)
 
         return window(self.run(ask, play), at_once)
 

@@ -31,6 +31,7 @@ class Task:
     cells: tuple[Cell, ...]
     context: int
     max_tokens: int
+    prompts_each: int
     seconds: float
     repeats: int
 
@@ -55,7 +56,8 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
     texts, tokenizer = by_task(Path(task.prompts) if task.prompts else None), vllm.llm.get_tokenizer()
     names, loads = count(), set()
     for cell in task.cells:
-        prompts = prompts_of(tokenizer, texts[cell.task], cell.at_once, vllm.context - task.max_tokens - 1)
+        room = vllm.context - task.max_tokens - 1
+        prompts = prompts_of(tokenizer, texts[cell.task], cell.at_once, room, task.prompts_each)
         load = (cell.at_once, cell.temperature)
         if load not in loads:
             loads.add(load)

@@ -42,7 +42,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Clock:
-    """How long there is still, and how long what is left will take by what was done. budget: None: as long as it takes."""
+    """How long there is still, and how long what is left will take, by what was done. budget: None: there is no end."""
 
     budget: float | None
     seconds: Callable[[], float] = time.perf_counter
@@ -139,7 +139,7 @@ class Run:
 
     def prompts(self, llm: LLM, cell: Cell) -> list[list[int]]:
         room = llm.max_model_len - self.options.max_tokens - 1
-        return prompts_of(llm.tokenizer, self.texts[cell.task], cell.at_once, room)
+        return prompts_of(llm.tokenizer, self.texts[cell.task], cell.at_once, room, self.options.prompts_each)
 
 
 def run(options: argparse.Namespace, wanted: Wanted, report: Report) -> None:
@@ -177,9 +177,8 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
     for number, cell in enumerate(left):
         needed = whole.clock.takes(1)
         if whole.clock.left < needed:
-            report.say(
-                f"no time for {len(left) - number} cells, which would take {whole.clock.takes(len(left) - number):.0f} s"
-            )
+            rest = len(left) - number
+            report.say(f"no time for {rest} cells, which would take {whole.clock.takes(rest):.0f} s")
             report.put([cell.name for cell in left[number:]], "cells_left")
             return
         with report.part(f"cell {cell.name}"), whole.clock.step():
@@ -228,6 +227,7 @@ def _peers(whole: Run) -> None:
                 whole.wanted.cells,
                 whole.context,
                 options.max_tokens,
+                options.prompts_each,
                 options.seconds,
                 options.repeats,
             )

@@ -1,4 +1,4 @@
-"""What the cells say of the planner, as tables in Markdown. Reads the JSON alone, so an old file can be shown anywhere."""
+"""What the cells say of the planner, as tables in Markdown. Reads the JSON alone: an old file can be shown anywhere."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _settings(cells: Mapping[str, Rates]) -> str:
 def _said(found: Verdict, bar: float) -> str:
     way = found.of_the_way
     return (
-        f"{found.cells} cells. auto / plain is {found.least_over_plain:.3f} at the least (bar {bar}), auto / best fixed "
+        f"{found.cells} cells. auto / plain is {found.least_over_plain:.3f} at the least (bar {bar}), auto / best "
         f"{found.least_over_best:.3f} (bar {OVER_BEST}). Geometric means, tok/s: best single setting ({found.single}) "
         f"{found.single_mean:,.1f}, auto {found.auto_mean:,.1f}, best of each cell {found.oracle_mean:,.1f}: auto is "
         f"{NOTHING if way is None else format(way, '.0%')} of the way (bar {OF_THE_WAY:.0%})."

@@ -22,9 +22,8 @@ AT_ONCE = (1, 4, 16, 64)
 TEMPERATURES = (0.0, 1.0)
 LONGEST = ((4, 1024), (16, 512), (64, 256))
 """Tokens of a prompt, at most, up to so many at once: reading 64 long articles takes longer than what is measured."""
-FEWEST_PROMPTS = 16
 FEW = 8
-"""Rounds, of which a speed can be told at all."""
+"""Rounds, at least, of which a speed can be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,12 @@ def shortened(tokenizer: Any, text: str, longest: int) -> list[int]:
     return encode(tokenizer, tokenizer.decode(own[: kept - tail]) + tokenizer.decode(own[-tail:]), longest)
 
 
-def prompts_of(tokenizer: Any, texts: Sequence[str], at_once: int, room: int) -> list[list[int]]:
-    """The prompts of a cell, spread over the task's: the same for every setting, engine and temperature."""
-    count = min(len(texts), max(FEWEST_PROMPTS, at_once))
+def prompts_of(tokenizer: Any, texts: Sequence[str], at_once: int, room: int, fewest: int) -> list[list[int]]:
+    """The prompts of a cell, spread over the task's: the same for every setting, engine and temperature.
+
+    fewest: also where fewer are asked at once, if there are so many.
+    """
+    count = min(len(texts), max(fewest, at_once))
     spread = [texts[i * len(texts) // count] for i in range(count)]
     return [shortened(tokenizer, text, longest_of(at_once, room)) for text in spread]
 

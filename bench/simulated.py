@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream import LLM, SamplingParams, SpeculationParams
@@ -53,14 +53,12 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
 class Sender:
     """An engine, and requests that come to it at given times."""
 
-    def __init__(
-        self, llm: LLM, model: str, drafter: str, requests: int, max_tokens: int, prompts: Path | None
-    ) -> None:
-        self.llm, self.model, self.drafter = llm, model, drafter
-        texts = [prompt.text for prompt in select(load_prompts(prompts), limit=requests)]
-        longest = llm.max_model_len - max_tokens - 1
+    def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
+        self.llm, self.model, self.drafter = llm, options.model, options.drafter
+        texts = [prompt.text for prompt in select(load_prompts(options.prompts), limit=options.requests)]
+        longest = min(options.prompt_tokens, llm.max_model_len - options.max_tokens - 1)
         self.prompts = [llm.chat_prompt([{"role": "user", "content": text}])[:longest] for text in texts]
-        self.max_tokens = max_tokens
+        self.max_tokens = options.max_tokens
         self._planner, self._runs = llm.engine.drafting.planner, 0
 
     def send(self, way: Speculation, times: Sequence[float], tape: Tape | None = None) -> list[Served]:
@@ -72,7 +70,9 @@ class Sender:
         params = SamplingParams(temperature=0, max_tokens=self.max_tokens, speculation=spec)
         if tape is not None:
             tape.start()
-        return live.send(self.llm, self.prompts, [params] * len(times), times)
+        served = live.send(self.llm, self.prompts[: len(times)], [params] * len(times), times)
+        print(f"{way}: {len(times)} requests within {max(one.ended for one in served):.1f} s", flush=True)
+        return served
 
     def recorded(self, times: Sequence[float]) -> tuple[list[Served], Recording]:
         tape = Tape(self.llm, self.model)
@@ -101,14 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rates", default="1,3", help="requests a second, by commas")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, at most")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found: list[Compared] = []
     with LLM(options.model, drafter=options.drafter, prefix_caching=False) as llm:
-        sender = Sender(llm, options.model, options.drafter, options.requests, options.max_tokens, options.prompts)
-        sender.send("planned", [0.0] * len(sender.prompts))  # warms up, and lets the planner see passes
+        sender = Sender(llm, options)
+        sender.send("planned", [0.0] * 2)  # warms up, and lets the planner see passes
         for rate in (float(part) for part in options.rates.split(",")):
             found += compared(sender, rate, options.seed)
     for one in found:

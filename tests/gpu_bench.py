@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -10,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from conftest import VOCAB
+from medusa_checkpoints import head_tensors, save_heads
+from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
+from slipstream.models.heads.save import save_eagle3
+from slipstream.models.taps import Taps
 
 ROOT_FOLDER = Path(__file__).parent.parent
 sys.path.append(str(ROOT_FOLDER / "bench"))
@@ -19,6 +26,11 @@ gpu, clocks, heads, ours, passes, peers, reports, tables, tokens, widen = (impor
 _CURVE = ("curve", "curve_ours", "curve_peers", "curve_run", "curve_table", "curve_work")
 curve, curve_ours, curve_peers, curve_run, curve_table, curve_work = (import_module(name) for name in _CURVE)
 
+_CELLS = ("cells", "cells_ours", "cells_peers", "cells_run", "cells_table", "cells_trials", "cells_work")
+cells, cells_ours, cells_peers, cells_run, cells_table, cells_trials, cells_work = map(import_module, _CELLS)
+
+WIDE = {"hidden": 48, "layers": 4, "heads": 8, "kv_heads": 4, "inner": 80}
+"""A large target for the tiny model's drafters."""
 CPU = torch.device("cpu")
 
 
@@ -53,3 +65,38 @@ def write_prompts(folder: Path) -> Path:
     path = folder / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
+
+
+def write_heads(folder: Path, tiny_draft: Path) -> Path:
+    """The three drafters with weights, for the tiny target. What they guess is seldom right."""
+    shape = EagleShape(
+        generation=3,
+        hidden=32,
+        target_hidden=32,
+        inner=48,
+        heads=4,
+        kv_heads=4,
+        head_dim=8,
+        num_layers=1,
+        norm_eps=1e-5,
+        vocab=VOCAB,
+        draft_vocab=100,
+        taps=Taps((0, 1, 2)),
+        max_positions=256,
+        trained_positions=256,
+        rope={"rope_type": "default", "rope_theta": 10_000.0},
+        norm_before_residual=True,
+    )
+    dice = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(size, generator=dice) * 0.2 for name, size in shape.wanted.items()}
+    tensors["d2t"] = torch.ones(100, dtype=torch.int64)
+    save_eagle3(EagleCheckpoint(shape, tensors, folder), folder / "eagle3")
+    save_heads(
+        folder / "medusa",
+        head_tensors("original", 3, 1),
+        "medusa_lm_head.safetensors",
+        medusa_num_heads=3,
+        medusa_num_layers=1,
+    )
+    shutil.copytree(tiny_draft, folder / "draft")
+    return folder

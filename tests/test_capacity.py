@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench_scripts import simulated
 from slipstream.cli.main import main
 from test_simulate import made_up
 
@@ -61,3 +62,20 @@ def test_what_is_wrong_is_said_before_anything_loads(
     code, _, err = run(capsys, *arguments.replace("FILE", str(file)).split())
     assert code == 2
     assert said in " ".join(err.split())
+
+
+def test_a_real_run_beside_what_is_simulated_of_it(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How near they are is a matter of the machine: here only that every figure is there, of both."""
+    file, kept = tmp_path / "p.jsonl", tmp_path / "k.json"
+    file.write_text("".join(json.dumps({"prompt": f"tell me {i} " * 3}) + "\n" for i in range(4)))
+    words = f"--model {tiny_target} --drafter ngram --rates 40,80 --requests 4 --max-tokens 12 --prompts {file}"
+    simulated.main([*words.split(), "--json", str(kept)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(kept.read_text()) == result
+    ways = [(row["rate"], row["way"], row["figure"]) for row in result["rows"]]
+    figures = ("tokens_per_s", "ttft", "tpot")
+    assert ways == [(r, way, figure) for r in (40, 80) for way in ("fixed", "off", "planned") for figure in figures]
+    assert all(row["real"] > 0 and row["simulated"] > 0 for row in result["rows"])
+    assert result["worst"] == max(abs(row["simulated"] / row["real"] - 1) for row in result["rows"])

@@ -14,52 +14,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from conftest import VOCAB
-from gpu_bench import ROOT_FOLDER, curve, curve_peers, curve_run, curve_work, write_prompts
-from medusa_checkpoints import head_tensors, save_heads
+from gpu_bench import ROOT_FOLDER, WIDE, curve, curve_peers, curve_run, curve_work, write_heads, write_prompts
 from slipstream.core.errors import ConfigError
-from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
-from slipstream.models.heads.save import save_eagle3
-from slipstream.models.taps import Taps
-
-WIDE = {"hidden": 48, "layers": 4, "heads": 8, "kv_heads": 4, "inner": 80}
 
 
 @pytest.fixture(scope="module")
 def small_heads(tmp_path_factory: pytest.TempPathFactory, tiny_draft: Path) -> Path:
-    """The three drafters with weights, for the tiny target. What they guess is seldom right."""
-    folder = tmp_path_factory.mktemp("heads")
-    shape = EagleShape(
-        generation=3,
-        hidden=32,
-        target_hidden=32,
-        inner=48,
-        heads=4,
-        kv_heads=4,
-        head_dim=8,
-        num_layers=1,
-        norm_eps=1e-5,
-        vocab=VOCAB,
-        draft_vocab=100,
-        taps=Taps((0, 1, 2)),
-        max_positions=256,
-        trained_positions=256,
-        rope={"rope_type": "default", "rope_theta": 10_000.0},
-        norm_before_residual=True,
-    )
-    dice = torch.Generator().manual_seed(3)
-    tensors = {name: torch.randn(size, generator=dice) * 0.2 for name, size in shape.wanted.items()}
-    tensors["d2t"] = torch.ones(100, dtype=torch.int64)
-    save_eagle3(EagleCheckpoint(shape, tensors, folder), folder / "eagle3")
-    save_heads(
-        folder / "medusa",
-        head_tensors("original", 3, 1),
-        "medusa_lm_head.safetensors",
-        medusa_num_heads=3,
-        medusa_num_layers=1,
-    )
-    shutil.copytree(tiny_draft, folder / "draft")
-    return folder
+    return write_heads(tmp_path_factory.mktemp("heads"), tiny_draft)
 
 
 class FakeVllm:
