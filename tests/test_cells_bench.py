@@ -28,6 +28,7 @@ from gpu_bench import (
     write_heads,
 )
 from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.drafters.suffix import SuffixDrafter
 
 Beat, Cell = cells_work.Beat, cells_work.Cell
 SETTINGS = ["plain", "auto", "eagle3", "eagle3-3", "suffix", "eagle3+suffix", "draft", "medusa", "ngram"]
@@ -131,14 +132,14 @@ def test_the_whole_command(
     words += f"--prompts {prompts_file} --max-tokens 12 --at-once 1,3 --temperatures 0,1 --seconds 0.01 --repeats 2 "
     words += f"--trial-seconds 0.02 --trials 1,2 --phase 10 --eagle depth=3&width=2 --settings {','.join(SETTINGS)} "
     words += f"--parts cells,adversaries,switches,peers --device cpu --rounds queued --json {result}"
-    cells.main([*words.split(), "--cells", "x1 T=0,x3 T=1"])
+    cells.main([*words.split(), "--cells", "multi_turn x1 T=0,rag x3 T=1"])
     printed = capsys.readouterr().out.splitlines()
     found = json.loads(result.read_text())
     assert json.loads(printed[-1]) == found
     assert "failed" not in found, found["failed"]
     assert (found["left_out"], found["cells_left"], found["auto"]) == ([], [], ["suffix"])
-    names = [f"{task} x{load}" for load in ("1 T=0", "3 T=1") for task in ("multi_turn", "rag")]
-    assert list(found["cells"]) == names, "those of one load together"
+    names = ["multi_turn x1 T=0", "rag x3 T=1"]
+    assert list(found["cells"]) == names
     for name, settings in found["cells"].items():
         assert list(settings) == SETTINGS, name
         for setting, point in settings.items():
@@ -166,7 +167,7 @@ def test_the_whole_command(
     assert fake_vllm.opened[1]["speculative_config"]["model"] == str(tmp_path / "work" / "eagle3" / "speculators")
     shown = "\n".join(printed)
     assert "| cell | plain, tok/s | best fixed |" in shown
-    assert "4 cells. auto / plain is" in shown
+    assert "2 cells. auto / plain is" in shown
     assert "| drafter: slow |" in shown
 
 
@@ -221,7 +222,9 @@ def test_settings_are_measured_in_one_engine_and_leave_its_planner(tiny_target: 
         assert llm.engine.drafting.planner is bench.planner
         assert llm.engine.listener is None
         assert not llm.engine.busy
-        assert llm.engine.drafting.drafters["suffix"].store.tokens == 0, "no answer is remembered"
+        suffix = llm.engine.drafting.drafters["suffix"]
+        assert isinstance(suffix, SuffixDrafter)
+        assert suffix.store.tokens == 0, "no answer is remembered"
         with pytest.raises(InvalidRequest, match="token"):
             bench.window(lambda _: ([VOCAB + 5], bench.params(by_name["plain"], 0.0, 0, 5)), 1, 0.01)
         assert not llm.engine.busy

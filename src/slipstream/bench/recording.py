@@ -193,8 +193,9 @@ def _packed_offer(offer: Offer) -> Sequence[Any]:
 
 def _unpacked(packed: Mapping[str, Any]) -> Trace:
     offers = {name: tuple(_offer(*offer) for offer in given) for name, given in packed["offers"].items()}
-    *request, temperature, overlap = packed["request"]
-    return Trace(*request, tuple(packed["drafters"]), offers, temperature, overlap)
+    prompt, output, arrived, first_token_s, total_s, temperature, overlap = packed["request"]
+    drafters = tuple(packed["drafters"])
+    return Trace(prompt, output, arrived, first_token_s, total_s, drafters, offers, temperature, overlap)
 
 
 def _offer(
