@@ -42,7 +42,7 @@ class Queue(Stepper):
 
     def check_lanes(self) -> None:
         """On the device a lane's own pages stand first, and behind them nothing but nobody's page."""
-        lanes = self.queued._lanes
+        lanes = self.queued.lanes
         for slot, pages in lanes._sent.items():
             line = lanes.state.pages[slot].tolist()
             assert line == [*pages, *([self.engine.pool.num_pages] * (len(line) - len(pages)))]

@@ -125,7 +125,7 @@ def test_the_device_knows_the_last_tokens(tiny_target: Path) -> None:
     assert isinstance(bench.engine, QueuedEngine)
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     (first, _), (second, _) = bench.add(range(100), params), bench.add([7], params)
-    state = bench.engine._lanes.state
+    state = bench.engine.lanes.state
     for _ in range(80):
         bench.engine.step()
         bench.engine._tell(bench.engine._hear_all())
@@ -147,7 +147,7 @@ def test_the_planner_takes_whole_trees_where_rows_are_cheap() -> None:
     for _ in range(20):
         planner.observe_pass(1, 1.0)
         planner.observe_pass(MAX_NODES + 1, 1.05)
-        planner.observe_draft("bush", 1, 0.2)
+        planner.observe_draft("bush", MAX_NODES, 0.2, is_tree=True)
         planner.observe("bush", "a", 4, 3)
     assert planner.budget_trees("bush", ["a"], [MAX_NODES], 1, levels=4) == [MAX_NODES]
     for _ in range(40):

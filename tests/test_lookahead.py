@@ -20,6 +20,7 @@ from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.lookahead import Growing, LookaheadDrafter, NgramPool, Window
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.measured import Load
 from stepping import Arrival, Stepper
 
 Ids = tuple[int, ...]
@@ -239,7 +240,7 @@ class TestExactness:
         class Told(AdaptivePlanner):
             """Believes what it is told of costs, whatever this machine does."""
 
-            def observe_pass(self, rows: int, seconds: float) -> None:
+            def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
                 super().observe_pass(rows, 1 + slope * (rows - 1))
 
         llm = open_llm(drafter="lookahead", rounds=rounds)

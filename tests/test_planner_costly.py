@@ -16,6 +16,7 @@ from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.engine import drafting, queued
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.measured import Load
 from slipstream.plan.planner import Planner
 from stepping import Arrival, Stepper
 
@@ -51,10 +52,12 @@ class Listening(Planner):
         self.passes: list[float] = []
         self.drafts: list[float] = []
 
-    def observe_pass(self, rows: int, seconds: float) -> None:
+    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
         self.passes.append(seconds)
 
-    def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
+    def observe_draft(
+        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+    ) -> None:
         self.drafts.append(seconds)
 
 

@@ -82,5 +82,5 @@ def test_trees_have_few_sizes_too() -> None:
         right = dice.randint(0, 6) if number // 50 % 2 else dice.randint(0, 1)
         planner.observe("eagle", "a", 6 if size else 0, min(right, size))
         planner.observe_pass(1 + size, 1.0 + (0.004 if number % 100 < 50 else 0.02) * size)
-        planner.observe_draft("eagle", 1, 0.1)
+        planner.observe_draft("eagle", 40, 0.1, is_tree=True)
     assert sizes <= {0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 40}

@@ -103,7 +103,7 @@ class Counting(ModelDrafter):
 
 def loops(drafter: DeviceDrafter, llm: LLM, *, pool: Any = None) -> tuple[DraftLoops, list[None]]:
     noted: list[None] = []
-    state = queued(llm)._lanes.state
+    state = queued(llm).lanes.state
     return DraftLoops(state, {"model": drafter}, pool, lambda: noted.append(None)), noted
 
 

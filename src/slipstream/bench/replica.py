@@ -30,6 +30,7 @@ from slipstream.engine.turns import observe_round
 from slipstream.kv.pages import PagePool
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.measured import Load
 from slipstream.plan.planner import Planner
 
 
@@ -50,8 +51,11 @@ class _TimedPlanner(AdaptivePlanner):
         self._costs = costs
         self.requests = 1
 
-    def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
-        super().observe_draft(drafter, nodes, self._costs.draft_s(drafter, self.requests, nodes))
+    def observe_draft(
+        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+    ) -> None:
+        seconds = self._costs.draft_s(drafter, self.requests, nodes)
+        super().observe_draft(drafter, nodes, seconds, self.requests, is_tree=is_tree)
 
 
 class _Mute:
@@ -156,9 +160,9 @@ class Replica:
         context = sum(len(answer.tokens) for answer in decodes)
         verify_s = self.costs.pass_s(rows, read_rows, context)
         for name, nodes in plan.drafts:
-            self.drafting.observe_draft(name, nodes, self.costs.draft_s(name, len(decodes), nodes))
+            self.drafting.observe_draft(name, nodes, self.costs.draft_s(name, len(decodes), nodes), len(decodes))
         if not chunks:
-            planner.observe_pass(rows, verify_s)
+            planner.observe_pass(rows, verify_s, Load(len(decodes), context))
             self.drafting.round_s = draft_s + verify_s
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]

@@ -182,6 +182,15 @@ class Common:
             "Default: 1.",
         ),
     ] = None
+    measure_costs: Annotated[
+        bool | None,
+        option(
+            "--measure-costs/--no-measure-costs",
+            panel=SPECULATION,
+            help="Time passes and drafts before the first request, now or never. Default: once for a machine and "
+            "model, where it takes seconds at the most.",
+        ),
+    ] = None
     planner: Annotated[
         str | None,
         option(
@@ -262,9 +271,10 @@ class Common:
     debug: DebugOption = False
 
     @property
-    def gain(self) -> dict[str, float]:
-        """What was asked of drafts; nothing where nothing was."""
-        return {} if self.min_gain is None else {"min_gain": self.min_gain}
+    def planning(self) -> dict[str, Any]:
+        """What was asked of the planner; nothing where nothing was."""
+        asked = {"min_gain": self.min_gain, "measure_costs": self.measure_costs}
+        return {name: value for name, value in asked.items() if value is not None}
 
     @property
     def drafters(self) -> tuple[str, ...]:

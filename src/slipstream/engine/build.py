@@ -18,6 +18,7 @@ from slipstream.drafters.places import WAYS, naming
 from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.measuring import known_costs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.queued import QueuedEngine
 from slipstream.kernels.jit import has_kernels
@@ -131,6 +132,9 @@ def build(
         engine: Engine = QueuedEngine(target, drafters, graphs=config.graphs, progress=progress, **given)
     else:
         engine = Engine(target, drafters, **given)
+    costs = known_costs(engine, path, config.measure_costs, progress)
+    if costs is not None:
+        engine.drafting.planner.adopt(costs)
     return Built(engine, tokenizer, path, eos_ids(target, tokenizer))
 
 

@@ -33,6 +33,8 @@ class EngineConfig:
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
     min_gain: how many times as fast as plain decoding drafts must be, as expected before and as measured for
         their kind of request, for more of them to be made.
+    measure_costs: time passes and drafts before the first request, so that the first plans are right already. True:
+        now; False: never; None: where it takes seconds at the most, and once for a machine and model.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
     graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
     prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that
@@ -49,6 +51,7 @@ class EngineConfig:
     draft_tokens: int | None = None
     planner: PlannerName = "adaptive"
     min_gain: float = 1.0
+    measure_costs: bool | None = None
     rounds: RoundsName | None = None
     graphs: bool = True
     prefix_caching: bool = True
@@ -69,6 +72,7 @@ class EngineConfig:
         self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
         gain = self.min_gain
         self._check("min_gain", isinstance(gain, int | float) and gain >= 1, "1 or more, such as 1.1")
+        self._check("measure_costs", self.measure_costs in (None, True, False), "True, False, or None for the usual")
         for key in ("graphs", "prefix_caching"):
             self._check(key, isinstance(getattr(self, key), bool), "True or False")
         queue = self.max_queue

@@ -140,7 +140,7 @@ class Drafting:
 
     def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
-        self.planner.next_round(len(decodes))
+        self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]))
         self.guessed_s = 0.0
         for name, mine in self._groups(decodes):
             answers = [decodes[i] for i in mine]
@@ -265,12 +265,13 @@ class Drafting:
         views = [cast(DraftRequest, answer.view) for answer in answers]
         started = time.perf_counter()
         draft = self._guarded(name, answers, lambda: drafter.propose(views, budgets))
-        self.observe_draft(name, max(budgets), time.perf_counter() - started)
+        drafted = sum(1 for nodes in budgets if nodes)
+        self.observe_draft(name, max(budgets), time.perf_counter() - started, drafted)
         return None if draft is None else self.constraining.lawful_chains(answers, draft)
 
-    def observe_draft(self, name: str, nodes: int, seconds: float) -> None:
-        """A device drafter took this long for so many nodes. Of a tree all levels are computed, whatever is kept."""
-        self.planner.observe_draft(name, 1 if self._levels[name] else nodes, seconds)
+    def observe_draft(self, name: str, nodes: int, seconds: float, requests: int) -> None:
+        """A device drafter took this long for so many nodes for each of some requests."""
+        self.planner.observe_draft(name, nodes, seconds, requests, is_tree=bool(self._levels[name]))
         if self.listener is not None:
             self.listener.drew(name, nodes, seconds)
 
@@ -322,7 +323,7 @@ class Drafting:
         if self.listener is not None:
             self.listener.offered(Offered(name, answers, caps, proposals.trees, proposals.promises, took))
         if costly and any(caps):
-            self.planner.observe_draft(name, max(caps), took)
+            self.planner.observe_draft(name, max(caps), took, sum(1 for most in caps if most))
             self.guessed_s += took
         failures = self._failures.setdefault(name, {})
         failures.update(proposals.failures)  # also of requests whose prompt is still being computed

@@ -41,6 +41,7 @@ from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps, TapView
+from slipstream.plan.measured import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
@@ -102,11 +103,11 @@ class Engine:
         self.counters = Counters()
         self.listener: RoundListener | None = None
         self.admission = Admission(config.max_queue)
-        self._tables: dict[str, PageTable] = {}
+        self.tables: dict[str, PageTable] = {}
         self._logprobs = LogprobReader(decoder)
         services = Services(
             self.pool,
-            self._tables.__getitem__,
+            self.tables.__getitem__,
             self.sampling,
             config.batch_tokens(target.device.type),
             plan.num_pages + self.spare,
@@ -284,7 +285,9 @@ class Engine:
     ) -> None:
         """Time and acceptance, for the requests, the planner and the drafters."""
         if not schedule.chunks:
-            self.drafting.planner.observe_pass(packed.batch.num_rows, times.verify)
+            context = sum([len(answer.tokens) for answer in packed.emitting])
+            load = Load(len(packed.emitting), context)
+            self.drafting.planner.observe_pass(packed.batch.num_rows, times.verify, load)
             self.drafting.round_s = times.draft + times.verify
             observe_round(self.drafting.planner, packed.emitting, told, times.draft + times.verify + times.host)
         self._tally(packed.emitting, told, kept, times)
@@ -333,7 +336,7 @@ class Engine:
 
     def _admitted(self, answer: Answer) -> None:
         assert answer.table is not None
-        self._tables[answer.id] = answer.table
+        self.tables[answer.id] = answer.table
         if not answer.output.timing.queued_s:
             answer.output.timing.queued_s = time.perf_counter() - answer.job.arrived
             self.counters.prompt_tokens += answer.prompt_length
@@ -356,7 +359,7 @@ class Engine:
         self.followers.note(answer)
         self.drafting.stop(answer)
         self.sampling.remove(answer.slot)
-        self._tables.pop(answer.id, None)
+        self.tables.pop(answer.id, None)
 
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         self.cache.copy_pages(copies)

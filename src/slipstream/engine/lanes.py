@@ -48,6 +48,24 @@ class Lanes:
             for answer in new:
                 answer.on_device = True
 
+    def pose(self, pages: Sequence[Sequence[int]], length: int) -> None:
+        """Requests that are nobody's stand in the first lanes, until they are cleared."""
+        for lane, own in enumerate(pages):
+            self.state.pages[lane, : len(own)] = torch.tensor(own, dtype=torch.int32, device=self._device)
+        self.rewind(len(pages), length)
+
+    def rewind(self, lanes: int, length: int) -> None:
+        """Those who pose in the first lanes have so many tokens again."""
+        self.state.length[:lanes] = length
+
+    def clear(self, lanes: int) -> None:
+        """The first lanes are as they were before anybody was in them."""
+        state = self.state
+        state.pages[:lanes] = self._trash_page
+        state.length[:lanes] = 1
+        for column in (state.last, state.previous, state.generated, state.recent):
+            column[:lanes] = 0
+
     def begin(self, answers: Sequence[Answer], chosen: Tensor) -> None:
         """These have computed their last pending tokens, and chose `chosen` [A], which only the device knows."""
         rows = [(a.slot, a.tokens[-1], len(a.tokens), a.generated + 1, *ring(a.tokens)) for a in answers]

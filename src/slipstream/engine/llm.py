@@ -42,8 +42,8 @@ class LLM:
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
-    max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, rounds, graphs,
-        prefix_caching, max_queue: see `EngineConfig`.
+    max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, rounds,
+        graphs, prefix_caching, max_queue: see `EngineConfig`.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
     on_progress: hears what loading is at, in words.
@@ -68,6 +68,7 @@ class LLM:
         trust_remote_code: bool = False,
         planner: PlannerName = "adaptive",
         min_gain: float = 1.0,
+        measure_costs: bool | None = None,
         rounds: RoundsName | None = None,
         graphs: bool = True,
         prefix_caching: bool = True,
@@ -96,6 +97,7 @@ class LLM:
             draft_tokens=draft_tokens,
             planner=planner,
             min_gain=min_gain,
+            measure_costs=measure_costs,
             rounds=rounds,
             graphs=graphs,
             prefix_caching=prefix_caching,

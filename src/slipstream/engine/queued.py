@@ -36,6 +36,7 @@ from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
 from slipstream.engine.turns import observe_round
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
+from slipstream.plan.measured import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
 from slipstream.verify.mixed import undrafted_choices
@@ -62,10 +63,10 @@ class QueuedEngine(Engine):
     def __init__(self, *args: Any, graphs: bool = True, progress: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         max_pages = self.pool.pages_for(self.plan.max_model_len + 1)
-        self._lanes = Lanes(self.config.max_num_seqs, max_pages, self.pool.num_pages, self.target.device)
+        self.lanes = Lanes(self.config.max_num_seqs, max_pages, self.pool.num_pages, self.target.device)
         self._trash_slot = self.pool.num_pages * self.config.page_size
         machine = Machine(
-            self.target, self.cache, self.sampling, self._lanes.state, self.config.page_size, self._trash_slot
+            self.target, self.cache, self.sampling, self.lanes.state, self.config.page_size, self._trash_slot
         )
         drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
         self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress)
@@ -194,7 +195,7 @@ class QueuedEngine(Engine):
 
         Takes those out of `decodes` of which it learns that they ended; None: all of them have.
         """
-        self._lanes.place(decodes)
+        self.lanes.place(decodes)
         plan = self.drafting.plan(decodes)
         lagging = _lagging(decodes, plan)
         if lagging:
@@ -206,7 +207,7 @@ class QueuedEngine(Engine):
             self.drafting.catch_up(_lagging(decodes, plan))
             for name in {name for answer in decodes for name in answer.drafters if name in answer.refused}:
                 plan = plan.without(name)  # it could not
-        self._lanes.send_pages(decodes)
+        self.lanes.send_pages(decodes)
         crowd, slots = self._crowd_of(decodes), [answer.slot for answer in decodes]
         longest = max([len(answer.tokens) + answer.coming for answer in decodes])
         is_tree = plan.merges or any(tree.tokens and not tree.is_chain for tree in plan.trees)
@@ -285,7 +286,7 @@ class QueuedEngine(Engine):
         chosen = choose(logits, packed.rows, self.sampling, features, allowed=masks)
         if features.rejection:
             chosen = undrafted_choices(chosen, logits, packed.rows, self.sampling, features, masks)
-        self._lanes.begin(packed.completing, chosen)
+        self.lanes.begin(packed.completing, chosen)
         self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
         members += [Member.of(answer, NOBODY, 0, decodes=False) for answer in packed.completing]
         return FirstTokens(chosen, logits)
@@ -329,7 +330,8 @@ class QueuedEngine(Engine):
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
         if ticket.decodes and ticket.steady:
-            self.drafting.planner.observe_pass(ticket.rows, times.verify)
+            load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
+            self.drafting.planner.observe_pass(ticket.rows, times.verify, load)
             self.drafting.round_s = times.draft + times.verify
             answers = [member.answer for member in heard.members]
             observe_round(self.drafting.planner, answers, heard.verdicts, lasted_s)
@@ -337,7 +339,7 @@ class QueuedEngine(Engine):
                 for name in ticket.hosts:
                     self.drafting.planner.observe_wait(name, max(0.0, ticket.waited_s - ticket.guessed_s))
             for name, nodes in ticket.drafts:
-                self.drafting.observe_draft(name, nodes, times.draft / len(ticket.drafts))
+                self.drafting.observe_draft(name, nodes, times.draft / len(ticket.drafts), ticket.decodes)
         return times
 
     def _tell(self, heard: Sequence[Heard]) -> None:

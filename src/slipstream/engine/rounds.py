@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.constrain.matcher import mask_words
 from slipstream.core.draft import Draft, Tree, chain_parents
 from slipstream.drafters.base import DeviceDrafter
-from slipstream.engine.draft_loops import DraftLoops, Drafts, LoopShape
+from slipstream.engine.draft_loops import DraftLoop, DraftLoops, Drafts, LoopShape
 from slipstream.engine.round_shape import RoundShape
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
@@ -315,6 +315,10 @@ class Rounds:
             found = self._make(shape)
         self._rounds[shape] = self._latest = found  # the last is the one used last
         return found
+
+    def draft_loop(self, shape: LoopShape) -> DraftLoop:
+        """What device drafters do in a round, by itself."""
+        return self._loops.of(shape)
 
     def _make(self, shape: RoundShape) -> Round:
         found = Round(shape, self._machine, self._drafters, self._loops)

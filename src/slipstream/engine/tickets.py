@@ -31,13 +31,14 @@ class Member:
     drafted: int  # at most: merged drafts may turn out smaller
     bound: int  # tokens that it may get at most
     decodes: bool  # else the round computed its prompt
+    context: int  # tokens that it had when the round was queued, as far as the host knew
 
     @staticmethod
     def of(answer: Answer, authors: Authors, drafted: int, *, decodes: bool) -> Member:
         """The answer joins a round."""
         answer.queued += 1
         answer.coming += 1 + drafted
-        return Member(answer, answer.epoch, authors, drafted, 1 + drafted, decodes)
+        return Member(answer, answer.epoch, authors, drafted, 1 + drafted, decodes, len(answer.tokens))
 
     @property
     def listens(self) -> bool:

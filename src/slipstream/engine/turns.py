@@ -16,7 +16,7 @@ from slipstream.plan.planner import Planner
 def observe_round(planner: Planner, answers: Sequence[Answer], verdicts: Sequence[Verdict], seconds: float) -> None:
     """A round without prompts is over."""
     turns = [Turn(a.id, v.drafted, len(v.tokens)) for a, v in zip(answers, verdicts, strict=True)]
-    planner.observe_round(turns, seconds)
+    planner.observe_round(turns, seconds, sum([len(answer.tokens) for answer in answers]))
 
 
 def note_plan(planner: Planner, answer: Answer) -> None:

@@ -206,8 +206,13 @@ class _Note:
             "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
             "path": str(path.resolve()),
             "versions": [slipstream.__version__, transformers.__version__, torch.__version__],
-            "code": [_digest(Path(__file__).parents[1] / layer) for layer in ("models", "kernels", "kv")],
-            "where": [str(dtype), _chip(device), can_compile(), triton.__version__ if has_kernels(device) else None],
+            "code": code_digest(),
+            "where": [
+                str(dtype),
+                chip_name(device),
+                can_compile(),
+                triton.__version__ if has_kernels(device) else None,
+            ],
         }
         key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
         self.file = cache_folder() / "checked" / f"{key}.json"
@@ -225,14 +230,18 @@ class _Note:
             self.file.write_text(json.dumps({"swaps": swaps}))
 
 
+def code_digest() -> list[str]:
+    """Of the code that passes are made of: a changed kernel is checked again."""
+    return [_digest(Path(__file__).parents[1] / layer) for layer in ("models", "kernels", "kv")]
+
+
 def _digest(folder: Path) -> str:
-    """Of the code that the check vouches for: a changed kernel is checked again."""
     content = hashlib.sha256()
     for file in sorted(folder.glob("*.py")):
         content.update(file.read_bytes())
     return content.hexdigest()
 
 
-def _chip(device: torch.device) -> str:
+def chip_name(device: torch.device) -> str:
     """What computes: homes are shared between machines, and other instructions are other code."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()

@@ -17,24 +17,20 @@ from slipstream.core.draft import ROOT, Tree
 from slipstream.plan.acceptance import Acceptance
 from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
+from slipstream.plan.costs import Costs
 from slipstream.plan.cutting import along_paths, cut, likeliest
 from slipstream.plan.decisions import Decision
 from slipstream.plan.gains import Gain, Gains, Turn
 from slipstream.plan.investment import Investment, most_worth
+from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.planner import Beside, Planner
 from slipstream.plan.probes import Probes
+from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.waits import Waits
 
-_MARGIN = 1.02
-"""What a draft must promise beyond plain decoding: the estimates are no better than this."""
-
 _EXPLORE = 8
 """Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
-
-_CAPTURED = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-"""Nodes of a draft that are thought of where every size is captured when it first comes: with the last token they make
-2, 3, 4, 6, 8, … rows, which is what passes are filled up to for one request."""
 
 _COMPARE = 4
 """Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately."""
@@ -61,19 +57,17 @@ class AdaptivePlanner(Planner):
 
     def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
         self._cost = cost
-        self._margin = max(_MARGIN, min_gain)
-        self._gains = Gains(cost.slope, min_gain)
+        self.costs = Costs(cost)
+        self._margin = max(MARGIN, min_gain)
+        self._gains = Gains(cost.slope, min_gain, cost.context)
         self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
         self._traits: dict[str, Traits] = {}
         self._kept_word: dict[str, Calibration] = {}
         self._acceptance: dict[str, Acceptance] = {}
-        self._draft_cost: dict[str, PassCost] = {}
         self._probes = Probes(cost)
-        self._spent: dict[str, float] = {}  # seconds that the guesses took which are to be trimmed now
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
-        self._largest: dict[str, int] = {}  # drafts that were ever allowed
-        self._used: dict[str, set[int]] = {}  # sizes that drafts had so far, where they are captured
+        self._sizes = CapturedSizes()
         self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
         self._rounds = 0
 
@@ -90,6 +84,10 @@ class AdaptivePlanner(Planner):
 
     def pad_passes(self) -> None:
         self._cost.padded = True
+        self._cost.context.per_row = False  # rows of a request share what is read of its context
+
+    def adopt(self, measured: MeasuredCosts) -> None:
+        self.costs.adopt(measured)
 
     def budget(
         self,
@@ -109,7 +107,7 @@ class AdaptivePlanner(Planner):
         gained = np.zeros(drafted.shape)  # [K + 1, B]
         chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])
         gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
-        draft_s = np.concatenate(([0.0], self._drafting(drafter).curve(1, deepest)))
+        draft_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
         chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
         return self._granted(drafter, chosen, caps, min(2, deepest), rows)
 
@@ -135,9 +133,11 @@ class AdaptivePlanner(Planner):
         whole = chances.sum(0)  # [B]: tokens that a tree of `most` brings
         drafted = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
         gained = whole * np.log1p(drafted) / np.log1p(most)
-        draft_s = np.where(np.arange(most + 1) > 0, self._drafting(drafter).seconds(1), 0.0)
+        draft_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, most, rows, is_tree=True)))
         chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
-        return self._granted(drafter, chosen, caps, most, rows)  # a small probe would not tell what it is worth
+        return self._granted(
+            drafter, chosen, caps, most, rows, is_tree=True
+        )  # a small probe would not tell what it is worth
 
     def _paying(
         self,
@@ -157,8 +157,7 @@ class AdaptivePlanner(Planner):
         order = np.argsort(-gained[-1], kind="stable")  # [B]
         tokens, nodes = gained[:, order].cumsum(1), drafted[:, order].cumsum(1)  # [K + 1, B]: of the first 1, 2, …
         pass_s = self._cost.curve(known, known + int(nodes[-1, -1]))[nodes]
-        measured = self._drafting(drafter).observed and self._cost.observed  # else the two have different units
-        rates = (brought + tokens) / (pass_s + draft_s[:, None] * measured)
+        rates = (brought + tokens) / (pass_s + draft_s[:, None])
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
         size = self._size(drafter, rate)
@@ -166,27 +165,18 @@ class AdaptivePlanner(Planner):
         return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
 
     def _size(self, drafter: str, rate: NDArray[np.float64]) -> int:
-        if not self._cost.padded:
-            return int(rate.argmax()) if rate.max() > rate[0] * self._margin else 0
-        sizes = self._sizes(drafter, len(rate) - 1)
-        old = [size for size in sizes if not size or size in self._used.get(drafter, ())]
-        new, best = max(sizes, key=rate.__getitem__), max(old, key=rate.__getitem__)
-        chosen = new if rate[new] > rate[best] * _MARGIN else best
-        return chosen if rate[chosen] > rate[0] * self._margin else 0
+        best = self._sizes.best(drafter, rate) if self._cost.padded else int(rate.argmax())
+        return best if rate[best] > rate[0] * self._margin else 0
 
-    def _sizes(self, drafter: str, most: int) -> list[int]:
-        """The sizes to choose from where each is captured: few, and the largest that the drafter ever may have."""
-        largest = self._largest[drafter] = max(most, self._largest.get(drafter, 0))
-        return [0, *(size for size in _CAPTURED if size <= most and size < largest), *([most] * (most == largest))]
-
-    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], small: int, rows: int) -> list[int]:
+    def _granted(
+        self, drafter: str, chosen: _Chosen, caps: Sequence[int], small: int, rows: int, *, is_tree: bool = False
+    ) -> list[int]:
         """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
-        cost = self._drafting(drafter)
-        guess_s = cost.seconds(small) if cost.observed and self._cost.observed else 0.0  # else of different units
+        guess_s = self.costs.guess_s(drafter, small, rows, is_tree=is_tree)
         size = self._probes.size(drafter, chosen.size, small, rows, guess_s)
         if not size:
             return [0] * len(caps)
-        self._used.setdefault(drafter, set()).add(size)
+        self._sizes.use(drafter, size)
         granted = [0] * len(caps)
         for i in chosen.members.tolist() if chosen.size else range(len(caps)):
             granted[i] = min(size, caps[i])
@@ -201,7 +191,7 @@ class AdaptivePlanner(Planner):
         rows: int,
     ) -> list[Tree]:
         """Keep the nodes that pay, of guesses that cost nothing to have any more. A node stays only with its parent."""
-        wait_s = self._wait(drafter) + self._spent.pop(drafter, 0.0)
+        wait_s = self._wait(drafter) + self.costs.spent(drafter)
         chances: list[float] = []  # [N]
         word = self._kept_word.setdefault(drafter, Calibration())
         factors: list[float] = []  # [B]: which part of its promises it kept; 0: it made none
@@ -269,14 +259,15 @@ class AdaptivePlanner(Planner):
         self._decided[drafter] = Decision(rows, best if pays else 0, top / plain)
         return best if pays else 0
 
-    def next_round(self, requests: int = 0) -> None:
+    def next_round(self, requests: int = 0, context: int = 0) -> None:
         self._rounds += 1
+        self.costs.at(Load(requests, context))
         self._gains.next_round()
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
 
-    def observe_round(self, turns: Sequence[Turn], seconds: float) -> None:
+    def observe_round(self, turns: Sequence[Turn], seconds: float, context: int = 0) -> None:
         hoped = max((decision.gain for decision in self._decided.values() if decision.nodes), default=1.0)
-        self._gains.observe(turns, seconds, hoped)
+        self._gains.observe(turns, seconds, hoped, context)
 
     def gain(self, request_id: str) -> Gain:
         return self._gains.of(request_id)
@@ -296,16 +287,16 @@ class AdaptivePlanner(Planner):
         estimate = self._acceptance.get(drafter)
         return None if estimate is None else estimate.shared
 
-    def observe_pass(self, rows: int, seconds: float) -> None:
-        self._cost.observe(rows, seconds)
+    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
+        self._cost.observe(rows, seconds, load)
 
     def observe_wait(self, drafter: str, seconds: float) -> None:
         self._waits.setdefault(drafter, Waits()).observe(seconds)
 
-    def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
-        self._drafting(drafter).observe(nodes, seconds)
-        if self._cost.observed:  # else the two have different units
-            self._spent[drafter] = seconds
+    def observe_draft(
+        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+    ) -> None:
+        self.costs.observe_draft(drafter, nodes, requests, seconds, is_tree=is_tree)
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
         if drafted:
@@ -373,6 +364,3 @@ class AdaptivePlanner(Planner):
         if drafter not in self._acceptance:
             self._acceptance[drafter] = Acceptance(self._traits)
         return self._acceptance[drafter]
-
-    def _drafting(self, drafter: str) -> PassCost:
-        return self._draft_cost.setdefault(drafter, PassCost(slope=1.0))

@@ -1,14 +1,16 @@
-"""What a pass of the target costs by its number of rows, learned from the passes themselves."""
+"""What a pass of the target costs by its rows and its context: measured at the start, corrected by the passes."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from slipstream.plan.context import ContextCost
+from slipstream.plan.measured import Curve, Floats, Load
 
 _EDGES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512], dtype=np.float64)
 _LOG_EDGES = np.log(_EDGES)
@@ -21,6 +23,12 @@ _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
 _STALE = 512
 """Passes after which a size that did not come again is forgotten: what made it dear may be long over."""
+_FINE = 8
+"""Contexts are told apart by such a part of a doubling: what they add is not reckoned anew for every token."""
+_FAR = 2.0
+"""Texts that are so many times as long are another thing, as long as it is not known what length adds."""
+_BARE = 0.2
+"""Of a pass, such a part at least is not the context's doing, whatever was measured."""
 _FLAT = 1.05
 """Where the largest pass costs no more than so many of the smallest, what those between cost is of no interest."""
 
@@ -33,20 +41,35 @@ class Steps:
     seconds: list[float]
 
 
-class PassCost:
-    """Seconds of a pass over n rows. Sizes not seen lately follow their neighbours along a prior's slope.
+class _Pass(NamedTuple):
+    seconds: float
+    rows: int
+    load: Load
 
-    slope: how much one more row adds, as a part of the first one, before anything was seen.
+
+class PassCost:
+    """Seconds of a pass over n rows. Sizes not seen lately follow their neighbours along a prior.
+
+    slope: how much one more row adds, as a part of the first one, before anything was seen or measured.
+    curve: what was measured, with hardly any context. context: what the context adds.
+    learns: may it be learned from what is seen here?
     """
 
-    def __init__(self, slope: float) -> None:
+    def __init__(
+        self, slope: float, curve: Curve | None = None, context: ContextCost | None = None, *, learns: bool = True
+    ) -> None:
         self._slope = slope
+        self._measured = curve
+        self._learns = learns
+        self.context = ContextCost() if context is None else context
         self.padded = False  # passes are filled up to one of `SIZES`: rows up to there cost nothing more
-        self._seen: dict[int, deque[float]] = {}  # edge -> seconds by those of the prior
-        self._typical: dict[int, float] = {}  # edge -> the median of them
+        self._seen: dict[int, deque[_Pass]] = {}  # by edge
+        self._typical: dict[int, float] = {}  # edge -> the median of seconds without context, by those of the prior
+        self._priors: Floats = np.empty(0)  # the prior for 1, 2, … rows
         self._table: Floats = np.empty(0)  # seconds for 1, 2, … rows, as many as were asked for
         self._last: dict[int, int] = {}  # edge -> the pass that was last seen there
         self._passes = 0
+        self._load = Load()  # of the passes that are asked about
         self._steps: dict[int, Steps] = {}  # by their first rows, as far as the table goes
 
     @property
@@ -55,32 +78,94 @@ class PassCost:
 
     @property
     def observed(self) -> bool:
-        return bool(self._seen)
+        """Is it in seconds by now?"""
+        return bool(self._seen) or self._measured is not None
 
-    def observe(self, rows: int, seconds: float) -> None:
+    @property
+    def measured(self) -> bool:
+        return self._measured is not None
+
+    def adopt(self, curve: Curve) -> None:
+        """Passes were measured: from now on this is what unseen sizes follow."""
+        self._measured, self._priors = curve, np.empty(0)
+        self._typical = {edge: self._median(edge) for edge in self._seen}
+        self._renew()
+
+    def at(self, load: Load) -> None:
+        """From now on it is asked about passes of so many requests with so much context, or nearly so."""
+        if not self.context.matters:
+            self._forget_far(load)
+            return
+        near = Load(load.requests, int(2 ** (round(_FINE * math.log2(load.context)) / _FINE))) if load.context else load
+        if near != self._load:
+            self._load = near
+            self._renew()
+
+    def _forget_far(self, load: Load) -> None:
+        """What passes cost over texts of quite another length says little, as long as nobody knows what length adds."""
+        if self.context.measured or not load.context or _near(load, self._load):
+            return
+        self._load = load
+        far = [edge for edge, seen in self._seen.items() if seen[-1].load.context and not _near(seen[-1].load, load)]
+        if self._learns and len(far) == len(self._seen):
+            far.sort(key=self._last.__getitem__)
+            far = far[:-1]  # in seconds it must stay
+        for edge in far:
+            del self._last[edge], self._seen[edge], self._typical[edge]
+        if far:
+            self._renew()
+
+    def observe(self, rows: int, seconds: float, load: Load | None = None) -> None:
+        load = self._load if load is None else load
         edge = self._edge(rows)
         self._passes += 1
         self._last[edge] = self._passes
-        seen = self._seen.setdefault(edge, deque(maxlen=_REMEMBER))
-        seen.append(seconds / (1 + self._slope * (rows - 1)))
-        typical = _median(seen)
-        changed = typical != self._typical.get(edge)
+        self._seen.setdefault(edge, deque(maxlen=_REMEMBER)).append(_Pass(seconds, rows, load))
+        changed = self._learns and self.context.learn(edge, rows, seconds, load)
+        if changed:
+            self._typical = {known: self._median(known) for known in self._seen}
+        typical = self._median(edge)
+        changed = changed or typical != self._typical.get(edge)
         self._typical[edge] = typical
         for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
             del self._last[old], self._seen[old], self._typical[old]
             changed = True
         if changed:  # now, and not when a round waits for its plan
-            self._table = self._interpolated(len(self._table))
-            known, self._steps = list(self._steps)[-1:], {}
-            for low in known:
-                self.steps(low, len(self._table))
+            self._renew()
+
+    def _median(self, edge: int) -> float:
+        """Of the last passes there: what they took by the prior, their context left out."""
+        shares = []
+        for seconds, rows, load in self._seen[edge]:
+            bare = max(seconds - self.context.seconds(rows, load), _BARE * seconds) if self.context.matters else seconds
+            shares.append(bare / self._prior(rows))
+        return _median(shares)
+
+    def _prior(self, rows: int) -> float:
+        if rows > len(self._priors):
+            sizes = np.arange(1, max(rows, 2 * len(self._priors)) + 1, dtype=np.float64)
+            self._priors = self._prior_of(sizes)
+        return float(self._priors[rows - 1])
+
+    def _prior_of(self, rows: Floats) -> Floats:
+        return 1 + self._slope * (rows - 1) if self._measured is None else self._measured.at(rows)
+
+    def _renew(self) -> None:
+        self._table = self._interpolated(len(self._table))
+        known, self._steps = list(self._steps)[-1:], {}
+        for low in known:
+            self.steps(low, len(self._table))
 
     def seen(self, rows: int) -> bool:
-        """Was a pass of about this size seen lately?"""
+        """Was a pass of about this size seen lately, or measured before?"""
+        if self._measured is not None:
+            return True
         return self._edge(self._next(rows) if self.padded else rows) in self._seen
 
     def unseen(self, low: int, high: int) -> int | None:
         """The largest size for `low` rows or more, but below that of `high`, of which it would be good to know more."""
+        if self._measured is not None:
+            return None
         if self._edge(self._next(low)) in self._seen and self.seconds(high) <= _FLAT * self.seconds(low):
             return None  # nothing to be won
         between = [size for size in SIZES if self._next(low) <= size < self._next(high)]
@@ -105,7 +190,7 @@ class PassCost:
         """Seconds for low, low + 1, … high rows; in an arbitrary unit before the first observation."""
         part = self._grown(high)[low - 1 : high]
         # more rows never cost less: what says so is noise
-        return np.maximum.accumulate(part) if self._seen else part.copy()
+        return np.maximum.accumulate(part) if self.observed else part.copy()
 
     def _grown(self, high: int) -> Floats:
         if high > len(self._table):
@@ -114,15 +199,16 @@ class PassCost:
 
     def _interpolated(self, high: int) -> Floats:  # [high]
         rows = np.arange(1, high + 1, dtype=np.float64)
-        prior = 1 + self._slope * (rows - 1)
-        if not self._typical:
-            return prior
-        edges = sorted(self._typical)
+        if not self.observed:
+            return self._prior_of(rows)
         if self.padded:
-            filled = rows.copy()
-            filled[: len(_NEXT)] = _NEXT[:high]
-            rows, prior = filled, 1 + self._slope * (filled - 1)
-        return prior * np.interp(np.log(rows), _LOG_EDGES[edges], [self._typical[e] for e in edges])
+            rows[: len(_NEXT)] = _NEXT[:high]
+        fixed, each = self.context.line(self._load)
+        found = self._prior_of(rows)
+        if self._typical:
+            edges = sorted(self._typical)
+            found = found * np.interp(np.log(rows), _LOG_EDGES[edges], [self._typical[e] for e in edges])
+        return np.asarray(found + fixed + each * rows, dtype=np.float64)
 
     @staticmethod
     def _next(rows: int) -> int:
@@ -133,7 +219,11 @@ class PassCost:
         return _EDGE_OF[max(rows, 1) - 1] if rows < _EDGES[-1] else len(_EDGES) - 1
 
 
-def _median(values: deque[float]) -> float:
+def _near(one: Load, other: Load) -> bool:
+    return one.each <= _FAR * other.each and other.each <= _FAR * one.each
+
+
+def _median(values: list[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

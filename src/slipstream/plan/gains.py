@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from slipstream.plan.context import ContextCost
 from slipstream.plan.cost import PassCost
+from slipstream.plan.measured import Load
 from slipstream.plan.traits import Traits
 
 _DECAY = 0.97
@@ -24,6 +26,8 @@ _WASTE = 0.005
 _SHORTEST_REST = 64
 _LONGEST_REST = 2048
 """What trials may cost of the time, and rounds between two of them."""
+_OLD = 512
+"""Rounds after which there must be another plain one of as many requests to compare with: machines change."""
 _HICCUP = 4.0
 """A round that lasts so many plain ones says nothing about drafts."""
 
@@ -44,6 +48,9 @@ class Gain:
     plain: float = 0.0
     drafts: float = 0.0
     hoped: float = 0.0  # the sum of what was expected of each
+    scatter: float = (
+        0.0  # what chance may have to do with it: the sum of squares of what each brought beyond plain ones
+    )
 
     @property
     def expected(self) -> float:
@@ -59,6 +66,11 @@ class Gain:
         self.plain = self.plain * decay + plain
         self.drafts = self.drafts * decay + 1
         self.hoped = self.hoped * decay + expected
+        self.scatter = self.scatter * decay**2 + (tokens - plain) ** 2
+
+    def lacks(self, least: float) -> bool:
+        """Is it below so many times plain decoding, and hardly by chance?"""
+        return self.tokens < least * self.plain and least * self.plain - self.tokens > self.scatter**0.5
 
 
 @dataclass(slots=True)
@@ -75,8 +87,9 @@ class Gains:
     min_gain: how many times as fast as plain decoding a kind must be to go on drafting.
     """
 
-    def __init__(self, slope: float, min_gain: float = 1.0) -> None:
-        self._plain = PassCost(slope)  # seconds of undrafted rounds by requests
+    def __init__(self, slope: float, min_gain: float = 1.0, context: ContextCost | None = None) -> None:
+        self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
+        self._last_plain: dict[int, int] = {}  # by requests: the round
         self._min_gain = min_gain
         self._kinds: dict[Traits, _Kind] = {}
         self._traits: dict[str, Traits] = {}
@@ -101,7 +114,10 @@ class Gains:
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
-        return self._told and not self._plain.seen(requests)
+        if not self._told:
+            return False
+        last = self._last_plain.get(requests)
+        return not self._plain.seen(requests) or (last is not None and self._rounds - last > _OLD)
 
     def of(self, request_id: str) -> Gain:
         """What was measured for a request."""
@@ -118,17 +134,19 @@ class Gains:
         kind = self._kinds[traits]
         return f"off: drafts made requests of its kind ({traits}) {kind.last:.2f}x as fast as none; tried again later"
 
-    def observe(self, turns: Sequence[Turn], seconds: float, expected: float = 1.0) -> None:
-        """A round is over, of which such a gain was expected."""
+    def observe(self, turns: Sequence[Turn], seconds: float, expected: float = 1.0, context: int = 0) -> None:
+        """A round is over, of which such a gain was expected; its requests have so many tokens in all."""
         self._told = True
         drafted = sum(turn.drafted for turn in turns)
         requests = len(turns)
         if not drafted:
             if requests:
-                self._plain.observe(requests, seconds)
+                self._plain.observe(requests, seconds, Load(requests, context))
+                self._last_plain[requests] = self._rounds
             return
         if not self._plain.observed:
             return
+        self._plain.at(Load(requests, context))
         dearer = min(seconds / self._plain.seconds(requests), _HICCUP) - 1  # may be noise below 0
         for request_id, nodes, emitted in turns:
             if nodes and request_id in self._traits:
@@ -144,7 +162,7 @@ class Gains:
         value = kind.last = kind.gain.measured
         if value >= self._min_gain:
             kind.failed = 0
-        elif value < self._min_gain * _SLACK:
+        elif value < self._min_gain * _SLACK and kind.gain.lacks(self._min_gain):
             kind.failed += 1
             loss = 1 / value - 1 if value else 1.0
             rest = max(_SHORTEST_REST * 2 ** min(kind.failed - 1, 5), _EVIDENCE * loss / _WASTE)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from slipstream.core.draft import Tree
 from slipstream.plan.gains import Gain, Turn
+from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.traits import Traits
 
 
@@ -69,8 +70,8 @@ class Planner:
         """Is waiting for this drafter on the host not worth it for now, with so many requests?"""
         return False
 
-    def next_round(self, requests: int = 0) -> None:
-        """A round of so many decoding requests is about to be planned; 0: not said."""
+    def next_round(self, requests: int = 0, context: int = 0) -> None:
+        """A round of so many decoding requests with so many tokens in all is about to be planned; 0: not said."""
 
     def start(self, request_id: str, traits: Traits) -> None:
         """A request begins, of which so much is known."""
@@ -82,11 +83,14 @@ class Planner:
     def pad_passes(self) -> None:
         """Passes come in a few sizes only, and are filled up to the next one."""
 
-    def observe_pass(self, rows: int, seconds: float) -> None:
-        """A target pass over this many rows took this long."""
+    def adopt(self, measured: MeasuredCosts) -> None:
+        """Passes and drafts were measured before the first request."""
 
-    def observe_round(self, turns: Sequence[Turn], seconds: float) -> None:
-        """A round of these requests took this long, drafts and host included."""
+    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
+        """A target pass over this many rows took this long. load: None: that of the round that was planned last."""
+
+    def observe_round(self, turns: Sequence[Turn], seconds: float, context: int = 0) -> None:
+        """A round of these requests, with so many tokens in all, took this long, drafts and host included."""
 
     def gain(self, request_id: str) -> Gain:
         """How many times as fast as plain rounds its drafted rounds were; 1 before there were any."""
@@ -110,8 +114,10 @@ class Planner:
         Without what `observe_draft` was told of.
         """
 
-    def observe_draft(self, drafter: str, nodes: int, seconds: float) -> None:
-        """A drafter whose guesses cost time took this long to go `nodes` deep."""
+    def observe_draft(
+        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+    ) -> None:
+        """A drafter whose guesses cost time took this long for `nodes` for each of so many requests."""
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
         """What became of one request's draft."""

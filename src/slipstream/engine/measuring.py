@@ -1,0 +1,205 @@
+"""What passes and drafts cost on this machine, timed before the first request, and remembered for the next start.
+
+Seconds at the most: a few sizes of pass, one long context, and each device drafter by its size and the number of
+requests. The planner corrects all of it by the rounds that follow; but a plan that begins with wrong costs would pay
+for it with those rounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import slipstream
+from slipstream.drafters.base import DeviceDrafter
+from slipstream.engine.engine import Engine
+from slipstream.engine.odds import made_for
+from slipstream.engine.posing import Posed, Work, most_context, posed
+from slipstream.engine.queued import QueuedEngine
+from slipstream.models.parity import chip_name, code_digest
+from slipstream.models.paths import Progress, cache_folder
+from slipstream.plan.cost import SIZES
+from slipstream.plan.measured import VERSION, Curve, DraftSeen, MeasuredCosts
+
+_SHORT = 16
+_LONG = {"cpu": 1024, "cuda": 2048}
+"""Tokens of context of requests that pose: hardly any, and so many that they are seen in the time."""
+_LOOKING_BACK = {"cpu": 1, "cuda": 8}
+"""Requests with the long context."""
+_ROWS = 64  # that a request may bring
+_LIMIT_S = 2.0
+"""What it may take on a CPU, where every pass is slow, unless it was asked for."""
+_LARGEST = {"cpu": 64, "cuda": 256}
+_ROW_COST = 0.25
+"""What a row is taken to add to a pass, as a part of it, when it is reckoned how long measuring takes."""
+_SMALL_MODEL = 2**25
+"""Bytes of weights below which nothing is measured by itself: such passes are shorter than what surrounds them."""
+_CROWDS = {"cpu": (1, 4), "cuda": (1, 8, 64)}
+"""Numbers of requests that drafters are timed with."""
+
+
+def known_costs(
+    engine: Engine, model_path: Path, wanted: bool | None, progress: Progress | None = None
+) -> MeasuredCosts | None:
+    """As remembered from an earlier start, or measured now; None: the rounds themselves must tell.
+
+    wanted: True measures in any case, False never; None: where the model is large enough, and it is soon done.
+    """
+    if wanted is False or engine.config.planner == "fixed" or not engine.drafting.drafters:
+        return None
+    note = _Note(engine, model_path)
+    if not wanted:
+        if engine.target.weights_bytes < _SMALL_MODEL:
+            return None
+        found = note.read()
+        if found is not None:
+            return found
+    costs = measure(engine, None if wanted else _LIMIT_S, progress)
+    if costs is not None:
+        note.write(costs)
+    return costs
+
+
+@torch.inference_mode()
+def measure(engine: Engine, limit_s: float | None, progress: Progress | None = None) -> MeasuredCosts | None:
+    """Time passes and drafts of an engine that has no requests. None where it would take too long, or nothing fits."""
+    kind = engine.target.device.type
+    sizes = [n for n in SIZES if n <= min(_LARGEST[kind], engine.config.draft_rows)]
+    most = -(-sizes[-1] // _ROWS)
+    if most_context(engine, most) < _SHORT or most > engine.config.max_num_seqs:
+        sizes, most = [n for n in sizes if n <= _ROWS], 1
+    if most_context(engine, 1) < _SHORT:
+        return None
+    if progress:
+        progress("measuring what passes cost (once)")
+    with posed(engine, 1, _SHORT) as alone:
+        first_s = _seconds(alone, alone.target_pass(1))
+    if kind == "cpu" and limit_s is not None:
+        sizes = _within(sizes, first_s, limit_s)
+    if len(sizes) < 3:
+        return None
+    found: list[float] = []
+    for rows in sizes:
+        with posed(engine, -(-rows // _ROWS), _SHORT) as scene:
+            found.append(_seconds(scene, scene.target_pass(rows)))
+    curve = Curve(tuple(sizes), tuple(found))
+    key_s, row_key_s = _context(engine, curve)
+    drafts = {
+        name: seen
+        for name, drafter in engine.drafting.drafters.items()
+        if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, drafter, progress))
+    }
+    return MeasuredCosts(curve, key_s, row_key_s, drafts)
+
+
+def _within(sizes: Sequence[int], first_s: float, limit_s: float) -> list[int]:
+    """The sizes that can be timed within the limit, three passes each, by what the smallest took."""
+    kept: list[int] = []
+    for rows in sizes:
+        limit_s -= 3 * first_s * (1 + _ROW_COST * (rows - 1))
+        if limit_s < 0:
+            break
+        kept.append(rows)
+    return kept
+
+
+def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
+    """What a token of context adds, once for its request and once for each row of it."""
+    kind = engine.target.device.type
+    requests = min(_LOOKING_BACK[kind], engine.config.max_num_seqs)
+    context = min(_LONG[kind], most_context(engine, requests))
+    if context < 8 * _SHORT:
+        return 0.0, 0.0
+    few, many = requests, 8 * requests
+    short = dict(zip(curve.sizes, curve.seconds, strict=True))
+    if not {few, many} <= short.keys():
+        return 0.0, 0.0
+    with posed(engine, requests, context) as scene:
+        one = max(0.0, _seconds(scene, scene.target_pass(few)) - short[few])
+        eight = max(0.0, _seconds(scene, scene.target_pass(many)) - short[many])
+    keys = requests * (context - _SHORT)
+    row_key_s = min(max(0.0, (eight - one) / (many // few - 1)), one) / keys
+    return max(0.0, one / keys - row_key_s), row_key_s
+
+
+def _drafts(engine: Engine, drafter: DeviceDrafter, progress: Progress | None) -> tuple[DraftSeen, ...]:
+    """One drafter's guesses, by number of requests and of nodes. Nothing where it cannot."""
+    most = min(made_for(drafter), engine.config.draft_tokens or _ROWS)
+    sizes = sorted({most} if drafter.makes_trees else {1, -(-most // 2), most})
+    seen: list[DraftSeen] = []
+    ends = _SHORT + _ROWS if drafter.max_positions is None else drafter.max_positions
+    for requests in _CROWDS[engine.target.device.type]:
+        if requests > engine.config.max_num_seqs or most_context(engine, requests) < _SHORT or ends < 2 * _SHORT:
+            break
+        try:
+            with posed(engine, requests, _SHORT) as scene:
+                took = [_seconds(scene, scene.draft(drafter.name, nodes)) for nodes in sizes]
+        except Exception as error:  # the engine will find out by itself, and say so
+            if progress:
+                progress(f"drafter {drafter.name} could not be timed ({type(error).__name__}: {error})")
+            break
+        seen.append(DraftSeen(requests, Curve(tuple(sizes), tuple(took))))
+    return tuple(seen)
+
+
+def _seconds(scene: Posed, work: Work) -> float:
+    """The least of a few runs, behind a first one that compiles and fetches: what disturbs only ever adds."""
+    gpu = scene.engine.target.device.type == "cuda"
+
+    def once() -> float:
+        scene.rewind()
+        if gpu:
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        if gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    once()
+    return max(min(once() for _ in range(5 if gpu else 2)), 1e-9)
+
+
+class _Note:
+    """The costs of one machine, model and precision, remembered."""
+
+    def __init__(self, engine: Engine, model_path: Path) -> None:
+        target, config = engine.target, engine.config
+        files = sorted(f for f in model_path.iterdir() if f.suffix in (".json", ".safetensors", ".bin"))
+        drafters = engine.drafting.drafters
+        depends: dict[str, Any] = {
+            "files": [(f.name, f.stat().st_size) for f in files],
+            "path": str(model_path.resolve()),
+            "versions": [VERSION, slipstream.__version__, torch.__version__],
+            "code": code_digest(),
+            "where": [str(target.dtype), chip_name(target.device), platform.node(), os.cpu_count()],
+            "how": [isinstance(engine, QueuedEngine), config.graphs, torch.get_num_threads(), target.swaps],
+            "sizes": [config.draft_rows, config.max_num_seqs, config.draft_tokens],
+            "drafters": [
+                (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, made_for(d))
+                for name, d in sorted(drafters.items())
+                if isinstance(d, DeviceDrafter)
+            ],
+        }
+        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
+        self.file = cache_folder() / "costs" / f"{key}.json"
+
+    def read(self) -> MeasuredCosts | None:
+        try:
+            return MeasuredCosts.from_json(json.loads(self.file.read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def write(self, costs: MeasuredCosts) -> None:
+        with suppress(OSError):  # a cache that cannot be written costs the next start a second
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(costs.as_json()))

@@ -1,0 +1,139 @@
+"""Requests that are nobody's: they stand in an idle engine's cache while passes and drafts over them are timed.
+
+What they leave behind is what any request leaves: pages that whoever gets them next writes before reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from slipstream.core.draft import MAX_NODES, Tree
+from slipstream.core.params import SamplingParams
+from slipstream.drafters.base import DeviceDrafter, DraftRequest
+from slipstream.engine.draft_loops import LoopShape
+from slipstream.engine.engine import Engine
+from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.round_shape import RoundShape
+from slipstream.kv.pages import PageTable
+from slipstream.models.batch import PassBatch
+
+_GREEDY = SamplingParams(temperature=0.0)
+_SPARE = 2 * (MAX_NODES + 1)
+"""Places behind each of them: for a draft's rows, and for a drafter that goes on behind them."""
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Posed:
+    """So many requests, each with as many tokens, in the engine's first slots."""
+
+    engine: Engine
+    tables: tuple[PageTable, ...]
+    context: int
+
+    @property
+    def requests(self) -> int:
+        return len(self.tables)
+
+    def rewind(self) -> None:
+        """A round that was timed advanced them: back to where they began."""
+        if isinstance(self.engine, QueuedEngine):
+            self.engine.lanes.rewind(self.requests, self.context)
+
+    def target_pass(self, rows: int) -> Work:
+        """A pass over so many rows, its choices included, to be run as often as one likes."""
+        few, more = divmod(rows, self.requests)
+        counts = [few + (i < more) for i in range(self.requests)]
+        if isinstance(self.engine, QueuedEngine):
+            return self._round(self.engine, [count - 1 for count in counts])
+        target, cache = self.engine.target, self.engine.cache
+        ids = torch.ones(rows, dtype=torch.int64, device=target.device)
+        batch = PassBatch.behind(self.tables, [self.context] * self.requests, counts, ids, target.device)
+        batch = replace(batch, logit_rows=None)  # every row of a draft chooses
+        return lambda: target.forward(batch, cache).argmax(1)
+
+    def draft(self, name: str, nodes: int) -> Work:
+        """A device drafter's guesses for all of them."""
+        drafter = self.engine.drafting.drafters[name]
+        assert isinstance(drafter, DeviceDrafter)
+        if isinstance(self.engine, QueuedEngine):
+            return self._loop(self.engine, name, nodes)
+        views = [self._view(i) for i in range(self.requests)]
+        return lambda: drafter.propose(views, [nodes] * len(views))
+
+    def _view(self, request: int) -> DraftRequest:
+        tokens = [1] * (self.context + 1)
+        return DraftRequest(_name(request), tokens, self.context, _GREEDY, request)
+
+    def _round(self, engine: QueuedEngine, nodes: Sequence[int]) -> Work:
+        run = engine.rounds.of(self._shape(engine, nodes))
+        trees = [Tree.chain([1] * count) for count in nodes]
+        run.load(range(self.requests), trees, [()] * self.requests)
+        return run.verify
+
+    def _loop(self, engine: QueuedEngine, name: str, nodes: int) -> Work:
+        shape = self._shape(engine, [nodes] * self.requests)
+        wanted = LoopShape(shape.requests, shape.keys, shape.features, shape.version, ((name, nodes),))
+        loop = engine.rounds.draft_loop(wanted)
+        device = engine.target.device
+        lanes = torch.full((shape.requests,), engine.lanes.state.trash, dtype=torch.int64, device=device)
+        lanes[: self.requests] = torch.arange(self.requests, device=device)
+        return lambda: loop.run(lanes)
+
+    def _shape(self, engine: QueuedEngine, nodes: Sequence[int]) -> RoundShape:
+        """As the rounds of greedy requests have it: what is captured here is of use later."""
+        return RoundShape.of(
+            nodes,
+            self.context,
+            is_tree=False,
+            features=engine.sampling.features(range(self.requests)),
+            version=engine.sampling.version,
+            keeps_logits=False,
+            most_keys=engine.plan.max_model_len + 1 + MAX_NODES,
+        )
+
+
+def most_context(engine: Engine, requests: int) -> int:
+    """The longest that so many may pose with; below 1 where they do not fit."""
+    pages = engine.pool.free_pages // requests
+    return min(engine.plan.max_model_len, pages * engine.config.page_size) - _SPARE
+
+
+@contextmanager
+def posed(engine: Engine, requests: int, context: int) -> Iterator[Posed]:
+    """Nobody else may be in the engine."""
+    tables = tuple(PageTable(engine.pool) for _ in range(requests))
+    drafters = [d for d in engine.drafting.drafters.values() if isinstance(d, DeviceDrafter)]
+    try:
+        for slot, table in enumerate(tables):
+            table.reserve(context + _SPARE)
+            table.commit(context)
+            engine.tables[_name(slot)] = table
+            engine.sampling.add(slot, _GREEDY, seed=0)
+        scene = Posed(engine, tables, context)
+        if isinstance(engine, QueuedEngine):
+            engine.lanes.pose([table.pages for table in tables], context)
+        else:
+            for drafter in drafters:
+                for slot in range(requests):
+                    drafter.start(scene._view(slot))
+        yield scene
+    finally:
+        if isinstance(engine, QueuedEngine):
+            engine.lanes.clear(requests)
+        for slot, table in enumerate(tables):
+            if not isinstance(engine, QueuedEngine):
+                for drafter in drafters:
+                    drafter.stop(_name(slot))
+            engine.tables.pop(_name(slot), None)
+            engine.sampling.remove(slot)
+            table.release()
+
+
+def _name(slot: int) -> str:
+    return f"posing/{slot}"

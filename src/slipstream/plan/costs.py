@@ -1,0 +1,52 @@
+"""Everything that is known of costs: the target's passes, and each drafter's guesses."""
+
+from __future__ import annotations
+
+from slipstream.plan.cost import PassCost
+from slipstream.plan.draft_cost import DraftCost
+from slipstream.plan.measured import Floats, Load, MeasuredCosts
+
+
+class Costs:
+    """Costs of an engine. Before anything was seen or measured, passes and drafts are in different units."""
+
+    def __init__(self, passes: PassCost) -> None:
+        self.passes = passes
+        self.measured: MeasuredCosts | None = None
+        self._drafts: dict[str, DraftCost] = {}
+        self._spent: dict[str, float] = {}  # seconds that the guesses took which are to be trimmed now
+
+    def adopt(self, measured: MeasuredCosts) -> None:
+        """These were measured before the first request. What drafters were seen to take so far is forgotten."""
+        self.measured = measured
+        self.passes.context.adopt(measured.key_s, measured.row_key_s)
+        self.passes.adopt(measured.passes)
+        self._drafts.clear()
+
+    def at(self, load: Load) -> None:
+        """The rounds that are asked about have such a load."""
+        self.passes.at(load)
+
+    def observe_draft(self, drafter: str, nodes: int, requests: int, seconds: float, *, is_tree: bool) -> None:
+        self._of(drafter, is_tree=is_tree).observe(nodes, requests, seconds)
+        if self.passes.observed:  # else the two have different units
+            self._spent[drafter] = seconds
+
+    def spent(self, drafter: str) -> float:
+        """What this round's guesses took that are to be trimmed now; told once."""
+        return self._spent.pop(drafter, 0.0)
+
+    def guess_s(self, drafter: str, nodes: int, requests: int, *, is_tree: bool = False) -> float:
+        """What a draft of so many nodes takes; 0 as long as nobody knows."""
+        return float(self.guess_curve(drafter, nodes, requests, is_tree=is_tree)[-1])
+
+    def guess_curve(self, drafter: str, most: int, requests: int, *, is_tree: bool = False) -> Floats:  # [most]
+        cost = self._of(drafter, is_tree=is_tree)
+        return cost.curve(most, requests) * (cost.observed and self.passes.observed)
+
+    def _of(self, drafter: str, *, is_tree: bool) -> DraftCost:
+        if drafter not in self._drafts:
+            seen = () if self.measured is None else self.measured.drafts.get(drafter, ())
+            # a tree's levels are all computed, whatever is taken of them
+            self._drafts[drafter] = DraftCost(0.0 if is_tree else 1.0, self.passes.slope, seen)
+        return self._drafts[drafter]

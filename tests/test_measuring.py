@@ -1,0 +1,131 @@
+"""Costs measured before the first request: what is timed, what is remembered, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import ConfigError
+from slipstream.engine import measuring
+from slipstream.engine.measuring import measure
+from slipstream.engine.posing import posed
+from slipstream.engine.queued import QueuedEngine
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import PassCost
+from slipstream.plan.measured import VERSION, Curve, DraftSeen, MeasuredCosts
+
+Open = Callable[..., LLM]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+COSTS = MeasuredCosts(
+    Curve((1, 2, 4), (1.0, 1.5, 2.0)), 1e-3, 2e-3, {"model": (DraftSeen(1, Curve((1, 5), (0.1, 0.5))),)}
+)
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_all_is_timed_and_nothing_stays_behind(open_llm: Open, tiny_draft: Path, rounds: str) -> None:
+    options: dict[str, Any] = {"drafter": f"model:{tiny_draft}", "rounds": rounds, "draft_tokens": 4}
+    fresh, llm = open_llm(**options), open_llm(**options)
+    costs = measure(llm.engine, None)
+    assert costs is not None
+    assert costs.passes.sizes == (1, 2, 4, 8, 16, 32, 48, 64)
+    assert min(costs.passes.seconds) > 0
+    assert costs.key_s >= 0
+    assert costs.row_key_s >= 0
+    assert [seen.requests for seen in costs.drafts["model"]] == [1, 4]
+    assert costs.drafts["model"][0].curve.sizes == (1, 2, 4)
+    assert "ngram" not in costs.drafts
+    assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+    assert not llm.engine.tables
+    if isinstance(llm.engine, QueuedEngine):
+        state = llm.engine.lanes.state
+        assert state.pages[:-1].eq(llm.engine.pool.num_pages).all(), "behind everybody's pages stands nobody's"
+        assert state.length[:-1].eq(1).all()
+    prompt = [5, 6, 7, 8, 5, 6, 7]
+    assert [o.outputs[0].token_ids for o in llm.generate([prompt], PARAMS)] == [
+        o.outputs[0].token_ids for o in fresh.generate([prompt], PARAMS)
+    ]
+
+
+def test_requests_that_pose_leave_even_where_something_breaks(open_llm: Open) -> None:
+    engine = open_llm().engine
+
+    def break_off() -> None:
+        with posed(engine, 2, 16):
+            assert engine.pool.free_pages < engine.pool.num_pages
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        break_off()
+    assert engine.pool.free_pages == engine.pool.num_pages
+    assert not engine.tables
+
+
+def test_a_pass_that_would_take_too_long_is_not_timed() -> None:
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64]
+    assert measuring._within(sizes, 0.001, 2.0) == sizes
+    assert measuring._within(sizes, 0.05, 2.0) == [1, 2, 4, 8, 16]
+    assert measuring._within(sizes, 1.0, 2.0) == []
+
+
+def planner_of(llm: LLM) -> AdaptivePlanner:
+    planner = llm.engine.drafting.planner
+    assert isinstance(planner, AdaptivePlanner)
+    return planner
+
+
+def test_they_are_remembered_and_small_models_are_not_measured(
+    open_llm: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    assert planner_of(open_llm()).costs.measured is None, "too small to be worth it"
+    assert planner_of(open_llm(measure_costs=False)).costs.measured is None
+    first = planner_of(open_llm(measure_costs=True)).costs.measured
+    (file,) = (tmp_path / "costs").glob("*.json")
+    assert first is not None
+    assert json.loads(file.read_text())["version"] == VERSION
+    monkeypatch.setattr(measuring, "_SMALL_MODEL", 0)
+    monkeypatch.setattr(measuring, "measure", lambda *_: pytest.fail("it was measured before"))
+    assert planner_of(open_llm()).costs.measured == first
+    file.write_text(json.dumps({**first.as_json(), "version": VERSION + 1}))
+    monkeypatch.setattr(measuring, "measure", lambda *_: COSTS)
+    assert planner_of(open_llm()).costs.measured == COSTS, "of another version"
+    assert planner_of(open_llm(drafter="suffix", max_num_seqs=4)).costs.measured == COSTS, "another setting"
+    assert open_llm(drafter=None, measure_costs=True).engine.drafting.drafters == {}
+
+
+def test_what_is_no_choice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="measure_costs='sometimes'"):
+        LLM("default", measure_costs="sometimes")  # type: ignore[arg-type]
+
+
+def test_json_and_back() -> None:
+    assert MeasuredCosts.from_json(json.loads(json.dumps(COSTS.as_json()))) == COSTS
+    for broken in (
+        {},
+        {"version": VERSION},
+        {**COSTS.as_json(), "passes": []},
+        {**COSTS.as_json(), "passes": [[2, 1]] * 2},
+    ):
+        assert MeasuredCosts.from_json(broken) is None
+
+
+def test_the_first_plan_is_by_what_was_measured() -> None:
+    """By the prior of a GPU a row costs nothing; measured here, a second one doubles the pass."""
+
+    def planner(seconds: tuple[float, ...]) -> AdaptivePlanner:
+        made = AdaptivePlanner(PassCost(0.001))
+        made.adopt(
+            MeasuredCosts(Curve((1, 2, 4, 8), seconds), drafts={"d": (DraftSeen(1, Curve((1, 4), (0.1, 0.4))),)})
+        )
+        made.next_round(1, 10)
+        return made
+
+    assert planner((1.0, 2.0, 4.0, 8.0)).budget("d", ["a"], [4], 1) == [0]
+    flat = planner((1.0, 1.0, 1.0, 1.0))
+    assert flat.budget("d", ["a"], [4], 1)[0] > 0
+    assert flat.reasons()["d"].startswith("d ")
