@@ -96,7 +96,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     drafts = {
         name: seen
         for name, drafter in engine.drafting.drafters.items()
-        if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, drafter, progress))
+        if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, name, drafter, progress))
     }
     return MeasuredCosts(curve, key_s, row_key_s, drafts)
 
@@ -131,7 +131,7 @@ def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
     return max(0.0, one / keys - row_key_s), row_key_s
 
 
-def _drafts(engine: Engine, drafter: DeviceDrafter, progress: Progress | None) -> tuple[DraftSeen, ...]:
+def _drafts(engine: Engine, name: str, drafter: DeviceDrafter, progress: Progress | None) -> tuple[DraftSeen, ...]:
     """One drafter's guesses, by number of requests and of nodes. Nothing where it cannot."""
     most = min(made_for(drafter), engine.config.draft_tokens or _ROWS)
     sizes = sorted({most} if drafter.makes_trees else {1, -(-most // 2), most})
@@ -142,10 +142,10 @@ def _drafts(engine: Engine, drafter: DeviceDrafter, progress: Progress | None) -
             break
         try:
             with posed(engine, requests, _SHORT) as scene:
-                took = [_seconds(scene, scene.draft(drafter.name, nodes)) for nodes in sizes]
+                took = [_seconds(scene, scene.draft(name, nodes)) for nodes in sizes]
         except Exception as error:  # the engine will find out by itself, and say so
             if progress:
-                progress(f"drafter {drafter.name} could not be timed ({type(error).__name__}: {error})")
+                progress(f"drafter {name} could not be timed ({type(error).__name__}: {error})")
             break
         seen.append(DraftSeen(requests, Curve(tuple(sizes), tuple(took))))
     return tuple(seen)
