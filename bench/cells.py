@@ -61,9 +61,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-tokens", type=int, default=128, help="of an answer; then the next request begins")
     made.add_argument("--prompts-each", type=int, default=16, help="prompts of a task, at least as many as at once")
     made.add_argument("--auto", help="what is planned: default auto, and auto+eagle where there is a --target")
-    made.add_argument("--trials", help="requests at once of adversaries and switches; default: as --at-once")
-    made.add_argument("--trial-seconds", type=float, default=3.0, help="of each measurement with an adversary")
-    made.add_argument("--phase", type=int, default=60, help="rounds between two switches")
+    made.add_argument("--trials", help="requests at once of adversaries and switches; default: fewest and most")
+    made.add_argument("--trial-seconds", type=float, default=2.0, help="of each measurement with an adversary")
+    made.add_argument("--phase", type=int, default=50, help="rounds between two switches")
     made.add_argument("--budget", type=float, help="seconds after which no further cell is begun")
     made.add_argument("--rounds", choices=("queued", "eager"), help="default: queued on a GPU, eager on a CPU")
     made.add_argument("--peers", default="plain,eagle3,ngram", help=f"of vLLM: {', '.join(cells_peers.MODES)}")
@@ -92,7 +92,7 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
         "parts": chosen("--parts", options.parts, PARTS),
         "settings": chosen("--settings", options.settings or USUAL[kind], SETTINGS),
         "cells": tuple(cells(tasks, at_once, warmths, options.cells)),
-        "trials": curve.sizes("--trials", options.trials) if options.trials else at_once,
+        "trials": curve.sizes("--trials", options.trials) if options.trials else (at_once[0], at_once[-1]),
         "peers": chosen("--peers", options.peers, cells_peers.MODES),
     }
 

@@ -23,6 +23,7 @@ from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix_store import SuffixStore
 from slipstream.engine.engine import Engine
 from slipstream.engine.listening import Offered, RoundTimes
+from slipstream.engine.odds import made_for
 from slipstream.engine.state import Answer
 from slipstream.models.graphs import recorded
 from slipstream.plan.planner import Planner
@@ -44,7 +45,7 @@ SETTINGS = (
 Ask = Callable[[int], tuple[list[int], SamplingParams]]
 """The prompt and the parameters of the first request, the second, …"""
 _TICK_S = 0.002
-_PATIENCE_S = 60.0
+_PATIENCE_S = 180.0
 
 
 class Meter:
@@ -180,6 +181,19 @@ class Bench:
             enabled=bool(drafter), drafter=drafter or None, draft_tokens=mode.draft_tokens, tenant="cells"
         )
         return SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, speculation=speculation)
+
+    def distinct(self, modes: Sequence[Mode], at_once: int) -> dict[str, str]:
+        """By setting, the first that drafts the same with so many requests: a pass has room for so many rows only."""
+        room = self.llm.engine.config.draft_rows // at_once - 1
+        drafters = self.llm.engine.drafting.drafters
+        first: dict[tuple[tuple[str, ...], int], str] = {}
+        found: dict[str, str] = {}
+        for mode in modes:
+            usual = sum(made_for(drafters[name]) for name in mode.needs)
+            nodes = min(room, usual if mode.draft_tokens is None else mode.draft_tokens)
+            is_fixed = mode.needs and mode.name != AUTO
+            found[mode.name] = first.setdefault((mode.needs, nodes), mode.name) if is_fixed else mode.name
+        return found
 
     def _put(self, planner: Planner) -> None:
         def put(engine: Engine) -> None:

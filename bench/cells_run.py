@@ -187,8 +187,10 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
             def measure(name: str, cell: Cell = cell, prompts: list[list[int]] = prompts) -> Any:
                 return bench.measure(by_name[name], cell, prompts, options.max_tokens, options.seconds)
 
-            found = side_by_side(list(by_name), measure, options.repeats)
-            report.put(known.get(cell.name, {}) | found, "cells", cell.name)
+            firsts = bench.distinct(modes, cell.at_once)
+            found = side_by_side(list(dict.fromkeys(firsts.values())), measure, options.repeats)
+            alike = {name: found[as_] | ({"same_as": as_} if as_ != name else {}) for name, as_ in firsts.items()}
+            report.put(known.get(cell.name, {}) | alike, "cells", cell.name)
         report.say(f"{number + 1} of {len(left)} cells; {whole.clock.takes(len(left) - number - 1):.0f} s to go")
     report.put([], "cells_left")
 
@@ -208,7 +210,7 @@ def _adversaries(whole: Run, trials: Trials) -> None:
 
 def _switches(whole: Run, trials: Trials) -> None:
     phase = whole.options.phase
-    for at_once in whole.wanted.trials[:2]:
+    for at_once in whole.wanted.trials:
         whole.report.put(trials.text(at_once, phase), "switches", f"echoing, surprising, echoing; {at_once} at once")
     most = max(whole.wanted.trials)
     if most > 1:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from cells_drafters import LONG, Knowing, Slow
+from cells_drafters import LONG, Answers, Knowing, Slow
 from cells_ours import AUTO, PLAIN, Ask, Bench, Crowd
 from cells_work import Beat, Window, side_by_side
 from curve_ours import Mode
@@ -48,10 +48,12 @@ class Trials:
     drafters: Sequence[Knowing]
     prompts: Sequence[list[int]]
     max_tokens: int
+    _known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # plain decoding's answers to the prompts
 
     def adversaries(self, at_once: int, seconds: float, repeats: int) -> dict[str, Any]:
         """Planned decoding with each of them, beside plain decoding."""
-        self._tell_answers(self.prompts, self.max_tokens)
+        self._known = self._known or self._answers(self.prompts, self.max_tokens)
+        self._tell(self._known)
         planners = {name: copy.deepcopy(self.bench.planner) for name in ADVERSARIES}
 
         def measure(name: str) -> Window:
@@ -70,7 +72,7 @@ class Trials:
         tokens = phase * (2 * (LONG + 1) + 1) + LONG + 2
         room = self.bench.llm.max_model_len - tokens - 1
         prompts = [prompt[:room] for prompt in self.prompts[:at_once]]
-        self._tell_answers(prompts, tokens, to_the_end=True)
+        self._tell(self._answers(prompts, tokens, to_the_end=True))
         params = self._params(Mode("switching", ("switching",)), tokens, to_the_end=True)
 
         async def play(crowd: Crowd) -> None:
@@ -110,12 +112,17 @@ class Trials:
             temperature=0, seed=0, max_tokens=max_tokens, ignore_eos=to_the_end, speculation=own.speculation
         )
 
-    def _tell_answers(self, prompts: Sequence[list[int]], tokens: int, *, to_the_end: bool = False) -> None:
-        """What plain decoding answers, to those who will pretend to guess it."""
+    def _answers(
+        self, prompts: Sequence[list[int]], tokens: int, *, to_the_end: bool = False
+    ) -> dict[tuple[int, ...], list[int]]:
+        """What plain decoding answers."""
         params = self._params(Mode(PLAIN), tokens, to_the_end=to_the_end)
         with self.bench.planned(Planner()):
             outputs = self.bench.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        answers = {tuple(p): list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)}
+        return {tuple(p): list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)}
+
+    def _tell(self, answers: Answers) -> None:
+        """To those who will pretend to guess them."""
         for drafter in self.drafters:
             drafter.answers = answers
 

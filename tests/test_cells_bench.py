@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -222,6 +223,9 @@ def test_settings_are_measured_in_one_engine_and_leave_its_planner(tiny_target: 
         assert llm.engine.drafting.planner is bench.planner
         assert llm.engine.listener is None
         assert not llm.engine.busy
+        with_sizes = [by_name["suffix"], replace(by_name["suffix"], name="s-40", draft_tokens=40)]
+        assert bench.distinct(with_sizes, 1) == {"suffix": "suffix", "s-40": "s-40"}
+        assert bench.distinct(with_sizes, 16) == {"suffix": "suffix", "s-40": "suffix"}, "15 nodes are what fits"
         suffix = llm.engine.drafting.drafters["suffix"]
         assert isinstance(suffix, SuffixDrafter)
         assert suffix.store.tokens == 0, "no answer is remembered"
