@@ -32,6 +32,7 @@ from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import drafters_of, simulate, traces_of
 from slipstream.bench.traffic import poisson, poisson_times, read_traffic, replay
 from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.engine.listening import RoundTimes
 from slipstream.plan.traits import overlap
 from stepping import Stepper
 
@@ -256,12 +257,23 @@ def test_curves_go_on_beyond_what_was_seen_and_never_fall() -> None:
     assert curve.at(2) == curve.at(4) == 2.5
     assert curve.at(6) == pytest.approx(4.25)
     assert curve.at(16) > curve.at(8) == 6.0
+    prompts = Curve([(1, 1.0, 9), (2, 1.2, 9), (3, 99.0, 1), (100, 20.0, 1), (300, 62.0, 1)])
+    assert prompts.at(300) == 62.0, "lengths of prompts come once, and nothing else says what they cost"
+    assert prompts.at(3) < 2, "an accident beside what was seen often"
     costs = RoundCosts(
         Costs(tuple(PassSeen(1, 1, 0, context, 0.01 + 1e-5 * context, 9) for context in (100, 200, 400))), apart=False
     )
     assert costs.pass_s(1, 0, 1000) == pytest.approx(0.02, rel=0.01)
     with pytest.raises(ConfigError, match="no passes"):
         RoundCosts(Costs(), apart=False)
+
+
+def test_stalls_count_and_accidents_do_not(tiny_target: Path) -> None:
+    recorder = Recorder(Stepper(tiny_target, "ngram").engine)
+    for seconds in (1.0, 1.0, 1.0, 1.0, 3.5, 1000.0):
+        recorder.round([], [], [], RoundTimes(0.0, 0.0, seconds, rows=1))
+    (seen,) = recorder.recording("tiny").costs.passes
+    assert seen.seconds == pytest.approx((4 + 3.5 + 8) / 6)
 
 
 def test_prompts_with_passes_of_their_own_are_added() -> None:

@@ -11,7 +11,9 @@ from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
 
 _FEW = 3
-"""Passes of a size that was seen so rarely are believed only where there are no others near."""
+_NEAR = 1.5
+"""Passes of a size that was seen more rarely are believed only where no other size is near: within such a factor. So an
+accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
 
 
 class Curve:
@@ -22,8 +24,12 @@ class Curve:
         seen: dict[float, list[tuple[float, int]]] = defaultdict(list)
         for size, seconds, count in points:
             seen[size].append((seconds, count))
-        often = {size: parts for size, parts in seen.items() if sum(count for _, count in parts) >= _FEW}
-        chosen = often if len(often) > 1 else seen
+        often = [size for size, parts in seen.items() if sum(count for _, count in parts) >= _FEW]
+        chosen = {
+            size: parts
+            for size, parts in seen.items()
+            if size in often or not any(size / _NEAR < other < size * _NEAR for other in often)
+        }
         self._sizes = np.array(sorted(chosen), dtype=np.float64)  # [N]
         means = [np.average([s for s, _ in chosen[n]], weights=[c for _, c in chosen[n]]) for n in self._sizes]
         weights = [float(sum(c for _, c in chosen[n])) for n in self._sizes]

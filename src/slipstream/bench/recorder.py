@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from slipstream.bench.recording import (
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _IDLE = 0.5
 """A pause between two rounds that is longer than this part of a round is none of the engine's doing."""
+
+_ACCIDENT = 8.0
 
 
 @dataclass(slots=True)
@@ -135,11 +137,11 @@ class Recorder:
         """Everything so far. Ask between rounds, or when nothing runs."""
         engine, config = self._engine, self._engine.config
         passes = [
-            PassSeen(*size[:3], int(median(c for c, _ in seen)), median(s for _, s in seen), len(seen))
+            PassSeen(*size[:3], int(median(c for c, _ in seen)), _typical([s for _, s in seen]), len(seen))
             for size, seen in sorted(self._passes.items())
         ]
-        drafts = [DraftSeen(*what, median(seen), len(seen)) for what, seen in sorted(self._drafts.items())]
-        host = [HostSeen(requests, median(seen), len(seen)) for requests, seen in sorted(self._host.items())]
+        drafts = [DraftSeen(*what, _typical(seen), len(seen)) for what, seen in sorted(self._drafts.items())]
+        host = [HostSeen(requests, _typical(seen), len(seen)) for requests, seen in sorted(self._host.items())]
         machine = Machine(
             engine.pool.num_pages,
             config.page_size,
@@ -160,6 +162,12 @@ class Recorder:
             Costs(tuple(passes), tuple(drafts), tuple(host)),
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
         )
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The mean: queues grow by it, stalls included. What took many times as long as others was an accident."""
+    most = _ACCIDENT * median(seconds)
+    return fmean(min(one, most) for one in seconds)
 
 
 def _once(guesses: Sequence[_Guess]) -> list[_Guess]:

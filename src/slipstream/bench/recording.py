@@ -25,7 +25,7 @@ class PassSeen:
     rows: int
     read_rows: int
     context: int  # tokens in the cache of all of them together, at the median
-    seconds: float  # the median
+    seconds: float  # the mean
     count: int
 
 
