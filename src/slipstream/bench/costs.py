@@ -28,7 +28,7 @@ class Curve:
         chosen = {
             size: parts
             for size, parts in seen.items()
-            if size in often or not any(size / _NEAR < other < size * _NEAR for other in often)
+            if size in often or not any(size / _NEAR <= other <= size * _NEAR for other in often)
         }
         self._sizes = np.array(sorted(chosen), dtype=np.float64)  # [N]
         means = [np.average([s for s, _ in chosen[n]], weights=[c for _, c in chosen[n]]) for n in self._sizes]
