@@ -220,4 +220,5 @@ def test_how_many_requests_are_judged_together_changes_nothing(
     crowd = Crowd(target, f"model:{tiny_draft}", draft_tokens=4)
     together = [a.token_ids for a in crowd.answers(params)]
     monkeypatch.setattr(mixed, "JUDGED_ROWS", 2 * 5)
+    monkeypatch.setattr(mixed, "group_rows", lambda width: 1)
     assert [a.token_ids for a in crowd.answers(params)] == together

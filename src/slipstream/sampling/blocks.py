@@ -13,8 +13,13 @@ from torch import Tensor
 BLOCK_ELEMENTS = 2**18
 """About 1 MB of fp32: a chain of elementwise steps over this much stays in a core's own cache."""
 
-GROUP_ROWS = 64
+_GROUP_ROWS = 64
 """As many rows as one request brings to a pass: rows that could share their noise come together."""
+
+
+def group_rows(width: int) -> int:
+    """Rows of `width` that are worked on together: one request's, and of tiny vocabularies as many as a cache holds."""
+    return max(_GROUP_ROWS, BLOCK_ELEMENTS // max(1, width))
 
 
 def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
@@ -35,10 +40,10 @@ def rows_where(wanted: Tensor) -> Tensor:
     return torch.arange(wanted.shape[0], device=wanted.device)
 
 
-def row_groups(wanted: Tensor) -> Iterator[Tensor]:
+def row_groups(wanted: Tensor, width: int) -> Iterator[Tensor]:
     """As `rows_where`, in groups on the CPU: bounds the scratch of steps that need several times the logits."""
     index = rows_where(wanted)
-    step = GROUP_ROWS if index.device.type == "cpu" else max(1, index.shape[0])
+    step = group_rows(width) if index.device.type == "cpu" else max(1, index.shape[0])
     for start in range(0, index.shape[0], step):
         yield index[start : start + step]
 

@@ -54,11 +54,11 @@ def choose(
     if features.sampled:
         tempering, keys = _tempering(rows, table, features, largest), table.noise_keys(rows)
         if features.top_k or features.top_p:
-            for index in row_groups(tempering.filtered):
+            for index in row_groups(tempering.filtered, logits.shape[1]):
                 some, wishes, own_keys = take_rows(logits, index), tempering.at(index), take_rows(keys, index)
                 found = _choose_filtered(some, wishes, own_keys, table.token_hashes, candidates)
                 put_rows(tokens, index, tempering.filtered, found)
-        for index in row_groups(tempering.free):
+        for index in row_groups(tempering.free, logits.shape[1]):
             some, wishes, own_keys = take_rows(logits, index), tempering.at(index), take_rows(keys, index)
             put_rows(tokens, index, tempering.free, _choose_free(some, wishes, own_keys, table.token_hashes))
     return tokens.masked_fill_(~largest.isfinite(), NOTHING)
@@ -88,7 +88,7 @@ def processed(
     scores.masked_fill_(~(free[:, None] & (scores >= tempering.log_min_p[:, None])), -math.inf)
     scores.scatter_(1, best[:, None], 0.0)  # the likeliest token is always possible
     if features.top_k or features.top_p:
-        for index in row_groups(filtered):
+        for index in row_groups(filtered, logits.shape[1]):
             found = _filtered_scores(take_rows(logits, index), tempering.at(index), candidates)
             scores[index] = torch.where(filtered[index, None], found, scores[index])
     return scores.masked_fill_(~largest.isfinite()[:, None], -math.inf)

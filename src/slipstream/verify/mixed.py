@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.sampling.blocks import rows_where
+from slipstream.sampling.blocks import group_rows, rows_where
 from slipstream.sampling.choose import processed
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
@@ -19,7 +19,8 @@ from slipstream.verify.rejection import rejection_choices, rejection_keys
 
 JUDGED_ROWS = 64
 """Rows of probabilities that are looked at together, at least one request's. Six copies of them exist meanwhile: what
-two copies of three times as many logits take. So it is done where tokens were sampled before."""
+two copies of three times as many logits take. So it is done where tokens were sampled before. Vocabularies of a few
+hundred tokens have more rows, which take no room worth a plan."""
 
 
 def mixed_choices(
@@ -38,7 +39,8 @@ def mixed_choices(
     slots = rows.slots[row_of[:, 0]]  # [B]
     asked = table.rejects[slots]  # [B]
     index = rows_where(asked)
-    room = max(1, JUDGED_ROWS // (draft.width + 1))  # requests at a time
+    together = max(JUDGED_ROWS, group_rows(logits.shape[1]))
+    room = max(1, together // (draft.width + 1))  # requests at a time
     for part in index.split(room) if index.shape[0] else ():
         own = Draft(draft.tokens[part], draft.parents[part], draft.counts[part], draft.is_chain, _at(draft.q, part))
         index_of = row_of[part].flatten()  # [b * (K + 1)]
