@@ -22,9 +22,8 @@ from slipstream.drafters.base import DraftRequest, HostDrafter, Needs
 from slipstream.drafters.lookahead import LookaheadDrafter
 from slipstream.plan.planner import Planner
 from slipstream.verify import mixed, rejection
-from verifier_scenes import ALWAYS, SETTINGS, Crowd, Expected, asked, expected
+from verifier_scenes import ALWAYS, FOUND, SETTINGS, Crowd, Expected, asked, expected
 
-FOUND = 1e-6  # p-value of a mistake that is noticed
 REQUESTS = 12  # times the samples of each
 CASES = [("medusa", "eager"), ("eagle", "queued"), ("medusa", "queued"), ("eagle", "eager")]
 NODES = 10
@@ -43,37 +42,36 @@ def wanted(target: Path) -> Callable[[str], Expected]:
 
 
 @pytest.fixture(scope="module")
-def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def headed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Crowd]:
+    """An engine with a head, by its name and the kind of rounds."""
     folder = tmp_path_factory.mktemp("heads")
     eagle = eagle_scenes.eagle1().write(folder / "eagle")
-    return {
+    heads = {
         "medusa": f"medusa:{knowing_medusa(folder / 'medusa', target)}",
         "eagle": f"eagle:{eagle}?width=3&depth=3&nodes={NODES}",
     }
+    return cache(lambda name, rounds: Crowd(target, heads[name], rounds=rounds, draft_tokens=NODES))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("name", "rounds"), CASES)
 def test_trees_of_heads(
-    target: Path, heads: dict[str, str], wanted: Callable[[str], Expected], setting: str, name: str, rounds: str
+    headed: Callable[[str, str], Crowd], wanted: Callable[[str], Expected], setting: str, name: str, rounds: str
 ) -> None:
-    crowd = Crowd(target, heads[name], rounds=rounds, draft_tokens=NODES)
-    tokens = crowd.tokens(asked(SETTINGS[setting], name), REQUESTS)
+    tokens = headed(name, rounds).tokens(asked(SETTINGS[setting], name), REQUESTS)
     assert wanted(setting).p_value(tokens) > ALWAYS
 
 
 @pytest.mark.parametrize(("name", "rounds"), CASES[:2])
 def test_a_biased_acceptance_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
-    target: Path,
-    heads: dict[str, str],
+    headed: Callable[[str, str], Crowd],
     wanted: Callable[[str], Expected],
     name: str,
     rounds: str,
 ) -> None:
     monkeypatch.setattr(rejection, "_passes", lambda u, chance, odds: u * odds < chance * 3)
-    crowd = Crowd(target, heads[name], rounds=rounds, draft_tokens=NODES)
-    tokens = crowd.tokens(asked(SETTINGS["T 1, top-k 6"], name), 2 * REQUESTS)
+    tokens = headed(name, rounds).tokens(asked(SETTINGS["T 1, top-k 6"], name), REQUESTS)
     assert wanted("T 1, top-k 6").p_value(tokens) < FOUND
 
 

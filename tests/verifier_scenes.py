@@ -29,6 +29,7 @@ ONLY = dict.fromkeys(range(V), 60.0)
 PLACES = 4  # of each answer that are looked at: the first comes from the prompt, three can be drafted in one round
 SAMPLES = 64  # of a request
 ALWAYS = 1e-3  # p-value of a test that passes; seeds are fixed, so it always does or never
+FOUND = 1e-5  # p-value of a mistake that is noticed, by as many draws as the tests that pass have
 
 SETTINGS = {
     "T 1, top-k 6": SamplingParams(temperature=1.0, top_k=6),
