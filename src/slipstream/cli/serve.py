@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -13,7 +14,7 @@ from slipstream.bench.tune import read_engine
 from slipstream.cli.loading import loaded
 from slipstream.cli.options import DEFAULT_DRAFTER, MODEL, OUTPUT, SPECULATION, Common, option, with_common
 from slipstream.cli.show import note
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters.vllm_names import from_vllm
 from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat
 
@@ -168,6 +169,8 @@ def serve(
 
         set_up(settings.log_format)
         server = HttpServer(llm, settings)
+        with suppress(InvalidRequest, OSError):  # without the extra [grammar] a request that needs it will hear of it
+            llm.expect_forms()
         if not settings.keys and host not in ("127.0.0.1", "::1", "localhost"):
             note(
                 f"{host}: anybody who reaches this machine may use it; --api-key-file FILE asks for keys",

@@ -1,16 +1,16 @@
 """From a rule to something that can be followed: checked, compiled by xgrammar, and kept for the next who asks.
 
-Compiling takes milliseconds to tenths of a second. It happens where a request comes in, on the caller's thread, and
-xgrammar lets other threads run meanwhile: no round waits for it. xgrammar is an optional package, imported when the
-first such request comes.
+Compiling takes milliseconds to seconds. It happens where a request comes in, on the caller's thread, and xgrammar lets
+other threads run meanwhile: no round waits for it. Where strangers ask, forms that may take long are tried out first
+(`trials.py`), some at a time. xgrammar is an optional package, imported when the first such request comes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -18,16 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.constrain.limits import CompileLimits
 from slipstream.constrain.matcher import WORD, Constraint, Rules, mask_words
-from slipstream.constrain.patterns import check_pattern, dotless
-from slipstream.constrain.schema import lawful_schema
-from slipstream.core.errors import InvalidRequest
+from slipstream.constrain.source import Source, source_of
+from slipstream.constrain.trials import WORKSHOP, Sample
+from slipstream.core.errors import InvalidRequest, QueueFull
 from slipstream.core.structured import StructuredOutputsParams
 
 _CACHE_BYTES = 64 << 20
-_MOST_SPACES = 40
-"""Most white space in a row, where the model sets it: some small models would go on for ever."""
 _KNOWN_TEXTS = 4096
+_KNOWN_FORMS = 1024
+_AT_ONCE = 2
 
 
 class Grammars:
@@ -41,13 +42,22 @@ class Grammars:
         self._made: Any = None
         self._no_text: frozenset[int] = frozenset()
         self._in_json: Tensor | None = None  # [W]: tokens that JSON may have at all
+        self._sample: Sample | None = None
+        self._counting = threading.Lock()
+        self._heavy = 0  # forms that are tried or compiled, or wait for it
+        self._trying = threading.Semaphore(_AT_ONCE)
+        self._compiling = threading.Semaphore(_AT_ONCE)
+        self._tried: dict[tuple[StructuredOutputsParams, float], str | None] = {}  # what was wrong with them
         self._encode = lru_cache(_KNOWN_TEXTS)(self._encoded)  # keys of a schema come again in every answer
 
-    def constraint(self, form: StructuredOutputsParams, stop_ids: Iterable[int] = ()) -> Constraint:
+    def constraint(
+        self, form: StructuredOutputsParams, stop_ids: Iterable[int] = (), limits: CompileLimits | None = None
+    ) -> Constraint:
         """The beginning of an answer of this form. stop_ids: further ids that end it; special tokens among them stand
-        where the form is complete, others are text. Raises `InvalidRequest` where no answer can have the form."""
+        where the form is complete, others are text. Raises `InvalidRequest` where no answer can have the form, and
+        where compiling it goes beyond the limits; None: it may take as long as it takes."""
         rules = Rules(
-            self._compiled(form),
+            self._compiled(form, limits),
             tuple(sorted(self._eos_ids.union(_special_ids(self._tokenizer).intersection(stop_ids)))),
             self._vocab_size,
             self._encode,
@@ -60,14 +70,62 @@ class Grammars:
             raise InvalidRequest(f"structured_outputs.{form.kind}: no text at all has this form; mend it")
         return found
 
-    def _compiled(self, form: StructuredOutputsParams) -> Any:
+    def warm(self) -> None:
+        """Have the process ready in which forms of strangers are tried out. Does not wait for it."""
+        self._compiler()
+        assert self._sample is not None
+        WORKSHOP.warm(self._sample)
+
+    def _compiled(self, form: StructuredOutputsParams, limits: CompileLimits | None) -> Any:
         compiler = self._compiler()
+        source = source_of(form)
+        if source.light or limits is None:
+            return self._made_of(form, source, compiler)
+        with self._counted(limits):
+            self._try_out(form, source, limits)
+            with self._compiling:
+                return self._made_of(form, source, compiler)
+
+    @staticmethod
+    def _made_of(form: StructuredOutputsParams, source: Source, compiler: Any) -> Any:
         try:
-            return _compile(compiler, form)
-        except InvalidRequest:
-            raise
+            return source.compile(compiler)
         except Exception as error:  # whatever the compiler does not like
-            raise InvalidRequest(f"structured_outputs.{form.kind} cannot be followed: {_reason(error)}") from None
+            raise InvalidRequest(_impossible(form, str(error) or type(error).__name__)) from None
+
+    @contextmanager
+    def _counted(self, limits: CompileLimits) -> Iterator[None]:
+        with self._counting:
+            if self._heavy >= limits.waiting:
+                raise QueueFull("structured_outputs: too many forms are being compiled; try again", 1.0)
+            self._heavy += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._heavy -= 1
+
+    def _try_out(self, form: StructuredOutputsParams, source: Source, limits: CompileLimits) -> None:
+        """Raise `InvalidRequest` where it would take too long, or cannot be compiled at all."""
+        known = (form, limits.trial_s)
+        if known not in self._tried:
+            assert self._sample is not None
+            with self._trying:
+                try:
+                    outcome = WORKSHOP.try_out(source, self._sample, limits.trial_s)
+                except OSError:  # no process can be had here: as in the library, it takes as long as it takes
+                    return
+            wrong = None
+            if outcome.reason is not None:
+                wrong = _impossible(form, outcome.reason)
+            elif not outcome.fine:
+                wrong = f"structured_outputs.{form.kind}: would take too long to compile; {_SIMPLER[form.kind]}"
+            with self._counting:
+                self._tried[known] = wrong
+                while len(self._tried) > _KNOWN_FORMS:
+                    del self._tried[next(iter(self._tried))]
+        if (wrong := self._tried.get(known)) is not None:
+            raise InvalidRequest(wrong)
 
     def _compiler(self) -> Any:
         with self._lock:
@@ -89,9 +147,13 @@ class Grammars:
                 self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=sorted(self._eos_ids)
             )
         except Exception as error:
-            raise InvalidRequest(f"structured_outputs: not with this model's tokenizer: {_reason(error)}") from None
+            raise InvalidRequest(
+                f"structured_outputs: not with this model's tokenizer: {_reason(str(error))}"
+            ) from None
         self._no_text = frozenset(info.special_token_ids)
-        self._in_json = _without_controls(info.decoded_vocab, self._vocab_size)
+        vocabulary = info.decoded_vocab
+        self._in_json = _without_controls(vocabulary, self._vocab_size)
+        self._sample = Sample.of(vocabulary)
         threads = max(1, min(8, (os.cpu_count() or 1) // 2))  # the rest is for those who run
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=_CACHE_BYTES)
 
@@ -114,26 +176,22 @@ def _without_controls(vocabulary: Sequence[bytes], vocab_size: int) -> Tensor:  
     return torch.from_numpy(words)
 
 
-def _compile(compiler: Any, form: StructuredOutputsParams) -> Any:
-    if form.kind == "regex":
-        check_pattern("structured_outputs.regex", form.rule)
-        return compiler.compile_regex(dotless("structured_outputs.regex", form.rule))
-    if form.kind == "grammar":
-        return compiler.compile_grammar(form.rule)
-    if form.kind == "choice":
-        listed = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(form.rule))
-        return compiler.compile_grammar(f"root ::= {listed}")
-    schema = lawful_schema(form.rule) if form.kind == "json" else {"type": "object", "additionalProperties": True}
-    free = not form.disable_any_whitespace
-    return compiler.compile_json_schema(
-        json.dumps(schema, ensure_ascii=False), any_whitespace=free, max_whitespace_cnt=_MOST_SPACES if free else None
-    )
+_SIMPLER = {
+    "grammar": "write fewer rules that can begin alike, and shorter repeats",
+    "json": "use fewer or shorter patterns, lengths, enums and free properties",
+    "regex": "write shorter repeats",
+    "choice": "give fewer or shorter texts",
+}
 
 
-def _reason(error: BaseException) -> str:
+def _impossible(form: StructuredOutputsParams, message: str) -> str:
+    return f"structured_outputs.{form.kind} cannot be followed: {_reason(message)}"
+
+
+def _reason(message: str) -> str:
     """Its last line, without where in the library it was raised."""
-    if "Check failed" in str(error):  # a limit of the compiler's own, in the words of its source
+    if "Check failed" in message:  # a limit of the compiler's own, in the words of its source
         return "the compiler cannot; make patterns and lengths shorter"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    _, found, reason = lines[-1].partition(".cc:")
-    return reason.partition(": ")[2] if found else lines[-1]
+    last = (message.strip().splitlines() or ["no reason was given"])[-1]
+    _, found, reason = last.partition(".cc:")
+    return reason.partition(": ")[2] if found else last

@@ -21,9 +21,16 @@ MAX_SUBSCHEMAS = 1000
 MAX_PROPERTIES = 256
 MAX_VALUES = 2000
 MAX_MULTIPLE = 1000
+MAX_ONE_OF = 64
 MAX_TEXT_WEIGHT = 2 * MAX_JSON_WEIGHT
 """Limits of what is compiled: time grows with the square and the cube of some of them. Text has a weight: what its
-patterns weigh, and what its lengths do; each part takes about 10 ms to compile with a vocabulary of 49,152."""
+patterns weigh, and what its lengths do; each part takes about 10 ms to compile with a vocabulary of 49,152. So do
+multiples, long enums, and names beside free ones."""
+_LIGHT_WEIGHT = 16
+_LIGHT_SUBSCHEMAS = 128
+_MULTIPLE_WEIGHT = 20
+_ENUM_WEIGHT = 256
+"""By how much to divide the step of a multiple, and the characters of an enum, for what they weigh."""
 _LONG = 512
 """Longer lengths take no longer."""
 _AGAIN = 2
@@ -60,13 +67,28 @@ _OF_TYPES = frozenset().union(*_KEYWORDS.values())
 _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 
 
-def lawful_schema(text: str) -> Schema | bool:
-    """The schema in the form in which the compiler follows all of it. Raises `InvalidRequest` where there is none."""
+@dataclass(frozen=True, slots=True)
+class ReadSchema:
+    """A schema in the form in which the compiler follows all of it. light: that takes 0.2 s at most."""
+
+    schema: Schema | bool
+    light: bool
+
+
+def read_schema(text: str) -> ReadSchema:
+    """Raises `InvalidRequest` where the schema cannot be followed."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"structured_outputs.json is no JSON: {error}") from None
-    return _Reader(given).read(given, "#", 0)
+    reader = _Reader(given)
+    schema = reader.read(given, "#", 0)
+    return ReadSchema(schema, reader.weight <= _LIGHT_WEIGHT and reader.count <= _LIGHT_SUBSCHEMAS)
+
+
+def lawful_schema(text: str) -> Schema | bool:
+    """The schema alone."""
+    return read_schema(text).schema
 
 
 @dataclass(slots=True)
@@ -127,6 +149,8 @@ class _Reader:
     def _any_of(self, node: Schema, at: str, depth: int) -> Schema:
         key = "anyOf" if "anyOf" in node else "oneOf"
         given = _listed(node[key], f"{at}/{key}")
+        if key == "oneOf" and len(given) > MAX_ONE_OF:
+            raise _wrong(at, f"oneOf has {len(given)} schemas: must be at most {MAX_ONE_OF}; use anyOf")
         if key == "oneOf":  # "exactly one" is "any" where no value fits two of them
             for i, one in enumerate(given):
                 for j in range(i):
@@ -146,6 +170,7 @@ class _Reader:
         values = [node["const"]] if key == "const" else _listed(node["enum"], f"{at}/enum")
         if len(values) > MAX_VALUES:
             raise _wrong(at, f"enum has {len(values)} values: must be at most {MAX_VALUES}")
+        self._add(at, len(json.dumps(values, ensure_ascii=False)) // _ENUM_WEIGHT)
         if "type" in node:
             types = self._types(node, at)
             for value in values:
@@ -202,16 +227,25 @@ class _Reader:
         self._weigh(at, pattern, check_pattern(f"structured_outputs.json: at {at}: {key}", pattern, in_json=True))
 
     def _weigh(self, at: str, text: Any, weight: int) -> None:
-        self.weight += _AGAIN if text in self.texts else weight
+        again = text in self.texts
         self.texts.add(text)
+        self._add(at, _AGAIN if again else weight)
+
+    def _add(self, at: str, weight: int) -> None:
+        self.weight += weight
         if self.weight > MAX_TEXT_WEIGHT:
-            raise _wrong(at, "patterns and lengths of strings are too dear together; use fewer, simpler or equal ones")
+            raise _wrong(
+                at,
+                "patterns and lengths of strings, multiples, enums and names beside free ones are too dear together; "
+                "use fewer, simpler or equal ones",
+            )
 
     def _multiple(self, made: Schema, types: set[str], at: str) -> None:
         step = made["multipleOf"]
         whole = isinstance(step, int) and not isinstance(step, bool) and 1 <= step <= MAX_MULTIPLE
         if not whole or "number" in types:
             raise _wrong(at, f"multipleOf {_shown(step)} must be 1 to {MAX_MULTIPLE}, of type integer")
+        self._add(at, step // _MULTIPLE_WEIGHT)
 
     def _array(self, made: Schema, at: str, depth: int) -> None:
         if "items" in made:
@@ -238,6 +272,8 @@ class _Reader:
         if named:
             read = {name: self.read(part, f"{at}/properties/{name}", depth + 1) for name, part in named.items()}
             made["properties"] = read
+        if others is not False:
+            self._add(at, len(named))
         if "additionalProperties" in made:
             made["additionalProperties"] = self.read(others, f"{at}/additionalProperties", depth + 1)
         if "patternProperties" in made:

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from slipstream.constrain.compiler import Grammars
+from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
@@ -36,7 +37,7 @@ class Intake:
         auto: Sequence[str] = (),  # who is meant by this name
     ) -> None:
         self._plan = plan
-        self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
+        self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
@@ -45,7 +46,14 @@ class Intake:
         self._auto = auto
 
     def job(
-        self, prompt: Prompt, params: SamplingParams, sink: Sink, *, streaming: bool, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        streaming: bool,
+        request_id: str | None = None,
+        compiling: CompileLimits | None = None,
     ) -> Job:
         text, ids = self._prompt(prompt)
         if self._plan is not None:
@@ -60,7 +68,7 @@ class Intake:
         bad_words = self._bad_words(params.bad_words)
         self._check_ids("bad_words", (token for word in bad_words for token in word))
         form = params.structured_outputs
-        constraint = None if form is None else self._grammars.constraint(form, params.stop_token_ids)
+        constraint = None if form is None else self.grammars.constraint(form, params.stop_token_ids, compiling)
         for sample in range(params.n):
             answer = Answer(
                 job=job,

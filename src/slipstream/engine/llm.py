@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
@@ -261,11 +262,24 @@ class LLM:
         *,
         request_id: str | None = None,
         streaming: bool = True,
+        compiling: CompileLimits | None = None,
     ) -> Job:
-        """Everything of `open_stream` that takes time or can be refused; on any thread."""
+        """Everything of `open_stream` that takes time or can be refused; on any thread.
+
+        compiling: what a stranger's form may take; None: as long as it takes.
+        """
         return self._intake.job(
-            prompt, sampling_params or SamplingParams(), _nobody, streaming=streaming, request_id=request_id
+            prompt,
+            sampling_params or SamplingParams(),
+            _nobody,
+            streaming=streaming,
+            request_id=request_id,
+            compiling=compiling,
         )
+
+    def expect_forms(self) -> None:
+        """Strangers will ask for answers of some form: have ready what tries their forms out. Does not wait for it."""
+        self._intake.grammars.warm()
 
     def start(self, *jobs: Job) -> OutputStream:
         """Start together what was prepared, for the running event loop. The stream ends when all of them have."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
@@ -86,6 +87,7 @@ class ServeConfig:
     chunk_chars: characters of every event of a stream, all events padded to one size; None: what a round brought.
     drain_s: seconds that running requests have when the server is told to end.
     stall_s: seconds that a round may take before /health says that the engine hangs.
+    compiling: what forms of answers may take to compile.
     telemetry: send OpenTelemetry traces, by that library's own environment variables.
     """
 
@@ -102,6 +104,7 @@ class ServeConfig:
     tool_format: ToolFormat = "auto"
     log_format: LogFormat = "text"
     telemetry: bool = False
+    compiling: CompileLimits = field(default_factory=CompileLimits)
 
     def __post_init__(self) -> None:
         self._check("models", bool(self.models) and all(self.models), "one name or more")

@@ -34,8 +34,9 @@ _LONGEST_TOKEN = 16
 _SHORT = 4096
 """Bytes of a body that is prepared in place: a switch of threads would take longer."""
 
-_COMPILING = 2
-"""Forms that are compiled at once. Some grammars take a minute: long prompts, which have other threads, do not wait."""
+_COMPILING = 16
+"""Requests with forms that are prepared at once, on threads of their own. More than may be tried and compiled
+(`CompileLimits.waiting`): others have forms that are little work, and must not wait for those."""
 
 Made = TypeVar("Made")
 
@@ -207,7 +208,8 @@ class Service:
     def _job(self, ids: list[int], params: SamplingParams, record: Record, index: int, param: str = "prompt") -> Job:
         self._check_length(param, len(ids), "tokens", 1)
         streaming = params.output_kind == "delta"
-        job = self.llm.prepare(ids, params, request_id=f"{record.id}-{index}", streaming=streaming)
+        name = f"{record.id}-{index}"
+        job = self.llm.prepare(ids, params, request_id=name, streaming=streaming, compiling=self.config.compiling)
         self._check_length("prediction", len(job.answers[0].prediction), "tokens", 1)
         self._check_length("speculation.material", sum(map(len, job.answers[0].material)), "tokens", 1)
         return job

@@ -1,0 +1,98 @@
+"""A process of its own in which forms are tried out: it may be killed where a thread may not.
+
+`python -m slipstream.constrain.trial_process` reads lines of JSON: vocabularies, and forms to be compiled with them.
+Each form is compiled in a fork, which the system ends when its time is over; so nothing is started anew, and what
+crashes there crashes alone. A line of JSON says how it went. It ends when nobody writes to it any more, or for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from slipstream.constrain.source import Source
+
+IDLE_S = 600.0
+_MOST_BYTES = 2 << 30
+_WALL = 20
+"""Times its time on a CPU that a form may take by the clock: others may need the CPU too."""
+_LONGEST_REASON = 1000
+"""Bytes: a line of less than 4,096 is written as a whole, whoever writes at the same time."""
+FINE, WRONG, DEAR = "fine", "wrong", "dear"
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
+    compilers: dict[str, Any] = {}
+    for line in _lines():
+        asked = json.loads(line)
+        if "tokens" in asked:
+            compilers[asked["vocabulary"]] = _compiler(asked["tokens"])
+        elif os.fork() == 0:
+            _watch(asked, compilers[asked["vocabulary"]])
+            os._exit(0)
+
+
+def _lines() -> Iterator[bytes]:
+    """Of the standard input."""
+    rest = b""
+    while select.select([0], [], [], IDLE_S)[0] and (got := os.read(0, 1 << 16)):
+        *whole, rest = (rest + got).split(b"\n")
+        yield from whole
+
+
+def _compiler(tokens: list[str]) -> Any:
+    """With one thread: none of this process's may run while it forks."""
+    import xgrammar
+
+    vocabulary = [token.encode("latin-1") for token in tokens]
+    info = xgrammar.TokenizerInfo([*vocabulary, b""], xgrammar.VocabType.RAW, stop_token_ids=[len(vocabulary)])
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _watch(asked: dict[str, Any], compiler: Any) -> None:
+    """Compile in another fork, and say what became of it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.close(0)  # who writes there writes to the process that forked, or is to learn that it ended
+    ours, theirs = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.close(ours)
+        _limit(asked["cpu_s"])
+        os.write(theirs, json.dumps(_try(asked, compiler)).encode())
+        os._exit(0)
+    os.close(theirs)
+    told = b"".join(iter(lambda: os.read(ours, 1 << 16), b""))
+    os.waitpid(fork, 0)
+    said = json.loads(told) if told else {"outcome": DEAR}  # it was ended: by its time, or for want of memory
+    os.write(1, json.dumps({"id": asked["id"], **said}).encode() + b"\n")
+
+
+def _limit(cpu_s: float) -> None:
+    """Seconds of a CPU, and memory. Who goes beyond them is ended by the system."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, _WALL * cpu_s)
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+
+
+def _try(asked: dict[str, Any], compiler: Any) -> dict[str, str]:
+    try:
+        Source(asked["kind"], asked["text"], asked["free"]).compile(compiler)
+    except MemoryError:
+        return {"outcome": DEAR}
+    except Exception as error:  # whatever the compiler does not like
+        return {"outcome": WRONG, "reason": str(error)[-_LONGEST_REASON:]}
+    return {"outcome": FINE}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Forms of strangers: bounded before they are compiled, tried out apart, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from conftest import EOS, VOCAB, save_tokenizer
+from serving import MODEL, serving
+from slipstream import LLM, StructuredOutputsParams
+from slipstream.constrain.compiler import Grammars
+from slipstream.constrain.ebnf import MAX_ALTERNATIVES, MAX_RULES, MAX_WEIGHT, check_grammar
+from slipstream.constrain.limits import CompileLimits
+from slipstream.constrain.schema import MAX_ONE_OF, read_schema
+from slipstream.constrain.source import Source, source_of
+from slipstream.constrain.trials import WORKSHOP, Outcome, Sample
+from slipstream.core.errors import ConfigError, InvalidRequest, QueueFull
+
+LIMITS = CompileLimits()
+
+
+def ambiguous(rules: int) -> str:
+    """Any text of letters can be read in very many ways."""
+    lines = (f'r{i} ::= [a-z]+ r{(i + 1) % rules} | [0-9a-z]+ " " r{(7 * i + 3) % rules} | "x"' for i in range(rules))
+    return "\n".join(["root ::= r0", *lines])
+
+
+def words() -> Sample:
+    """A vocabulary with tokens of many letters, where it costs to be ambiguous."""
+    drawn = random.Random(3)
+    longer = ["".join(drawn.choices("abcdefghijklmnop ", k=drawn.randint(2, 9))).encode() for _ in range(2000)]
+    return Sample.of([bytes([i]) for i in range(256)] + longer)
+
+
+def late(letter: str) -> str:
+    """A grammar of texts that part after 2,000 characters."""
+    return "root ::= " + " | ".join(f'"{letter * 2000}{i}"' for i in range(12))
+
+
+def long_enum(letter: str) -> dict[str, Any]:
+    """Values that part after 2,000 characters."""
+    return {"enum": [letter * 2000 + str(i) for i in range(12)]}
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Grammars(AutoTokenizer.from_pretrained(folder), VOCAB, [EOS])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    WORKSHOP.close()
+
+
+class TestBefore:
+    @pytest.mark.parametrize(
+        ("grammar", "weight"),
+        [
+            ('root ::= "a" [b-z]+ other # {9}\nother ::= "]"', 5),
+            ('root ::= ("a" | "b" "c"){2,30} "d"?', 91),
+            ('root ::= ("a"{1,20}){1,20}', 400),
+            ('root ::= "\\"{99}" [\\]{99}] "x"{3,}', 5),
+            ("nothing that can be read }{", 5),
+        ],
+    )
+    def test_a_grammar_weighs_what_is_written_in_it(self, grammar: str, weight: int) -> None:
+        assert check_grammar("grammar", grammar) == weight
+
+    @pytest.mark.parametrize(
+        ("grammar", "what"),
+        [
+            ("\n".join(f'r{i} ::= "a"' for i in range(MAX_RULES + 1)), f"more than {MAX_RULES} rules"),
+            ("root ::= " + " | ".join(["[a]"] * (MAX_ALTERNATIVES + 2)), "alternatives"),
+            ('root ::= (("a"{1,99}){1,99}){1,99}', f"more than {MAX_WEIGHT} parts"),
+            ("root ::= " + '"a" ' * (MAX_WEIGHT + 1), "parts"),
+            ("root ::= " + "(" * 100 + '"a"' + ")" * 100, "brackets inside each other"),
+        ],
+    )
+    def test_too_much_is_refused_unseen(self, grammar: str, what: str) -> None:
+        with pytest.raises(InvalidRequest, match=f"structured_outputs.grammar: too dear, .*{what}"):
+            source_of(StructuredOutputsParams(grammar=grammar))
+
+    def test_schemas_weigh_more_than_their_texts(self) -> None:
+        def properties(count: int, one: Any, **more: Any) -> str:
+            return json.dumps({"type": "object", "properties": {f"p{i}": one for i in range(count)}, **more})
+
+        with pytest.raises(InvalidRequest, match="too dear together"):
+            read_schema(properties(12, {"type": "integer", "multipleOf": 990}))
+        with pytest.raises(InvalidRequest, match=f"oneOf has {MAX_ONE_OF + 1} schemas"):
+            read_schema(json.dumps({"oneOf": [{"const": i} for i in range(MAX_ONE_OF + 1)]}))
+        assert read_schema(properties(40, {"type": "string"})).light
+        assert read_schema(properties(8, {"enum": ["red", "green", "blue"]})).light
+        for heavy in (
+            properties(40, {"type": "string"}, additionalProperties=True),
+            properties(200, {"type": "string"}),
+            properties(1, {"type": "string", "maxLength": 100}),
+            json.dumps(long_enum("a")),
+        ):
+            assert not read_schema(heavy).light
+
+    def test_limits_must_be_possible(self) -> None:
+        with pytest.raises(ConfigError, match="trial_s=0: must be above 0"):
+            CompileLimits(trial_s=0)
+
+
+class TestTrials:
+    def test_what_is_ambiguous_takes_too_long(self) -> None:
+        """And not what is merely long: a grammar of as many rules that begin with letters of their own."""
+        plain = "\n".join(f'r{i} ::= "{i} " [a-z]+ "; " r{i + 1}' for i in range(50))
+        assert WORKSHOP.try_out(Source("grammar", ambiguous(50)), words(), LIMITS.trial_s) == Outcome(False)
+        told = WORKSHOP.try_out(Source("grammar", f'root ::= r0\n{plain}\nr50 ::= "."'), words(), LIMITS.trial_s)
+        assert told == Outcome(True)
+
+    @pytest.mark.parametrize("form", [{"grammar": late("a")}, {"json": long_enum("b")}, {"choice": ["c" * 3000, "d"]}])
+    def test_what_takes_too_long_is_refused_and_remembered(self, form: dict[str, Any], grammars: Grammars) -> None:
+        asked = StructuredOutputsParams(**form)
+        limits = CompileLimits(trial_s=1e-4) if "choice" in form else LIMITS
+        for _ in range(2):
+            with pytest.raises(
+                InvalidRequest, match=rf"structured_outputs\.{asked.kind}: would take too long to compile"
+            ):
+                grammars.constraint(asked, (), limits)
+        assert (asked, limits.trial_s) in grammars._tried
+
+    def test_what_is_fine_can_be_followed(self, grammars: Grammars) -> None:
+        form = StructuredOutputsParams(grammar='root ::= "a" root "b" | "c"{1,20}')
+        assert grammars.constraint(form, (), LIMITS).possible
+        with pytest.raises(InvalidRequest, match=r'grammar cannot be followed: .*"nobody" is not defined$'):
+            grammars.constraint(StructuredOutputsParams(grammar="root ::= nobody"), (), LIMITS)
+
+    def test_one_that_ended_is_started_again(self, grammars: Grammars) -> None:
+        """Also while somebody waits: that one is told to come again."""
+        sample = Sample.of([b"a", b"b"])
+        assert WORKSHOP.try_out(Source("grammar", 'root ::= "a"'), sample, 1.0) == Outcome(True)
+        process = WORKSHOP._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)  # so that the form is still there when it ends
+        told: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                WORKSHOP.try_out(Source("grammar", 'root ::= "b"'), sample, 1.0)
+            except QueueFull as error:
+                told.append(error)
+
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        while not WORKSHOP._waiting:
+            pass
+        with WORKSHOP._lock:  # it was written, too
+            os.kill(process.pid, signal.SIGKILL)
+        waiting.join(60)
+        assert len(told) == 1
+        assert WORKSHOP.try_out(Source("grammar", 'root ::= "b"'), sample, 1.0) == Outcome(True)
+        assert WORKSHOP._process is not process
+
+    def test_a_sample_has_every_byte(self) -> None:
+        vocabulary = [bytes([i]) for i in range(256)] + [b"ab%d" % i for i in range(50_000)] + [b""]
+        sample = Sample.of(vocabulary)
+        assert set(vocabulary[:256]) <= set(sample.tokens)
+        assert 1500 < len(sample.tokens) < 2000
+        assert b"" not in sample.tokens
+
+    def test_where_no_process_can_be_had_it_takes_as_long_as_it_takes(
+        self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def none(*_: object) -> Outcome:
+            raise OSError("no more processes")
+
+        monkeypatch.setattr(WORKSHOP, "try_out", none)
+        assert grammars.constraint(StructuredOutputsParams(grammar='root ::= "z"'), (), LIMITS).possible
+
+
+def body(**form: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, **form}
+
+
+def test_hostile_forms_over_http(open_llm: Callable[..., LLM]) -> None:
+    """They are refused within a second, and a stream and simple forms go on meanwhile."""
+    llm = open_llm(drafter="ngram")
+    llm.expect_forms()
+    hostile: list[dict[str, Any]] = [{"guided_grammar": late(letter)} for letter in "pqr"]
+    hostile += [{"guided_json": long_enum(letter)} for letter in "st"]
+    too_much = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"oneOf": [{}] * 900}}}
+    }
+    with serving(llm) as server:
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                ready = await client.post("/v1/completions", json=body(guided_grammar='root ::= "ready"'))
+                assert ready.status_code == 200
+                events = 0
+                stop = False
+
+                async def stream() -> None:
+                    nonlocal events
+                    while not stop:
+                        long = body(max_tokens=100, stream=True, ignore_eos=True)
+                        async with client.stream("POST", "/v1/completions", json=long) as answer:
+                            async for _ in answer.aiter_lines():
+                                events += 1
+
+                streaming = asyncio.create_task(stream())
+                took: list[float] = []
+                for form in [*hostile, too_much]:
+                    before, begun = events, time.perf_counter()
+                    asked = asyncio.create_task(client.post("/v1/completions", json=body(**form)))
+                    simple = await client.post("/v1/completions", json=body(guided_regex=f"a{len(took)}b"))
+                    refused = await asked
+                    took.append(time.perf_counter() - begun)
+                    assert simple.status_code == 200
+                    assert refused.status_code == 400, refused.text
+                    assert events > before or form is too_much
+                stop = True
+                await streaming
+                assert min(took[: len(hostile)]) < 1.0
+
+        asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_too_many_at_once_are_told_to_come_again(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = open_llm(drafter="ngram")
+    inside, released = threading.Event(), threading.Event()
+
+    def slowly(*_: object) -> Outcome:
+        inside.set()
+        released.wait(60)
+        return Outcome(True)
+
+    monkeypatch.setattr(WORKSHOP, "try_out", slowly)
+    with serving(llm, compiling=CompileLimits(waiting=1)) as server:
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                first = asyncio.create_task(client.post("/v1/completions", json=body(guided_grammar='root ::= "a"')))
+                assert await asyncio.to_thread(inside.wait, 60)
+                second = await client.post("/v1/completions", json=body(guided_grammar='root ::= "b"'))
+                assert second.status_code == 429
+                assert second.headers["retry-after"] == "1"
+                simple = await client.post("/v1/completions", json=body(guided_regex="abc"))
+                assert simple.status_code == 200
+                released.set()
+                assert (await first).status_code == 200
+                assert (
+                    await client.post("/v1/completions", json=body(guided_grammar='root ::= "b"'))
+                ).status_code == 200
+
+        try:
+            asyncio.run(asyncio.wait_for(main(), 120))
+        finally:
+            released.set()
