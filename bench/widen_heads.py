@@ -143,7 +143,7 @@ def widen_medusa(files: HeadFiles, wide: int, dtype: torch.dtype) -> tuple[dict[
             found[name] = tensor
         elif name.endswith(".bias"):
             found[name] = torch.cat((tensor.float(), torch.zeros(wide - len(tensor)))).to(dtype)
-        elif name.endswith(".linear.weight"):
+        elif name.endswith((".linear.weight", ".token.weight")):
             found[name] = wider.product(tensor, (wide, wide), writes=True)
         else:
             found[name] = wider.product(tensor, (tensor.shape[0], wide))

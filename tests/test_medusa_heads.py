@@ -25,6 +25,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vllm": {"num_heads": 3, "num_hidden_layers": 2, "model_type": "medusa"},
 }
 
+TOKENS = torch.arange(4)
+
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Path) -> Runner:
@@ -41,7 +43,7 @@ def features(rows: int = 4) -> Tensor:
 def test_heads_say_what_the_reference_says(target: Runner, tmp_path: Path, layout: str, file: str) -> None:
     tensors = head_tensors(layout)
     heads = load_medusa(save_heads(tmp_path / "heads", tensors, file, **CONFIGS[layout]), target)
-    got = heads.logits(features())
+    got = heads.logits(features(), TOKENS)
     assert got.shape == (3, 4, VOCAB)
     assert got.dtype == torch.float32
     for head in range(3):
@@ -56,7 +58,7 @@ def test_heads_may_share_the_targets_lm_head(target: Runner, tiny_target: Path, 
     tensors = head_tensors(layout, own_heads=False)
     heads = load_medusa(save_heads(tmp_path / "heads", tensors, FILES[layout][0], **CONFIGS[layout]), target)
     lm_head = load_file(tiny_target / "model.safetensors")["lm_head.weight"]
-    got = heads.logits(features())
+    got = heads.logits(features(), TOKENS)
     for head in range(3):
         wanted = said(tensors, layout, head, 2, features()[1], lm_head)
         torch.testing.assert_close(got[head, 1], wanted, atol=1e-4, rtol=1e-4)
@@ -73,7 +75,7 @@ def test_more_heads_than_the_configuration_says(target: Runner, tmp_path: Path) 
     """The first published checkpoints have 5, and say 2."""
     config = {"medusa_num_heads": 2, "medusa_num_layers": 2}
     folder = save_heads(tmp_path / "heads", head_tensors("original"), "medusa_lm_head.pt", **config)
-    assert load_medusa(folder, target).logits(features()).shape == (3, 4, VOCAB)
+    assert load_medusa(folder, target).logits(features(), TOKENS).shape == (3, 4, VOCAB)
 
 
 def test_one_lm_head_for_all_and_a_smaller_vocabulary(target: Runner, tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_one_lm_head_for_all_and_a_smaller_vocabulary(target: Runner, tmp_path: 
     tensors["lm_head.weight"] = torch.randn(40, HIDDEN, generator=dice)
     tensors["token_map"] = torch.randperm(VOCAB, generator=dice)[:40]
     heads = load_medusa(save_heads(tmp_path / "heads", tensors, "model.safetensors", **CONFIGS["vllm"]), target)
-    got = heads.logits(features())
+    got = heads.logits(features(), TOKENS)
     assert got.shape == (3, 4, 40)
     assert heads.vocab is not None
     assert heads.vocab.tolist() == tensors["token_map"].tolist()

@@ -53,7 +53,7 @@ def look(teacher: Teacher, recipe: MedusaRecipe) -> Batch:
     return teacher.look(random_rows(LENGTHS, WIDTH, VOCAB), recipe.taps)
 
 
-@pytest.mark.parametrize("options", [{}, {"layers": 3}, {"layers": 1, "heads": 1}])
+@pytest.mark.parametrize("options", [{}, {"token": False}, {"layers": 3}, {"layers": 1, "heads": 1}])
 def test_training_and_inference_are_the_same_heads(
     options: dict[str, Any], teacher: Teacher, tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -61,8 +61,9 @@ def test_training_and_inference_are_the_same_heads(
     recipe.export(tmp_path)
     heads = load_medusa(tmp_path, open_unchecked(tiny_target, torch.float32, CPU))
     states = torch.randn(7, teacher.hidden, generator=torch.Generator().manual_seed(2))
-    trained = recipe.module(states.expand(heads.heads, -1, -1)) @ teacher.lm_head.T
-    torch.testing.assert_close(heads.logits(states), trained.detach(), rtol=1e-4, atol=1e-4)
+    tokens = torch.randint(0, VOCAB, (7,), generator=torch.Generator().manual_seed(3))
+    trained = recipe.module(states.expand(heads.heads, -1, -1), tokens.expand(heads.heads, -1)) @ teacher.lm_head.T
+    torch.testing.assert_close(heads.logits(states, tokens), trained.detach(), rtol=1e-4, atol=1e-4)
 
 
 def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tensor, list[int]]:
@@ -73,7 +74,7 @@ def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tenso
     for row, lengths in enumerate(LENGTHS):
         start = 0
         for length in lengths:
-            states = batch.normed[row, start : start + length]
+            states, ids = batch.normed[row, start : start + length], batch.rows.ids[row, start : start + length]
             for state in range(1, length):  # the prompt has two tokens: state 1 chose the first of the answer
                 for head in range(options.heads):
                     guessed = state + 2 + head
@@ -82,8 +83,8 @@ def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tenso
                     p = teacher.logits(states[guessed - 1]).softmax(0)
                     best = F.one_hot(p.argmax(), VOCAB).float()
                     goal = (1 - options.sharpen) * p + options.sharpen * best
-                    out = module(states[state].expand(options.heads, 1, -1))[head, 0]
-                    logq = (out @ teacher.lm_head.T).log_softmax(0)
+                    out = module(states[state].expand(options.heads, 1, -1), ids[[state + 1]].expand(options.heads, 1))
+                    logq = (out[head, 0] @ teacher.lm_head.T).log_softmax(0)
                     divergence = (goal * (goal.clamp_min(1e-30).log() - logq)).sum()
                     total = total + divergence * shares[head] / sum(shares)
                     counted[head] += 1
@@ -91,7 +92,9 @@ def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tenso
     return total, counted
 
 
-@pytest.mark.parametrize("options", [{"sharpen": 0.0}, {"sharpen": 0.4, "decay": 0.5, "heads": 4}, {"layers": 1}])
+@pytest.mark.parametrize(
+    "options", [{"sharpen": 0.0, "token": False}, {"sharpen": 0.4, "decay": 0.5, "heads": 4}, {"layers": 1}]
+)
 def test_every_head_is_aimed_at_its_own_position(options: dict[str, Any], teacher: Teacher) -> None:
     recipe = make(teacher, **options)
     batch = look(teacher, recipe)
@@ -114,7 +117,7 @@ def test_fresh_heads_say_nearly_what_the_target_says(teacher: Teacher) -> None:
     states = torch.randn(2, 5, teacher.hidden)
     config = TrainConfig("medusa", "t", Path("out"), self_prompts=1, options={"heads": 2, "layers": 2})
     recipe = MedusaRecipe.make(Setting(config, teacher, torch.zeros(VOCAB, dtype=torch.int64)))
-    added = (recipe.module(states) - states).detach()
+    added = (recipe.module(states, torch.ones(2, 5, dtype=torch.int64)) - states).detach()
     assert 0.0 < float(added.abs().max()) < 0.5
 
 
@@ -142,7 +145,8 @@ def test_the_table_is_measured_on_texts(teacher: Teacher) -> None:
             whole = torch.tensor((*text.prompt, *text.answer))
             states = teacher.trunk(input_ids=whole[None], use_cache=False)[0][0]
             for state in range(len(text.prompt) - 1, len(whole) - 2):
-                logits = recipe.module(states[state].expand(3, 1, -1))[:, 0] @ teacher.lm_head.T
+                chosen = whole[[state + 1]].expand(3, 1)
+                logits = recipe.module(states[state].expand(3, 1, -1), chosen)[:, 0] @ teacher.lm_head.T
                 for head in range(3):
                     at = state + 2 + head
                     better = logits[head] > logits[head, whole[at]] if at < len(whole) else torch.zeros(1)
@@ -177,7 +181,7 @@ def test_an_open_engine_takes_weights_and_tree(
     assert tree != before
     refreshed = [o.outputs[0].speculation.accepted for o in llm.generate(prompts, how)]
     recipe.export(tmp_path / "second")
-    other = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "second"), **options)
+    other = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "second"), rounds="queued", **options)
     table = json.loads((tmp_path / "second" / "config.json").read_text())["medusa_acceptance"]
     assert cast(MedusaDrafter, other.engine.drafting.drafters["medusa"]).tree == best_tree(table) == tree
     assert [o.outputs[0].speculation.accepted for o in other.generate(prompts, how)] == refreshed

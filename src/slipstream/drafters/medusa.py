@@ -2,8 +2,8 @@
 best guesses is checked in one pass.
 
 No recurrence and no cache of its own: a draft is one small product, read from the hidden state that the target left in
-its cache at the token before the last one. The shape of the tree follows how often each rank of each head is right
-(`medusa_tree.py`).
+its cache at the token before the last one, and with heads of our own from the last token. The shape of the tree follows
+how often each rank of each head is right (`medusa_tree.py`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class MedusaDrafter(DeviceDrafter):
         length = state.length[lanes]  # [B]
         at = (length - 1).clamp_min(0)
         slots = state.pages[lanes, at // size].long() * size + at % size  # [B]
-        tokens = self._guess(slots, lanes, length, state.generated[lanes], round.features, round.nodes)
+        last, generated = state.last[lanes], state.generated[lanes]
+        tokens = self._guess(slots, last, lanes, length, generated, round.features, round.nodes)
         return DeviceTree(tokens, self._shape[2, : round.nodes].expand_as(tokens))
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
@@ -119,18 +120,25 @@ class MedusaDrafter(DeviceDrafter):
         device = self._shape.device
         tables = [self._services.page_table(request.id) for request in requests]
         numbers = [
-            (table.slots(len(r.tokens) - 2, 1)[0], r.slot, len(r.tokens) - 1, len(r.tokens) - r.prompt_length)
+            (
+                table.slots(len(r.tokens) - 2, 1)[0],
+                r.tokens[-1],
+                r.slot,
+                len(r.tokens) - 1,
+                len(r.tokens) - r.prompt_length,
+            )
             for r, table in zip(requests, tables, strict=True)
         ]
-        places, lanes, length, generated = torch.tensor(numbers, dtype=torch.int64, device=device).unbind(1)
+        places, last, lanes, length, generated = torch.tensor(numbers, dtype=torch.int64, device=device).unbind(1)
         features = self._services.sampling.features([request.slot for request in requests])
-        tokens = self._guess(places, lanes, length, generated, features, max(budget))
+        tokens = self._guess(places, last, lanes, length, generated, features, max(budget))
         parents = self._shape[2, : tokens.shape[1]].expand_as(tokens)
         return Draft(tokens, parents, torch.tensor(budget, dtype=torch.int64, device=device), False)
 
     def _guess(
         self,
         places: Tensor,  # [B]: where the target's hidden state lies of the token before the last one
+        last: Tensor,  # [B]: the last token
         lanes: Tensor,  # [B]: rows of the sampling table
         length: Tensor,  # [B]: position of the last token
         generated: Tensor,  # [B]
@@ -140,7 +148,7 @@ class MedusaDrafter(DeviceDrafter):
         assert self._services is not None
         assert self._services.taps is not None
         sampling = self._services.sampling.apart(self.name, features)
-        logits = self.heads.logits(self._services.taps.at(places))  # [heads, B, Vd]
+        logits = self.heads.logits(self._services.taps.at(places), last)  # [heads, B, Vd]
         ahead = torch.arange(self.depth, device=places.device)[:, None]  # [heads, 1]
         rows = SampleRows(
             slots=lanes.repeat(self.depth),

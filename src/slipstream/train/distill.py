@@ -39,10 +39,11 @@ class DraftRecipe:
 
     name: ClassVar[str] = "draft"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "steps": 1800,
-        "rows": 16,
-        "row_tokens": 2048,
-        "learning_rate": 1.5e-3,
+        "steps": 4500,
+        "rows": 12,
+        "row_tokens": 1536,
+        "optimizer": "muon",
+        "learning_rate": 5e-3,
         "final_rate": 0.02,
         "warmup": 100,
         "average": 0.99,

@@ -1,7 +1,9 @@
-"""The recipe of Medusa heads: each learns to guess one position further from the target's last hidden state.
+"""The recipe of Medusa heads: each learns to guess one position further from the target's last hidden state, and from
+the token that this state chose.
 
-The target is frozen, and its LM head is the heads' own: only residual layers are trained. A row is a position of the
-text; what the target says there is the aim of all heads, each of which reads the state so many tokens before.
+The target is frozen, and its LM head is the heads' own: only residual layers and maps of tokens are trained. A row is a
+position of the text; what the target says there is the aim of all heads, each of which reads the state so many tokens
+before.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +21,7 @@ from slipstream.drafters.base import Drafter
 from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import Table, usual_table
 from slipstream.models.headers import HEAD_SAFETENSORS
-from slipstream.models.heads.medusa import residual_layers
+from slipstream.models.heads.medusa import residual_layers, with_tokens
 from slipstream.models.load import named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch
@@ -37,15 +39,30 @@ _MODEST = 0.1
 class MedusaModule(nn.Module):
     """The residual layers of all heads, those of one place in one tensor."""
 
-    def __init__(self, options: MedusaOptions, hidden: int) -> None:
+    def __init__(self, options: MedusaOptions, embedding: nn.Module) -> None:
+        """embedding: the target's, frozen, no part of the state dict."""
         super().__init__()
-        heads, everyone = options.heads, range(options.layers)
+        table = cast(Tensor, embedding.weight)  # [V, H]
+        heads, everyone, hidden = options.heads, range(options.layers), table.shape[1]
+        self._embedding = (embedding,)  # kept from being a child
+        self.token_maps = nn.Parameter(torch.zeros(heads, hidden, hidden)) if options.token else None
+        self._scale = float(table.float().square().mean().rsqrt())  # so that tokens count as much as states
         self.weights = nn.ParameterList(torch.randn(heads, hidden, hidden) * _MODEST * hidden**-0.5 for _ in everyone)
         self.biases = nn.ParameterList(torch.zeros(heads, hidden) for _ in everyone)
 
-    def forward(self, x: Tensor) -> Tensor:  # [heads, n, H] -> [heads, n, H]
-        """What the LM head reads of each head, for the states that each is given."""
-        return residual_layers(x.to(self.weights[0].dtype), list(self.weights), list(self.biases))
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:  # [heads, n, H], [heads, n] -> [heads, n, H]
+        """What the LM head reads of each head, for the states that each is given and the tokens that these chose."""
+        x = x.to(self.weights[0].dtype)
+        if self.token_maps is not None:
+            words = cast(Tensor, self._embedding[0](tokens)).to(x.dtype)  # [heads, n, H]
+            x = with_tokens(x, words, self.kept_maps)
+        return residual_layers(x, list(self.weights), list(self.biases))
+
+    @property
+    def kept_maps(self) -> Tensor:  # [heads, H, H]
+        """Maps of embeddings as they are, which are small numbers in most targets."""
+        assert self.token_maps is not None
+        return self.token_maps * self._scale
 
 
 class MedusaRecipe:
@@ -56,7 +73,8 @@ class MedusaRecipe:
         "steps": 1600,
         "rows": 8,
         "row_tokens": 2048,
-        "learning_rate": 2e-3,
+        "optimizer": "muon",
+        "learning_rate": 1.5e-3,
         "final_rate": 0.02,
         "warmup": 50,
         "average": 0.99,
@@ -74,7 +92,7 @@ class MedusaRecipe:
     @classmethod
     def make(cls, setting: Setting) -> MedusaRecipe:
         options, teacher = read_options(MedusaOptions, setting.config.options), setting.teacher
-        module = MedusaModule(options, teacher.hidden).to(teacher.device)
+        module = MedusaModule(options, teacher.model.get_input_embeddings()).to(teacher.device)
         return cls(options, module, teacher, setting.config.target)
 
     @property
@@ -96,7 +114,7 @@ class MedusaRecipe:
         first = (chosen - heads).clamp_min(0)  # the token that the head's state chose
         there = (positions[chosen] > heads) & answers[first]  # [heads, n]: it lies in the same answer
         normed = batch.normed.flatten(0, 1)  # [N, H]
-        hidden = self._module(normed[(first - 1).clamp_min(0)])  # [heads, n, H]
+        hidden = self._module(normed[(first - 1).clamp_min(0)], rows.ids.flatten()[first])  # [heads, n, H]
         shares = options.decay**heads
         weights = there * shares / shares.sum()
         aim = Aim(self._teacher.logits, self._teacher.vocab_size, None, options.variation, options.sharpen)
@@ -123,6 +141,9 @@ class MedusaRecipe:
             for i, tensor in enumerate(layers):
                 for head in range(options.heads):
                     tensors[f"{head}.{i}.linear.{kind}"] = tensor[head].detach().to("cpu", dtype).clone()
+        if options.token:
+            maps = self._module.kept_maps.detach().to("cpu", dtype)
+            tensors |= {f"{head}.token.weight": maps[head].clone() for head in range(options.heads)}
         config = {
             "model_type": "medusa",
             "base_model_name_or_path": self._target,
@@ -141,7 +162,9 @@ class MedusaRecipe:
 
     def refresh(self, drafter: Drafter) -> None:
         assert isinstance(drafter, MedusaDrafter)
-        drafter.heads.refill(list(self._module.weights), list(self._module.biases))
+        module = self._module
+        maps = module.kept_maps if self.options.token else None
+        drafter.heads.refill(list(module.weights), list(module.biases), maps)
         drafter.adopt(self.table)
         if self._teacher.device.type == "cuda":
             torch.cuda.synchronize(self._teacher.device)  # the engine computes on streams of its own

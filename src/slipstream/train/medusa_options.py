@@ -15,6 +15,7 @@ class MedusaOptions:
 
     heads: int = 4  # positions that are guessed
     layers: int = 3  # residual layers of each
+    token: bool = True  # heads also read the token that their state chose; False: as other engines know them
     decay: float = 0.8  # weight of each head's loss against the one before
     variation: float = 0.0  # weight of the total variation beside the divergence
     sharpen: float = 0.5  # share of the aim that is the target's best token alone

@@ -17,6 +17,9 @@ from slipstream.train.batch import NO_SEQUENCE, Rows
 from slipstream.train.recipe import Text
 from slipstream.train.teacher import Teacher
 
+Hidden = Callable[[Tensor, Tensor], Tensor]
+"""What the LM head reads of each head, [heads, n, H]: from states [heads, n, H] and tokens [heads, n]."""
+
 _TOGETHER = 8
 """Texts of one pass."""
 _NUMBERS = 1 << 27
@@ -43,8 +46,7 @@ def text_rows(texts: Sequence[Text]) -> Rows:
 
 
 @torch.no_grad()
-def measure_table(teacher: Teacher, hidden: Callable[[Tensor], Tensor], heads: int, texts: Sequence[Text]) -> Table:
-    """hidden: [heads, n, H] -> [heads, n, H], what the LM head reads of each head."""
+def measure_table(teacher: Teacher, hidden: Hidden, heads: int, texts: Sequence[Text]) -> Table:
     places = [_places(teacher, hidden, heads, texts[at : at + _TOGETHER]) for at in range(0, len(texts), _TOGETHER)]
     return table_of(torch.cat(places, dim=1).cpu())
 
@@ -63,9 +65,7 @@ def table_of(places: Tensor) -> Table:  # [heads, n]: the token's place among ea
     return tuple(rows)
 
 
-def _places(
-    teacher: Teacher, hidden: Callable[[Tensor], Tensor], heads: int, texts: Sequence[Text]
-) -> Tensor:  # [heads, n]
+def _places(teacher: Teacher, hidden: Hidden, heads: int, texts: Sequence[Text]) -> Tensor:  # [heads, n]
     rows = text_rows(texts).to(teacher.device)
     normed = teacher.look(rows, Taps()).normed.flatten(0, 1)  # [N, H]
     ids, answers = rows.ids.flatten(), rows.answers.flatten()
@@ -74,7 +74,7 @@ def _places(
     found = []
     few = max(_NUMBERS // (teacher.vocab_size * heads), 1)
     for part in chosen.split(few):
-        out = hidden(normed[part].expand(heads, -1, -1))  # [heads, n, H]
+        out = hidden(normed[part].expand(heads, -1, -1), ids[part + 1].expand(heads, -1))  # [heads, n, H]
         places = []
         for head, state in enumerate(out):
             at = part + 2 + head

@@ -3,6 +3,9 @@
 A head is a few residual blocks, x + silu(linear(x)), and an LM head of its own, or the target's. Two layouts of
 checkpoints hold the same: the original one (`medusa_lm_head.pt`, `{head}.{layer}.linear.weight`) and vLLM's
 (`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`).
+
+Heads of our own may also read the token that the state has chosen, as Hydra's first head does: `{head}.token.weight`
+maps its embedding to what is added to the state. It is known when heads guess, and says more than the state alone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -72,34 +76,46 @@ class MedusaHeads(nn.Module):
         target_head: nn.Module,
         width: int,
         vocab: Tensor | None,
+        token_maps: Tensor | None = None,  # [heads, H, H]
+        embedding: nn.Module | None = None,
     ) -> None:
+        """embedding: the target's, for heads that read tokens."""
         super().__init__()
         self._weights, self._biases, self._lm_heads = weights, biases, lm_heads
         self._target_head = [target_head]  # in a list: it is no part of this module
+        self._token_maps, self._embedding = token_maps, [embedding]
         self.width = width  # Vd: ids that it knows
         self.vocab = vocab  # [Vd] int64: the target's id of each of its ids; None: the target's vocabulary
         self.heads = weights[0].shape[0] if weights else len(lm_heads)
 
     @property
     def weights_bytes(self) -> int:
-        own = {t.data_ptr(): t for t in (*self._weights, *self._biases, *self._lm_heads)}  # an LM head may be shared
+        maps = () if self._token_maps is None else (self._token_maps,)
+        own = {t.data_ptr(): t for t in (*self._weights, *self._biases, *self._lm_heads, *maps)}  # LM heads may be one
         return sum(tensor.numel() * tensor.element_size() for tensor in own.values())
 
-    def hidden(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, H]
-        """What each head makes of the target's last hidden states."""
+    def hidden(self, features: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [heads, N, H]
+        """What each head makes of the target's last hidden states and the tokens that these have chosen."""
         own = self._weights[0].dtype if self._weights else features.dtype
         x = features.to(own).expand(self.heads, *features.shape)
+        embedding = self._embedding[0]
+        if self._token_maps is not None and embedding is not None:
+            known = tokens.clamp(0, cast(Tensor, embedding.weight).shape[0] - 1)  # padding lanes may hold anything
+            words = cast(Tensor, embedding(known)).to(own)  # [N, H]
+            x = with_tokens(x, words.expand_as(x), self._token_maps)
         return residual_layers(x, self._weights, self._biases)
 
     @torch.no_grad()
-    def refill(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """Take other residual layers of the same shapes, in place: what was captured reads them from now on."""
+    def refill(self, weights: Sequence[Tensor], biases: Sequence[Tensor], token_maps: Tensor | None = None) -> None:
+        """Take other weights of the same shapes, in place: what was captured reads them from now on."""
         for mine, given in zip((*self._weights, *self._biases), (*weights, *biases), strict=True):
             mine.copy_(given)
+        if self._token_maps is not None and token_maps is not None:
+            self._token_maps.copy_(token_maps)
 
-    def logits(self, features: Tensor) -> Tensor:  # [N, H] -> [heads, N, Vd] fp32
+    def logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [heads, N, Vd] fp32
         """What each head guesses."""
-        hidden = self.hidden(features)
+        hidden = self.hidden(features, tokens)
         if not self._lm_heads:
             return torch.as_tensor(self._target_head[0](hidden)).float()
         return torch.stack([F.linear(x, own).float() for x, own in zip(hidden, self._lm_heads, strict=True)])
@@ -116,6 +132,11 @@ def residual_layers(
     return x
 
 
+def with_tokens(x: Tensor, words: Tensor, maps: Tensor) -> Tensor:  # [heads, N, H], [heads, N, H], [heads, H, H]
+    """States, and what each head reads in the embeddings of the tokens that they have chosen: [heads, N, H]."""
+    return torch.baddbmm(x, words, maps.transpose(1, 2))
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """Heads as they are stored, held against their configuration and their target."""
@@ -127,6 +148,7 @@ class _Stored:
     hidden: int
     vocab: int
     shared: bool  # one LM head for all
+    reads_tokens: bool
     own: tuple[str, ...]  # LM heads of their own; (): they have none
     token_map: Tensor | None
 
@@ -155,6 +177,9 @@ def _stored(files: HeadFiles, shape: TargetShape) -> _Stored:
         for layer in range(layers):
             wanted[names.weight(head, layer)] = (hidden, hidden)
             optional[names.bias(head, layer)] = (hidden,)
+    reads_tokens = any(_token_map(head) in tensors for head in range(heads))
+    if reads_tokens:
+        wanted.update({_token_map(head): (hidden, hidden) for head in range(heads)})
     if token_map is not None:
         wanted["token_map"] = (vocab,)
     if shared:  # one for all of them
@@ -166,7 +191,11 @@ def _stored(files: HeadFiles, shape: TargetShape) -> _Stored:
     if token_map is not None:
         _check_map(files, token_map, shape.vocab, with_own)
     lm_heads = tuple(own) if with_own and not shared else ()
-    return _Stored(tensors, names, heads, layers, hidden, vocab, shared, lm_heads, token_map)
+    return _Stored(tensors, names, heads, layers, hidden, vocab, shared, reads_tokens, lm_heads, token_map)
+
+
+def _token_map(head: int) -> str:
+    return f"{head}.token.weight"
 
 
 def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
@@ -186,6 +215,8 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
         target.model.get_output_embeddings(),
         stored.vocab,
         None if stored.token_map is None else stored.token_map.to(target.device, torch.int64),
+        placed(torch.stack([tensors[_token_map(h)] for h in everyone])) if stored.reads_tokens else None,
+        target.model.get_input_embeddings() if stored.reads_tokens else None,
     )
 
 
