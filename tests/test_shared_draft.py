@@ -34,8 +34,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_shared(tmp_path_factory.mktemp("shared") / "draft")
 
 
-def drafter_of(llm: LLM) -> ModelDrafter:
-    return cast(ModelDrafter, llm.engine.drafting.drafters["model"])
+def drafter_of(llm: LLM, name: str = "model") -> ModelDrafter:
+    return cast(ModelDrafter, llm.engine.drafting.drafters[name])
 
 
 def words_of(runner: Runner) -> Tensor:
@@ -138,4 +138,4 @@ def test_it_is_found_by_its_bare_name(
     monkeypatch.setattr(shipped, "HEADS", tmp_path)
     monkeypatch.setattr(shipped, "default_folder", lambda: tiny_target)
     tiny_shared(tmp_path / "draft")
-    assert isinstance(drafter_of(open_llm(tiny_target, drafter="draft")), ModelDrafter)
+    assert isinstance(drafter_of(open_llm(tiny_target, drafter="draft"), "draft"), ModelDrafter)
