@@ -6,11 +6,20 @@ import enum
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
 
 from slipstream.constrain.matcher import Constraint
 from slipstream.core.errors import RequestError
-from slipstream.core.outputs import CompletionOutput, FinishReason, RequestOutput
+from slipstream.core.outputs import (
+    CompletionOutput,
+    DrafterStats,
+    FinishReason,
+    RequestOutput,
+    SpeculationStats,
+    Timing,
+)
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRequest
 from slipstream.engine.text import TextStream
@@ -173,6 +182,14 @@ class Job:
         self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished, self.cached_tokens))
 
 
+def _all_of(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads all fields of such an object. Every stream is told of every round; `replace` takes four times as long."""
+    return attrgetter(*(part.name for part in fields(kind)))
+
+
+_OUTPUT, _TIMING, _STATS, _DRAFTER = map(_all_of, (CompletionOutput, Timing, SpeculationStats, DrafterStats))
+
+
 def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:
     """A copy that holds only what the caller has not heard yet: it costs as much as is new, however long the answer."""
     copy = _snapshot(output, told.tokens, told.characters)
@@ -183,13 +200,14 @@ def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:
 
 def _snapshot(output: CompletionOutput, tokens: int = 0, characters: int = 0) -> CompletionOutput:
     """A copy from these places on, for the caller's thread: the engine goes on writing to its own."""
-    by_drafter = {name: replace(stats) for name, stats in output.speculation.by_drafter.items()}
-    return replace(
-        output,
-        text=output.text[characters:],
-        token_ids=output.token_ids[tokens:],
-        logprobs=None if output.logprobs is None else output.logprobs[tokens:],
-        origins=None if output.origins is None else output.origins[tokens:],
-        timing=replace(output.timing),
-        speculation=replace(output.speculation, by_drafter=by_drafter),
-    )
+    copy = CompletionOutput(*_OUTPUT(output))
+    copy.text = output.text[characters:]
+    copy.token_ids = output.token_ids[tokens:]
+    if output.logprobs is not None:
+        copy.logprobs = output.logprobs[tokens:]
+    if output.origins is not None:
+        copy.origins = output.origins[tokens:]
+    copy.timing = Timing(*_TIMING(output.timing))
+    stats = copy.speculation = SpeculationStats(*_STATS(output.speculation))
+    stats.by_drafter = {name: DrafterStats(*_DRAFTER(theirs)) for name, theirs in stats.by_drafter.items()}
+    return copy

@@ -57,6 +57,7 @@ class EngineResponse(Response):
         count = work.n * len(work.jobs)
         self._ends: list[CompletionOutput | None] = [None] * count
         self._tokens = [0] * count
+        self._cached = 0  # tokens of the prompts that were found in the cache
         self._held = [""] * count  # text that waits for a whole chunk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,12 +89,12 @@ class EngineResponse(Response):
         try:
             while arrived := await stream.take():
                 for request in arrived:
-                    record.cached_tokens += request.num_cached_tokens if request.finished else 0
                     for index, output in self._new(request):
                         pieces[index].add(output)
             if record.disconnected:
                 return
             self._close(record)
+            record.cached_tokens = self._cached
             body = self._work.wording.whole(pieces, record)
         except Exception as error:
             await _refuse(error, record, send)
@@ -106,19 +107,21 @@ class EngineResponse(Response):
         wording, begun = self._work.wording, False
         try:
             while arrived := await stream.take():
-                record.cached_tokens += sum(request.num_cached_tokens for request in arrived if request.finished)
-                events = [] if begun else [wording.opening(len(self._ends))]
-                events += [wording.events(piece) for piece in self._pieces(arrived)]
+                events = [wording.events(piece) for piece in self._pieces(arrived)]
                 if not begun:
+                    events.insert(0, wording.opening(len(self._ends)))
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                    begun = True
-                for body in events if self._work.chunk_chars is not None else ("".join(events),):
-                    if body:  # where sizes must not tell, each event is a write of its own
-                        told = body.encode("utf-8", "replace")
-                        await send({"type": "http.response.body", "body": told, "more_body": True})
+                    begun, send = True, record.send or send
+                if self._work.chunk_chars is None:  # else sizes must not tell, and each event is a write of its own
+                    events = ["".join(events)]
+                for told in events:
+                    if told:
+                        body = told.encode("utf-8", "replace")
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
             if record.disconnected:
                 return
             self._close(record)
+            record.cached_tokens = self._cached
             ending = wording.ending(record)
         except Exception as error:
             if not begun:
@@ -131,6 +134,8 @@ class EngineResponse(Response):
         """What a request brought, by choice; of those that ended, nothing is new any more."""
         first = self._choice[request.request_id]
         found = []
+        if request.finished:
+            self._cached += request.num_cached_tokens
         for output in request.outputs:
             index = first + output.index
             if self._ends[index] is None:
@@ -145,12 +150,15 @@ class EngineResponse(Response):
         pieces: dict[int, Piece] = {}
         for request in arrived:
             for index, output in self._new(request):
-                if output.text or output.token_ids or output.finish_reason is not None:
-                    pieces.setdefault(index, Piece(index)).add(output)
+                if index in pieces:
+                    pieces[index].add(output)
+                elif output.text or output.token_ids or output.finish_reason is not None:
+                    pieces[index] = Piece.of(index, output)
         wording = self._work.wording
-        for index, piece in pieces.items():
-            if wording.manner.report and (end := self._ends[index]) is not None:
-                piece.report = wording.report(answer_record(end, self._tokens[index]))
+        if wording.manner.report:
+            for index, piece in pieces.items():
+                if (end := self._ends[index]) is not None:
+                    piece.report = wording.report(answer_record(end, self._tokens[index]))
         if self._work.chunk_chars is None:
             return [piece for piece in pieces.values() if _says(piece)]
         return [part for piece in pieces.values() for part in self._cut(piece, self._work.chunk_chars)]

@@ -58,7 +58,6 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     _add_errors(app)
-    add_page(app)
     view = LiveView(
         service.llm.snapshot,
         lambda: service.admission.inside,
@@ -111,6 +110,7 @@ def make_app(service: Service) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    add_page(app)  # last: paths are tried one by one, and these are asked for rarely
     return app
 
 

@@ -61,6 +61,7 @@ class Gate:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = Record(method=scope["method"], path=scope["path"])
         record.attach(scope)
+        record.send = send
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":

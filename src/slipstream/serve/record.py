@@ -10,7 +10,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 from slipstream.core.outputs import DrafterStats, SpeculationStats, Timing
 
@@ -33,6 +33,8 @@ class Record:
     streamed: bool = False
     disconnected: bool = False
     error: str | None = None
+    send: Send | None = None
+    """The server's own way to the client, for what a stream sends often: past those who only look at how it begins."""
 
     @property
     def seconds(self) -> float:

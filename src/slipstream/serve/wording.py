@@ -36,9 +36,22 @@ class Piece:
     origins: list[Origin] | None = None
     report: Mapping[str, Any] | None = None  # with the end: what speculation did
 
+    @classmethod
+    def of(cls, index: int, output: CompletionOutput) -> Piece:
+        """The first of it. Most rounds bring nothing but this."""
+        return cls(
+            index,
+            output.text,
+            output.logprobs,
+            output.token_ids,
+            output.finish_reason,
+            output.stop_reason,
+            output.origins,
+        )
+
     def add(self, output: CompletionOutput) -> None:
         self.text += output.text
-        self.token_ids += output.token_ids
+        self.token_ids = [*self.token_ids, *output.token_ids]
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *output.logprobs]
         if output.origins is not None:
