@@ -22,7 +22,7 @@ from slipstream.core.params import SamplingParams, SpeculationParams, VerifierNa
 from slipstream.drafters import parse_specs, places
 from slipstream.drafters.places import naming
 from slipstream.drafters.shipped import with_shipped
-from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes
+from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes, parse_share
 from slipstream.models.names import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
 
@@ -182,6 +182,15 @@ class Common:
             "Default: 1.",
         ),
     ] = None
+    max_draft_memory: Annotated[
+        str | None,
+        option(
+            metavar="SIZE",
+            panel=SPECULATION,
+            help="Most of the cache that drafts may take, which requests could have otherwise: 512MB, or 20% of it. "
+            "Drafters that keep more for themselves are refused. Default: no limit.",
+        ),
+    ] = None
     measure_costs: Annotated[
         bool | None,
         option(
@@ -273,7 +282,11 @@ class Common:
     @property
     def planning(self) -> dict[str, Any]:
         """What was asked of the planner; nothing where nothing was."""
-        asked = {"min_gain": self.min_gain, "measure_costs": self.measure_costs}
+        asked = {
+            "min_gain": self.min_gain,
+            "measure_costs": self.measure_costs,
+            "max_draft_memory": self.max_draft_memory,
+        }
         return {name: value for name, value in asked.items() if value is not None}
 
     @property
@@ -306,6 +319,7 @@ class Common:
             memory=parse_bytes(self.memory),
             max_model_len=self.max_model_len,
             draft_tokens=self.draft_tokens,
+            max_draft_memory=parse_share(self.max_draft_memory, "--max-draft-memory"),
             planner=self.planner_or("adaptive"),
         )
         found = []

@@ -154,6 +154,9 @@ class HostDrafter(Drafter):
 
     bounded: ClassVar[bool] = False
     """True where `propose` cannot hang: the engine then calls it in place instead of under a deadline."""
+    source: ClassVar[str] = ""
+    """What its guesses are taken from, in words that reasons are made of ("follows the prediction"); "text": they are
+    copied, and reasons say from where; "": nothing worth saying."""
     costly: ClassVar[bool] = False
     """True where guesses take time: the planner then says beforehand how many pay."""
 

@@ -19,6 +19,7 @@ class GrammarDrafter(HostDrafter):
 
     name: ClassVar[str] = "grammar"
     bounded: ClassVar[bool] = True
+    source: ClassVar[str] = "follows the form of the answer"
     default_draft_tokens: ClassVar[int] = 16
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:

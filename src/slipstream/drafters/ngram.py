@@ -90,6 +90,7 @@ class NgramDrafter(HostDrafter):
 
     name: ClassVar[str] = "ngram"
     bounded: ClassVar[bool] = True
+    source: ClassVar[str] = "text"
     default_draft_tokens: ClassVar[int] = 16
 
     def __init__(self, min_match: int = 2, long_match: int = 6, candidates: int = 32) -> None:

@@ -110,6 +110,7 @@ class PredictionDrafter(HostDrafter):
 
     name: ClassVar[str] = "prediction"
     bounded: ClassVar[bool] = True
+    source: ClassVar[str] = "follows the prediction"
     default_draft_tokens: ClassVar[int] = 32
 
     def __init__(self) -> None:

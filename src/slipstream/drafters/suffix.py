@@ -63,6 +63,7 @@ class SuffixDrafter(HostDrafter):
     name: ClassVar[str] = "suffix"
     needs: ClassVar[Needs] = Needs(material=True)
     bounded: ClassVar[bool] = True
+    source: ClassVar[str] = "text"
     default_draft_tokens: ClassVar[int] = 32
 
     def __init__(

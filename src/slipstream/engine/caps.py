@@ -14,8 +14,15 @@ class NodeCaps:
     """The caps of an engine's drafters. What is always the same for a drafter is found out once."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], *, draft_tokens: int | None, max_rows: int, max_len: int
+        self,
+        drafters: Mapping[str, Drafter],
+        *,
+        draft_tokens: int | None,
+        max_rows: int,
+        max_len: int,
+        places: int | None = None,
     ) -> None:
+        """places: of the cache that guesses may take, over all requests; None: any number."""
         self.turns = {name: _turn(drafter) for name, drafter in drafters.items()}  # in this order they are asked
         self._drafters = drafters
         self._made_for = {name: made_for(drafter) for name, drafter in drafters.items()}
@@ -25,6 +32,7 @@ class NodeCaps:
         self._draft_tokens = draft_tokens
         self._max_rows = max_rows
         self._max_len = max_len
+        self._places = places
 
     def of(self, name: str, answers: Sequence[Answer], used: Sequence[int], requests: int) -> list[int]:
         """Most nodes that are of any use: limits of the requests, of the context and of the pass.
@@ -36,6 +44,8 @@ class NodeCaps:
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
         most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
         share = min(self._max_rows // requests - 1, MAX_NODES)
+        if self._places is not None:
+            share = min(share, self._places // requests)
         wide = name in self._wide
         caps: list[int] = []
         for answer, before in zip(answers, used, strict=True):

@@ -33,6 +33,9 @@ class EngineConfig:
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
     min_gain: how many times as fast as plain decoding drafts must be, as expected before and as measured for
         their kind of request, for more of them to be made.
+    max_draft_memory: most that drafts may take of the cache: what drafters keep there themselves (their own K and V,
+        hidden states), and the places of guesses that are being checked. Bytes, or a part of the cache such as 0.2;
+        None: no limit.
     measure_costs: time passes and drafts before the first request, so that the first plans are right already. True:
         now; False: never; None: where it takes seconds at the most, and once for a machine and model.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
@@ -51,6 +54,7 @@ class EngineConfig:
     draft_tokens: int | None = None
     planner: PlannerName = "adaptive"
     min_gain: float = 1.0
+    max_draft_memory: int | float | None = None
     measure_costs: bool | None = None
     rounds: RoundsName | None = None
     graphs: bool = True
@@ -72,6 +76,9 @@ class EngineConfig:
         self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
         gain = self.min_gain
         self._check("min_gain", isinstance(gain, int | float) and gain >= 1, "1 or more, such as 1.1")
+        share = self.max_draft_memory
+        right = share is None or (isinstance(share, int | float) and not isinstance(share, bool) and share >= 0)
+        self._check("max_draft_memory", right, "bytes, or a part of the cache such as 0.2")
         self._check("measure_costs", self.measure_costs in (None, True, False), "True, False, or None for the usual")
         for key in ("graphs", "prefix_caching"):
             self._check(key, isinstance(getattr(self, key), bool), "True or False")
@@ -105,7 +112,7 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def parse_bytes(size: str | int | None) -> int | None:
+def parse_bytes(size: str | int | None, key: str = "memory") -> int | None:
     """ "2GiB", "512MB", "1e9" or a number of bytes."""
     if size is None or isinstance(size, int):
         return size
@@ -115,4 +122,17 @@ def parse_bytes(size: str | int | None) -> int | None:
             return int(float(match[1]) * _UNITS[match[2] or ""])
     except (ValueError, OverflowError):  # "1.2.3", or more than there are numbers for
         pass
-    raise ConfigError(f"memory={size!r}: must be bytes or a size such as 512MB or 2GiB")
+    raise ConfigError(f"{key}={size!r}: must be bytes or a size such as 512MB or 2GiB")
+
+
+def parse_share(size: str | int | float | None, key: str) -> int | float | None:
+    """As `parse_bytes`, or a part: "20%" and "0.2" are a fifth."""
+    if isinstance(size, float) or size is None:
+        return size
+    text = str(size).strip()
+    part = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%", text)
+    if part is not None:
+        return float(part[1]) / 100
+    if re.fullmatch(r"0?\.[0-9]+|1\.0*|0", text):
+        return float(text)
+    return parse_bytes(size, key)

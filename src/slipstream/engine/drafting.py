@@ -23,7 +23,9 @@ from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.listening import Offered, RoundListener
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
-from slipstream.engine.state import Answer
+from slipstream.engine.reasons import Decode, plan_of
+from slipstream.engine.room import DraftRoom
+from slipstream.engine.state import Answer, Copied
 from slipstream.engine.turns import note_plan
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
@@ -51,6 +53,8 @@ class Drafting:
         max_len: int,
         reserve: Callable[[Answer, int], int],
         auto: Sequence[str] = (),
+        places: int | None = None,
+        decode: Decode = lambda _: "",
     ) -> None:
         self.drafters = dict(drafters)
         self.default = default
@@ -62,7 +66,7 @@ class Drafting:
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self._following = frozenset(n for n in self._on_device if drafters[n].needs.own_cache)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
-        self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len)
+        self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
         self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
         self._levels = {name: _levels(drafter) for name, drafter in drafters.items()}
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
@@ -73,7 +77,9 @@ class Drafting:
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
         self.constraining = Constraining(vocab_size, device)
-        self._reserve = reserve
+        self.room = DraftRoom(reserve)
+        self._decode = decode
+        self._sources = {n: d.source for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._failures: dict[str, dict[str, str]] = {}  # by drafter and request: what its next draft will hear of
 
     def start(self, answer: Answer) -> None:
@@ -107,7 +113,8 @@ class Drafting:
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
-        note_plan(self.planner, answer)
+        note_plan(self.planner, answer, plan_of(answer, self.planner, self.room, self._decode))
+        self.room.forget(answer)
         self.planner.forget(answer.id)
         for name in answer.drafters:
             self._guarded(name, [answer], functools.partial(self._voice(name).stop, answer.id))
@@ -298,7 +305,7 @@ class Drafting:
         plan = functools.partial(self.planner.budget_trees, levels=levels) if levels else self.planner.budget
         budget = plan(name, ids, caps, rows, beside)
         self._declined(name, answers, caps, budget)
-        return [self._fit(*parts) for parts in zip(answers, used, budget, strict=True)]
+        return [self.room.nodes(*parts) for parts in zip(answers, used, budget, strict=True)]
 
     def _trees(
         self,
@@ -337,10 +344,13 @@ class Drafting:
             lawful = self.constraining.lawful(answers, proposals.trees, proposals.promises)
             trees = self.planner.trim(name, ids, lawful.trees, lawful.promises, rows)
         self._declined(name, answers, proposals.trees, trees)
-        return [
-            self._fitting(answer, before, tree) if tree.tokens else tree
-            for answer, before, tree in zip(answers, used, trees, strict=True)
-        ]
+        source, fitting = self._sources[name], list(trees)
+        for i, (answer, before, tree) in enumerate(zip(answers, used, trees, strict=True)):
+            if tree.tokens:
+                fitting[i] = self.room.tree(answer, before, tree)
+                if source and fitting[i].tokens:
+                    answer.copied = Copied(name, source, len(answer.tokens), fitting[i].tokens)
+        return fitting
 
     def _declined(
         self, name: str, answers: Sequence[Answer], had: Sequence[int | Tree], taken: Sequence[int | Tree]
@@ -354,19 +364,6 @@ class Drafting:
         self.undrafted["declined"] += 1
         self.totals[name].declined += 1
         answer.output.speculation.of(name).declined += 1
-
-    def _fitting(self, answer: Answer, used: int, tree: Tree) -> Tree:
-        """As much of the tree as there are pages for: the first nodes of a tree are a tree too."""
-        fits = self._fit(answer, used, len(tree))
-        return tree if fits == len(tree) else Tree(tree.tokens[:fits], tree.parents[:fits])
-
-    def _fit(self, answer: Answer, used: int, nodes: int) -> int:
-        """How many more nodes there are pages for, beside those that others gave."""
-        if not nodes:
-            return 0
-        fits = max(0, self._reserve(answer, used + nodes) - used)
-        self.undrafted["no_pages"] += fits == 0
-        return fits
 
     def _voice(self, name: str) -> DrafterGuard | Drafter:
         """Whom to call: a host drafter's guard, which takes care of its failures, or the device drafter itself."""

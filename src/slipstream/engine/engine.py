@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,6 +97,8 @@ class Engine:
             max_len=plan.max_model_len,
             reserve=self.scheduler.reserve_draft,
             auto=auto,
+            places=plan.draft_places,
+            decode=partial(decoder.decode, skip_special_tokens=False),
         )
         self.followers = self.follow(self.drafting, self.prefixes)
         self.jobs: dict[str, Job] = {}

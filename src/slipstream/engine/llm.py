@@ -20,7 +20,7 @@ from slipstream.core.snapshot import Snapshot
 from slipstream.drafters.vllm_names import from_vllm
 from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import Built, DrafterChoice, build
-from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes
+from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes, parse_share
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake, Prompt, check_text
 from slipstream.engine.loop import EngineLoop, Pulse
@@ -43,6 +43,7 @@ class LLM:
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
+    max_draft_memory: most of the cache for drafts, as bytes, "512MB", or a part such as 0.2; None: no limit.
     max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, rounds,
         graphs, prefix_caching, max_queue: see `EngineConfig`.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
@@ -69,6 +70,7 @@ class LLM:
         trust_remote_code: bool = False,
         planner: PlannerName = "adaptive",
         min_gain: float = 1.0,
+        max_draft_memory: str | int | float | None = None,
         measure_costs: bool | None = None,
         rounds: RoundsName | None = None,
         graphs: bool = True,
@@ -98,6 +100,7 @@ class LLM:
             draft_tokens=draft_tokens,
             planner=planner,
             min_gain=min_gain,
+            max_draft_memory=parse_share(max_draft_memory, "max_draft_memory"),
             measure_costs=measure_costs,
             rounds=rounds,
             graphs=graphs,

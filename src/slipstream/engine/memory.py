@@ -43,6 +43,8 @@ class MemoryPlan:
     num_pages: int
     max_model_len: int
     limit: Limit = "model"  # what keeps the context from being longer
+    draft_cache_bytes: int = 0  # of the cache: what drafters keep there, which requests could have otherwise
+    draft_places: int | None = None  # tokens' places that guesses may take at a time; None: any number
     max_positions: int = 0  # the model's own limit
 
     def check_prompt(self, length: int) -> None:
@@ -82,6 +84,7 @@ def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig)
         raise CapacityError(_too_little(config, budget, workspace, page, room))
     pages = min(room, wanted * config.max_num_seqs)
     length = min(longest, pages * config.page_size)
+    drafts_page = page - _page_bytes(target, (), config)
     return MemoryPlan(
         weights_bytes=target.weights_bytes,
         draft_weights_bytes=sum(draft.weights_bytes for draft in drafts),
@@ -91,7 +94,25 @@ def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig)
         max_model_len=length,
         limit="model" if length == target.max_positions else "max_model_len" if asked else "memory",
         max_positions=target.max_positions,
+        draft_cache_bytes=pages * drafts_page,
+        draft_places=_places(config, pages, page, drafts_page),
     )
+
+
+def _places(config: EngineConfig, pages: int, page: int, drafts_page: int) -> int | None:
+    """Places for guesses, behind what drafters keep for themselves. Raises where that alone is too much."""
+    wanted = config.max_draft_memory
+    if wanted is None:
+        return None
+    limit = wanted * pages * page if isinstance(wanted, float) else wanted
+    if limit < pages * drafts_page:
+        part = drafts_page / page
+        raise CapacityError(
+            f"max_draft_memory={wanted!r}: drafters keep {pages * drafts_page:,} bytes of the cache's "
+            f"{pages * page:,} for themselves; allow {-(-pages * drafts_page // 2**20)}MiB or {part:.2f} at least, or "
+            "leave out those that have K and V of their own or read hidden states (suffix and ngram have none)"
+        )
+    return int((limit - pages * drafts_page) // page) * config.page_size
 
 
 def _page_bytes(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> int:

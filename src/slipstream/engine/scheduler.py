@@ -18,6 +18,9 @@ from slipstream.engine.state import Answer, Phase
 from slipstream.kv.pages import OutOfPages, PageCopy, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
 
+_SOON = 1
+"""Free pages for each running request below which guesses get none: it fills one in a few rounds."""
+
 
 @dataclass(slots=True)
 class Schedule:
@@ -70,6 +73,11 @@ class Scheduler:
         """How many of those who wait could start at once: none where it is pages that are missing."""
         return 0 if self._short else len(self._slots)
 
+    @property
+    def pages_short(self) -> bool:
+        """Does somebody wait for pages, or will those who run soon want more than there are?"""
+        return self._short or self.pool.free_pages < _SOON * len(self.running)
+
     def schedule(self) -> Schedule:
         """Choose the next pass. Every decode in it has room for its next token."""
         plan = Schedule()
@@ -115,8 +123,13 @@ class Scheduler:
         return rows
 
     def reserve_draft(self, answer: Answer, nodes: int) -> int:
-        """Room for a draft behind the next token; returns how many nodes fit. Never preempts anyone for a guess."""
+        """Room for a draft behind the next token; returns how many nodes fit. Never preempts anyone for a guess.
+
+        Where pages are short it has what the answer holds anyway: what others will need soon is not for guesses.
+        """
         assert answer.table is not None
+        if self.pages_short:
+            nodes = min(nodes, max(0, answer.table.capacity - answer.reach))
         try:
             answer.table.reserve(answer.reach + nodes)
             return nodes

@@ -8,6 +8,7 @@ from slipstream.core.snapshot import Snapshot
 from slipstream.engine.admission import Admission
 from slipstream.engine.counters import Counters
 from slipstream.engine.drafting import Drafting
+from slipstream.engine.room import SHORT
 from slipstream.engine.scheduler import Scheduler
 
 
@@ -39,7 +40,17 @@ def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, 
         drafters={name: replace(total) for name, total in drafting.totals.items()},
         late={name: guard.late for name, guard in drafting.guards.items()},
         dropped={name: guard.dropped for name, guard in drafting.guards.items() if guard.dropped is not None},
-        plan=drafting.planner.reasons(),
+        plan=_plan(drafting),
         gains=drafting.planner.gains(),
-        decisions={"drafted": sum(total.drafts for total in drafting.totals.values()), **drafting.undrafted},
+        decisions={
+            "drafted": sum(total.drafts for total in drafting.totals.values()),
+            **drafting.undrafted,
+            "no_pages": drafting.room.refused,
+        },
     )
+
+
+def _plan(drafting: Drafting) -> dict[str, str]:
+    """What was decided last; where nobody's draft found room, that it did not."""
+    reasons = drafting.planner.reasons()
+    return dict.fromkeys(reasons, SHORT) if drafting.room.nobody else reasons

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.constrain.matcher import Constraint
 from slipstream.core.errors import RequestError
@@ -35,6 +35,15 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
+
+
+class Copied(NamedTuple):
+    """The last draft that a host drafter made for an answer."""
+
+    drafter: str
+    source: str  # `HostDrafter.source`
+    length: int  # tokens of the answer, its prompt included, when it was made
+    tokens: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +73,7 @@ class Answer:
     doubted: bool = False  # its last round came to nothing beside a draft: the next one is plain
     refused: dict[str, str] = field(default_factory=dict)  # drafters that failed for it -> why
     view: DraftRequest | None = None
+    copied: Copied | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
     queued: int = 0  # rounds in the making whose results the host has not seen
     coming: int = 0  # tokens that these may add at most

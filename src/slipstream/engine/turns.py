@@ -5,7 +5,7 @@ And noted for the callers, who may want to know what speculation brought them an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.core.verdict import Verdict
 from slipstream.engine.state import Answer
@@ -19,9 +19,8 @@ def observe_round(planner: Planner, answers: Sequence[Answer], verdicts: Sequenc
     planner.observe_round(turns, seconds, sum([len(answer.tokens) for answer in answers]))
 
 
-def note_plan(planner: Planner, answer: Answer) -> None:
+def note_plan(planner: Planner, answer: Answer, plan: Mapping[str, str]) -> None:
     """The answer leaves: what was measured for it, and what was decided last."""
     stats, gain = answer.output.speculation, planner.gain(answer.id)
     stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
-    off, reasons = planner.why(answer.id), planner.reasons()
-    stats.plan = {name: off or reasons[name] for name in answer.drafters if off or name in reasons}
+    stats.plan = dict(plan)

@@ -161,7 +161,9 @@ class AdaptivePlanner(Planner):
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
         size = self._size(drafter, rate)
-        self._decided[drafter] = Decision(rows, size, float(rate[max(size, int(rate.argmax()))] / rate[0]))
+        shown = max(size, int(rate.argmax()))
+        guess = float(draft_s[shown or -1] / pass_s[0, 0])
+        self._decided[drafter] = Decision(rows, size, float(rate[shown] / rate[0]), guess)
         return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
 
     def _size(self, drafter: str, rate: NDArray[np.float64]) -> int:

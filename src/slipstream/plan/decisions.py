@@ -10,12 +10,17 @@ _DEAR = 0.5
 """A row that adds such a part of what a request costs in the pass can hardly pay: the arithmetic is used up."""
 
 
+_SLOW = 0.3
+"""Guesses that take such a part of a plain pass are slow."""
+
+
 class Decision(NamedTuple):
     """The last plan of one drafter's guesses."""
 
     requests: int  # that decoded in the round
     nodes: int  # most for a request where it is asked beforehand, of all where its guesses were there; 0: none
     gain: float  # tokens a second by those of plain decoding, as expected of the best that could be drafted
+    guess: float = 0.0  # what the guesses take, as a part of a plain pass
 
     def text(self, drafter: str, cost: PassCost, alpha: float | None) -> str:
         """In words, by what passes cost and how often the drafter's guesses are right."""
@@ -27,4 +32,6 @@ class Decision(NamedTuple):
             return (
                 f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
             )
+        if self.guess > _SLOW:
+            return f"off: its guesses take {self.guess:.0%} of a pass, {self.gain:.2f}x expected at best{share}"
         return f"off: {self.gain:.2f}x expected of the best draft{share}"

@@ -1,0 +1,66 @@
+"""Decisions as one person wants to read them: for one answer, and with where its guesses came from.
+
+Put together when the answer ends or somebody asks, and not while rounds run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from slipstream.engine.room import SHORT, DraftRoom
+from slipstream.engine.state import Answer, Copied
+from slipstream.plan.planner import Planner
+
+_AGREES = 3
+"""Tokens by which the place of a copied text is found: the last ones, and the first that is guessed."""
+_READ = 2048
+"""Tokens of a prompt that are read as text to say which turn a place belongs to; longer ones are not worth the time."""
+_ROLES = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user|<start_of_turn>user|<\|user\|>|\[INST\]", re.I)
+"""How the chat templates that are around begin what a user says."""
+
+Decode = Callable[[list[int]], str]
+
+
+def plan_of(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> dict[str, str]:
+    """By drafter: what was decided last for this answer, and why."""
+    off, reasons = planner.why(answer.id), planner.reasons()
+    if off is None and room.is_short(answer):
+        off = SHORT
+    found = {name: off or reasons[name] for name in answer.drafters if off or name in reasons}
+    last = answer.copied
+    if off is None and last is not None and found.get(last.drafter, "").startswith(last.drafter):
+        expected = found[last.drafter].rpartition(": ")[2]
+        found[last.drafter] = f"{last.drafter} {len(last.tokens)}: {_words(answer, last, decode)}; {expected}"
+    return found
+
+
+def _words(answer: Answer, last: Copied, decode: Decode) -> str:
+    if last.source != "text":
+        return last.source
+    place = copied_from(answer.tokens[: last.length], last.tokens)
+    if place is None:
+        return "matches an earlier answer"
+    if place >= answer.prompt_length:
+        return f"matches {_code(decode(answer.tokens[answer.prompt_length : place]))}its own answer"
+    if place > _READ:
+        return f"matches the prompt at token {place}"
+    before = decode(answer.tokens[:place])
+    turns = len(_ROLES.findall(before))
+    return f"matches {_code(before)}turn {turns}" if turns else f"matches {_code(before)}the prompt"
+
+
+def _code(before: str) -> str:
+    """Does a text end inside a fence of code?"""
+    return "code of " if before.count("```") % 2 else ""
+
+
+def copied_from(tokens: Sequence[int], guess: Sequence[int]) -> int | None:
+    """Where in the text the guess stood before, the latest place first; None: nowhere."""
+    for before in range(min(_AGREES - 1, len(tokens)), 0, -1):
+        wanted = [*tokens[len(tokens) - before :], *guess[: _AGREES - before]]
+        first = wanted[0]
+        for at in range(len(tokens) - 1 - before, -1, -1):
+            if tokens[at] == first and list(tokens[at : at + len(wanted)]) == wanted:
+                return at + before
+    return None
