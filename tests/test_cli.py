@@ -51,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_generate_streams_text_to_stdout_and_the_summary_to_stderr(run: Run, llm: FakeLLM) -> None:
     done = run("generate", "Hi", "--system", "Be kind.")
     assert (done.code, done.out) == (0, "Hello to you\n")
-    assert "4 tokens · 2.0 tok/s · tau 2.00 · 67% of 3 drafted tokens accepted (ngram)" in done.err
+    assert "4 tokens · 2.0 tok/s · 2.00 tokens per round · 2 of 3 guesses stood (ngram)" in done.err
     assert llm.chats == [[{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]]
     assert llm.closed
     prompt, params = llm.asked[0]
@@ -175,7 +175,7 @@ def test_no_speculation_loads_no_drafter(run: Run, llm: FakeLLM) -> None:
     done = run("generate", "Hi", "--no-speculation")
     assert llm.made_with["drafters"] == ()
     assert not llm.asked[0][1].speculation.enabled
-    assert "tau 1.00 · nothing drafted" in done.err
+    assert "1.00 tokens per round · nothing drafted" in done.err
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_chat_keeps_history_and_obeys_commands(run: Run, llm: FakeLLM) -> None:
     said = "Hello to you\n"
     assert history == [["S", "Hi"], ["S", "Hi", said, "Again"], ["S", "New"], ["S", "New", said, "More"]]
     assert [params.speculation.enabled for _, params in llm.asked] == [True, True, True, False]
-    assert "4 answers · 16 tokens · 2.0 tok/s · tau 1.60" in done.err
+    assert "4 answers · 16 tokens · 2.0 tok/s · 1.60 tokens per round" in done.err
     assert "/nonsense: not a command" in done.err
     assert llm.closed
 

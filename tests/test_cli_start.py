@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 
 import slipstream
 from fake_llm import FakeLLM
+from slipstream import LLM
 from slipstream.cli import loading, options
 from slipstream.cli.main import main
+from slipstream.core.errors import ConfigError
 from slipstream.drafters import drafter_names
 
 
@@ -47,6 +50,8 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
     (tmp_path / "notes.txt").write_text("no model")
     (tmp_path / "broken.gguf").write_text("no GGUF either")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "torn.json").write_text("{")
+    (tmp_path / "bad.json").write_text('{"properties": {"a": {"not": {}}}}')
     (tmp_path / "no-keys").write_text("# nobody yet\n")
     expected = {
         "generate Hi --drafter bogus": (2, "drafter 'bogus' is unknown"),
@@ -57,7 +62,16 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "generate Hi --device cuda:x": (2, "device='cuda:x': must be auto, cpu, cuda or cuda:N"),
         "serve --temperature 1": (2, "--temperature: not for serve"),
         "serve --speculative-config {": (2, "is not JSON"),
-        "serve --tool-call-parser bogus": (2, "tool_format='bogus': must be one of auto, hermes, llama3_json"),
+        "serve --tool-call-parser bogus": (2, "error: --tool-call-parser 'bogus': must be one of auto, hermes, llama3"),
+        "serve --request-timeout -1": (2, "error: --request-timeout -1.0: must be above 0"),
+        "serve --verifier rejection": (2, "error: --verifier: not for serve"),
+        'serve --speculative-config {"method":"eagle3","model":"/nope"}': (
+            1,
+            """error: --speculative-config {"method":"eagle3","model":"/nope"}: --drafter eagle3:/nope: '/nope': no""",
+        ),
+        "generate Hi --regex a{": (2, "error: --regex a{: at character 1 it has a brace"),
+        "generate Hi --json-schema bad.json": (2, "error: --json-schema bad.json: at #/properties/a: 'not' cannot be"),
+        "generate Hi --json-schema torn.json": (2, "error: --json-schema torn.json is no JSON: Expecting"),
         "serve --api-key =": (2, "API key: must be printable ASCII"),
         "serve --api-key-file no-keys": (2, "no-keys: has no key"),
         "train eagle3": (2, "--out: name the folder of the run"),
@@ -181,3 +195,37 @@ def test_what_is_fetched_is_said_where_there_is_no_terminal(
 def test_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"slipstream {slipstream.__version__}\n"
+
+
+def test_help_lists_only_what_is_taken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for refused in ("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--max-tokens", "--verifier"):
+        assert f"{refused} " not in text, refused
+    for taken in ("--drafter", "--planner", "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-queue"):
+        assert taken in text, taken
+
+
+@pytest.mark.parametrize(
+    ("asked", "usual", "wanted"), [(None, {}, None), (None, {"prefix_caching": False}, False), (True, {}, True)]
+)
+def test_prefix_caching_by_vllms_name(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | None, usual: dict[str, bool], wanted: bool | None
+) -> None:
+    """bench is without it unless it is asked for."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(loading, "resolve", lambda *_, **__: Path("somewhere"))
+    monkeypatch.setattr("slipstream.engine.llm.LLM", lambda model, **settings: made.update(settings))
+    loading.open_llm(options.Common(enable_prefix_caching=asked), (), print, None, **usual)
+    assert made.get("prefix_caching") is wanted
+    loading.open_llm(options.Common(enable_prefix_caching=True), (), print, None, prefix_caching=False)
+    assert made["prefix_caching"] is True
+
+
+def test_prefix_caching_in_the_library(open_llm: Callable[..., LLM]) -> None:
+    assert open_llm(enable_prefix_caching=False).engine.config.prefix_caching is False
+    assert open_llm(enable_prefix_caching=True).engine.config.prefix_caching is True
+    with pytest.raises(ConfigError, match="give one of them"):
+        open_llm(prefix_caching=False, enable_prefix_caching=True)

@@ -19,7 +19,8 @@ from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.machine import hardware, versions
-from slipstream.cli.options import OUTPUT, PROMPTS, Common, option, with_common
+from slipstream.cli.options import OUTPUT, PROMPTS, Common, option
+from slipstream.cli.shared import with_common
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -336,4 +337,5 @@ def startup_options(common: Common, drafters: tuple[str, ...]) -> list[str]:
         options += ["--planner", common.planner]
     if common.threads is not None:
         options += ["--threads", str(common.threads)]
+    options += ["--no-enable-prefix-caching"] * (common.enable_prefix_caching is False)
     return options + ["--trust-remote-code"] * common.trust_remote_code

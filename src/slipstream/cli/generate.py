@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text, with_common
+from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text
+from slipstream.cli.shared import with_common
 from slipstream.cli.show import note, request_json, summary
-from slipstream.core.errors import ConfigError, RequestError
+from slipstream.constrain.source import source_of
+from slipstream.core.errors import ConfigError, InvalidRequest, RequestError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
-from slipstream.core.structured import StructuredOutputsParams
+from slipstream.core.structured import StructuredOutputsParams, renamed
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -141,11 +144,14 @@ def generate(
         prediction=read_text(prediction, "--prediction") if prediction is not None else None,
         structured_outputs=form(json_schema, regex),
     )
+    if params.structured_outputs is not None:
+        with naming_form(json_schema, regex):
+            source_of(params.structured_outputs)  # what is wrong with it is said before anything loads
     if material:
         texts = tuple(read_text(source, "--material") for source in material)
         params = replace(params, speculation=replace(params.speculation, material=texts))
     drafters = () if common.no_speculation else common.drafters
-    with loaded(common, drafters) as llm:
+    with loaded(common, drafters) as llm, naming_form(json_schema, regex):
         request = text if raw else llm.chat_prompt(messages(system, text))
         if as_json:
             output = llm.generate([request], params)[0]
@@ -168,9 +174,22 @@ def generate(
 
 
 def form(json_schema: str | None, regex: str | None) -> StructuredOutputsParams | None:
-    if json_schema is not None:
-        return StructuredOutputsParams(json=read_text(json_schema, "--json-schema"))
-    return None if regex is None else StructuredOutputsParams(regex=regex)
+    with naming_form(json_schema, regex):
+        if json_schema is not None:
+            return StructuredOutputsParams(json=read_text(json_schema, "--json-schema"))
+        return None if regex is None else StructuredOutputsParams(regex=regex)
+
+
+@contextmanager
+def naming_form(json_schema: str | None, regex: str | None) -> Iterator[None]:
+    """What is wrong with the form of an answer begins with the option that gave it, and its file."""
+    try:
+        yield
+    except InvalidRequest as error:
+        option = f"--json-schema {json_schema}" if json_schema is not None else f"--regex {regex}"
+        if (message := renamed(str(error), option)) is None:
+            raise
+        raise ConfigError(message) from error
 
 
 def messages(system: str | None, text: str) -> list[dict[str, str]]:

@@ -71,7 +71,7 @@ def open_llm(
         trust_remote_code=common.trust_remote_code,
         graphs=not common.no_graphs,
         on_progress=on_load,
-        **{"planner": common.planner_or("adaptive"), **common.planning, **more},
+        **{"planner": common.planner_or("adaptive"), **common.planning, **more, **common.caching},
     )
 
 

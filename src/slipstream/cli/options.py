@@ -1,19 +1,16 @@
 """The options that generate, chat, bench and audit share: written once, with the help texts that teach them.
 
-`Common` is both the list of options and what a command receives. `with_common` turns each of its fields into an
-option of the command, so a new option is one field here.
+`Common` is both the list of options and what a command receives. `with_common` (`shared.py`) turns each of its fields
+into an option of the command, so a new option is one field here.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import secrets
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -29,7 +26,7 @@ from slipstream.models.resolve import find_local
 DEFAULT_DRAFTER = "ngram"
 
 MODEL = "Model"
-SPECULATION = "Speculation (changes the speed, never the tokens, unless --verifier says so)"
+SPECULATION = "Speculation (changes the speed, never the tokens, unless rejection sampling judges them)"
 SAMPLING = "Sampling"
 OUTPUT = "Output"
 PROMPTS = "Prompts"
@@ -125,6 +122,15 @@ class Common:
             panel=MODEL,
             help="Longest prompt and answer together, such as 4096. Default: as long as the model and the memory "
             "allow.",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool | None,
+        option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            panel=MODEL,
+            help="Keep what was computed of prompts for others that begin alike: the same tokens, sooner. Default: on; "
+            "off for bench and tune, where the same prompts come again and again.",
         ),
     ] = None
     no_graphs: Annotated[
@@ -280,6 +286,11 @@ class Common:
     debug: DebugOption = False
 
     @property
+    def caching(self) -> dict[str, bool]:
+        """What was asked of the cache; nothing where nothing was."""
+        return {} if self.enable_prefix_caching is None else {"prefix_caching": self.enable_prefix_caching}
+
+    @property
     def planning(self) -> dict[str, Any]:
         """What was asked of the planner; nothing where nothing was."""
         asked = {
@@ -364,27 +375,3 @@ def read_text(source: str, option: str) -> str:
         return Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {source}: cannot be read as text ({error})") from error
-
-
-def with_common(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the command's parameter `common: Common` by one option for each field of `Common`."""
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    hints = get_type_hints(Common, include_extras=True)
-    names = [field.name for field in fields(Common)]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
-        for field in fields(Common)
-    ]
-    parameters = [p.replace(kind=keyword) for p in own if p.annotation is not Common] + shared
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        common = Common(**{name: values.pop(name) for name in names})
-        common.check(values.get("prediction"))
-        command(common=common, **values)
-
-    del run.__wrapped__  # typer must see the new signature, not the old one
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from slipstream.bench.tune import read_engine
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import DEFAULT_DRAFTER, MODEL, OUTPUT, SPECULATION, Common, option, with_common
+from slipstream.cli.options import DEFAULT_DRAFTER, MODEL, OUTPUT, SPECULATION, Common, option
+from slipstream.cli.shared import with_common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.drafters.places import naming
 from slipstream.drafters.vllm_names import from_vllm
 from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat
 
@@ -23,9 +27,19 @@ LIMITS = "Limits"
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 _USUAL = ServeConfig()
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+_OPTIONS = {
+    "models": "--served-model-name",
+    "request_s": "--request-timeout",
+    "chunk_chars": "--stream-chunk-chars",
+    "drain_s": "--drain-timeout",
+    "tool_format": "--tool-call-parser",
+    "log_format": "--log-format",
+}
+"""Settings that have another name on the command line."""
+_OF_REQUESTS = (*_SAMPLING, "verifier")
 
 
-@with_common
+@functools.partial(with_common, hidden=_OF_REQUESTS)
 def serve(
     common: Common,
     host: Annotated[
@@ -136,27 +150,29 @@ def serve(
     """Serve a model over HTTP, as OpenAI's interface has it.
 
     Any OpenAI client works with base_url http://HOST:PORT/v1. Ctrl-C or SIGTERM ends it when those inside have their
-    answers. Sampling is each request's own: the sampling options are refused here.
+    answers. How to sample and which verifier judges is said by each request.
     """
     _refuse_sampling(common)
     if config is not None:
         common = _with_config(common, config)
     if speculative_config is not None:
         common = _with_speculative_config(common, speculative_config)
-    settings = ServeConfig(
-        models=tuple(served_model_name or (common.model,)),
-        host=host,
-        port=port,
-        keys=_keys(api_key or (), api_key_file),
-        allowed_hosts=tuple(allowed_host or ()),
-        limits=Limits(body_bytes=max_body, request_s=request_timeout),
-        max_queue=max_queue,
-        chunk_chars=stream_chunk_chars,
-        drain_s=drain_timeout,
-        tool_format=cast(ToolFormat, tool_call_parser),  # which it checks
-        log_format=cast(LogFormat, log_format),
-        telemetry=otel,
-    )
+    keys = _keys(api_key or (), api_key_file)
+    with _naming_options():
+        settings = ServeConfig(
+            models=tuple(served_model_name or (common.model,)),
+            host=host,
+            port=port,
+            keys=keys,
+            allowed_hosts=tuple(allowed_host or ()),
+            limits=Limits(body_bytes=max_body, request_s=request_timeout),
+            max_queue=max_queue,
+            chunk_chars=stream_chunk_chars,
+            drain_s=drain_timeout,
+            tool_format=cast(ToolFormat, tool_call_parser),  # which it checks
+            log_format=cast(LogFormat, log_format),
+            telemetry=otel,
+        )
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -179,6 +195,18 @@ def serve(
         note(f"serving {settings.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
         server.serve_forever()
     gc.freeze()  # the program ends: Python would look through all of torch for garbage once more, for seconds
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """What is wrong with a setting begins with the option that gave it."""
+    try:
+        yield
+    except ConfigError as error:
+        key, _, rest = str(error).partition("=")
+        if key not in _OPTIONS:
+            raise
+        raise ConfigError(f"{_OPTIONS[key]} {rest}") from error
 
 
 def _refuse_sampling(common: Common) -> None:
@@ -213,8 +241,11 @@ def _with_speculative_config(common: Common, written: str) -> Common:
         config = json.loads(written)
     except ValueError as error:
         raise ConfigError(f"--speculative-config {written}: is not JSON ({error})") from error
-    named = from_vllm(config)
-    return replace(common, drafter=[named.drafter or DEFAULT_DRAFTER], draft_tokens=named.draft_tokens)
+    with naming(f"--speculative-config {written}"):
+        named = from_vllm(config)
+        changed = replace(common, drafter=[named.drafter or DEFAULT_DRAFTER], draft_tokens=named.draft_tokens)
+        changed.check(None)
+    return changed
 
 
 def _keys(given: Any, file: Path | None) -> tuple[ApiKey, ...]:

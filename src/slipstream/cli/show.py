@@ -106,11 +106,15 @@ def undrafted(stats: SpeculationStats) -> str:
 
 
 def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
-    """Tokens, rate, and what speculation did, as one line."""
-    line = f"{tokens} tokens · {rate:.1f} tok/s · tau {stats.tau:.2f}"
+    """Tokens, rate, and what speculation did, as one line.
+
+    Tokens per round (tau) come first: of a tree most guesses must fall, since its branches exclude each other, so that
+    their share says little.
+    """
+    line = f"{tokens} tokens · {rate:.1f} tok/s · {stats.tau:.2f} tokens per round"
     if stats.drafted:
         names = ", ".join(name for name, drafter in stats.by_drafter.items() if drafter.drafted)
-        line += f" · {stats.alpha:.0%} of {stats.drafted} drafted tokens accepted"
+        line += f" · {stats.accepted} of {stats.drafted} guesses stood"
         line += f" ({names})" if names else ""
     else:
         line += f" · {undrafted(stats)}"

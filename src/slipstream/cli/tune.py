@@ -14,7 +14,8 @@ from rich.table import Table
 from slipstream.bench import run, tune
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option, with_common
+from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option
+from slipstream.cli.shared import with_common
 from slipstream.core.errors import ConfigError
 
 MEASURING = "Measuring"

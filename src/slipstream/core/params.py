@@ -20,6 +20,9 @@ MAX_STOPS = 64
 MAX_SEED = 2**64 - 1
 MAX_TEMPERATURE = 1e6
 MAX_BIAS = 1e6
+MIN_REPETITION = 0.01
+MAX_REPETITION = 10.0
+"""Logits are divided by it, in 32 bits: far below, they are infinite; long before, nothing else counts."""
 TO_THE_END = 2**30
 """What `max_tokens=None` becomes: more than any context holds, so that the context's end is the limit."""
 
@@ -149,7 +152,11 @@ class SamplingParams:
         self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
         self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
         self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
-        self._check("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0, at most 10")
+        self._check(
+            "repetition_penalty",
+            MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION,
+            f"{MIN_REPETITION:g} to {MAX_REPETITION:g} (1 is off)",
+        )
         self._check("min_tokens", self.min_tokens >= 0, "0 or more")
         self._check("max_tokens", self.max_tokens >= 1, "1 or more")
         self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")

@@ -7,6 +7,7 @@ optional package. Names follow vLLM's `StructuredOutputsParams`.
 from __future__ import annotations
 
 import json as json_text
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -86,6 +87,15 @@ class StructuredOutputsParams:
         if self.json_object:
             return "{}"
         return str(self.json or self.regex or self.grammar or "")
+
+
+def renamed(message: str, name: str) -> str | None:
+    """A message about a form, with another name for it: the one by which its user gave it. None: about something else.
+
+    Where the message quotes the rule itself (`structured_outputs.regex='a{'`), the name stands for that, too.
+    """
+    found = re.match(r"structured_outputs(\.\w+)?(='(\\.|[^'\\])*'…?(?=: ))?", message)
+    return None if found is None else name + message[found.end() :]
 
 
 def _as_text(schema: object) -> str:

@@ -49,6 +49,7 @@ class LLM:
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
     on_progress: hears what loading is at, in words.
+    enable_prefix_caching: vLLM's name of prefix_caching.
     tensor_parallel_size: taken for vLLM's sake; must be 1.
 
     Any thread may call any method; calls from several threads share batches. Close it, or use it in a `with` block.
@@ -76,6 +77,7 @@ class LLM:
         graphs: bool = True,
         prefix_caching: bool = True,
         max_queue: int | None = None,
+        enable_prefix_caching: bool | None = None,
         tensor_parallel_size: int = 1,
         speculative_config: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] | None = None,
@@ -84,6 +86,10 @@ class LLM:
             raise ConfigError(f"model={model!r}: must be a name or a path, such as 'default' or 'path/to/model'")
         if tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be 1, a model runs on one device")
+        if enable_prefix_caching is not None:
+            if not prefix_caching:
+                raise ConfigError("enable_prefix_caching is vLLM's name of prefix_caching: give one of them")
+            prefix_caching = enable_prefix_caching
         check_dtype_name(dtype)
         check_device_name(device)
         if speculative_config is not None:

@@ -1,0 +1,51 @@
+"""From the fields of `Common` to options of a command: the machinery behind the options that commands share."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from typing import Annotated, Any, get_args, get_type_hints
+
+from slipstream.cli.options import Common
+
+
+def with_common(command: Callable[..., None], hidden: Collection[str] = ()) -> Callable[..., None]:
+    """Replace the command's parameter `common: Common` by one option for each field of `Common`.
+
+    hidden: options that the command refuses in its own words; its help does not list them.
+    """
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    hints = get_type_hints(Common, include_extras=True)
+    names = [field.name for field in fields(Common)]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(
+            field.name,
+            keyword,
+            default=field.default,
+            annotation=_unlisted(hints[field.name]) if field.name in hidden else hints[field.name],
+        )
+        for field in fields(Common)
+    ]
+    parameters = [p.replace(kind=keyword) for p in own if p.annotation is not Common] + shared
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        common = Common(**{name: values.pop(name) for name in names})
+        common.check(values.get("prediction"))
+        command(common=common, **values)
+
+    del run.__wrapped__  # typer must see the new signature, not the old one
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _unlisted(annotated: Any) -> Any:
+    kind, option = get_args(annotated)
+    unlisted = copy.copy(option)
+    unlisted.hidden = True
+    return Annotated[kind, unlisted]
