@@ -45,7 +45,11 @@ class DrafterStats:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What speculation did for one request. tau counts the target's own token."""
+    """What speculation did for one request.
+
+    tau: tokens per round, the target's own token included. alpha: the share of guesses that stood; in trees it is small,
+    because branches exclude each other.
+    """
 
     rounds: int = 0  # target passes that emitted for this request
     emitted: int = 0  # tokens they emitted
