@@ -47,8 +47,8 @@ class DrafterStats:
 class SpeculationStats:
     """What speculation did for one request.
 
-    tau: tokens per round, the target's own token included. alpha: the share of guesses that stood; in trees it is small,
-    because branches exclude each other.
+    tau: tokens per round, the target's own token included. alpha: the share of guesses that stood; in trees it is
+    small, because branches exclude each other.
     """
 
     rounds: int = 0  # target passes that emitted for this request

@@ -14,8 +14,9 @@ from starlette.types import Scope
 from slipstream import __version__
 from slipstream.core.errors import SlipstreamError
 from slipstream.engine.llm import LLM
+from slipstream.serve.complaints import from_validation
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import ApiError, for_log, from_exception, from_validation
+from slipstream.serve.errors import ApiError, for_log, from_exception
 from slipstream.serve.gate import Gate
 from slipstream.serve.live import LiveView
 from slipstream.serve.metrics import CONTENT_TYPE
@@ -139,7 +140,7 @@ def _add_errors(app: FastAPI) -> None:
 
     async def say_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        told = from_validation(error.errors())
+        told = from_validation(error.errors(), error.body)
         Record.of(request.scope).error = told.for_log
         return told.response()
 

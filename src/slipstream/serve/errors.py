@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
 
 from slipstream.core.errors import Aborted, CapacityError, InvalidRequest, QueueFull
 
-_NAMED = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)[=:]")
+_NAMED = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)[=:]|(structured_outputs(?:\.\w+)?)")
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -73,7 +73,7 @@ def from_exception(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequest | CapacityError):
         named = _NAMED.match(str(error))
-        return ApiError(400, str(error), param=named[1] if named else None, code="invalid_value")
+        return ApiError(400, str(error), param=(named[1] or named[2]) if named else None, code="invalid_value")
     if isinstance(error, QueueFull):
         wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return ApiError(429, f"too many requests: {error}", code="rate_limit_exceeded", headers=wait)
@@ -86,32 +86,3 @@ def for_log(error: Exception) -> str:
     """An error in the words of a log: of a client's mistake only where it was, of ours everything."""
     told = from_exception(error)
     return told.for_log if told is error or told.status < 500 else f"{type(error).__name__}: {error}"
-
-
-def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first thing that pydantic found wrong, in words."""
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    match first["type"]:
-        case "json_invalid":
-            what = first.get("ctx", {}).get("error", "it cannot be read")
-            return ApiError(400, f"the body is not JSON: {what}", code="invalid_json")
-        case "unknown_field":
-            name = first["ctx"]["name"]
-            param = ".".join([*_field_names(place), name])
-            remedy = f"unknown or unsupported field {name!r}; leave it out"
-            return ApiError(400, f"{param}: {remedy}", param=param, code="unknown_field")
-        case "missing" if not place:
-            return ApiError(400, "the body is missing: send JSON, with content-type application/json")
-        case "missing":
-            param = ".".join(place)
-            return ApiError(400, f"{param}: required field is missing", param=param, code="missing_field")
-    if not place:
-        return ApiError(400, f"the body: {first['msg']}; send a JSON object, with content-type application/json")
-    param = ".".join(_field_names(place))
-    return ApiError(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
-
-
-def _field_names(place: Sequence[str]) -> list[str]:
-    """The path that a client knows: without the names that pydantic gives to the branches of a union."""
-    return [part for part in place if re.fullmatch(r"[a-z0-9_]+", part) and part not in ("str", "int", "bool")]

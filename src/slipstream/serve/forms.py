@@ -6,11 +6,13 @@ form, too. A request may ask for one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from slipstream.core.structured import StructuredOutputsParams
-from slipstream.serve.errors import refused
+from slipstream.core.errors import InvalidRequest
+from slipstream.core.structured import StructuredOutputsParams, renamed
+from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.nesting import check_nesting
 from slipstream.serve.schemas import ChatRequest, NamedTool, SamplingFields, SchemaFormat, TextFormat, Tool
 
@@ -35,6 +37,37 @@ def form_of(asked: SamplingFields, nesting: int) -> StructuredOutputsParams | No
         if param != "tool_choice":  # is some levels deeper than the tools
             check_nesting(param, form.get("json"), nesting)
         return StructuredOutputsParams.of(form)
+    return None
+
+
+@contextmanager
+def naming_form(asked: SamplingFields) -> Iterator[None]:
+    """What is wrong with a form is said of the field that asked for it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        about_form = renamed(str(error), "")
+        name = None if about_form is None else _form_name(asked)
+        if name is None:
+            raise
+        raise ApiError(400, f"{name}{about_form}", param=name, code="invalid_value") from error
+
+
+def _form_name(asked: SamplingFields) -> str | None:
+    """The field; None: `structured_outputs`, by whose name errors go anyway."""
+    if isinstance(asked.response_format, SchemaFormat):
+        return "response_format.json_schema.schema"
+    if asked.response_format is not None and not isinstance(asked.response_format, TextFormat):
+        return "response_format"
+    for name in _OLD_NAMES:
+        if getattr(asked, f"guided_{name}") is not None:
+            return f"guided_{name}"
+    if isinstance(asked, ChatRequest) and asked.structured_outputs is None:
+        chosen = asked.tool_choice
+        if isinstance(chosen, NamedTool):
+            names = [tool.function.name for tool in asked.tools or ()]
+            return f"tools.{names.index(chosen.function.name)}.function.parameters"
+        return "tools" if chosen == "required" else None
     return None
 
 

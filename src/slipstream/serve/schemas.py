@@ -6,12 +6,15 @@ Whether a value is possible in itself is said here; whether it is on this server
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-UNKNOWN = "unknown_field"
+from slipstream.serve.neutral import ASSISTANT, CHAT, COMPLETION, STREAM_OPTIONS, Neutral
+
+UNKNOWN, UNSUPPORTED = "unknown_field", "unsupported_field"
 
 Whole = Annotated[int, Field(ge=0, le=2**62)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True, min_length=1)]
@@ -20,15 +23,23 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 
 class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Mapping[str, Neutral]] = {}  # further fields, which must ask for nothing
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, given: Any) -> Any:
         """The first of them is enough: pydantic would make an error of every one, and there may be very many."""
-        for key in given if isinstance(given, dict) else ():
-            if key not in _names(cls):
+        if not isinstance(given, dict) or given.keys() <= _names(cls):
+            return given
+        for key, value in given.items():
+            if key in _names(cls):
+                continue
+            if key not in cls.neutral:
                 raise PydanticCustomError(UNKNOWN, "unknown field", {"name": str(key)[:64]})
-        return given
+            if not cls.neutral[key].fits(value):
+                told = {"name": key, "value": value, "remedy": cls.neutral[key].remedy}
+                raise PydanticCustomError(UNSUPPORTED, "unsupported value", told)
+        return {key: value for key, value in given.items() if key in _names(cls)}
 
 
 @functools.cache
@@ -37,6 +48,7 @@ def _names(of: type[BaseModel]) -> frozenset[str]:
 
 
 class StreamOptions(Fields):
+    neutral = STREAM_OPTIONS
     include_usage: bool = False
 
 
@@ -112,6 +124,10 @@ class SamplingFields(Fields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512, description="a newer name of user")
+    prompt_cache_key: str | None = Field(
+        None, max_length=512, description="prompts that begin alike share their cache without it"
+    )
     speculation: SpeculationFields | Literal["off"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -126,6 +142,7 @@ class SamplingFields(Fields):
 
 
 class CompletionRequest(SamplingFields):
+    neutral = COMPLETION
     prompt: str | TokenIds | Strings | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int | None = Field(16, ge=1, le=2**30)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -175,6 +192,7 @@ class UserMessage(Fields):
 
 
 class AssistantMessage(Fields):
+    neutral = ASSISTANT
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
@@ -225,6 +243,7 @@ class ChatFields(Fields):
 
 
 class ChatRequest(ChatFields, SamplingFields):
+    neutral = CHAT
     max_tokens: int | None = Field(None, ge=1, le=2**30)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**30)
     logprobs: bool | None = False

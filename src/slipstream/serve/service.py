@@ -19,6 +19,7 @@ from slipstream.serve.completions import CompletionWording
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, refused
+from slipstream.serve.forms import naming_form
 from slipstream.serve.health import Health, judge
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.nesting import check_nesting
@@ -59,6 +60,10 @@ class Service:
         return judge(self.llm.pulse(), draining=self.drain.begun, stall_s=self.config.stall_s)
 
     async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
+        with naming_form(asked):
+            return await self._complete(asked, record)
+
+    async def _complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
         self._check_model(asked.model)
         params = completion_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
         if asked.echo and asked.logprobs is not None:
@@ -83,6 +88,10 @@ class Service:
         return await self._response(make, asked, params, record, len(prompts))
 
     async def chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
+        with naming_form(asked):
+            return await self._chat(asked, record)
+
+    async def _chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
         self._check_model(asked.model)
         self._check_conversation(asked)
         params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
@@ -154,7 +163,7 @@ class Service:
         self, asked: CompletionRequest | ChatRequest, params: SamplingParams, record: Record, prefix: str
     ) -> Manner:
         options = asked.stream_options
-        record.note_user(asked.user)
+        record.note_user(asked.user or asked.safety_identifier)
         return Manner(
             f"{prefix}-{record.id}",
             int(time.time()),

@@ -1,0 +1,198 @@
+"""What a client is told of its own mistakes: the field as it was sent, its value, what to do; no library's words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import CHAT_TEMPLATE, save_model, tiny_llama
+from serving import MODEL, serving
+from slipstream import LLM
+from slipstream.serve import neutral
+from slipstream.serve.neutral import Neutral
+from slipstream.serve.server import HttpServer
+
+ASKED = [{"role": "user", "content": "what now?"}]
+TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "not": {}}}}
+BAD = {"type": "object", "properties": {"a": {"not": {}}}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """A model whose template knows tools."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "tools", tiny_llama())
+    config = folder / "tokenizer_config.json"
+    template = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}" + CHAT_TEMPLATE
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    with LLM(folder, device="cpu", max_num_seqs=4, memory="64MiB") as llm, serving(llm) as made:
+        yield made
+
+
+def post(server: HttpServer, body: Any, endpoint: str = "") -> httpx.Response:
+    if not endpoint:
+        endpoint = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        body = {"model": MODEL, "max_tokens": 3, **({} if "prompt" in body else {"messages": ASKED}), **body}
+    return httpx.post(f"{server.url}{endpoint}", json=body, timeout=60)
+
+
+def format_of(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"temperature": -1}, "temperature=-1: must be at least 0"),
+        ({"temperature": "hot"}, 'temperature="hot": must be a number'),
+        ({"top_p": 0}, "top_p=0: must be above 0"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5: must be a whole number"),
+        ({"stream": 1}, "stream=1: must be true or false"),
+        ({"n": 0}, "n=0: must be at least 1"),
+        ({"messages": []}, "messages=[]: must be at least 1 long"),
+        ({"messages": "hello"}, 'messages="hello": must be a list'),
+        ({"messages": [{"content": "a"}]}, "messages.0.role: required field is missing"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content: required field is missing"),
+        (
+            {"messages": [{"role": "cat", "content": "a"}]},
+            "messages.0.role=\"cat\": must be one of 'system', 'developer', 'user', 'assistant', 'tool'",
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content=3: must be a text or a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type=\"image_url\": must be 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "colour": 1}]},
+            "messages.0.colour: unknown or unsupported field",
+        ),
+        ({"stop": 3}, "stop=3: must be a text or a list"),
+        ({"logit_bias": {"5": 200}}, "logit_bias.5=200: must be at most 100"),
+        ({"speculation": "on"}, "speculation=\"on\": must be an object or 'off'"),
+        ({"speculation": {"verifier": "lax"}}, "speculation.verifier=\"lax\": must be 'exact' or 'rejection'"),
+        (
+            {"speculation": {"drafters": "a"}},
+            "speculation.drafters: unknown or unsupported field 'drafters'; leave it out",
+        ),
+        ({"speculation": {"drafter": "eagle3"}}, "speculation.drafter='eagle3' is not loaded: must be one of ngram,"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type=\"xml\": must be one of 'text', 'json_object', 'json_s",
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name: required"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            'tools.0.function.name="a b": must be a text of',
+        ),
+        ({"prompt": 3}, "prompt=3: must be a text or a list"),
+        ({"prompt": ["a", 3]}, "prompt.1=3: must be a text"),
+        ({"prompt": "a", "user": "x" * 600}, 'user="' + "x" * 59 + "…: must be at most 512 characters long"),
+    ],
+)
+def test_fields_values_and_remedies(server: HttpServer, body: dict[str, Any], message: str) -> None:
+    answer = post(server, body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(message), error["message"]
+    assert error["param"] == re.split(r"[=:]", message)[0]
+    assert "Input" not in error["message"]
+
+
+def test_bodies_that_are_no_objects(server: HttpServer) -> None:
+    for content, message in (
+        (b"[1]", "the body must be a JSON object"),
+        (b"{", "the body is not JSON"),
+        (b"", "the body is missing"),
+        (b'{"model": 3, "messages": []}', "model=3: must be a text"),
+    ):
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(message)
+    answer = httpx.get(f"{server.url}/live?every=soon")
+    assert answer.json()["error"]["message"].startswith('every="soon": must be a number')
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "message"),
+    [
+        (format_of(BAD), "response_format.json_schema.schema", ": at #/properties/a: 'not' cannot be followed"),
+        (format_of({"type": "string", "pattern": "a{"}), "response_format.json_schema.schema", ": at #: pattern='a{'"),
+        ({"guided_json": BAD}, "guided_json", ": at #/properties/a: 'not'"),
+        ({"guided_regex": "a{"}, "guided_regex", ": at character 1"),
+        ({"guided_regex": "("}, "guided_regex", " cannot be followed: "),
+        ({"guided_choice": []}, "guided_choice", "=[]: must be a list"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", " cannot be followed: "),
+        ({"structured_outputs": {}}, "structured_outputs", " has none: give exactly one of"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools", ": at #/$defs/tool0: 'not'"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "go"}}},
+            "tools.0.function.parameters",
+            ": at #: 'not' cannot be followed",
+        ),
+    ],
+)
+def test_a_form_is_called_what_the_client_called_it(
+    server: HttpServer, form: dict[str, Any], param: str, message: str
+) -> None:
+    error = post(server, form).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param + message), error["message"]
+
+
+TABLES: list[tuple[str, str, Neutral]] = [
+    *(("/v1/chat/completions", name, one) for name, one in neutral.CHAT.items()),
+    *(("/v1/completions", name, one) for name, one in neutral.COMPLETION.items()),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "name", "one"), TABLES)
+def test_fields_that_ask_for_nothing(server: HttpServer, endpoint: str, name: str, one: Neutral) -> None:
+    base: dict[str, Any] = {"prompt": "a"} if endpoint == "/v1/completions" else {"messages": ASKED}
+    for value in (None, *one.values):
+        answer = post(server, {"model": MODEL, "max_tokens": 1, **base, name: value}, endpoint)
+        assert answer.status_code == 200, answer.text
+    other: Any = {bool: True, dict: {"a": "b"}, str: "high", int: 5, float: 0.5, list: ["audio"]}
+    wrong = other[type(one.values[0])] if one.values else 3
+    error = post(
+        server, {"model": MODEL, "max_tokens": 1, **base, name: not wrong if wrong in one.values else wrong}, endpoint
+    )
+    assert error.status_code == 400
+    told = error.json()["error"]
+    assert (told["param"], told["code"]) == (name, "unsupported_value")
+    assert told["message"].endswith(one.remedy)
+
+
+def test_what_identifies_a_user_is_taken(server: HttpServer) -> None:
+    assert post(server, {"safety_identifier": "someone", "prompt_cache_key": "a"}).status_code == 200
+
+
+def test_an_answer_can_be_sent_back_as_the_client_has_it(server: HttpServer) -> None:
+    said = {"role": "assistant", "content": "a", "refusal": None, "audio": None, "function_call": None}
+    body = {"messages": [*ASKED, {**said, "annotations": [], "tool_calls": None}, *ASKED]}
+    assert post(server, body).status_code == 200
+    error = post(server, {"messages": [*ASKED, {**said, "audio": {"id": "x"}}, *ASKED]}).json()["error"]
+    assert error["param"] == "messages.1.audio"
+
+
+def test_stream_options(server: HttpServer) -> None:
+    told = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    assert post(server, told).status_code == 200
+    wrong = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    assert post(server, wrong).json()["error"]["param"] == "stream_options.include_obfuscation"
+
+
+def test_the_docs_have_the_same_table() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    tables = (neutral.CHAT, neutral.COMPLETION, neutral.STREAM_OPTIONS)
+    for name, one in {name: one for table in tables for name, one in table.items()}.items():
+        key = f"stream_options.{name}" if name in neutral.STREAM_OPTIONS else name
+        assert key in rows, name
+        for value in one.values:
+            assert f"`{json.dumps(value)}`" in rows[key], (name, value)
