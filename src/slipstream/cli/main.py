@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from slipstream import __version__
-from slipstream.cli import audit, bench, chat, generate, models, serve, train, tune
+from slipstream.cli import audit, bench, chat, explain, generate, models, serve, train, tune
 from slipstream.cli.command import Command, Group
 from slipstream.cli.options import DebugOption, debug
 from slipstream.cli.show import note
@@ -37,6 +37,7 @@ app.command("bench", cls=Command)(bench.bench)
 app.command("audit", cls=Command)(audit.audit)
 app.command("train", cls=Command)(train.train)
 app.command("tune", cls=Command)(tune.tune_command)
+app.command("explain", cls=Command)(explain.explain)
 
 
 def print_version(wanted: bool) -> None:

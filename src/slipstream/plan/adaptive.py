@@ -285,6 +285,14 @@ class AdaptivePlanner(Planner):
             name: decision.text(name, self._cost, self._alpha(name)) for name, decision in list(self._decided.items())
         }
 
+    def decision(self, drafter: str) -> Decision | None:
+        """The last plan of its guesses."""
+        return self._decided.get(drafter)
+
+    def assume(self, drafter: str, chances: Acceptance) -> None:
+        """Take these to be the chances of its guesses."""
+        self._acceptance[drafter] = chances
+
     def _alpha(self, drafter: str) -> float | None:
         estimate = self._acceptance.get(drafter)
         return None if estimate is None else estimate.shared

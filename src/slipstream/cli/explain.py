@@ -1,0 +1,169 @@
+"""`slipstream explain`: what passes and drafts cost on this machine, and what the planner would choose where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.cli.loading import loaded
+from slipstream.cli.options import OUTPUT, SPECULATION, Common, option, with_common
+from slipstream.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+    from slipstream.plan.forecast import Choice, Guesser
+    from slipstream.plan.measured import MeasuredCosts
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+_CONTEXTS = (100, 1000, 8000)
+_BAR = 40  # characters of the longest bar
+
+
+@with_common
+def explain(
+    common: Common,
+    context: Annotated[
+        int, option(metavar="TOKENS", min=1, panel=SPECULATION, help="Tokens of each request: long texts cost more.")
+    ] = 500,
+    as_json: Annotated[
+        bool, option("--json", panel=OUTPUT, help="Print one JSON object instead, for scripts.")
+    ] = False,
+) -> None:
+    """Show what passes and drafts cost here, and what would be drafted at which load and share of right guesses.
+
+    Costs are measured now. What is chosen in a run depends on them, and on how often guesses turn out right, which is
+    learned by request.
+    """
+    if not common.drafters or common.no_speculation:
+        raise ConfigError("explain: there is nothing to explain without a drafter; name one, such as --drafter suffix")
+    with loaded(common, common.drafters, max_num_seqs=max(BATCHES), measure_costs=True, planner="adaptive") as llm:
+        costs = _costs(llm)
+        choices = _choices(llm, costs, context)
+    if as_json:
+        found = {"costs": costs.as_json(), "context": context, "choices": [asdict(choice) for choice in choices]}
+        print(json.dumps(found, ensure_ascii=False))
+        return
+    console = Console()
+    console.print("A pass of the target, by rows (a request's own, and its guesses):")
+    console.print(pass_table(costs))
+    for line in context_lines(costs):
+        console.print(line, highlight=False)
+    for name, seen in costs.drafts.items():
+        console.print(f"\nGuesses of {name}:", highlight=False)
+        for one in seen:
+            parts = zip(one.curve.sizes, one.curve.seconds, strict=True)
+            what = ", ".join(f"{nodes} {1e3 * seconds:.2f} ms" for nodes, seconds in parts)
+            console.print(f"  for {one.requests} at once: {what}", highlight=False)
+    for name in dict.fromkeys(choice.drafter for choice in choices):
+        mine = [choice for choice in choices if choice.drafter == name]
+        console.print(
+            f"\nWhat would be drafted with {name}, {context} tokens each: guesses for a request, and the gain"
+        )
+        console.print(choice_table(mine))
+        for line in in_words(mine):
+            console.print(line, highlight=False)
+
+
+def _costs(llm: LLM) -> MeasuredCosts:
+    from slipstream.plan.adaptive import AdaptivePlanner
+
+    planner = llm.engine.drafting.planner
+    found = planner.costs.measured if isinstance(planner, AdaptivePlanner) else None
+    if found is None:
+        raise ConfigError("explain: the cache has no room to time passes in; give more --memory")
+    return found
+
+
+def _choices(llm: LLM, costs: MeasuredCosts, context: int) -> list[Choice]:
+    from slipstream.engine.planning import ROW_SLOPE
+    from slipstream.engine.queued import QueuedEngine
+    from slipstream.plan.forecast import Engine, forecast
+
+    engine = llm.engine
+    slope, is_padded = ROW_SLOPE[engine.target.device.type], isinstance(engine, QueuedEngine)
+    asked = Engine(costs, slope, is_padded, engine.config.draft_rows, context)
+    return [
+        forecast(asked, guesser, requests, alpha)
+        for guesser in _guessers(llm)
+        for alpha in ALPHAS
+        for requests in BATCHES
+    ]
+
+
+def _guessers(llm: LLM) -> list[Guesser]:
+    """Those that were named. A prediction or a form is its request's own."""
+    from slipstream.drafters.base import DeviceDrafter, HostDrafter
+    from slipstream.engine.odds import made_for
+    from slipstream.plan.forecast import Guesser
+
+    found, limit = [], llm.engine.config.draft_tokens
+    for name, drafter in llm.engine.drafting.drafters.items():
+        if name in ("prediction", "grammar") and len(llm.engine.drafting.drafters) > 2:
+            continue
+        nodes = made_for(drafter) if limit is None else limit
+        if isinstance(drafter, DeviceDrafter):
+            found.append(Guesser(name, nodes, drafter.depth if drafter.makes_trees else 0, is_free=False))
+        elif isinstance(drafter, HostDrafter):
+            found.append(Guesser(name, nodes, is_free=not drafter.costly))
+    return found
+
+
+def pass_table(costs: MeasuredCosts) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    for name in ("rows", "ms", "x one row", "ms a row"):
+        shown.add_column(name, justify="right")
+    shown.add_column("")
+    first, last = costs.passes.seconds[0], max(costs.passes.seconds)
+    for rows, seconds in zip(costs.passes.sizes, costs.passes.seconds, strict=True):
+        bar = "█" * max(1, round(_BAR * seconds / last))
+        shown.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{seconds / first:.2f}", f"{1e3 * seconds / rows:.2f}", bar)
+    return shown
+
+
+def context_lines(costs: MeasuredCosts) -> list[str]:
+    """What attention adds, for one request with and without guesses."""
+    if not (costs.key_s or costs.row_key_s):
+        return ["The length of the context adds nothing that could be measured."]
+    found = []
+    for tokens in _CONTEXTS:
+        one, eight = (1e3 * tokens * (costs.key_s + rows * costs.row_key_s) for rows in (1, 8))
+        found.append(f"{tokens} tokens of context add {one:.2f} ms to a pass over one row, {eight:.2f} ms over 8.")
+    return found
+
+
+def choice_table(choices: Sequence[Choice]) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("right", justify="right")
+    batches = list(dict.fromkeys(choice.requests for choice in choices))
+    for requests in batches:
+        shown.add_column(f"{requests} at once", justify="right")
+    for alpha in dict.fromkeys(choice.alpha for choice in choices):
+        cells: list[Any] = [f"{alpha:.0%}"]
+        for choice in choices:
+            if choice.alpha == alpha:
+                cells.append(f"{choice.nodes:.3g}  {choice.gain:.2f}x" if choice.nodes else "off")
+        shown.add_row(*cells)
+    return shown
+
+
+def in_words(choices: Sequence[Choice]) -> list[str]:
+    """From which share of right guesses on drafts pay, by load; and why not, where they never do."""
+    found = []
+    for requests in dict.fromkeys(choice.requests for choice in choices):
+        mine = [choice for choice in choices if choice.requests == requests]
+        paying = [choice for choice in mine if choice.nodes]
+        if not paying:
+            found.append(f"{requests} at once: {mine[-1].why}.")
+            continue
+        least, most = paying[0], paying[-1]
+        found.append(
+            f"{requests} at once: drafts pay from {least.alpha:.0%} right guesses on, with {least.nodes:.3g} guesses; "
+            f"at {most.alpha:.0%} {most.nodes:.3g} guesses make it {most.gain:.2f}x as fast."
+        )
+    return found

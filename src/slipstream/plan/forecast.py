@@ -1,0 +1,92 @@
+"""What the planner would choose, for any number of requests and any share of right guesses: by costs that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.core.draft import Tree
+from slipstream.plan.acceptance import Acceptance, Floats
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import PassCost
+from slipstream.plan.measured import MeasuredCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Guesser:
+    """A drafter, as far as a plan depends on it."""
+
+    name: str
+    nodes: int  # that it guesses for a request at most
+    levels: int = 0  # of its trees; 0: chains
+    is_free: bool = True  # its guesses take no time worth counting
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What else a plan depends on. rows: of a pass, over all requests; context: tokens of each request."""
+
+    costs: MeasuredCosts
+    slope: float
+    is_padded: bool
+    rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The plan for so many requests, of whose guesses such a part is right."""
+
+    drafter: str
+    requests: int
+    alpha: float
+    nodes: float  # for each request; 0: none
+    gain: float  # tokens a second by those of plain decoding, as expected of the best that could be drafted
+    why: str
+
+
+class _Assumed(Acceptance):
+    """Such a part of all guesses is right."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self._alpha = alpha
+
+    @property
+    def shared(self) -> float:
+        return self._alpha
+
+    def alpha(self, request_id: str) -> float:
+        return self._alpha
+
+    def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
+        return np.repeat((self._alpha ** np.arange(1, depth + 1))[:, None], len(request_ids), axis=1)
+
+
+def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> Choice:
+    """What is chosen when all requests are alike. Before it is asked for the first time, nothing was seen of them."""
+    planner = AdaptivePlanner(PassCost(engine.slope))
+    if engine.is_padded:
+        planner.pad_passes()
+    planner.adopt(engine.costs)
+    planner.assume(guesser.name, _Assumed(alpha))
+    planner.next_round(requests, requests * engine.context)
+    ids = [str(i) for i in range(requests)]
+    most = max(0, min(guesser.nodes, engine.rows // requests - 1))
+    caps = [most] * requests
+    if not most:
+        why = f"off: a pass has {engine.rows} rows, and they are taken"
+        return Choice(guesser.name, requests, alpha, 0, 1.0, why)
+    if guesser.levels:
+        sizes = planner.budget_trees(guesser.name, ids, caps, requests, levels=guesser.levels)
+    elif not guesser.is_free:
+        sizes = planner.budget(guesser.name, ids, caps, requests)
+    else:
+        promise = [alpha ** (depth + 1) for depth in range(most)]
+        trees = planner.trim(guesser.name, ids, [Tree.chain([1] * most)] * requests, [promise] * requests, requests)
+        sizes = [len(tree) for tree in trees]
+    decision = planner.decision(guesser.name)
+    gain = 1.0 if decision is None else decision.gain
+    return Choice(guesser.name, requests, alpha, sum(sizes) / requests, gain, planner.reasons().get(guesser.name, ""))

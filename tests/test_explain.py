@@ -1,0 +1,103 @@
+"""`slipstream explain`: what would be chosen follows the costs, and the command says it in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.explain import ALPHAS, BATCHES, choice_table, context_lines, in_words, pass_table
+from slipstream.cli.main import main
+from slipstream.plan.forecast import Choice, Engine, Guesser, forecast
+from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GPU = MeasuredCosts(
+    Curve(SIZES, (4.0, 4.0, 4.1, 4.1, 4.2, 4.4, 4.6, 5.0, 7.6)),
+    drafts={"head": (DraftSeen(1, Curve((1, 5), (0.2, 1.0))), DraftSeen(64, Curve((1, 5), (1.0, 5.0))))},
+)
+CPU = MeasuredCosts(Curve(SIZES, tuple(10.0 + 2.2 * (n - 1) for n in SIZES)), 0.0, 0.002)
+
+
+def test_more_is_chosen_where_more_is_right_and_fewer_are_at_once() -> None:
+    engine = Engine(GPU, 0.001, True, 256, 100)
+    free = Guesser("free", 16)
+    alone = [forecast(engine, free, 1, alpha) for alpha in ALPHAS]
+    assert [choice.nodes for choice in alone] == sorted(choice.nodes for choice in alone)
+    assert alone[-1].nodes == 15, "16 rows are nearly free"
+    assert alone[-1].gain > 5
+    crowd = forecast(engine, free, 64, 0.95)
+    assert crowd.nodes <= 3
+    full = forecast(Engine(GPU, 0.001, True, 64, 100), free, 64, 0.95)
+    assert (full.nodes, full.gain) == (0, 1.0)
+    assert "64 rows" in full.why
+
+
+def test_guesses_that_take_time_are_weighed() -> None:
+    engine = Engine(GPU, 0.001, True, 256, 100)
+    head = Guesser("head", 5, is_free=False)
+    assert forecast(engine, head, 1, 0.8).nodes > 0
+    assert forecast(engine, head, 64, 0.5).nodes == 1, "64 * 1.5 / (5 + 1) is more than 64 / 4.6"
+    assert forecast(engine, head, 64, 0.3).nodes == 0
+    assert "off" in forecast(engine, head, 64, 0.3).why
+    tree = Guesser("head", 40, levels=5, is_free=False)
+    assert forecast(engine, tree, 1, 0.8).nodes > 5
+
+
+def test_long_contexts_make_rows_dear_on_a_cpu() -> None:
+    free = Guesser("free", 16)
+    short, long = (forecast(Engine(CPU, 0.15, False, 256, context), free, 1, 0.9) for context in (100, 8000))
+    assert short.nodes > long.nodes
+
+
+def test_tables_and_words() -> None:
+    choices = [
+        Choice("d", 1, 0.3, 0, 1.0, "off: x"),
+        Choice("d", 1, 0.9, 4, 2.5, ""),
+        Choice("d", 8, 0.9, 0, 1.0, "off: y"),
+    ]
+    assert in_words(choices) == [
+        "1 at once: drafts pay from 90% right guesses on, with 4 guesses; at 90% 4 guesses make it 2.50x as fast.",
+        "8 at once: off: y.",
+    ]
+    assert choice_table(choices[:2]).row_count == 2
+    assert pass_table(GPU).row_count == len(SIZES)
+    assert "nothing" in context_lines(GPU)[0]
+    assert "16.00 ms" in context_lines(CPU)[2] or "16000.00 ms" in context_lines(CPU)[2]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *arguments])
+    out, err = capsys.readouterr()
+    assert not ended.value.code, err
+    return out
+
+
+def test_the_command(tiny_target: Path, tiny_draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--model",
+        str(tiny_target),
+        "--drafter",
+        "suffix",
+        "--drafter",
+        f"model:{tiny_draft}",
+        "--memory",
+        "256MiB",
+    ]
+    told = json.loads(run(capsys, *options, "--json"))
+    assert {choice["drafter"] for choice in told["choices"]} == {"suffix", "model"}
+    assert len(told["choices"]) == 2 * len(BATCHES) * len(ALPHAS)
+    assert told["costs"]["passes"][0][0] == 1
+    assert "model" in told["costs"]["drafts"]
+    text = run(capsys, *options)
+    for words in ("x one row", "█", "64 at once", "What would be drafted with suffix", "Guesses of model"):
+        assert words in text
+
+
+def test_without_a_drafter_there_is_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--drafter", "none"])
+    assert ended.value.code == 2
+    assert "nothing to explain" in capsys.readouterr().err
