@@ -92,7 +92,7 @@ def test_the_command(tiny_target: Path, tiny_draft: Path, capsys: pytest.Capture
     assert told["costs"]["passes"][0][0] == 1
     assert "model" in told["costs"]["drafts"]
     text = run(capsys, *options)
-    for words in ("x one row", "█", "64 at once", "What would be drafted with suffix", "Guesses of model"):
+    for words in ("x one row", "█", "batch 64", "64 at once", "What would be drafted with suffix", "Guesses of model"):
         assert words in text
 
 

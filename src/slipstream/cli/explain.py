@@ -67,7 +67,7 @@ def explain(
         )
         console.print(choice_table(mine))
         for line in in_words(mine):
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def _costs(llm: LLM) -> MeasuredCosts:
@@ -142,12 +142,12 @@ def choice_table(choices: Sequence[Choice]) -> Table:
     shown.add_column("right", justify="right")
     batches = list(dict.fromkeys(choice.requests for choice in choices))
     for requests in batches:
-        shown.add_column(f"{requests} at once", justify="right")
+        shown.add_column(f"batch {requests}", justify="right")
     for alpha in dict.fromkeys(choice.alpha for choice in choices):
         cells: list[Any] = [f"{alpha:.0%}"]
         for choice in choices:
             if choice.alpha == alpha:
-                cells.append(f"{choice.nodes:.3g}  {choice.gain:.2f}x" if choice.nodes else "off")
+                cells.append(f"{choice.nodes:.2g} {choice.gain:.2f}x" if choice.nodes else "off")
         shown.add_row(*cells)
     return shown
 

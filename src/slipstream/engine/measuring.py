@@ -41,6 +41,8 @@ _LIMIT_S = 2.0
 _LARGEST = {"cpu": 64, "cuda": 256}
 _ROW_COST = 0.25
 """What a row is taken to add to a pass, as a part of it, when it is reckoned how long measuring takes."""
+_STEADY = 1.3
+"""The same pass, timed at the beginning and at the end: where they differ by more, nothing is remembered."""
 _SMALL_MODEL = 2**25
 """Bytes of weights below which nothing is measured by itself: such passes are shorter than what surrounds them."""
 _CROWDS = {"cpu": (1, 4), "cuda": (1, 8, 64)}
@@ -64,7 +66,7 @@ def known_costs(
         if found is not None:
             return found
     costs = measure(engine, None if wanted else _LIMIT_S, progress)
-    if costs is not None:
+    if costs is not None and costs.is_steady:
         note.write(costs)
     return costs
 
@@ -98,7 +100,9 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
         for name, drafter in engine.drafting.drafters.items()
         if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, name, drafter, progress))
     }
-    return MeasuredCosts(curve, key_s, row_key_s, drafts)
+    with posed(engine, 1, _SHORT) as alone:
+        again = [first_s, found[0], _seconds(alone, alone.target_pass(1))]
+    return MeasuredCosts(curve, key_s, row_key_s, drafts, max(again) < _STEADY * min(again))
 
 
 def _within(sizes: Sequence[int], first_s: float, limit_s: float) -> list[int]:

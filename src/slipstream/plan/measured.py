@@ -64,6 +64,7 @@ class MeasuredCosts:
     key_s: float = 0.0
     row_key_s: float = 0.0
     drafts: Mapping[str, tuple[DraftSeen, ...]] = field(default_factory=dict)  # by drafter, fewest requests first
+    is_steady: bool = field(default=True, compare=False)  # the machine was not busy with other things meanwhile
 
     def as_json(self) -> dict[str, Any]:
         return {
