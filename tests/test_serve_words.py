@@ -103,6 +103,27 @@ def test_fields_values_and_remedies(server: HttpServer, body: dict[str, Any], me
     assert "Input" not in error["message"]
 
 
+def test_what_the_engine_says_has_a_field(server: HttpServer) -> None:
+    for body, message in (
+        ({"prompt": ""}, "prompt: the prompt is empty"),
+        ({"prompt": [99999]}, "prompt: token id 99999 must be"),
+        ({"prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids: token id 99999 must be"),
+        ({"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias: token id 99999 must be"),
+    ):
+        error = post(server, body).json()["error"]
+        assert error["message"].startswith(message)
+        assert error["param"] == message.split(":")[0]
+    for endpoint, half in (("completions", '"prompt": "\\ud800"'), ("chat/completions", '"messages": [%s]')):
+        text = half.replace("%s", '{"role": "user", "content": "\\ud800"}')
+        answer = httpx.post(
+            f"{server.url}/v1/{endpoint}",
+            content=f'{{"model": "{MODEL}", {text}}}',
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == half.split('"')[1]
+
+
 def test_bodies_that_are_no_objects(server: HttpServer) -> None:
     for content, message in (
         (b"[1]", "the body must be a JSON object"),

@@ -230,7 +230,8 @@ def _with_config(common: Common, path: Path) -> Common:
         if common.draft_tokens is None:
             found["draft_tokens"] = engine.get("draft_tokens")
     changed = replace(common, **found)
-    changed.check(None)
+    with naming(f"--config {path}"):
+        changed.check(None)
     return changed
 
 

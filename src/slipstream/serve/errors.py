@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from slipstream.core.errors import Aborted, CapacityError, InvalidRequest, QueueFull
 
 _NAMED = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)[=:]|(structured_outputs(?:\.\w+)?)")
+_PROMPT_IDS = "prompt_token_ids: "
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -65,6 +67,20 @@ class ApiError(Exception):
 def refused(param: str, remedy: str) -> ApiError:
     """A field that has a wrong value."""
     return ApiError(400, f"{param}: {remedy}", param=param, code="invalid_value")
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """What is wrong without a name is wrong with this field: the engine has other names for a prompt, or none."""
+    try:
+        yield
+    except InvalidRequest as error:
+        message = str(error)
+        if message.startswith(_PROMPT_IDS):
+            raise refused(param, message.removeprefix(_PROMPT_IDS)) from error
+        if _NAMED.match(message):
+            raise
+        raise refused(param, message) from error
 
 
 def from_exception(error: Exception) -> ApiError:

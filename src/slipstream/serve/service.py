@@ -18,7 +18,7 @@ from slipstream.serve.chat import ChatWording
 from slipstream.serve.completions import CompletionWording
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.drain import Drain
-from slipstream.serve.errors import ApiError, refused
+from slipstream.serve.errors import ApiError, about, refused
 from slipstream.serve.forms import naming_form
 from slipstream.serve.health import Health, judge
 from slipstream.serve.metrics import Metrics
@@ -81,7 +81,8 @@ class Service:
             return prompt
 
         def make() -> tuple[list[Job], Wording]:
-            jobs = [self._job(ids(prompt), params, record, i) for i, prompt in enumerate(prompts)]
+            with about("prompt"):
+                jobs = [self._job(ids(prompt), params, record, i) for i, prompt in enumerate(prompts)]
             echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
             return jobs, CompletionWording(manner, [echo for echo in echoes for _ in range(params.n)])
 
@@ -99,7 +100,8 @@ class Service:
         manner = self._manner(asked, params, record, "chatcmpl")
 
         def make() -> tuple[list[Job], Wording]:
-            job = self._job(self._conversation(asked), params, record, 0, "messages")
+            with about("messages"):
+                job = self._job(self._conversation(asked), params, record, 0, "messages")
             return [job], ChatWording(manner, parser, params.logprobs or 0)
 
         return await self._response(make, asked, params, record, 1)
