@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, SPECULATION, Common, option, with_common
+from slipstream.cli.options import OUTPUT, SPECULATION, Common, option
+from slipstream.cli.shared import with_common
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
