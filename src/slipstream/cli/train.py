@@ -43,6 +43,7 @@ _OPTIONS: Mapping[str, tuple[str, str, str]] = {
     "lanes": ("N", DATA, "Answers that are written at a time: more are faster, and need more memory."),
     "steps": ("N", TRAINING, "Steps of the optimizer."),
     "optimizer": ("NAME", TRAINING, "adamw, or muon: for the matrices of layers, AdamW for the rest."),
+    "muon_rate": ("TIMES", TRAINING, "Muon's learning rate, as a multiple of --learning-rate, such as 4."),
     "row_tokens": ("N", TRAINING, "Tokens of a row; answers are laid end to end in rows."),
     "rows": ("N", TRAINING, "Rows of a pass, on each device. Halve it where memory is short."),
     "accumulate": ("N", TRAINING, "Passes before the optimizer takes a step. Double it where you halve --rows."),

@@ -16,6 +16,7 @@ _KINDS = {
 _SETTINGS = (
     "steps",
     "optimizer",
+    "muon_rate",
     "rows",
     "row_tokens",
     "accumulate",

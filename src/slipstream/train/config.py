@@ -51,6 +51,7 @@ class TrainConfig:
     # training
     steps: int = 1000  # of the optimizer
     optimizer: OptimizerName = "adamw"  # muon: for the matrices of layers, AdamW for the rest
+    muon_rate: float = 1.0  # the learning rate of these matrices, as a multiple of the others'
     row_tokens: int = 2048  # sequences are laid end to end in rows of so many
     rows: int = 8  # in one pass, on each device
     accumulate: int = 1  # passes before the optimizer takes a step
@@ -153,6 +154,7 @@ _BETWEEN = {
     "learning_rate": (1e-9, 10.0),
     "final_rate": (0.0, 1.0),
     "weight_decay": (0.0, 10.0),
+    "muon_rate": (1e-6, 1e6),
     "beta1": (0.0, 0.9999),
     "beta2": (0.0, 0.99999),
     "clip": (1e-6, 1e6),

@@ -8,7 +8,6 @@ which a few thousand steps would hardly reach. It is of our own, because torch's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ _ROUNDS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the polynomial that moves all singular values towards 1: steep at 0, and never far off after five rounds."""
 _LIKE_ADAMW = 0.2
-"""The size of AdamW's steps, by entry: so that one learning rate serves both."""
+"""The size of AdamW's steps, by entry: so that learning rates of the two can be compared."""
 _NO_MAPS = ("lm_head", "embed", "bias")
 """What two dimensions have that are no map from space to space: tables of tokens, biases of several heads."""
 
@@ -77,6 +76,7 @@ class Optimizers:
         layers = [p for name, p in parameters.items() if with_muon and _is_of_a_layer(name, p)]
         rest = [p for name, p in parameters.items() if not (with_muon and _is_of_a_layer(name, p))]
         self._parts: list[torch.optim.Optimizer] = []
+        self._muon_rate = config.muon_rate
         if layers:
             self._parts.append(Muon(layers, lr=config.learning_rate, weight_decay=config.weight_decay))
         if rest:
@@ -92,9 +92,9 @@ class Optimizers:
 
     def step(self, rate: float) -> None:
         """By the gradients that the parameters have, which are gone behind it."""
-        for group in chain.from_iterable(part.param_groups for part in self._parts):
-            group["lr"] = rate
         for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate * self._muon_rate if isinstance(part, Muon) else rate
             part.step()
             part.zero_grad(set_to_none=True)
 
