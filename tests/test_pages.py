@@ -104,6 +104,18 @@ def test_a_fork_at_a_page_boundary_copies_nothing() -> None:
     assert pool.free_pages == 2
 
 
+def test_a_fork_whose_last_tokens_differ_copies_their_pages() -> None:
+    pool = PagePool(8, page_size=4)
+    table = PageTable(pool)
+    table.reserve(12)
+    table.commit(9)
+    twin, copies = table.fork(apart=2)
+    assert copies == [PageCopy(1, 3), PageCopy(2, 4)]
+    assert (twin.pages, twin.length) == ((0, 3, 4), 9)
+    assert [pool.references(page) for page in range(5)] == [2, 1, 1, 1, 1]
+    pool.check_integrity([table.pages, twin.pages])
+
+
 def test_a_fork_without_a_page_left_shares_nothing() -> None:
     pool = PagePool(2, page_size=4)
     table = PageTable(pool)

@@ -184,6 +184,7 @@ class DeviceDrafter(Drafter):
     makes_trees: bool = False  # `draft` gives a `DeviceTree` of `round.nodes`, not a chain
     depth: int = 0  # of a tree: its levels, as far as its nodes allow; chains are as long as they may be
     most_nodes: int = MAX_NODES  # it never guesses more for a request
+    reads_ahead: int = 1  # its own cache holds at a place what depends on so many tokens behind it
     rereads: int = 2  # last tokens that every draft reads, whatever was read before: it may be behind by as many
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

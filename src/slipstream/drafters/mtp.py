@@ -46,6 +46,7 @@ class MtpDrafter(FeatureDrafter):
             raise ConfigError(f"width={width}: {self.modules} modules guess chains; use width=1")
         super().__init__(head, depth=depth, width=width, nodes=nodes)
         self.rereads -= self.modules - 1  # a module's last places had tokens that were guessed
+        self.reads_ahead = self.modules  # the last one reads at place i the token at i + modules
         self._kept = (self.modules - 1) * head.hidden_size  # numbers of a place that the next modules read
         self._states: KVCache | None = None
 

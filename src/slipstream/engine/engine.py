@@ -85,6 +85,7 @@ class Engine:
             on_admit=self._admitted,
             on_release=self._released,
             prefixes=self.prefixes,
+            ahead=max([drafter.reads_ahead for drafter in on_device], default=1),
         )
         self.drafting = Drafting(
             drafters,

@@ -38,6 +38,7 @@ class Scheduler:
     """Owns the queues, the pages and the slots.
 
     on_admit and on_release tell the engine that an answer got its pages and slot, or is about to lose them.
+    ahead: what a place holds for drafters depends on so many tokens behind it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Scheduler:
         on_admit: Callable[[Answer], None],
         on_release: Callable[[Answer], None],
         prefixes: PrefixStore | None = None,
+        ahead: int = 1,
     ) -> None:
         self.pool = pool
         self.prefixes = prefixes
@@ -60,6 +62,7 @@ class Scheduler:
         self._max_running = max_running
         self._slots = list(range(max_running))  # a heap
         self._chunks = chunks
+        self._ahead = ahead
         self._copy_pages = copy_pages
         self._on_admit = on_admit
         self._on_release = on_release
@@ -216,10 +219,11 @@ class Scheduler:
             return []
         size, length = self.pool.page_size, answer.prompt_length
         if not answer.names:
-            kinds = [self._chunks.kind(length, end) for end in range(size, length, size)]
+            kinds = [self._chunks.kind(length, end) for end in range(size, length - self._ahead + 1, size)]
             known = kinds[: kinds.index(None)] if None in kinds else kinds
             owner = (answer.params.speculation.tenant, answer.params.cache_salt)
-            answer.names = self.prefixes.names(owner, answer.tokens, [kind for kind in known if kind is not None])
+            kinds_known = [kind for kind in known if kind is not None]
+            answer.names = self.prefixes.names(owner, answer.tokens, kinds_known, self._ahead)
         pages = self.prefixes.find(answer.names)
         while pages and not self._chunks.resumes(length, len(pages) * size):
             pages.pop()
@@ -240,13 +244,13 @@ class Scheduler:
     def _fork(self, answer: Answer, leader: Answer) -> bool:
         """Share the leader's prompt pages; only the last prompt token is computed again, to choose from."""
         assert leader.table is not None
-        shared = answer.prompt_length - 1
-        needed = self.pool.pages_for(answer.prompt_length + 1) - shared // self.pool.page_size
+        shared, apart = answer.prompt_length - 1, self._ahead - 1
+        needed = self.pool.pages_for(answer.prompt_length + 1) - max(0, shared - apart) // self.pool.page_size
         if needed > self.pool.free_pages:
             self._take_back_guesses()
         if needed > self.pool.free_pages:
             return False
-        answer.table, copies = leader.table.fork(shared)
+        answer.table, copies = leader.table.fork(shared, apart)
         answer.table.reserve(answer.prompt_length + 1)
         answer.found = 0
         self._copy_pages(copies)

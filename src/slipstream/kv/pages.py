@@ -208,21 +208,22 @@ class PageTable:
         self.pool.release(self._pages[keep:])
         del self._pages[keep:]
 
-    def fork(self, length: int | None = None) -> tuple[PageTable, list[PageCopy]]:
+    def fork(self, length: int | None = None, apart: int = 0) -> tuple[PageTable, list[PageCopy]]:
         """A second table with the same committed tokens, and the copies that each cache must do for it.
 
-        length: take only so many of them; None takes all. Full pages are shared; a partly filled last one is copied,
-        because both tables will write to it. Takes what it needs or raises `OutOfPages`.
+        length: take only so many of them; None takes all. apart: for so many of the last ones a cache will hold
+        different things. Full pages are shared; a partly filled last one, and those of tokens apart, are copied,
+        because both tables will write to them. Takes what it needs or raises `OutOfPages`.
         """
         length = self._length if length is None else length
         assert 0 <= length <= self._length, f"a fork at {length}: only {self._length} tokens are committed"
         twin = PageTable(self.pool)
-        full, partly = divmod(length, self.pool.page_size)
-        fresh = self.pool.allocate(1 if partly else 0)
+        full = max(0, length - apart) // self.pool.page_size
+        fresh = self.pool.allocate(self.pool.pages_for(length) - full)
         self.pool.share(self._pages[:full])
         twin._pages = self._pages[:full] + fresh
         twin._length = length
-        return twin, [PageCopy(self._pages[full], page) for page in fresh]
+        return twin, [PageCopy(*pair) for pair in zip(self._pages[full:], fresh, strict=False)]
 
     def release(self) -> None:
         """Give back everything; the table is as new."""

@@ -1,9 +1,10 @@
 """Which pages hold the beginning of which prompt, so that the next prompt that begins alike need not compute it again.
 
 A full page of a prompt gets a name: a hash of everything before it, of its own tokens and of the token behind it (a
-head's row for a token lies in the slot of the one before, so what a page holds for it depends on that token, too). The
-first link of the chain is whose prompt it is, so tenants never meet. The hash has a key that is drawn when the engine
-begins: nobody outside can make two prompts of one name, or tell names apart from chance.
+head's row for a token lies in the slot of the one before, so what a page holds for it depends on that token, too; where
+a drafter's rows depend on several tokens behind them, of as many). The first link of the chain is whose prompt it is,
+so tenants never meet. The hash has a key that is drawn when the engine begins: nobody outside can make two prompts of
+one name, or tell names apart from chance.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ class PrefixStore:
         self._readers: dict[int, frozenset[str]] = {}  # by page: drafters whose own cache has it
         pool.on_evict = self._drop
 
-    def names(self, owner: Sequence[str], tokens: Sequence[int], kinds: Sequence[int]) -> tuple[Name, ...]:
+    def names(
+        self, owner: Sequence[str], tokens: Sequence[int], kinds: Sequence[int], ahead: int = 1
+    ) -> tuple[Name, ...]:
         """The names of the first pages of a prompt, one for each of `kinds`, which says how a page is computed.
 
-        Pages with the same tokens that are computed in another way have other names.
+        Pages with the same tokens that are computed in another way have other names. ahead: tokens behind a page that
+        what it holds depends on.
         """
         size = self.pool.page_size
         name = self._hash(b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in owner))
-        known = array("q", tokens[: len(kinds) * size + 1])
+        known = array("q", tokens[: len(kinds) * size + ahead])
         found = []
         for page, kind in enumerate(kinds):
-            own = known[page * size : (page + 1) * size + 1]
-            assert len(own) == size + 1, "a page is named by the token behind it as well"
+            own = known[page * size : (page + 1) * size + ahead]
+            assert len(own) == size + ahead, "a page is named by the tokens behind it as well"
             name = self._hash(name + bytes((kind,)) + own.tobytes())
             found.append(name)
         return tuple(found)
