@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedConfig
 
 from slipstream import LLM
+from slipstream.constrain.compiler import Grammars
 from slipstream.models import paths
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["gpu/*"]
@@ -126,3 +127,28 @@ def open_llm(tiny_target: Path) -> Iterator[Callable[..., LLM]]:
         assert not llm.engine.scheduler.running
         llm.engine.scheduler.check_integrity()
         assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+
+
+@pytest.fixture
+def llm(open_llm: Callable[..., LLM]) -> LLM:
+    return open_llm()
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_target: Path) -> Callable[[list[int]], torch.Tensor]:
+    """transformers' own log probabilities at every position of a sequence, by the tiny target."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+
+    def logprobs(tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), dim=-1)  # [N, V]
+
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """Of the tiny tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Grammars(AutoTokenizer.from_pretrained(folder), VOCAB, [EOS])

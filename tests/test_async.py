@@ -18,11 +18,6 @@ from slipstream.core.errors import InvalidRequest, RequestError
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
 
-@pytest.fixture
-def llm(open_llm: Callable[..., LLM]) -> LLM:
-    return open_llm()
-
-
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 120))
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
-from conftest import EOS, VOCAB, save_tokenizer
 from serving import MODEL, serving
 from slipstream import LLM, StructuredOutputsParams
 from slipstream.constrain.compiler import Grammars
@@ -51,13 +49,6 @@ def late(letter: str) -> str:
 def long_enum(letter: str) -> dict[str, Any]:
     """Values that part after 2,000 characters."""
     return {"enum": [letter * 2000 + str(i) for i in range(12)]}
-
-
-@pytest.fixture(scope="module")
-def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Grammars(AutoTokenizer.from_pretrained(folder), VOCAB, [EOS])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,11 +16,6 @@ from slipstream.core.errors import RequestError
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture
-def llm(open_llm: Callable[..., LLM]) -> LLM:
-    return open_llm()
-
-
 def ids(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 

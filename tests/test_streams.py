@@ -16,11 +16,6 @@ from slipstream.engine.loop import EngineLoop
 PARAMS: dict[str, Any] = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "logprobs": 1, "stop": ["zzz"]}
 
 
-@pytest.fixture
-def llm(open_llm: Callable[..., LLM]) -> LLM:
-    return open_llm()
-
-
 def collect(llm: LLM, **changes: Any) -> list[RequestOutput]:
     return list(llm.stream("abc abc abc", SamplingParams(**{**PARAMS, **changes})))
 

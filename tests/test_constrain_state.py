@@ -1,0 +1,222 @@
+"""The state of a constraint: it follows and goes back like a fresh one, and its failures end its own answer only."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import EOS, VOCAB
+from constrain_scenes import TABLE, WORDS, allowed, start, tokens_of
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.constrain import matcher
+from slipstream.constrain.compiler import Grammars
+from slipstream.constrain.matcher import Constraint
+from slipstream.core.draft import ROOT, Tree
+from slipstream.core.errors import InvalidRequest
+from structured_scenes import SCHEMAS
+
+
+class TestState:
+    def test_masks_along_a_tree(self, grammars: Grammars) -> None:
+        a, b, c = tokens_of("abc")
+        constraint = start(grammars, regex="a(b|c)a|bb")
+        tree = Tree((a, b, c, b, a, c), (ROOT, 0, 0, ROOT, 2, ROOT))  # a, ab, ac, b, aca, and c: forbidden
+        assert allowed(constraint, tree)[:6] == [{a, b}, {b, c}, {a}, {a}, {b}, {EOS}]
+        assert len(allowed(constraint, tree)[6]) == 32 * WORDS - (32 * WORDS - VOCAB)  # nobody gets there
+        assert constraint.legal(tree) == [True] * 5 + [False]
+        assert allowed(constraint) == [{a, b}]  # as before
+
+    def test_an_end_has_nothing_below_it(self, grammars: Grammars) -> None:
+        (a,) = tokens_of("a")
+        constraint = start(grammars, regex="a")
+        tree = Tree((a, EOS, a), (ROOT, 0, 1))
+        assert constraint.legal(tree) == [True, True, False]
+        assert allowed(constraint, tree)[:2] == [{a}, {EOS}]
+
+    def test_what_is_forced(self, grammars: Grammars) -> None:
+        constraint = start(grammars, json={"properties": {"name": {"enum": ["x", "y"]}}, "required": ["name"]})
+        assert constraint.forced(99) == tokens_of('{"name": "')
+        assert constraint.forced(3) == tokens_of('{"n')
+        constraint.advance(tokens_of('{"name": "x'), 0)
+        assert constraint.forced(99) == [*tokens_of('"}'), EOS]
+        assert not constraint.complete
+        constraint.advance(tokens_of('{"name": "x"}'), 0)
+        assert constraint.complete
+        constraint.advance([*tokens_of('{"name": "x"}'), EOS, 3], 0)  # what a round gave beyond the end
+        assert constraint.failure is None
+        assert constraint.forced(9) == []
+
+    def test_half_a_character_is_forced_too(self, grammars: Grammars) -> None:
+        first, second = tokens_of("é")
+        constraint = start(grammars, regex="(é|a)b?")
+        constraint.advance([7, 7, first], 2)
+        assert constraint.forced(5) == [second]
+
+    def test_a_token_against_the_grammar_is_a_failure(self, grammars: Grammars) -> None:
+        constraint = start(grammars, regex="ab")
+        constraint.advance(tokens_of("b"), 0)
+        assert "against the grammar" in str(constraint.failure)
+        assert allowed(constraint) == [set()]
+        assert constraint.forced(4) == []
+        assert constraint.legal(Tree.chain(tokens_of("ab"))) == [False, False]
+
+    def test_control_characters_are_never_allowed_in_json(self, grammars: Grammars) -> None:
+        constraint = start(grammars, json={"type": "string", "maxLength": 3})
+        constraint.advance(tokens_of('"'), 0)
+        following = allowed(constraint)[0]
+        assert following.isdisjoint(TABLE[:32])
+        assert TABLE[ord("x")] in following
+
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.data())
+    def test_it_follows_and_goes_back_like_a_fresh_one(self, grammars: Grammars, data: st.DataObject) -> None:
+        """Any tokens, trees of any shape in between: the state is that of one who only heard the committed tokens."""
+        name = data.draw(st.sampled_from(sorted(SCHEMAS)))
+        constraint = start(grammars, json=SCHEMAS[name])
+        said: list[int] = [1, 2]  # a prompt, which is not looked at
+        for _ in range(data.draw(st.integers(1, 6))):
+            tree = data.draw(trees(said, constraint))
+            masks = allowed(constraint, tree)
+            fresh = start(grammars, json=SCHEMAS[name])
+            fresh.advance(said, 2)
+            assert masks[0] == allowed(fresh)[0]
+            legal = constraint.legal(tree)
+            for node in range(len(tree)):
+                path = path_of(tree, node)
+                alone = start(grammars, json=SCHEMAS[name])
+                alone.advance([*said, *path], 2)
+                assert legal[node] == (alone.failure is None and EOS not in path[:-1])
+                if legal[node] and path[-1] != EOS:
+                    assert masks[1 + node] == allowed(alone)[0]
+            accepted = [node for node in range(len(tree)) if legal[node] and EOS not in path_of(tree, node)]
+            said += path_of(tree, data.draw(st.sampled_from(accepted))) if accepted else []
+            constraint.advance(said, 2)
+
+
+@st.composite
+def trees(draw: st.DrawFn, said: list[int], constraint: Constraint) -> Tree:
+    """Nodes that the grammar likes at the root, what it forces, and anything."""
+    likely = sorted(allowed(constraint)[0])[:20] + constraint.forced(4)
+    tokens: list[int] = []
+    parents: list[int] = []
+    seen: set[tuple[int, int]] = set()
+    for token in constraint.forced(draw(st.integers(0, 5))):
+        parents.append(len(tokens) - 1)
+        tokens.append(token)
+        seen.add((parents[-1], token))
+    for _ in range(draw(st.integers(0, 6))):
+        parent = draw(st.integers(-1, len(tokens) - 1))
+        token = draw(st.sampled_from([*likely, EOS, *tokens_of('"}],0a')]) | st.integers(0, VOCAB - 1))
+        if (parent, token) not in seen:
+            seen.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+    return Tree(tuple(tokens), tuple(parents))
+
+
+def path_of(tree: Tree, node: int) -> list[int]:
+    path: list[int] = []
+    while node != ROOT:
+        path.append(tree.tokens[node])
+        node = tree.parents[node]
+    return path[::-1]
+
+
+def test_a_grammar_that_takes_too_long_ends_its_answer(open_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm: LLM = open_llm(drafter="ngram")
+    monkeypatch.setattr(matcher, "GRACE_S", -1.0)
+    params = [SamplingParams(structured_outputs=StructuredOutputsParams(regex="a{20}")), SamplingParams(max_tokens=5)]
+    slow, other = (output.outputs[0] for output in llm.generate([[1], [2]], params))
+    assert slow.finish_reason == "error"
+    assert "too ambiguous" in str(slow.error)
+    assert len(other.token_ids) == 5 or other.finish_reason == "stop"
+
+
+def test_a_large_draft_is_not_what_ends_an_answer(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A millisecond a mask is slow but allowed: not too much only because there are many nodes, but fewer next time."""
+    constraint = start(grammars, regex="a{900}")
+    clock = iter(range(10**6))
+    monkeypatch.setattr("time.thread_time", lambda: 0.032 * next(clock))  # a walk of 32 masks
+    out = torch.zeros((32, WORDS), dtype=torch.int32)
+    assert constraint.most_nodes == 63
+    for _ in range(40):
+        constraint.masks(Tree.chain(tokens_of("a" * 31)), out, 0)
+    assert constraint.failure is None
+    assert constraint.most_nodes == 5
+
+
+def test_a_small_draft_does_not_save_a_slow_grammar(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = start(grammars, regex="a{900}")
+    clock = iter(range(10**6))
+    monkeypatch.setattr("time.thread_time", lambda: 0.02 * next(clock))
+    out = torch.zeros((1, WORDS), dtype=torch.int32)
+    constraint.masks(Tree(), out, 0)
+    assert (constraint.failure, constraint.most_nodes) == (None, 0)
+    for _ in range(40):
+        constraint.masks(Tree(), out, 0)
+    assert "too ambiguous" in str(constraint.failure)
+
+
+def test_special_tokens_in_drafts_are_refused_quietly(grammars: Grammars, capfd: pytest.CaptureFixture[str]) -> None:
+    constraint = start(grammars, regex="ab")
+    assert constraint.legal(Tree.chain([290])) == [False]
+    assert constraint.failure is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_the_package_the_error_names_the_extra(open_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm: LLM = open_llm()
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "xgrammar":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(InvalidRequest, match=re.escape("slipstream-llm[grammar]")):
+        llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    assert llm.generate("a", SamplingParams(max_tokens=2))[0].finished
+
+
+def test_compiled_rules_are_kept_up_to_a_limit(grammars: Grammars) -> None:
+    form = StructuredOutputsParams(json={"properties": {f"p{i}": {"type": "string"} for i in range(100)}})
+    grammars.constraint(form)
+    compiler = grammars._compiler()
+    size = compiler.get_cache_size_bytes()
+    grammars.constraint(form)
+    assert compiler.get_cache_size_bytes() == size > 0
+    assert 0 < compiler.cache_limit_bytes < 1 << 30
+
+
+def test_a_matcher_that_raises_while_it_looks_ahead_ends_its_answer(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is not where the text is any more: what it allowed from there on would be wrong."""
+    constraint = start(grammars, regex="aab|aac")
+
+    def broken() -> None:
+        raise RuntimeError("a bug in there")
+
+    monkeypatch.setattr(constraint, "_only_token", broken)
+    assert constraint.forced(5) == []
+    assert "a bug in there" in str(constraint.failure)
+    assert allowed(constraint) == [set()]
+
+
+def test_a_matcher_that_raises_ends_its_answer(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = start(grammars, regex="ab")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug in there")
+
+    monkeypatch.setattr(constraint, "_accept", broken)
+    assert constraint.legal(Tree.chain(tokens_of("a"))) == [False]
+    assert "a bug in there" in str(constraint.failure)
+    assert allowed(constraint) == [set()]
