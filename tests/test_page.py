@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from browser import chromium
 from serving import MODEL, serving
@@ -54,9 +56,18 @@ def open_page(browser: Browser) -> Iterator[Open]:
     contexts: list[BrowserContext] = []
     wrong: list[str] = []
 
-    def open_one(url: str, **options: Any) -> Page:
+    def open_one(url: str, live: str = "", **options: Any) -> Page:
+        """live: events that the page follows in the place of the engine's; then there are no more."""
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
+        if live:
+            told = iter([live])
+
+            def answer(route: Route) -> None:
+                body = next(told, None)
+                route.abort() if body is None else route.fulfill(body=body, content_type="text/event-stream")
+
+            page.route("**/live?stream=true**", answer)
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
@@ -212,6 +223,103 @@ def test_what_the_server_refuses_is_said(open_page: Open, server: HttpServer) ->
     expect(page.locator(".answer .error")).to_contain_text("too long")
     ask(page, PROMPT)  # what failed is no part of the conversation
     expect(page.locator(".answer .error")).to_have_count(1)
+
+
+def views(server: HttpServer, count: int, **series: Callable[[int], Any]) -> str:
+    """Events as `/live` has them, a second and ten rounds apart; `series` sets values of the engine by their number."""
+    seen = httpx.get(f"{server.url}/live").json()
+    begun, events = seen["time"], []
+    for i in range(count):
+        engine = {**seen["engine"], "rounds": 10 * i, "draft_s": 0.0, "host_s": 0.0, "verify_s": 0.05 * i}
+        rate = series.get("tokens_per_s", lambda i: 100.0)(i)
+        engine |= {name: value(i) for name, value in series.items() if name != "tokens_per_s"}
+        live = {**seen, "time": begun + i, "uptime_s": 10.0 + i, "seconds": 1.0, "tokens_per_s": rate, "engine": engine}
+        events.append(f"data: {json.dumps(live)}\n\n")
+    return "".join(events)
+
+
+def test_a_spike_is_cut_and_the_others_are_seen(open_page: Open, server: HttpServer) -> None:
+    """Twenty seconds of 5 ms a round and 100 tokens a second, and one of 500 ms and 10,000."""
+
+    def verify_s(i: int) -> float:
+        return 0.05 * i + 5.0 * (i >= 12)
+
+    live = views(server, 20, verify_s=verify_s, tokens_per_s=lambda i: 10_000.0 if i == 12 else 90.0 + i)
+    page = open_page(server.url, live)
+    expect(page.locator("#rounds-top")).to_have_text(re.compile(r"^\d+ ms · cut: the highest has 505 ms$"))
+    found = "(e, mark) => [...e.getAttribute('d').matchAll(new RegExp(mark + '([0-9.]+)', 'g'))].map(m => +m[1])"
+    tops = page.locator("#rounds .verify").evaluate(found, "V")
+    assert len(tops) == 19
+    assert sum(top < 50 for top in tops) == 19  # all are as high as half of the drawing or more
+    assert page.locator("#rounds .cut").get_attribute("d") != ""
+    ends = page.locator("#rate-line .stroke").evaluate(found, ",")
+    assert sum(end < 24 for end in ends) == 20  # of 40, from the top: so are those, nearly
+    assert page.locator("#rate-line .cut").get_attribute("d") != ""
+
+
+def test_what_the_planner_decides_is_plotted_with_its_reasons(open_page: Open, server: HttpServer) -> None:
+    gains = {"greedy": lambda i: 1.2 + 0.05 * i, "sampled, echoing prompt": lambda i: 0.9}
+    plan = {"model": "model 5: 1.42x expected", "suffix": "off: batch 48 leaves no spare arithmetic"}
+    live = views(
+        server,
+        30,
+        gains=lambda i: {name: value(i) for name, value in list(gains.items())[: 1 + (i >= 10)]},
+        plan=lambda i: plan,
+    )
+    page = open_page(server.url, live)
+    expect(page.locator("#gains")).to_have_attribute(
+        "aria-label", "greedy: 2.65\u00d7; sampled, echoing prompt: 0.90\u00d7"
+    )
+    expect(page.locator("#gains-top")).to_have_text("3.00\u00d7")
+    expect(page.locator("#gains-legend li")).to_have_text(["greedy 2.65\u00d7", "sampled, echoing prompt 0.90\u00d7"])
+    expect(page.locator("#reasons dt")).to_have_text(["model", "suffix"])
+    expect(page.locator("#reasons dd")).to_have_text(list(plan.values()))
+    box = "e => (({ y, width, height }) => ({ y, width, height }))(e.getBBox())"
+    level, one, other = (page.locator("#gains path").nth(i).evaluate(box) for i in range(3))
+    assert one["y"] + one["height"] < level["y"] < other["y"]  # above 1x, 1x, below it
+    assert one["width"] == pytest.approx(29, abs=0.1)
+    assert other["width"] == pytest.approx(19, abs=0.1)  # it came later
+
+
+def test_the_engines_own_plan_is_shown(open_page: Open, tiny_target: Path) -> None:
+    """Without a word of its own: what the planner said of real requests."""
+    drafters = ["ngram", "suffix"]
+    with (
+        LLM(tiny_target, device="cpu", max_num_seqs=4, memory="64MiB", drafter=drafters) as planned,
+        serving(planned) as adaptive,
+    ):
+        page = open_page(adaptive.url)
+        ask(page, PROMPT, tokens="60")
+        said = planned.snapshot().plan
+        assert said
+        expect(page.locator("#reasons dt")).to_have_text(list(said))
+        expect(page.locator("#reasons dd")).to_have_text(list(said.values()))
+        expect(page.locator("#gains-legend li")).to_have_count(len(planned.snapshot().gains))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("tokens", "99999999", "Most tokens: 99999999 must be a whole number, 1 to"),
+        ("tokens", "0", "Most tokens: 0 must be"),
+        ("temperature", "7", "Temperature: 7 must be 0 to 2"),
+        ("seed", "-1", "Seed: -1 must be"),
+    ],
+)
+def test_settings_that_cannot_be_are_said(
+    open_page: Open, server: HttpServer, field: str, value: str, words: str
+) -> None:
+    page = open_page(server.url)
+    expect(page.locator("main:not([inert])")).to_be_attached()
+    page.fill(f"#{field}", value)
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Enter")
+    expect(page.locator("#ask-error")).to_contain_text(words)
+    expect(page.locator(f"#{field}")).to_have_attribute("aria-invalid", "true")
+    expect(page.locator(".turn")).to_have_count(0)
+    assert page.input_value("#prompt") == PROMPT
+    ask(page, PROMPT, tokens="5")
+    expect(page.locator("#ask-error")).to_have_text("")
 
 
 def contrast(one: str, other: str) -> float:

@@ -318,6 +318,7 @@ def test_metrics(client: OpenAI, server: HttpServer) -> None:
         "generation_tokens_total",
         "spec_decode_num_drafts_total",
         "spec_decode_num_accepted_tokens_per_pos_total",
+        "spec_decode_gain",
         "time_to_first_token_seconds_bucket",
         "request_success_total",
     ):

@@ -123,7 +123,7 @@ class _EngineCollector(Collector):
         parts = (("draft", now.draft_s), ("verify", now.verify_s), ("host", now.host_s))
         yield self._by("round_seconds", "Time of rounds, by part.", "part", parts)
 
-    def _speculation(self, now: Snapshot) -> Iterator[CounterMetricFamily]:
+    def _speculation(self, now: Snapshot) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         yield self._count("spec_decode_num_drafts", "Drafts.", now.drafts)
         yield self._count("spec_decode_num_draft_tokens", "Tokens drafted.", now.draft_tokens)
         yield self._count("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", now.accepted_tokens)
@@ -140,6 +140,14 @@ class _EngineCollector(Collector):
         )
         yield self._by("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late.items())
         yield self._by("spec_decode_decisions", "Drafted or not, and why.", "reason", now.decisions.items())
+        gains = GaugeMetricFamily(
+            "slipstream:spec_decode_gain",
+            "How many times as fast as plain ones drafted rounds were lately, by kind of request.",
+            labels=["model_name", "kind"],
+        )
+        for kind, gain in now.gains.items():
+            gains.add_metric([self._model, kind], gain)
+        yield gains
 
     def _gauge(self, name: str, about: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"slipstream:{name}", about, labels=["model_name"])

@@ -44,7 +44,9 @@ async function offerDrafters() {
 
 async function send() {
   const prompt = $("prompt").value.trim();
-  if (!prompt) return;
+  const wrong = faults();
+  $("ask-error").textContent = wrong.join(" ");
+  if (!prompt || wrong.length) return;
   const mode = document.querySelector("[name=mode]:checked").value;
   const asked = [...messages, { role: "user", content: prompt }];
   const request = requestOf(asked);
@@ -64,6 +66,22 @@ async function send() {
   } finally {
     busy(false);
   }
+}
+
+/** What is wrong with the settings, in words; the field itself is marked. A browser's own hint is gone in a moment. */
+function faults() {
+  const remedies = {
+    temperature: "must be 0 to 2.",
+    seed: "must be a whole number of up to 15 digits, or empty.",
+    tokens: `must be a whole number, 1 to ${Number($("tokens").max).toLocaleString("en")}: prompt and answer have room for so many.`,
+  };
+  return Object.entries(remedies).flatMap(([name, remedy]) => {
+    const field = $(name);
+    const wrong = !field.checkValidity();
+    field.setAttribute("aria-invalid", wrong);
+    const label = field.closest("label").firstChild.textContent;
+    return wrong ? [`${label}: ${field.value || "this"} ${remedy}`] : [];
+  });
 }
 
 function requestOf(asked) {

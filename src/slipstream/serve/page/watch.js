@@ -2,7 +2,7 @@
 
 import { ask, events, Refused } from "./server.js";
 import { colourOf } from "./colours.js";
-import { legend, line, nice, rows, stacks, element } from "./plots.js";
+import { legend, line, lines, nice, rows, stacks, element } from "./plots.js";
 
 const $ = (id) => document.getElementById(id);
 const KEPT = 300; // views, a second apart
@@ -21,6 +21,7 @@ const REASONS = {
 };
 
 const views = []; // the newest last
+const kinds = []; // of requests, in the order in which they became known
 
 /** Follow the server for good. locked: called when it does not take the key any more. */
 export async function watch(locked) {
@@ -55,6 +56,7 @@ function show() {
   showRounds();
   showDrafters(now, grown);
   showCache(now.engine, grown);
+  showPlan(now.engine);
   showDecisions(grown);
 }
 
@@ -93,9 +95,10 @@ function showRounds() {
     if (rounds <= 0 || anew(views[i], view)) return null;
     return PARTS.map(([, key]) => (1000 * Math.max(0, view.engine[key] - views[i].engine[key])) / rounds);
   });
-  const top = stacks($("rounds"), columns, PARTS.map(([name]) => name), KEPT);
+  const { top, highest } = stacks($("rounds"), columns, PARTS.map(([name]) => name), KEPT);
   const last = columns.findLast(Boolean);
-  $("rounds-top").textContent = last ? milliseconds(top) : "no rounds since this page was opened";
+  const scale = milliseconds(top) + (highest ? ` · cut: the highest has ${milliseconds(highest)}` : "");
+  $("rounds-top").textContent = last ? scale : "no rounds since this page was opened";
   const values = PARTS.map(([name], i) => ({ name, colour: name, value: last ? milliseconds(last[i]) : "–" }));
   legend($("rounds-legend"), values);
   $("rounds").setAttribute("aria-label", values.map(({ name, value }) => `${name} ${value}`).join(", "));
@@ -152,6 +155,26 @@ function showCache(engine, grown) {
   $("prefix").textContent = `${hits} · ${count(grown.preemptions)} preemptions`;
 }
 
+/** What drafts bring by kind of request, over time, and what was decided last for each drafter, in the planner's words. */
+function showPlan({ gains, plan }) {
+  for (const kind of Object.keys(gains)) if (!kinds.includes(kind)) kinds.push(kind);
+  const series = kinds.map((kind, i) => ({
+    colour: `d${7 - (i % 8)}`, // from the other end than drafters, which are elsewhere
+    values: views.map((view) => view.engine.gains[kind] ?? null),
+  }));
+  const { top, highest } = lines($("gains"), series, KEPT, 1);
+  $("gains-top").textContent = kinds.length ? times(top) + (highest ? ` · cut: the highest has ${times(highest)}` : "") : "nothing measured yet";
+  const told = kinds.map((name, i) => ({ name, colour: series[i].colour, value: name in gains ? times(gains[name]) : "–" }));
+  legend($("gains-legend"), told);
+  $("gains").setAttribute("aria-label", told.map(({ name, value }) => `${name}: ${value}`).join("; ") || "no gain measured yet");
+  $("reasons").replaceChildren(...Object.entries(plan).flatMap(([name, reason]) => {
+    const drafter = element("dt", "", "");
+    drafter.append(element("i", `swatch ${colourOf(name)}`), name);
+    return [drafter, element("dd", "", reason)];
+  }));
+  if (!Object.keys(plan).length) $("reasons").append(element("dd", "", "Nothing was weighed yet: no drafter, or drafts of a fixed size."));
+}
+
 function showDecisions(grown) {
   const list = Object.entries(grown.decisions).filter(([, times]) => times).sort(([, a], [, b]) => b - a);
   const most = list[0]?.[1] ?? 1;
@@ -164,6 +187,7 @@ function showDecisions(grown) {
 
 const count = (value) => value.toLocaleString("en");
 const figure = (value) => (value >= 100 ? count(Math.round(value)) : value.toFixed(1));
+const times = (value) => `${value.toFixed(2)}×`;
 const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
 const milliseconds = (value) => `${value >= 10 || value === nice(value) ? Math.round(value * 10) / 10 : value.toFixed(2)} ms`;
 
