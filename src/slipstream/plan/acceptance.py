@@ -20,6 +20,8 @@ _MOST_WEIGHT = 16.0
 """Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
 _DEPTHS = 8
 """Depths that are told apart; deeper guesses fare as the last of these."""
+_HEAVY = 1e9
+"""A weight at which numbers are brought down again."""
 _DEPTH_WEIGHT = 6.0
 """Guesses at a depth that the drafter's usual course is worth."""
 
@@ -39,19 +41,28 @@ class _Tally:
 
 
 class _Course:
-    """Right and tried guesses by depth: how a drafter fares the further it goes."""
+    """Right and tried guesses by depth: how a drafter fares the further it goes.
 
-    __slots__ = ("right", "tried")
+    What was seen before fades by what is new weighing more: so a draft changes as many numbers as it has guesses.
+    """
+
+    __slots__ = ("right", "tried", "weight")
 
     def __init__(self) -> None:
-        self.right = np.zeros(_DEPTHS)
-        self.tried = np.zeros(_DEPTHS)
+        self.right = [0.0] * _DEPTHS
+        self.tried = [0.0] * _DEPTHS
+        self.weight = 1.0  # of what was seen last
 
     def add(self, right: int, tried: int, decay: float) -> None:
-        self.right *= decay
-        self.tried *= decay
-        self.right[:right] += 1
-        self.tried[:tried] += 1
+        self.weight /= decay
+        if self.weight > _HEAVY:
+            self.right = [count / self.weight for count in self.right]
+            self.tried = [count / self.weight for count in self.tried]
+            self.weight = 1.0
+        for depth in range(min(tried, _DEPTHS)):
+            self.tried[depth] += self.weight
+            if depth < right:
+                self.right[depth] += self.weight
 
 
 class Acceptance:
@@ -83,12 +94,13 @@ class Acceptance:
         """The chance that all of the first 1, 2, … guesses are right."""
         alphas = np.array([self.alpha(request_id) for request_id in request_ids])  # [B]
         shared = self._shared.share
-        course = (self._course.right + _DEPTH_WEIGHT * shared) / (self._course.tried + _DEPTH_WEIGHT)  # [D]
+        prior = _DEPTH_WEIGHT * self._course.weight
+        course = (np.array(self._course.right) + prior * shared) / (np.array(self._course.tried) + prior)  # [D]
         usual = np.minimum(course[:, None] / max(shared, 1e-6) * alphas, np.maximum(alphas, 0.98))  # [D, B]
-        none = _NO_COURSE
-        right = np.array([self._courses.get(r, none).right for r in request_ids]).T  # [D, B]
-        tried = np.array([self._courses.get(r, none).tried for r in request_ids]).T
-        chances = (right + _DEPTH_WEIGHT * usual) / (tried + _DEPTH_WEIGHT)
+        courses = [self._courses.get(r, _NO_COURSE) for r in request_ids]
+        seen = np.array([[course.right, course.tried] for course in courses])  # [B, 2, D]
+        weights = _DEPTH_WEIGHT * np.array([course.weight for course in courses])  # [B]
+        chances = (seen[:, 0].T + weights * usual) / (seen[:, 1].T + weights)  # [D, B]
         deep = np.minimum(np.arange(depth), _DEPTHS - 1)
         return np.cumprod(chances[deep], axis=0)
 

@@ -7,24 +7,24 @@ expected tokens per second of the whole batch, and none where none does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, compress
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.draft import ROOT, Tree
-from slipstream.plan.acceptance import Acceptance
+from slipstream.plan.acceptance import Acceptance, Floats
 from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
 from slipstream.plan.costs import Costs
-from slipstream.plan.cutting import along_paths, cut, likeliest
 from slipstream.plan.decisions import Decision
 from slipstream.plan.gains import Gain, Gains, Turn
 from slipstream.plan.investment import Investment, most_worth
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.planner import Beside, Planner
 from slipstream.plan.probes import Probes
+from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.waits import Waits
@@ -194,32 +194,27 @@ class AdaptivePlanner(Planner):
     ) -> list[Tree]:
         """Keep the nodes that pay, of guesses that cost nothing to have any more. A node stays only with its parent."""
         wait_s = self._wait(drafter) + self.costs.spent(drafter)
-        chances: list[float] = []  # [N]
         word = self._kept_word.setdefault(drafter, Calibration())
         factors: list[float] = []  # [B]: which part of its promises it kept; 0: it made none
+        said: list[Sequence[float]] = []  # [B][K]
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
             factors.append(0.0 if promise is None else word.factor(request_id))
-            if tree.tokens:
-                said = along_paths(tree, self._promise(drafter, request_id, tree) if promise is None else promise)
-                chances += said if promise is None or factors[-1] == 1 else [factors[-1] * chance for chance in said]
-        if not chances:
+            said.append(self._promise(drafter, request_id, tree) if promise is None else promise)
+        nodes = sum([len(tree.tokens) for tree in trees])
+        if not nodes:
             self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
             return list(trees)
-        ranked = sorted(chances, reverse=True)
-        best = self._best(drafter, rows, list(accumulate(ranked, initial=float(rows))), wait_s)
-        best = self._probes.size(drafter, best, self._probes.small(rows, len(chances)), rows)
+        ranked = (ManyNodes if nodes >= MANY else FewNodes)(trees, said, [factor or 1.0 for factor in factors])
+        best = self._best(drafter, rows, ranked.expected(rows), wait_s)
+        best = self._probes.size(drafter, best, self._probes.small(rows, nodes), rows)
         best = self._explore(rows, best)
         if best == 0:
             return [_NOTHING] * len(trees)
-        kept = [True] * best if best == len(chances) else likeliest(chances, best, ranked[best - 1])
-        trimmed: list[Tree] = []
-        end = 0
-        for request_id, tree, factor in zip(request_ids, trees, factors, strict=True):
-            begin, end = end, end + len(tree.tokens)
-            trimmed.append(tree if best == len(chances) else cut(tree, kept[begin:end]))
-            if factor and trimmed[-1].tokens:
-                word.promise(request_id, sum(compress(chances[begin:end], kept[begin:end])) / factor)
-        return trimmed
+        taken = ranked.take(best)
+        for request_id, tokens, factor in zip(request_ids, taken.promised, factors, strict=True):
+            if factor and tokens:
+                word.promise(request_id, tokens / factor)
+        return taken.trees
 
     def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
         """Keep the drafts that pay by what drafts of this drafter brought; now and then all of them, for a stretch."""
@@ -240,7 +235,7 @@ class AdaptivePlanner(Planner):
         taken = set(order[: best if pays else len(order)])
         return [tree if i in taken else _NOTHING for i, tree in enumerate(trees)]
 
-    def _best(self, drafter: str, rows: int, expected: Sequence[float], wait_s: float) -> int:
+    def _best(self, drafter: str, rows: int, expected: Sequence[float] | Floats, wait_s: float) -> int:
         """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes.
 
         wait_s: what the round took already, whatever is taken of the guesses.
@@ -251,7 +246,7 @@ class AdaptivePlanner(Planner):
         top = plain
         for size, seconds in zip(steps.rows, steps.seconds, strict=True):
             nodes = min(size - rows, most)
-            rate = expected[nodes] / (seconds + wait_s)
+            rate = float(expected[nodes]) / (seconds + wait_s)
             if rate > top:
                 best, top = nodes, rate
             if nodes == most:
@@ -333,11 +328,17 @@ class AdaptivePlanner(Planner):
     def _others(self, request_ids: Sequence[str], beside: Sequence[Sequence[Beside]], depth: int) -> _Others:
         """What those who draft already are taken to bring: a guess that they have right brings nothing more."""
         wrong = np.ones((depth + 1, len(request_ids)))  # [K + 1, B]
-        depths, nodes = np.arange(1, depth + 1), 0
-        for i, (request_id, theirs) in enumerate(zip(request_ids, beside, strict=False)):
+        depths, nodes = np.arange(1, depth + 1)[:, None], 0  # [K, 1]
+        drafted: dict[str, dict[int, int]] = {}  # by drafter and request: nodes
+        for i, theirs in enumerate(beside):
             for name, count in theirs:
-                wrong[1 : count + 1, i] *= 1 - self._estimate(name).alpha(request_id) ** depths[:count]
+                drafted.setdefault(name, {})[i] = count
                 nodes += count
+        for name, counts in drafted.items():
+            estimate, which = self._estimate(name), list(counts)
+            alphas = np.array([estimate.alpha(request_ids[i]) for i in which])  # [N]
+            right = np.where(depths <= np.array(list(counts.values())), alphas**depths, 0)  # [K, N]
+            wrong[1:, which] *= 1 - right
         return _Others(1 - wrong, nodes)
 
     def _wait(self, drafter: str) -> float:

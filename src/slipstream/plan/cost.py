@@ -18,7 +18,7 @@ _EDGE_OF = [int(np.abs(_LOG_EDGES - np.log(rows)).argmin()) for rows in range(1,
 """The nearest edge of each size. Looked up every round: logarithms would take as long as the whole plan."""
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _NEXT = np.array([SIZES[np.searchsorted(SIZES, rows)] for rows in range(1, SIZES[-1] + 1)], dtype=np.int64)
-"""The rows of queued rounds, and what 1, 2, … rows are filled up to."""
+"""The rows of queued rounds, and what 1, 2, … rows are filled up to; beyond the last, a multiple of it."""
 _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
 _STALE = 512
@@ -182,7 +182,9 @@ class PassCost:
             costs = self.curve(low, top)
             rows = list(range(low, top + 1))
             if self.padded:
-                rows = [low, *(n for n in SIZES if low < n <= top), *range(max(low, SIZES[-1]) + 1, top + 1)]
+                last = SIZES[-1]
+                beyond = range((max(low, last) // last + 1) * last, top + 1, last)
+                rows = [low, *(n for n in SIZES if low < n <= top), *beyond]
             found = self._steps[low] = Steps(rows, [float(costs[n - low]) for n in rows])
         return found
 
@@ -203,6 +205,7 @@ class PassCost:
             return self._prior_of(rows)
         if self.padded:
             rows[: len(_NEXT)] = _NEXT[:high]
+            rows[len(_NEXT) :] = np.ceil(rows[len(_NEXT) :] / SIZES[-1]) * SIZES[-1]
         fixed, each = self.context.line(self._load)
         found = self._prior_of(rows)
         if self._typical:
@@ -212,7 +215,7 @@ class PassCost:
 
     @staticmethod
     def _next(rows: int) -> int:
-        return int(_NEXT[rows - 1]) if rows <= len(_NEXT) else rows
+        return int(_NEXT[rows - 1]) if rows <= len(_NEXT) else -(-rows // SIZES[-1]) * SIZES[-1]
 
     @staticmethod
     def _edge(rows: int) -> int:

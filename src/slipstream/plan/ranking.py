@@ -6,9 +6,8 @@ a small part of a round: those are ranked in arrays.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from typing import NamedTuple
 
 import numpy as np
@@ -71,33 +70,31 @@ class ManyNodes:
 
     def __init__(self, trees: Sequence[Tree], promises: Sequence[Sequence[float]], factors: Sequence[float]) -> None:
         self._trees = trees
-        flat = array("d")
-        for tree, promise in zip(trees, promises, strict=True):
-            if tree.tokens:
-                flat.extend(promise)
         sizes = np.array([len(tree.tokens) for tree in trees])  # [B]
         self._ends = np.cumsum(sizes)
-        self._chances: Floats = np.frombuffer(flat, dtype=np.float64) * np.repeat(factors, sizes)  # [N]
+        every = chain.from_iterable([said for tree, said in zip(trees, promises, strict=True) if tree.tokens])
+        flat = np.fromiter(every, np.float64, count=int(self._ends[-1]))
+        self._chances: Floats = flat * np.repeat(factors, sizes)  # [N]
         self._check_parents(sizes)
         self._ranked: Floats = -np.sort(-self._chances)
 
     def _check_parents(self, sizes: NDArray[np.int64]) -> None:
         """Drafters promise whole paths, so nearly always there is nothing to do."""
-        parents = array("q")
-        for tree in self._trees:
-            parents.extend(tree.parents)
-        above = np.frombuffer(parents, dtype=np.int64)  # [N] in each tree
-        begins = np.repeat(self._ends - sizes, sizes)
-        place = np.where(above == ROOT, np.arange(len(above)), above + begins)  # of the parent, or of itself
+        count, begins = len(self._chances), self._ends - sizes  # [B]
+        if all([tree.is_chain for tree in self._trees]):
+            place = np.arange(-1, count - 1)  # of the parent
+            place[begins[sizes > 0]] += 1  # the first node of each: its own
+        else:
+            above = np.fromiter(chain.from_iterable([tree.parents for tree in self._trees]), np.int64, count=count)
+            place = np.where(above == ROOT, np.arange(count), above + np.repeat(begins, sizes))
         while True:
             bounded = np.minimum(self._chances, self._chances[place])
             if np.array_equal(bounded, self._chances):
                 return
             self._chances = bounded
 
-    def expected(self, rows: int) -> Sequence[float]:  # [N + 1]
-        found: list[float] = np.concatenate(([float(rows)], rows + np.cumsum(self._ranked))).tolist()
-        return found
+    def expected(self, rows: int) -> Floats:  # [N + 1]
+        return np.concatenate(([float(rows)], rows + np.cumsum(self._ranked)))
 
     def take(self, count: int) -> Taken:
         bar = self._ranked[count - 1]
