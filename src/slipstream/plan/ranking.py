@@ -81,7 +81,7 @@ class ManyNodes:
     def _check_parents(self, sizes: NDArray[np.int64]) -> None:
         """Drafters promise whole paths, so nearly always there is nothing to do."""
         count, begins = len(self._chances), self._ends - sizes  # [B]
-        if all([tree.is_chain for tree in self._trees]):
+        if all(tree.is_chain for tree in self._trees):
             place = np.arange(-1, count - 1)  # of the parent
             place[begins[sizes > 0]] += 1  # the first node of each: its own
         else:
