@@ -93,6 +93,7 @@ class Workshop:
             process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
+            process.terminate()  # it may still be importing, and nobody wants to wait for that
             process.wait()
 
     def _tell(self, sample: Sample) -> IO[bytes]:
