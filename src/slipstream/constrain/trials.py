@@ -111,7 +111,7 @@ class Workshop:
         self._known.clear()
         found = os.pathsep.join(filter(None, sys.path))
         process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.constrain.trial_process"],
+            [sys.executable, "-W", "ignore", "-m", "slipstream.constrain.trial_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
