@@ -64,6 +64,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "serve --speculative-config {": (2, "is not JSON"),
         "serve --tool-call-parser bogus": (2, "error: --tool-call-parser 'bogus': must be one of auto, hermes, llama3"),
         "serve --request-timeout -1": (2, "error: --request-timeout -1.0: must be above 0"),
+        "serve --compile-trial 0": (2, "error: --compile-trial 0.0: must be above 0"),
         "serve --verifier rejection": (2, "error: --verifier: not for serve"),
         'serve --speculative-config {"method":"eagle3","model":"/nope"}': (
             1,

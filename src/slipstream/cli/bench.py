@@ -299,6 +299,11 @@ def closing_lines(
     summary: report.Summary, prefill: run.PrefillReport, used: memory.MemoryReport, result: dict[str, Any]
 ) -> list[str]:
     lines = [*result.get("remarks", ())]
+    if any(row.drafted for row in summary.rows):
+        lines.append(
+            "tau: tokens per round, the model's own included; alpha: share of guesses that stood, small in trees, "
+            "whose branches exclude each other"
+        )
     for row in summary.rows:
         if row.category == report.ALL and row.rounds:
             whole = row.draft_s + row.verify_s + row.host_s or 1.0

@@ -17,6 +17,7 @@ from slipstream.cli.loading import loaded
 from slipstream.cli.options import DEFAULT_DRAFTER, MODEL, OUTPUT, SPECULATION, Common, option
 from slipstream.cli.shared import with_common
 from slipstream.cli.show import note
+from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters.places import naming
 from slipstream.drafters.vllm_names import from_vllm
@@ -32,6 +33,7 @@ _OPTIONS = {
     "request_s": "--request-timeout",
     "chunk_chars": "--stream-chunk-chars",
     "drain_s": "--drain-timeout",
+    "trial_s": "--compile-trial",
     "tool_format": "--tool-call-parser",
     "log_format": "--log-format",
 }
@@ -113,6 +115,15 @@ def serve(
     request_timeout: Annotated[
         float, option(metavar="SECONDS", panel=LIMITS, help="From a request's arrival to the end of its answer.")
     ] = _USUAL.limits.request_s,
+    compile_trial: Annotated[
+        float,
+        option(
+            metavar="SECONDS",
+            panel=LIMITS,
+            help="Of a CPU, that the form of an answer (schema, grammar, pattern) may take to compile with a sample of "
+            "the vocabulary; with all of it it takes about twenty times as long. What takes longer is refused.",
+        ),
+    ] = _USUAL.compiling.trial_s,
     drain_timeout: Annotated[
         float, option(metavar="SECONDS", panel=LIMITS, help="What running requests have when the server is to end.")
     ] = _USUAL.drain_s,
@@ -172,6 +183,7 @@ def serve(
             tool_format=cast(ToolFormat, tool_call_parser),  # which it checks
             log_format=cast(LogFormat, log_format),
             telemetry=otel,
+            compiling=CompileLimits(trial_s=compile_trial),
         )
     try:
         import fastapi  # noqa: F401
