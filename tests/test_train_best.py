@@ -23,31 +23,20 @@ from slipstream.train.measure import Measure, Measured
 from slipstream.train.run import Finished, train
 from slipstream.train.stop import Stop
 from tiny_recipe import TinyRecipe
+from training_scenes import killed_before, small_run
 
 
 @pytest.fixture(scope="module")
 def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("best")
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"Question {i}?"}) + "\n" for i in range(8)))
-    return TrainConfig(
-        recipe="tiny",
-        target=str(tiny_target),
-        out=folder / "run",
-        data=str(folder / "data"),
-        prompts=(str(file),),
-        held_out=2,
-        max_tokens=16,
-        lanes=8,
-        device="cpu",
+    return small_run(
+        tmp_path_factory.mktemp("best"),
+        tiny_target,
+        "tiny",
+        prompts=8,
         steps=8,
-        rows=1,
-        row_tokens=64,
-        warmup=1,
         learning_rate=0.02,
         average=0.5,
         checkpoint_every=3,
-        measure_every=2,
     )
 
 
@@ -100,18 +89,8 @@ def test_the_best_measured_is_the_finished_one(base: TrainConfig, monkeypatch: p
 def test_a_resumed_run_keeps_it(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed behind the best measurement, at whose checkpoint it goes on."""
     config = replace(base, out=base.out.parent / "killed")
-    step = Trainer._train_step
-
-    def killed(self: Trainer) -> None:
-        if self.step == 5:
-            raise RuntimeError("killed")
-        step(self)
-
     measured(monkeypatch, [1.5, 1.9])
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", killed)
-        with pytest.raises(RuntimeError, match="killed"):
-            run(config)
+    killed_before(monkeypatch, 5, lambda: run(config))
     assert load_best(config.out) == Best(4, {"0": 1.0, "1": 0.9})
     kept = weights(config.out / "best" / "drafter")
     measured(monkeypatch, [1.6, 1.7])  # steps 6 and 8

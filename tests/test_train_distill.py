@@ -30,6 +30,7 @@ from slipstream.train.distill_start import draft_shape
 from slipstream.train.recipe import Setting, recipe_class
 from slipstream.train.teacher import Teacher
 from training_rows import packed, random_rows
+from training_scenes import learn
 
 LENGTHS = ([9, 4], [12])
 WIDTH = 16
@@ -203,18 +204,6 @@ def test_the_default_draft_has_less_than_twelve_million_weights() -> None:
     with torch.device("meta"):
         module = DraftModule(draft_shape(DraftOptions(), cast(Teacher, like)), nn.Embedding(49152, 576))
     assert 10_000_000 < sum(weight.numel() for weight in module.parameters()) <= 12_000_000
-
-
-def learn(recipe: DraftRecipe, batch: Batch, steps: int) -> Tensor:
-    """Acceptance that the last batch promises."""
-    optimizer = torch.optim.AdamW(recipe.module.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(steps):
-        losses = recipe.loss(batch)
-        optimizer.zero_grad()
-        (losses.total / losses.count).backward()
-        nn.utils.clip_grad_norm_(recipe.module.parameters(), 1.0)
-        optimizer.step()
-    return losses.accepted / losses.positions
 
 
 @pytest.mark.parametrize("hidden", [0, 16])

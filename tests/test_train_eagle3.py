@@ -31,6 +31,7 @@ from slipstream.train.eagle3_module import Eagle3Module
 from slipstream.train.recipe import Setting, recipe_class
 from slipstream.train.teacher import Teacher
 from training_rows import packed, random_rows
+from training_scenes import learn
 
 LENGTHS = ([9, 4], [12])
 WIDTH = 16
@@ -180,18 +181,6 @@ def test_the_loss_begins_near_the_targets_own_size(teacher: Teacher) -> None:
     recipe = make(teacher)
     losses = recipe.loss(look(teacher, recipe))
     assert float((losses.total / losses.count).detach()) < 4 * math.log(VOCAB)
-
-
-def learn(recipe: Eagle3Recipe, batch: Batch, steps: int) -> Tensor:
-    """Acceptance that the last batch promises, by guess."""
-    optimizer = torch.optim.AdamW(recipe.module.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(steps):
-        losses = recipe.loss(batch)
-        optimizer.zero_grad()
-        (losses.total / losses.count).backward()
-        nn.utils.clip_grad_norm_(recipe.module.parameters(), 1.0)
-        optimizer.step()
-    return losses.accepted / losses.positions
 
 
 def test_what_is_learnt_is_accepted_in_the_engine(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:

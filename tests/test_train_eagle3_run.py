@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
-from slipstream.train.config import TrainConfig
-from slipstream.train.loop import Trainer
-from slipstream.train.run import train
-
-
-def questions(folder: Path) -> Path:
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"Question {i}?"}) + "\n" for i in range(12)))
-    return file
+from training_scenes import check_resumed, questions, small_run
 
 
 def test_from_prompts_to_a_drafter(
@@ -50,42 +39,7 @@ def test_from_prompts_to_a_drafter(
 def test_a_killed_run_ends_with_the_same_head(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = TrainConfig(
-        recipe="eagle3",
-        target=str(tiny_target),
-        out=tmp_path / "whole",
-        data=str(tmp_path / "data"),
-        prompts=(str(questions(tmp_path)),),
-        held_out=2,
-        max_tokens=16,
-        lanes=8,
-        device="cpu",
-        steps=5,
-        rows=1,
-        row_tokens=64,
-        accumulate=2,
-        warmup=1,
-        average=0.9,
-        checkpoint_every=2,
-        measure_every=2,
-        measure_prompts=2,
-        measure_tokens=8,
-        options={"inner": 48, "steps": 3, "variation": 0.5},
+    check_resumed(
+        small_run(tmp_path, tiny_target, "eagle3", accumulate=2, options={"inner": 48, "steps": 3, "variation": 0.5}),
+        monkeypatch,
     )
-    whole = train(config, print).folder
-    step = Trainer._train_step
-
-    def killed(self: Trainer) -> None:
-        if self.step == 3:
-            raise RuntimeError("killed")
-        step(self)
-
-    other = replace(config, out=tmp_path / "killed")
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", killed)
-        with pytest.raises(RuntimeError, match="killed"):
-            train(other, print)
-    resumed = train(other, print).folder
-    theirs = load_file(resumed / "model.safetensors")
-    for name, tensor in load_file(whole / "model.safetensors").items():
-        assert torch.equal(tensor, theirs[name]), name

@@ -24,43 +24,34 @@ from slipstream.train import loop
 from slipstream.train.batch import Batch
 from slipstream.train.checkpoint import load_checkpoint
 from slipstream.train.config import TrainConfig
-from slipstream.train.data import Data, gather
 from slipstream.train.loop import Trainer, learning_rate
 from slipstream.train.plot import Panel, draw
 from slipstream.train.recipe import Losses
 from slipstream.train.run import train
 from tiny_recipe import TinyRecipe
+from training_scenes import killed_before, measure_on_known, small_run
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("training")
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"Question {i}?"}) + "\n" for i in range(20)))
-    return TrainConfig(
-        recipe="tiny",
-        target=str(tiny_target),
-        out=folder / "whole",
-        data=str(folder / "data"),
-        prompts=(str(file),),
-        held_out=2,
+    return small_run(
+        tmp_path_factory.mktemp("training"),
+        tiny_target,
+        "tiny",
+        prompts=20,
         max_tokens=24,
         max_prompt_tokens=60,
-        lanes=8,
         temperatures=(0.0,),
-        device="cpu",
         steps=12,
         rows=2,
         row_tokens=128,
         learning_rate=0.02,
         warmup=2,
-        average=0.9,
         log_every=4,
         checkpoint_every=5,
         measure_every=0,
-        measure_prompts=2,
         measure_tokens=16,
     )
 
@@ -100,13 +91,7 @@ def test_a_run_leaves_a_drafter_and_a_record(
 
 def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """On prompts that it has seen: a random target has nothing that could be learnt for others."""
-
-    def known(*args: Any) -> Data:
-        data = gather(*args)
-        prompts = [data.sequences.at(i)[:n].tolist() for i, n in enumerate(data.sequences.prompt_lengths)]
-        return replace(data, held_out=tuple(tuple(ids) for ids in prompts))
-
-    monkeypatch.setattr("slipstream.train.run.gather", known)
+    measure_on_known(monkeypatch)
     config = replace(base, out=base.out.parent / "long", steps=160, measure_every=80, average=0.0, log_every=60)
     lines: list[str] = []
     run(config, lines)
@@ -126,17 +111,7 @@ def test_a_killed_run_ends_with_the_same_bits(
     base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(base, out=base.out.parent / "killed")
-    step = Trainer._train_step
-
-    def killed(self: Trainer) -> None:
-        if self.step == 8:  # three steps behind the last checkpoint
-            raise RuntimeError("killed")
-        step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", killed)
-        with pytest.raises(RuntimeError, match="killed"):
-            run(config)
+    killed_before(monkeypatch, 8, lambda: run(config))  # three steps behind the last checkpoint
     lines: list[str] = []
     resumed = run(config, lines)
     assert "resumed at step 5 of 12" in lines

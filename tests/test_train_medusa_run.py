@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -17,37 +17,24 @@ from slipstream.cli.main import main
 from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import best_tree, usual_table
 from slipstream.train.config import TrainConfig
-from slipstream.train.data import Data, gather
-from slipstream.train.loop import Trainer
 from slipstream.train.run import train
+from training_scenes import check_resumed, measure_on_known, small_run
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
 
 @pytest.fixture(scope="module")
 def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("medusa")
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"Question {i}?"}) + "\n" for i in range(20)))
-    return TrainConfig(
-        recipe="medusa",
-        target=str(tiny_target),
-        out=folder / "whole",
-        data=str(folder / "data"),
-        prompts=(str(file),),
-        held_out=2,
+    return small_run(
+        tmp_path_factory.mktemp("medusa"),
+        tiny_target,
+        "medusa",
+        prompts=20,
         max_tokens=24,
-        lanes=8,
         temperatures=(0.0,),
-        device="cpu",
         steps=6,
-        rows=1,
         row_tokens=128,
         learning_rate=0.01,
-        warmup=1,
-        average=0.9,
-        checkpoint_every=2,
-        measure_every=2,
         measure_prompts=4,
         measure_tokens=24,
         options={"heads": 2, "layers": 2},
@@ -56,13 +43,7 @@ def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
 
 def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """On prompts that it has seen: a random target has nothing that could be learnt for others."""
-
-    def known(*args: Any) -> Data:
-        data = gather(*args)
-        prompts = [data.sequences.at(i)[:n].tolist() for i, n in enumerate(data.sequences.prompt_lengths)]
-        return replace(data, held_out=tuple(tuple(ids) for ids in prompts))
-
-    monkeypatch.setattr("slipstream.train.run.gather", known)
+    measure_on_known(monkeypatch)
     config = replace(
         base,
         out=base.out.parent / "long",
@@ -102,21 +83,4 @@ def test_from_prompts_to_a_drafter(
 
 
 def test_a_killed_run_ends_with_the_same_heads(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(base, print).folder
-    step = Trainer._train_step
-
-    def killed(self: Trainer) -> None:
-        if self.step == 3:
-            raise RuntimeError("killed")
-        step(self)
-
-    other = replace(base, out=base.out.parent / "killed")
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", killed)
-        with pytest.raises(RuntimeError, match="killed"):
-            train(other, print)
-    resumed = train(other, print).folder
-    theirs = load_file(resumed / WEIGHTS)
-    for name, tensor in load_file(whole / WEIGHTS).items():
-        assert torch.equal(tensor, theirs[name]), name
-    assert (resumed / "config.json").read_text() == (whole / "config.json").read_text()
+    check_resumed(base, monkeypatch, WEIGHTS)

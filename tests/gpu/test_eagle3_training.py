@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from conftest import VOCAB
-from slipstream import LLM, SamplingParams
 from slipstream.train import chain_attention
 from slipstream.train.chain_attention import Sequences, attend_chain
 from slipstream.train.config import TrainConfig
@@ -18,9 +17,9 @@ from slipstream.train.eagle3_module import Eagle3Module, Layer
 from slipstream.train.recipe import Setting
 from slipstream.train.teacher import Teacher
 from training_rows import random_rows
+from training_scenes import LENGTHS, check_narrow_steps, check_new_weights
 
 pytestmark = pytest.mark.gpu
-LENGTHS = ([40, 3, 70], [128], [1, 90])
 WIDTH = 128
 
 
@@ -55,41 +54,10 @@ def test_the_fast_attention_is_used_and_right(dim: int, monkeypatch: pytest.Monk
 
 
 def test_a_step_in_bf16_is_a_step_in_fp32(tiny_target: Path) -> None:
-    found = []
-    for device in ("cpu", "cuda"):
-        teacher = Teacher.open(tiny_target, device)
-        recipe = make(teacher)
-        batch = teacher.look(random_rows(LENGTHS, WIDTH, VOCAB).to(teacher.device), recipe.taps)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            losses = recipe.loss(batch)
-        losses.total.backward()
-        gradient = cast(Layer, cast(Eagle3Module, recipe.module).layers[0]).self_attn.v_proj.weight.grad
-        assert gradient is not None
-        found.append((float(losses.total.detach()), losses.positions.tolist(), gradient.cpu()))
-    (wide, counted, wide_grad), (narrow, narrow_counted, narrow_grad) = found
-    assert counted == narrow_counted
-    assert narrow == pytest.approx(wide, rel=0.03)
-    assert torch.cosine_similarity(wide_grad.flatten(), narrow_grad.flatten(), dim=0) > 0.97
+    check_narrow_steps(
+        tiny_target, make, lambda module: cast(Layer, cast(Eagle3Module, module).layers[0]).self_attn.v_proj.weight
+    )
 
 
 def test_an_open_engine_takes_new_weights(tiny_target: Path, tmp_path: Path) -> None:
-    """Captured graphs read them: as many guesses are right as in an engine that was opened with them."""
-    recipe = make(Teacher.open(tiny_target, "cuda"))
-    recipe.export(tmp_path / "first")
-    prompts = [{"prompt_token_ids": [10 + i, 20, 30 + i]} for i in range(4)]
-    how = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-
-    def accepted(llm: LLM) -> list[int]:
-        return [output.outputs[0].speculation.accepted for output in llm.generate(prompts, how)]
-
-    options: dict[str, Any] = {"device": "cuda", "memory": "1GiB", "max_num_seqs": 8, "planner": "fixed"}
-    with LLM(tiny_target, drafter=recipe.drafter(tmp_path / "first"), **options) as llm:
-        accepted(llm)
-        with torch.no_grad():
-            for weight in recipe.module.parameters():
-                weight.add_(0.3 * weight.std(unbiased=False) * torch.randn_like(weight))
-        recipe.refresh(llm.engine.drafting.drafters["eagle"])
-        refreshed = accepted(llm)
-    recipe.export(tmp_path / "second")
-    with LLM(tiny_target, drafter=recipe.drafter(tmp_path / "second"), **options) as llm:
-        assert accepted(llm) == refreshed
+    check_new_weights(make(Teacher.open(tiny_target, "cuda")), "eagle", tiny_target, tmp_path)
