@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import unpack_from
 from typing import ClassVar
 
 import numpy as np
@@ -158,7 +159,7 @@ class SuffixDrafter(HostDrafter):
             self._chances = np.array(self._table.shared)
         rules = self._min_match, self._min_chance, self._candidates, self._chances
         total = draft_round(table, np.array(fresh, np.int32), *rules, nodes, results)
-        tokens, parents, states = map(tuple, nodes[:, :total].tolist())  # a slice of a tuple is a tuple
+        tokens, parents, states = (unpack_from(f"{total}i", row.data) for row in nodes)  # a fourth of `tolist`
         use = self.store.use
         trees: list[Tree] = []
         end = 0
