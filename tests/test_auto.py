@@ -9,7 +9,7 @@ import pytest
 
 from mtp_checkpoints import MTP, save_with_modules
 from slipstream import LLM, SamplingParams, SpeculationParams
-from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.errors import CapacityError, ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, parse_merged, register
 from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.shipped import HEADS
@@ -102,3 +102,15 @@ def test_the_hard_switch_and_what_the_plan_says(open_llm: Open) -> None:
 def test_a_gain_below_one_is_refused(open_llm: Open) -> None:
     with pytest.raises(ConfigError, match=r"min_gain=0\.5"):
         open_llm(min_gain=0.5)
+
+
+def test_it_goes_without_those_that_keep_too_much_of_the_cache(open_llm: Open, tmp_path: Path) -> None:
+    folder = save_with_modules(tmp_path / "mtp", MTP["deepseek"])
+    said: list[str] = []
+    llm = open_llm(folder, drafter="auto", max_draft_memory=0.001, on_progress=said.append)
+    assert "mtp" not in llm.engine.drafting.drafters
+    assert llm.engine.drafting.auto == ("suffix",)
+    assert any("auto goes without mtp" in line for line in said)
+    assert len(llm.generate(ECHO, params())[0].outputs[0].token_ids) == 24
+    with pytest.raises(CapacityError, match="max_draft_memory"):
+        open_llm(folder, drafter="mtp", max_draft_memory=0.001)

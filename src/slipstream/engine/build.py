@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.drafters import AUTO, DrafterSpec, drafter_factory, parse_merged, parse_specs
 from slipstream.drafters.auto import auto_specs, expanded
-from slipstream.drafters.base import Drafter, Opening
+from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
 from slipstream.drafters.places import WAYS, naming
 from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig
@@ -120,10 +120,20 @@ def build(
     ):  # cost nothing until a request brings what they draft from
         if name not in drafters:
             drafters[name] = drafter_factory(name)()
-    plan = plan_memory(target, list(drafters.values()), config)
+    chosen = tuple(spec.name for spec in auto)
+    spare = [name for name in chosen if name not in own and _keeps_memory(drafters[name])]
+    try:
+        plan = plan_memory(target, list(drafters.values()), config)
+    except CapacityError:
+        if config.max_draft_memory is None or not spare:
+            raise
+        say(f"auto goes without {', '.join(spare)}: more of the cache than max_draft_memory allows")
+        drafters = {name: drafter for name, drafter in drafters.items() if name not in spare}
+        chosen = tuple(name for name in chosen if name not in spare)
+        plan = plan_memory(target, list(drafters.values()), config)
     given: dict[str, Any] = {
         "default_drafter": default,
-        "auto": tuple(spec.name for spec in auto),
+        "auto": chosen,
         "plan": plan,
         "config": config,
         "decoder": tokenizer,
@@ -141,6 +151,11 @@ def build(
 def _expanded(parts: Sequence[DrafterSpec | Drafter], auto: Sequence[DrafterSpec]) -> Sequence[DrafterSpec | Drafter]:
     specs = [one for one in parts if isinstance(one, DrafterSpec)]
     return expanded(specs, auto) if specs else parts  # objects stand alone
+
+
+def _keeps_memory(drafter: Drafter) -> bool:
+    """Does it keep something in the cache?"""
+    return drafter.page_bytes(1) > 0 or (isinstance(drafter, DeviceDrafter) and bool(drafter.taps))
 
 
 def _class_of(choice: DrafterSpec | Drafter) -> type[Drafter] | None:
