@@ -27,7 +27,6 @@ from slipstream.engine.posing import Posed, Work, most_context, posed
 from slipstream.engine.queued import QueuedEngine
 from slipstream.models.parity import chip_name, code_digest
 from slipstream.models.paths import Progress, cache_folder
-from slipstream.plan.cost import SIZES
 from slipstream.plan.measured import VERSION, Curve, DraftSeen, MeasuredCosts
 
 _SHORT = 16
@@ -39,6 +38,8 @@ _ROWS = 64  # that a request may bring
 _LIMIT_S = 2.0
 """What it may take on a CPU, where every pass is slow, unless it was asked for."""
 _LARGEST = {"cpu": 64, "cuda": 256}
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Rows of passes that are timed: on a GPU each is captured for it."""
 _ROW_COST = 0.25
 """What a row is taken to add to a pass, as a part of it, when it is reckoned how long measuring takes."""
 _STEADY = 1.3
@@ -65,7 +66,14 @@ def known_costs(
         found = note.read()
         if found is not None:
             return found
-    costs = measure(engine, None if wanted else _LIMIT_S, progress)
+    try:
+        costs = measure(engine, None if wanted else _LIMIT_S, progress)
+    except Exception as error:  # whatever it is, requests can run without; what is broken will say so by itself
+        if wanted:
+            raise
+        if progress:
+            progress(f"costs could not be measured ({type(error).__name__}: {error}): rounds will tell")
+        return None
     if costs is not None and costs.is_steady:
         note.write(costs)
     return costs
@@ -75,7 +83,7 @@ def known_costs(
 def measure(engine: Engine, limit_s: float | None, progress: Progress | None = None) -> MeasuredCosts | None:
     """Time passes and drafts of an engine that has no requests. None where it would take too long, or nothing fits."""
     kind = engine.target.device.type
-    sizes = [n for n in SIZES if n <= min(_LARGEST[kind], engine.config.draft_rows)]
+    sizes = [n for n in _SIZES if n <= min(_LARGEST[kind], engine.config.draft_rows)]
     most = -(-sizes[-1] // _ROWS)
     if most_context(engine, most) < _SHORT or most > engine.config.max_num_seqs:
         sizes, most = [n for n in sizes if n <= _ROWS], 1
