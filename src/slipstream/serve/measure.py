@@ -2,7 +2,8 @@
 
     python -m slipstream.serve.measure --model default --requests 32 --max-tokens 128
 
-The client has a process of its own, as clients do. The last line is JSON.
+Both run in turn, in one process, and each is compared with the one beside it: a machine that is faster or slower for a
+while is so for both. The client has a process of its own, as clients do. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,20 +16,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 WARM_UP = 2
 FIRST_TOKENS = 20
 """Requests, one after the other, whose first token is timed."""
+_ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens a second of requests that run together, the best of some repeats; median seconds to a first token."""
+    """Tokens a second of requests that run together, and seconds to a first token: medians."""
 
     tokens_per_s: float
     first_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What HTTP takes: a part of the throughput, and milliseconds before a first token. Medians over pairs."""
+
+    library: Speed
+    http: Speed
+    throughput_cost: float
+    first_token_cost_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +54,99 @@ class Asked:
         return f"Write {index + 3} sentences about the number {index}."
 
 
-def measure_library(llm: Any, asked: Asked) -> Speed:
-    from slipstream.core.params import SamplingParams
+class Library:
+    """The engine, asked by this process."""
 
-    params = SamplingParams(max_tokens=asked.max_tokens, temperature=0, ignore_eos=True)
-    prompts = [asked.prompt(i) for i in range(asked.requests)]
-    rates = []
-    for _ in range(WARM_UP + asked.repeats):
+    def __init__(self, llm: Any, asked: Asked) -> None:
+        from slipstream.core.params import SamplingParams
+
+        self._llm, self._asked = llm, asked
+        self._params = SamplingParams(max_tokens=asked.max_tokens, temperature=0, ignore_eos=True)
+        self._short = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+
+    def all(self) -> float:
+        """Seconds of all requests together."""
         begun = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        rates.append(sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - begun))
-    firsts = []
-    for index in range(WARM_UP + FIRST_TOKENS):
+        self._llm.generate([self._asked.prompt(i) for i in range(self._asked.requests)], self._params)
+        return time.perf_counter() - begun
+
+    def first(self, index: int) -> float:
+        """Seconds to the first token of one."""
         begun = time.perf_counter()
-        stream = llm.stream(asked.prompt(index), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+        stream = self._llm.stream(self._asked.prompt(index), self._short)
         next(stream)
-        firsts.append(time.perf_counter() - begun)
+        took = time.perf_counter() - begun
         for _ in stream:
             pass
-    return Speed(max(rates[WARM_UP:]), statistics.median(firsts[WARM_UP:]))
+        return took
 
 
-async def measure_http(url: str, asked: Asked) -> Speed:
+class Http:
+    """The same through a server, asked by a process of its own."""
+
+    def __init__(self, url: str, asked: Asked) -> None:
+        command = [sys.executable, "-m", "slipstream.serve.measure", "--client", url]
+        command += ["--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+    def all(self) -> float:
+        return self._ask(_ALL)
+
+    def first(self, index: int) -> float:
+        return self._ask(str(index))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+    def _ask(self, what: str) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{what}\n")
+        told = self._process.stdout.readline()
+        if not told:
+            raise RuntimeError("the client ended: what it said is above")
+        return float(told)
+
+
+def measure(library: Library, http: Http, asked: Asked) -> Cost:
+    tokens = asked.requests * asked.max_tokens
+    whole = _pairs(lambda _: library.all(), lambda _: http.all(), asked.repeats)
+    first = _pairs(library.first, http.first, FIRST_TOKENS)
+    median = statistics.median
+    speeds = [Speed(tokens / median(p[way] for p in whole), median(p[way] for p in first)) for way in (0, 1)]
+    return Cost(
+        speeds[0],
+        speeds[1],
+        round(1 - median(plain / served for plain, served in whole), 4),
+        round(1000 * median(served - plain for plain, served in first), 2),
+    )
+
+
+def _pairs(one: Callable[[int], float], other: Callable[[int], float], count: int) -> list[tuple[float, float]]:
+    """Both in turn, each of them first as often; the first few do not count."""
+    found = []
+    for i in range(WARM_UP + count):
+        if i % 2:
+            late = other(i)
+            found.append((one(i), late))
+        else:
+            found.append((one(i), other(i)))
+    return found[WARM_UP:]
+
+
+async def serve_pairs(url: str, asked: Asked) -> None:
+    """The client: does what each line says that comes in, and tells how long it took."""
     host, port = url.removeprefix("http://").split(":")
-    rates = []
     connections = [await asyncio.open_connection(host, int(port)) for _ in range(asked.requests)]
-    for _ in range(WARM_UP + asked.repeats):
-        begun = time.perf_counter()
-        work = (_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections))
-        await asyncio.gather(*work)
-        rates.append(asked.requests * asked.max_tokens / (time.perf_counter() - begun))
-    firsts = [await _ask(connections[0], asked.prompt(i), 2) for i in range(WARM_UP + FIRST_TOKENS)]
-    return Speed(max(rates[WARM_UP:]), statistics.median(firsts[WARM_UP:]))
+    loop = asyncio.get_running_loop()
+    while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
+        if line == _ALL:
+            begun = time.perf_counter()
+            await asyncio.gather(*(_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections)))
+            took = time.perf_counter() - begun
+        else:
+            took = await _ask(connections[0], asked.prompt(int(line)), 2)
+        print(took, flush=True)
 
 
 async def _ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], prompt: str, tokens: int) -> float:
@@ -99,12 +173,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     asked = Asked(options.requests, options.max_tokens, options.repeats)
     if options.client:
-        print(json.dumps(asdict(asyncio.run(measure_http(options.client, asked)))))
+        asyncio.run(serve_pairs(options.client, asked))
         return
     from slipstream.engine.llm import LLM
     from slipstream.serve.config import ServeConfig
@@ -113,27 +187,17 @@ def main() -> None:
     with LLM(
         options.model, drafter=options.drafter, device=options.device, max_num_seqs=max(32, asked.requests)
     ) as llm:
-        library = measure_library(llm, asked)
         server = HttpServer(llm, ServeConfig(models=("measured",), port=0))
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        command = [sys.executable, "-m", "slipstream.serve.measure", "--client", server.url]
-        command += ["--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)]
+        http = Http(server.url, asked)
         try:
-            done = subprocess.run(
-                [*command, "--repeats", str(asked.repeats)], capture_output=True, text=True, check=True
-            )
+            found = measure(Library(llm, asked), http, asked)
         finally:
+            http.close()
             server.drain()
             thread.join()
-    http = Speed(**json.loads(done.stdout.splitlines()[-1]))
-    told = {
-        "library": asdict(library),
-        "http": asdict(http),
-        "throughput_cost": round(1 - http.tokens_per_s / library.tokens_per_s, 4),
-        "first_token_cost_ms": round(1000 * (http.first_token_s - library.first_token_s), 2),
-    }
-    print(json.dumps(told))
+    print(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":
