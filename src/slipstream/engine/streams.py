@@ -14,6 +14,12 @@ from contextlib import suppress
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import RequestOutput
 
+_CROWD = 8
+_PACE_S = 0.002
+"""With so many outputs at once the loop is busy for a while: until this time is over it gets no more, and then what came
+meanwhile together. A small model's rounds take a millisecond, and its engine waits for the interpreter as others hear.
+"""
+
 Arrival = RequestOutput | Exception  # what came of a request, or why it was refused
 
 
@@ -89,7 +95,8 @@ class Deliveries:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._waiting: deque[tuple[OutputStream, Arrival]] = deque()
-        self._called = False  # the loop was woken, and has not looked yet
+        self._called = False  # the loop was woken, and has not looked yet, or will by itself
+        self._next = 0.0  # by the loop's clock: not before then, if many wait
 
     def put(self, stream: OutputStream, arrival: Arrival) -> None:
         """On the engine's thread."""
@@ -106,6 +113,11 @@ class Deliveries:
 
     def _hand_out(self) -> None:
         """On the event loop."""
+        now = self.loop.time()
+        if now < self._next and len(self._waiting) >= _CROWD:
+            self.loop.call_later(self._next - now, self._hand_out)
+            return
+        self._next = now + _PACE_S
         self._called = False  # before looking: what comes from now on wakes it again
         with suppress(IndexError):
             while True:
