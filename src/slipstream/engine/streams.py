@@ -16,8 +16,8 @@ from slipstream.core.outputs import RequestOutput
 
 _CROWD = 8
 _PACE_S = 0.002
-"""With so many outputs at once the loop is busy for a while: until this time is over it gets no more, then what
-came meanwhile together. A small model's rounds take a millisecond, and its engine waits for the interpreter as others hear.
+"""With so many outputs at once the loop is busy for a while. Until this time is over it gets no more, then what came
+meanwhile: a small model's rounds take a millisecond, and its engine waits for the interpreter while others hear.
 """
 
 Arrival = RequestOutput | Exception  # what came of a request, or why it was refused
