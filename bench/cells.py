@@ -24,6 +24,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import cells_peers
@@ -43,6 +44,7 @@ USUAL = {
     "cuda": "plain,auto,eagle3,eagle3-15,eagle3-3,suffix,eagle3+suffix,draft,ngram",
     "cpu": "plain,auto,suffix,ngram",
 }
+FIGURES = ("tok_s", "decode_tok_s", "steady_tok_s")
 LOADS = {"cuda": AT_ONCE, "cpu": (1, 4)}
 WARMTHS = {"cuda": TEMPERATURES, "cpu": (0.0,)}
 
@@ -66,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--phase", type=int, default=50, help="rounds between two switches")
     made.add_argument("--budget", type=float, help="seconds after which no further cell is begun")
     made.add_argument("--rounds", choices=("queued", "eager"), help="default: queued on a GPU, eager on a CPU")
+    made.add_argument("--clock", default="wall", choices=("wall", "own"), help="own: see own_time.py; for CPUs only")
+    made.add_argument("--figure", default="tok_s", choices=FIGURES, help="what the tables compare")
     made.add_argument("--peers", default="plain,eagle3,ngram", help=f"of vLLM: {', '.join(cells_peers.MODES)}")
     return made
 
@@ -98,7 +102,7 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], options: argparse.Namespace) -> None:
-    text = cells_table.markdown(results)
+    text = cells_table.markdown(results, options.figure)
     if options.into:
         options.into.write_text(filled(options.into.read_text(), text, "cells"))
     print(text, flush=True)
@@ -116,13 +120,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lists = checked(options)
     except ConfigError as error:
         parser().error(str(error))
+    if options.clock == "own" and options.device.startswith("cuda"):
+        parser().error("--clock own: only for --device cpu; a GPU's work is not the host's")
     if options.target and not options.work:
         parser().error("--target needs --work, a folder for what is made of the drafters")
     import cells_run  # brings torch and the engine, which a peer's process does not need
+    from own_time import by_own_time
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that peers in their own groups end with us
     report = Report(first_results(options), options.json)
-    cells_run.run(options, cells_run.Wanted(**lists), report)
+    with by_own_time() if options.clock == "own" else nullcontext():
+        cells_run.run(options, cells_run.Wanted(**lists), report)
     show(report.results, options)
     print(json.dumps(report.results))
 

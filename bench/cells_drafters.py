@@ -68,5 +68,7 @@ class Slow(Knowing):
         self.seconds = 0.0
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
-        time.sleep(self.seconds * max(budget, default=0))
+        end = time.perf_counter() + self.seconds * max(budget, default=0)
+        while time.perf_counter() < end:  # it works; it does not sleep
+            pass
         return super().propose(requests, budget)

@@ -90,12 +90,12 @@ class Crowd:
 
     async def until(self, done: Callable[[list[Beat]], bool], patience_s: float = _PATIENCE_S) -> None:
         """Wait until the rounds so far say so. Raises where a request failed, or it takes too long."""
-        begun = time.perf_counter()
+        begun = time.monotonic()
         while not done(self.meter.beats):
             for task in self._tasks:
                 if task.done():
                     task.result()
-            if time.perf_counter() - begun > patience_s:
+            if time.monotonic() - begun > patience_s:
                 raise TimeoutError(f"waited {patience_s:g} s, and heard of {len(self.meter.beats)} rounds")
             await asyncio.sleep(_TICK_S)
 

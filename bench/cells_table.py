@@ -20,10 +20,10 @@ Rates = Mapping[str, float]
 """Tokens per second by setting."""
 
 
-def rates_of(results: Mapping[str, Any]) -> dict[str, Rates]:
+def rates_of(results: Mapping[str, Any], figure: str = "tok_s") -> dict[str, Rates]:
     """By cell, those in which both plain decoding and auto were measured."""
     found = {
-        name: {setting: point["tok_s"] for setting, point in settings.items()}
+        name: {setting: point[figure] for setting, point in settings.items() if point.get(figure)}
         for name, settings in results.get("cells", {}).items()
     }
     return {name: rates for name, rates in found.items() if {PLAIN, AUTO} <= rates.keys()}
@@ -71,15 +71,15 @@ def verdict(cells: Mapping[str, Rates]) -> Verdict | None:
     )
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    """Everything that these results hold; what was not measured has no line."""
+def markdown(results: Mapping[str, Any], figure: str = "tok_s") -> str:
+    """Everything that these results hold; what was not measured has no line. figure: by which settings are compared."""
     parts = [f"`{results['command']}`, {results['device']}, {results['date']}"] if "command" in results else []
     kind = "cuda" if results.get("on", "cuda").startswith("cuda") else "cpu"
-    cells = rates_of(results)
+    cells = rates_of(results, figure)
     found = verdict(cells)
     if found is not None:
         parts += [_cells(results, cells, OVER_PLAIN[kind]), _settings(cells), _said(found, OVER_PLAIN[kind])]
-    parts += [_adversaries(results), _switches(results), _peers(results, cells)]
+    parts += [_adversaries(results, figure), _switches(results), _peers(results, cells)]
     failed = dict(results.get("failed", {}))
     failed |= {f"vLLM {mode}": part["failed"] for mode, part in results.get("vllm", {}).items() if "failed" in part}
     parts += [f"{name} failed: {why.strip().splitlines()[-1]}" for name, why in failed.items()]
@@ -137,11 +137,11 @@ def _said(found: Verdict, bar: float) -> str:
     )
 
 
-def _adversaries(results: Mapping[str, Any]) -> str:
+def _adversaries(results: Mapping[str, Any], figure: str) -> str:
     found = results.get("adversaries", {})
     rows = [["times plain, at once", *found]]
     for name in dict.fromkeys(name for part in found.values() for name in part if name != PLAIN):
-        ratios = [part[name]["tok_s"] / part[PLAIN]["tok_s"] for part in found.values()]
+        ratios = [part[name][figure] / part[PLAIN][figure] for part in found.values()]
         rows.append([f"drafter: {name}", *(_marked(ratio, 1 - ADVERSE) for ratio in ratios)])
     return table(rows) if found else ""
 

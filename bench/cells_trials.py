@@ -62,7 +62,7 @@ class Trials:
             if name == PLAIN:
                 for drafter in self.drafters:
                     if isinstance(drafter, Slow):
-                        drafter.seconds = 2 * seen.seconds / seen.rounds  # two passes for each guess
+                        drafter.seconds = 2 * seen.seconds / len(seen.spans)  # two passes for each guess
             return seen
 
         return side_by_side((PLAIN, *ADVERSARIES), measure, repeats)

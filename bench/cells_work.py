@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log2
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpu_tokens import MULTI_TURN, encode
@@ -104,55 +106,72 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What is told of some rounds in a row. Time in which graphs were recorded is left out: it comes once."""
+class Span:
+    """One timed round: seconds since the one before, without those in which graphs were recorded."""
 
-    tokens: int
     seconds: float
-    rounds: int
-    turns: int  # rounds by request
-    drafted: int
-    decode_tokens: int  # of rounds without prompts
-    decode_s: float
-    recorded: int
+    beat: Beat
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Rounds of a kind take about the same time: as many requests, and about as many nodes."""
+        return self.beat.requests, round(2 * log2(1 + self.beat.drafted))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some rounds in a row, and how many graphs were recorded in them."""
+
+    spans: tuple[Span, ...]
+    recorded: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(span.beat.tokens for span in self.spans)
+
+    @property
+    def seconds(self) -> float:
+        return sum(span.seconds for span in self.spans)
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
 
-def window(beats: Sequence[Beat], at_once: int, begin: int = 0) -> Window:
+def window(beats: Sequence[Beat], at_once: int) -> Window:
     """Rounds from the first in which all decode. Raises `ValueError` where there are too few of them."""
-    full = next((i for i in range(begin, len(beats)) if beats[i].requests >= at_once), len(beats))
+    full = next((i for i, beat in enumerate(beats) if beat.requests >= at_once), len(beats))
     rounds = list(zip(beats[full:], beats[full + 1 :], strict=False))
     if len(rounds) < FEW:
         raise ValueError(f"{len(rounds)} rounds with {at_once} requests: give it more --seconds")
-    spans = [(now, now.at - last.at - (now.recording_s - last.recording_s)) for last, now in rounds]
-    bare = [(beat, seconds) for beat, seconds in spans if not beat.read_rows]
-    return Window(
-        sum(beat.tokens for beat, _ in spans),
-        sum(seconds for _, seconds in spans),
-        len(spans),
-        sum(beat.requests for beat, _ in spans),
-        sum(beat.drafted for beat, _ in spans),
-        sum(beat.tokens for beat, _ in bare),
-        sum(seconds for _, seconds in bare),
-        spans[-1][0].recorded - beats[full].recorded,
-    )
+    spans = tuple(Span(now.at - last.at - (now.recording_s - last.recording_s), now) for last, now in rounds)
+    return Window(spans, rounds[-1][1].recorded - beats[full].recorded)
 
 
 def point(windows: Sequence[Window]) -> dict[str, Any]:
     """What the results say of a setting in a cell: all its windows together."""
-    turns, decode_s = sum(w.turns for w in windows), sum(w.decode_s for w in windows)
+    spans = [span for window in windows for span in window.spans]
+    turns = sum(span.beat.requests for span in spans)
+    bare = [span for span in spans if not span.beat.read_rows]
     return {
-        "tok_s": sum(w.tokens for w in windows) / sum(w.seconds for w in windows),
+        "tok_s": sum(span.beat.tokens for span in spans) / sum(span.seconds for span in spans),
         "runs": [round(w.rate, 1) for w in windows],
-        "decode_tok_s": sum(w.decode_tokens for w in windows) / decode_s if decode_s else None,
-        "rounds": sum(w.rounds for w in windows),
-        "tau": sum(w.tokens for w in windows) / turns,
-        "drafted_per_turn": sum(w.drafted for w in windows) / turns,
+        "decode_tok_s": sum(s.beat.tokens for s in bare) / sum(s.seconds for s in bare) if bare else None,
+        "steady_tok_s": sum(s.beat.tokens for s in bare) / _steady_s(bare) if bare else None,
+        "rounds": len(spans),
+        "tau": sum(span.beat.tokens for span in spans) / turns,
+        "drafted_per_turn": sum(span.beat.drafted for span in spans) / turns,
         "recorded": sum(w.recorded for w in windows),
     }
+
+
+def _steady_s(spans: Sequence[Span]) -> float:
+    """Seconds of these rounds if each had taken what is usual for its kind: on a machine that others share, a stall
+    in one setting's window says nothing about the setting."""
+    kinds: dict[tuple[int, int], list[float]] = {}
+    for span in spans:
+        kinds.setdefault(span.kind, []).append(span.seconds)
+    return sum(len(seconds) * median(seconds) for seconds in kinds.values())
 
 
 Measure = Callable[[str], Window]

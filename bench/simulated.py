@@ -1,9 +1,10 @@
 """Simulated traffic against the real engine: the same requests at the same times, one beside the other.
 
-    python bench/simulated.py [--model default --drafter suffix --rates 1,3 --requests 16 --max-tokens 32 --json FILE]
+    python bench/simulated.py [--model default --drafter suffix --rates 1,3 --requests 14 --clock own --json FILE]
 
 At each rate the engine answers three times: without drafts, with all that the drafter offers, and with what the planner
 takes. The second run is recorded, and what was recorded must tell all three: tokens a second and median latencies.
+With --clock own, time goes on only while the engine computes (`own_time.py`): for machines that are never quiet.
 The last line is JSON.
 """
 
@@ -14,20 +15,27 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from own_time import OwnTime, by_own_time
 
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench import live, traffic
 from slipstream.bench.outcome import Outcome, Served, Speculation, Targets
 from slipstream.bench.prompts import load_prompts, select
+from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import Recording
 from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
-from slipstream.cli.traffic import Tape
+from slipstream.core.outputs import RequestOutput
+from slipstream.engine.build import build
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.intake import Intake
 from slipstream.plan.planner import Planner
 
 WAYS: tuple[Speculation, ...] = ("fixed", "off", "planned")
-FIGURES = ("tokens_per_s", "ttft", "tpot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,48 +58,120 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
     return {"tokens_per_s": found.tokens_per_s, "ttft": found.ttft.p50, "tpot": found.tpot.p50}
 
 
+class Answering(Protocol):
+    """A real engine. Nothing runs in it between two calls."""
+
+    engine: Engine
+
+    def answer(self, prompts: Sequence[list[int]], params: SamplingParams, times: Sequence[float]) -> list[Served]:
+        """How each prompt fared that came so many seconds after the first."""
+
+
+class ByTheWall:
+    """Requests come from outside while the engine works, as to a server."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.engine = llm, llm.engine
+
+    def answer(self, prompts: Sequence[list[int]], params: SamplingParams, times: Sequence[float]) -> list[Served]:
+        return live.send(self.llm, prompts, [params] * len(prompts), times)
+
+
+class ByOwnTime:
+    """The engine is stepped here, and requests come by its own time."""
+
+    def __init__(self, model: str, drafter: str) -> None:
+        config = EngineConfig(prefix_caching=False)
+        built = build(model, drafter, config, dtype="auto", device="cpu", trust_remote_code=False, progress=None)
+        self.engine = engine = built.engine
+        self._intake = Intake(
+            built.tokenizer,
+            engine.target.vocab_size,
+            built.eos_ids,
+            engine.drafting.drafters,
+            engine.plan,
+            engine.drafting.default,
+            engine.drafting.auto,
+        )
+        self.tokenizer = built.tokenizer
+
+    def answer(self, prompts: Sequence[list[int]], params: SamplingParams, times: Sequence[float]) -> list[Served]:
+        clock = OwnTime()
+        sinks: list[list[RequestOutput]] = [[] for _ in prompts]
+        with by_own_time(clock):
+            begun, coming = clock(), 0
+            while coming < len(prompts) or self.engine.busy:
+                if not self.engine.busy:
+                    clock.skip_to(begun + times[coming])
+                while coming < len(prompts) and begun + times[coming] <= clock():
+                    prompt: dict[str, list[int]] = {"prompt_token_ids": prompts[coming]}
+                    job = self._intake.job(prompt, params, sinks[coming].append, streaming=False)  # type: ignore[arg-type]
+                    job.arrived = begun + times[coming]  # while the engine was at work
+                    self.engine.add(job)
+                    coming += 1
+                self.engine.step()
+        return [_served(*parts) for parts in zip(sinks, times, prompts, strict=True)]
+
+
+def _served(sink: Sequence[RequestOutput], at: float, prompt: Sequence[int]) -> Served:
+    answer = sink[-1].outputs[0]
+    assert answer.error is None, answer.error
+    first, last = at + answer.timing.first_token_s, at + answer.timing.total_s
+    return Served(at, len(prompt), len(answer.token_ids), first, last, answer.speculation.rounds)
+
+
 class Sender:
-    """An engine, and requests that come to it at given times."""
+    """An engine, and the requests that come to it."""
 
-    def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
-        self.llm, self.model, self.drafter = llm, options.model, options.drafter
+    def __init__(self, real: Answering, tokenizer: object, options: argparse.Namespace) -> None:
+        from gpu_tokens import encode
+
+        self.real, self.model, self.drafter = real, options.model, options.drafter
         texts = [prompt.text for prompt in select(load_prompts(options.prompts), limit=options.requests)]
-        longest = min(options.prompt_tokens, llm.max_model_len - options.max_tokens - 1)
-        self.prompts = [llm.chat_prompt([{"role": "user", "content": text}])[:longest] for text in texts]
+        longest = min(options.prompt_tokens, real.engine.plan.max_model_len - options.max_tokens - 1)
+        self.prompts = [encode(tokenizer, text, longest) for text in texts]
         self.max_tokens = options.max_tokens
-        self._planner, self._runs = llm.engine.drafting.planner, 0
+        self._planner, self._runs = real.engine.drafting.planner, 0
 
-    def send(self, way: Speculation, times: Sequence[float], tape: Tape | None = None) -> list[Served]:
+    def send(self, way: Speculation, times: Sequence[float]) -> list[Served]:
         """How each request fared, in their order."""
         self._runs += 1
-        planner = self._planner if way == "planned" else Planner()
-        self.llm.between_rounds(lambda engine: setattr(engine.drafting, "planner", planner))
+        self.real.engine.drafting.planner = self._planner if way == "planned" else Planner()
         spec = SpeculationParams(enabled=way != "off", drafter=self.drafter, tenant=f"run {self._runs}")
         params = SamplingParams(temperature=0, max_tokens=self.max_tokens, speculation=spec)
-        if tape is not None:
-            tape.start()
-        served = live.send(self.llm, self.prompts[: len(times)], [params] * len(times), times)
+        served = self.real.answer(self.prompts[: len(times)], params, times)
         print(f"{way}: {len(times)} requests within {max(one.ended for one in served):.1f} s", flush=True)
         return served
 
     def recorded(self, times: Sequence[float]) -> tuple[list[Served], Recording]:
-        tape = Tape(self.llm, self.model)
-        served = self.send("fixed", times, tape)
-        return served, tape.stop()
+        recorder = Recorder(self.real.engine)
+        self.real.engine.listen(recorder)
+        served = self.send("fixed", times)
+        self.real.engine.listen(None)
+        return served, recorder.recording(self.model)
 
 
-def compared(sender: Sender, rate: float, seed: int) -> list[Compared]:
+def compared(sender: Sender, rate: float, seed: int, record: Path | None) -> list[Compared]:
     times = traffic.poisson_times(rate, len(sender.prompts), seed)
     real, recording = sender.recorded(times)
-    by_way = {"fixed": real} | {way: sender.send(way, times) for way in WAYS if way != "fixed"}
+    if record is not None:
+        recording.save(record / f"{rate:g}.json")
+    by_way: dict[Speculation, list[Served]] = {"fixed": real}
+    by_way |= {way: sender.send(way, times) for way in WAYS if way != "fixed"}
     traces = list(recording.traces)
     found = []
     for way, served in by_way.items():
-        setting = Setting(way, sender.drafter)  # type: ignore[arg-type]  # the keys are of WAYS
         coming = [Coming(one.arrived, one.prompt_tokens, one.output_tokens, i) for i, one in enumerate(served)]
-        told = figures(simulate(recording, setting, coming, traces))
+        told = figures(simulate(recording, Setting(way, sender.drafter), coming, traces))
         found += [Compared(rate, way, name, value, told[name]) for name, value in figures(served).items()]
     return found
+
+
+def run(real: Answering, tokenizer: object, options: argparse.Namespace) -> list[Compared]:
+    sender = Sender(real, tokenizer, options)
+    sender.send("planned", [0.0] * 2)  # warms up, and lets the planner see passes
+    rates = [float(part) for part in options.rates.split(",")]
+    return [one for rate in rates for one in compared(sender, rate, options.seed, options.record)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,19 +179,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--drafter", default="suffix")
     parser.add_argument("--rates", default="1,3", help="requests a second, by commas")
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=14)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, at most")
     parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--clock", choices=("wall", "own"), default="wall")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    found: list[Compared] = []
-    with LLM(options.model, drafter=options.drafter, prefix_caching=False) as llm:
-        sender = Sender(llm, options)
-        sender.send("planned", [0.0] * 2)  # warms up, and lets the planner see passes
-        for rate in (float(part) for part in options.rates.split(",")):
-            found += compared(sender, rate, options.seed)
+    if options.clock == "own":
+        with by_own_time():  # one thread from the beginning
+            real = ByOwnTime(options.model, options.drafter)
+        found = run(real, real.tokenizer, options)
+    else:
+        with LLM(options.model, drafter=options.drafter, prefix_caching=False) as llm:
+            found = run(ByTheWall(llm), llm.tokenizer, options)
     for one in found:
         print(
             f"{one.rate:5g}/s {one.way:8} {one.figure:13} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
@@ -119,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {
         "model": options.model,
         "drafter": options.drafter,
+        "clock": options.clock,
         "worst": max(abs(one.off_by) for one in found),
         "rows": [{"off_by": one.off_by, **{k: getattr(one, k) for k in Compared.__slots__}} for one in found],
     }

@@ -64,14 +64,16 @@ def test_what_is_wrong_is_said_before_anything_loads(
     assert said in " ".join(err.split())
 
 
+@pytest.mark.parametrize("clock", ["wall", "own"])
 def test_a_real_run_beside_what_is_simulated_of_it(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: str
 ) -> None:
     """How near they are is a matter of the machine: here only that every figure is there, of both."""
     file, kept = tmp_path / "p.jsonl", tmp_path / "k.json"
     file.write_text("".join(json.dumps({"prompt": f"tell me {i} " * 3}) + "\n" for i in range(4)))
     words = f"--model {tiny_target} --drafter ngram --rates 40,80 --requests 4 --max-tokens 12 --prompts {file}"
-    simulated.main([*words.split(), "--json", str(kept)])
+    simulated.main([*words.split(), "--clock", clock, "--record", str(tmp_path), "--json", str(kept)])
+    assert (tmp_path / "80.json").is_file()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(kept.read_text()) == result
     ways = [(row["rate"], row["way"], row["figure"]) for row in result["rows"]]

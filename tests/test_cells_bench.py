@@ -182,7 +182,7 @@ def test_a_small_model_on_a_cpu_and_a_call_that_goes_on(
     monkeypatch.setattr("sys.argv", ["bench/cells.py"])
     result = tmp_path / "found.json"
     words = f"--small {tiny_target} --prompts {prompts_file} --max-tokens 8 --seconds 0.01 --repeats 1 --device cpu "
-    words += f"--parts cells --json {result} --add"
+    words += f"--parts cells --clock own --json {result} --add"
     cells.main([*words.split(), "--budget", "0"])
     assert "no time for 4 cells" in capsys.readouterr().out
     assert "cells" not in json.loads(result.read_text())
@@ -218,7 +218,8 @@ def test_settings_are_measured_in_one_engine_and_leave_its_planner(tiny_target: 
             name: bench.measure(by_name[name], Cell("t", 2, 0.0), prompts, 40, 0.01)
             for name in ("plain", "suffix", "ngram", "auto")
         }
-        assert seen["plain"].drafted == 0 < seen["suffix"].drafted
+        drafted = {name: sum(span.beat.drafted for span in one.spans) for name, one in seen.items()}
+        assert drafted["plain"] == 0 < drafted["suffix"]
         assert isinstance(llm.engine.drafting.planner, AdaptivePlanner)
         assert llm.engine.drafting.planner is bench.planner
         assert llm.engine.listener is None
@@ -242,13 +243,16 @@ def test_a_window_begins_when_all_decode_and_leaves_recording_out() -> None:
     beats += [Beat(2.0 + i, 2, 4, drafted=6, read_rows=5 * (i == 3)) for i in range(10)]
     beats += [Beat(20.0, 2, 4, recorded=3, recording_s=7.0)]
     found = cells_work.window(beats, 2)
-    assert (found.tokens, found.rounds, found.turns, found.drafted, found.recorded) == (44, 11, 22, 60, 3)
+    assert (found.tokens, len(found.spans), found.recorded) == (44, 11, 3)
     assert found.seconds == 19.0 - 7.0
-    assert (found.decode_tokens, found.decode_s) == (40, 11.0)
     with pytest.raises(ValueError, match="more --seconds"):
         cells_work.window(beats[:6], 2)
     told = cells_work.point([found, found])
     assert (told["tok_s"], told["tau"], told["drafted_per_turn"], told["rounds"]) == (44 / 12, 2.0, 60 / 22, 22)
+    assert told["decode_tok_s"] == 40 / 11
+    stalled = [Beat(float(i) + 50 * (i > 5), 1, 3) for i in range(12)]
+    told = cells_work.point([cells_work.window(stalled, 1)])
+    assert told["steady_tok_s"] == 3.0 > 2 * told["tok_s"], "a stall is not the setting's"
 
 
 def test_settings_come_in_turn_and_what_recorded_much_again() -> None:
@@ -257,7 +261,7 @@ def test_settings_come_in_turn_and_what_recorded_much_again() -> None:
     def measure(name: str) -> Any:
         asked.append(name)
         recorded = 9 if asked.count("b") < 3 and name == "b" else 0
-        return cells_work.Window(10 * len(asked), 1.0, 5, 5, 0, 0, 0.0, recorded)
+        return cells_work.Window((cells_work.Span(1.0, Beat(0.0, 1, 10 * len(asked), read_rows=1)),), recorded)
 
     found = cells_work.side_by_side("abcd", measure, 2)
     assert asked == ["a", "b", "b", "b", "c", "d", "c", "d", "a", "b"]
@@ -392,6 +396,7 @@ def test_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
         (["--temperatures", "warm"], "--temperatures='warm'"),
         (["--cells", "x3"], "none is called so"),
         (["--target", "big"], "--target needs --work"),
+        (["--clock", "own"], "only for --device cpu"),
     ):
         with pytest.raises(SystemExit):
             cells.main(words)
