@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 from own_time import OwnTime, by_own_time
@@ -24,9 +25,8 @@ from slipstream.bench import live, traffic
 from slipstream.bench.outcome import Outcome, Served, Speculation, Targets
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.bench.recorder import Recorder
-from slipstream.bench.recording import Recording
 from slipstream.bench.replica import Setting
-from slipstream.bench.simulate import simulate
+from slipstream.bench.simulate import simulate, traces_of
 from slipstream.bench.traffic import Coming
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.build import build
@@ -35,6 +35,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake
 from slipstream.plan.planner import Planner
 
+PLAIN_AT_ONCE = (1, 4)
 WAYS: tuple[Speculation, ...] = ("fixed", "off", "planned")
 
 
@@ -94,9 +95,10 @@ class ByOwnTime:
             engine.drafting.auto,
         )
         self.tokenizer = built.tokenizer
+        self._clock = OwnTime()  # one for all runs, so that it never goes back
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams, times: Sequence[float]) -> list[Served]:
-        clock = OwnTime()
+        clock = self._clock
         sinks: list[list[RequestOutput]] = [[] for _ in prompts]
         with by_own_time(clock):
             begun, coming = clock(), 0
@@ -143,27 +145,34 @@ class Sender:
         print(f"{way}: {len(times)} requests within {max(one.ended for one in served):.1f} s", flush=True)
         return served
 
-    def recorded(self, times: Sequence[float]) -> tuple[list[Served], Recording]:
-        recorder = Recorder(self.real.engine)
+    def listened(self, recorder: Recorder, times: Sequence[float]) -> list[Served]:
+        """The run with all drafts; before it some answers without, or nobody would know what small passes cost."""
         self.real.engine.listen(recorder)
+        for count in PLAIN_AT_ONCE:
+            self.send("off", [0.0] * min(count, len(times)))
         served = self.send("fixed", times)
         self.real.engine.listen(None)
-        return served, recorder.recording(self.model)
+        return served
 
 
-def compared(sender: Sender, rate: float, seed: int, record: Path | None) -> list[Compared]:
-    times = traffic.poisson_times(rate, len(sender.prompts), seed)
-    real, recording = sender.recorded(times)
-    if record is not None:
-        recording.save(record / f"{rate:g}.json")
-    by_way: dict[Speculation, list[Served]] = {"fixed": real}
-    by_way |= {way: sender.send(way, times) for way in WAYS if way != "fixed"}
-    traces = list(recording.traces)
+def compared(sender: Sender, rate: float, options: argparse.Namespace) -> list[Compared]:
+    """All ways, as often as is asked for, in turn. What was recorded in all of them tells the medians of each."""
+    times = traffic.poisson_times(rate, len(sender.prompts), options.seed)
+    recorder = Recorder(sender.real.engine)
+    seen: dict[Speculation, list[list[Served]]] = {way: [] for way in WAYS}
+    for _ in range(options.repeats):
+        for way, runs in seen.items():
+            runs.append(sender.listened(recorder, times) if way == "fixed" else sender.send(way, times))
+    recording = recorder.recording(sender.model)
+    if options.record is not None:
+        recording.save(options.record / f"{rate:g}.json")
+    traces = traces_of(recording, sender.drafter)
     found = []
-    for way, served in by_way.items():
-        coming = [Coming(one.arrived, one.prompt_tokens, one.output_tokens, i) for i, one in enumerate(served)]
+    for way, runs in seen.items():
+        coming = [Coming(one.arrived, one.prompt_tokens, one.output_tokens, i) for i, one in enumerate(runs[0])]
         told = figures(simulate(recording, Setting(way, sender.drafter), coming, traces))
-        found += [Compared(rate, way, name, value, told[name]) for name, value in figures(served).items()]
+        real = [figures(served) for served in runs]
+        found += [Compared(rate, way, name, median(one[name] for one in real), told[name]) for name in told]
     return found
 
 
@@ -171,7 +180,7 @@ def run(real: Answering, tokenizer: object, options: argparse.Namespace) -> list
     sender = Sender(real, tokenizer, options)
     sender.send("planned", [0.0] * 2)  # warms up, and lets the planner see passes
     rates = [float(part) for part in options.rates.split(",")]
-    return [one for rate in rates for one in compared(sender, rate, options.seed, options.record)]
+    return [one for rate in rates for one in compared(sender, rate, options)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -180,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter", default="suffix")
     parser.add_argument("--rates", default="1,3", help="requests a second, by commas")
     parser.add_argument("--requests", type=int, default=14)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, at most")
     parser.add_argument("--prompts", type=Path)

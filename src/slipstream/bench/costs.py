@@ -68,15 +68,12 @@ class RoundCosts:
             raise ConfigError("the recording has no passes: record a run that decodes something")
         self._apart = apart
         self._by_context = _context_slope(costs.passes)
-        self._pass = Curve(
-            (seen.rows + seen.read_rows, self._bare(seen), seen.count)
-            for seen in costs.passes
-            if not (apart and seen.read_rows)
-        )
+        reading = [seen for seen in costs.passes if seen.read_rows]
+        decoding = [seen for seen in costs.passes if not seen.read_rows]
+        self._pass = Curve((seen.rows, self._bare(seen), seen.count) for seen in decoding)
+        # a prompt needs hardly any logits, and wide passes may be computed in another way: so they have their own curve
         self._read = Curve(
-            (seen.read_rows, max(0.0, self._bare(seen) - (self._pass.at(seen.rows) if seen.rows else 0.0)), seen.count)
-            for seen in costs.passes
-            if apart and seen.read_rows
+            (seen.read_rows + (0 if apart else seen.rows), self._reading_s(seen), seen.count) for seen in reading
         )
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
         self._drafts = _draft_curves(costs)
@@ -84,8 +81,14 @@ class RoundCosts:
     def pass_s(self, rows: int, read_rows: int, context: int) -> float:
         more = self._by_context * context
         if not self._apart:
-            return self._pass.at(rows + read_rows) + more
+            curve = self._read if read_rows and self._read else self._pass or self._read
+            return curve.at(rows + read_rows) + more
         return (self._pass.at(rows) + more if rows else 0.0) + (self._read.at(read_rows) if read_rows else 0.0)
+
+    def _reading_s(self, seen: PassSeen) -> float:
+        """Of a pass with prompts: what they take, or the whole of it where all share it."""
+        decodes_s = self._pass.at(seen.rows) if self._apart and seen.rows else 0.0
+        return max(0.0, self._bare(seen) - decodes_s)
 
     def draft_s(self, drafter: str, requests: int, nodes: int) -> float:
         """0 for a drafter that was never seen to take time."""
