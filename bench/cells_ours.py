@@ -154,6 +154,14 @@ class Bench:
                 time.sleep(_TICK_S)  # what was dropped ends within a round
         return meter.beats
 
+    def read(self, prompts: Sequence[list[int]]) -> None:
+        """Have the prompts in the cache, of the target and of all drafters that keep one: or who comes first pays."""
+        keeping = [name for name, drafter in self.llm.engine.drafting.drafters.items() if drafter.needs.own_cache]
+        params = self.params(Mode("all", tuple(keeping)), 0.0, 0, 1)
+        for output in self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params):
+            if output.outputs[0].error:
+                raise RuntimeError(f"a prompt could not be read: {output.outputs[0].error}")
+
     def measure(self, mode: Mode, cell: Cell, prompts: Sequence[list[int]], max_tokens: int, seconds: float) -> Window:
         """One setting in one cell, for so long."""
 

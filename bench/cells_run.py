@@ -183,6 +183,7 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
             return
         with report.part(f"cell {cell.name}"), whole.clock.step():
             prompts = whole.prompts(bench.llm, cell)
+            bench.read(prompts)
 
             def measure(name: str, cell: Cell = cell, prompts: list[list[int]] = prompts) -> Any:
                 return bench.measure(by_name[name], cell, prompts, options.max_tokens, options.seconds)
