@@ -154,9 +154,9 @@ def _rounds(phase: Sequence[float], was: float, now: float) -> int | None:
 
 
 def _full(beats: Sequence[Beat], at_once: int) -> list[Beat]:
-    """The rounds from the first one on in which all of them are."""
+    """The rounds from the first one on in which all of them are. Some only read prompts, and emit for nobody."""
     first = next((i for i, beat in enumerate(beats) if beat.requests >= at_once), len(beats))
-    return list(beats[first:])
+    return [beat for beat in beats[first:] if beat.requests]
 
 
 def _exactly(beats: Sequence[Beat], requests: int) -> list[Beat]:
