@@ -11,9 +11,10 @@ from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
 
 _FEW = 3
-_NEAR = 1.5
-"""Passes of a size that was seen more rarely are believed only where no other size is near: within such a factor. So an
-accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
+_NEAR, _ALIKE = 1.5, 1.1
+"""Passes of a size that was seen more rarely are believed where others are alike, within such a factor, and make up the
+number; or where no size that was seen often is near. So an accident among many of a kind does not count, and prompts
+do, whose lengths hardly ever come twice."""
 
 
 class Curve:
@@ -24,12 +25,7 @@ class Curve:
         seen: dict[float, list[tuple[float, int]]] = defaultdict(list)
         for size, seconds, count in points:
             seen[size].append((seconds, count))
-        often = [size for size, parts in seen.items() if sum(count for _, count in parts) >= _FEW]
-        chosen = {
-            size: parts
-            for size, parts in seen.items()
-            if size in often or not any(size / _NEAR <= other <= size * _NEAR for other in often)
-        }
+        chosen = {size: seen[size] for size in _believed({n: sum(c for _, c in parts) for n, parts in seen.items()})}
         self._sizes = np.array(sorted(chosen), dtype=np.float64)  # [N]
         means = [np.average([s for s, _ in chosen[n]], weights=[c for _, c in chosen[n]]) for n in self._sizes]
         weights = [float(sum(c for _, c in chosen[n])) for n in self._sizes]
@@ -107,6 +103,24 @@ class RoundCosts:
         return max(seen.seconds - self._by_context * seen.context, 0.2 * seen.seconds)
 
 
+def _believed(counts: Mapping[float, int]) -> list[float]:
+    """The sizes that count, by how often each was seen."""
+    often = [size for size, count in counts.items() if count >= _FEW]
+    groups: list[list[float]] = []  # of rare sizes that are alike
+    for size in sorted(counts.keys() - set(often)):
+        if groups and size <= _ALIKE * groups[-1][-1]:
+            groups[-1].append(size)
+        else:
+            groups.append([size])
+    rare = [
+        size
+        for group in groups
+        for size in group
+        if sum(counts[n] for n in group) >= _FEW or not any(size / _NEAR <= n <= size * _NEAR for n in often)
+    ]
+    return [*often, *rare]
+
+
 def _draft_curves(costs: Costs) -> Mapping[str, Mapping[int, Curve]]:
     points: dict[str, dict[int, list[tuple[float, float, int]]]] = defaultdict(lambda: defaultdict(list))
     for seen in costs.drafts:
@@ -115,21 +129,29 @@ def _draft_curves(costs: Costs) -> Mapping[str, Mapping[int, Curve]]:
 
 
 def _context_slope(passes: Sequence[PassSeen]) -> float:
-    """Seconds that a token of context adds to a pass, by passes alike in all else; 0 where they do not say so."""
+    """Seconds that a token of context adds to a pass, by passes alike in all else, as far as they are sure of it.
+
+    Contexts of one recording differ little, and a stall would count for thousands of tokens that come later: so of the
+    slope that fits best two standard errors are taken off; 0 where nothing is left.
+    """
     groups: dict[tuple[int, int], list[PassSeen]] = defaultdict(list)
     for seen in passes:
         if seen.rows and not seen.read_rows:
             groups[seen.requests, seen.rows].append(seen)
-    above, below = 0.0, 0.0
+    parts = []  # of each group, its passes by their distance from the group's mean
     for group in groups.values():
         weights = np.array([seen.count for seen in group], dtype=np.float64)  # [G]
         context = np.array([seen.context for seen in group], dtype=np.float64)
         seconds = np.array([seen.seconds for seen in group])
         context = context - np.average(context, weights=weights)
-        seconds = seconds - np.average(seconds, weights=weights)
-        above += float((weights * context * seconds).sum())
-        below += float((weights * context * context).sum())
-    return max(0.0, above / below) if below else 0.0
+        parts.append(np.stack([weights, context, seconds - np.average(seconds, weights=weights)]))
+    weights, context, seconds = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0))  # [N]
+    below, free = float((weights * context**2).sum()), len(weights) - len(groups) - 1
+    if not below or free < 1:
+        return 0.0
+    slope = float((weights * context * seconds).sum()) / below
+    error = float((weights * (seconds - slope * context) ** 2).sum()) / free / below
+    return max(0.0, slope - 2 * error**0.5)
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
