@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts-each", type=int, default=16, help="prompts of a task, at least as many as at once")
     made.add_argument("--auto", help="what is planned: default auto, and auto+eagle where there is a --target")
     made.add_argument("--trials", help="requests at once of adversaries and switches; default: fewest and most")
-    made.add_argument("--trial-seconds", type=float, default=2.0, help="of each measurement with an adversary")
+    made.add_argument("--trial-seconds", type=float, default=3.0, help="of each measurement with an adversary")
     made.add_argument("--phase", type=int, default=50, help="rounds between two switches")
     made.add_argument("--budget", type=float, help="seconds after which no further cell is begun")
     made.add_argument("--rounds", choices=("queued", "eager"), help="default: queued on a GPU, eager on a CPU")

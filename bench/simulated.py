@@ -26,8 +26,9 @@ from slipstream.bench.outcome import Outcome, Served, Speculation, Targets
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.bench.recorder import Recorder
 from slipstream.bench.replica import Setting
-from slipstream.bench.simulate import simulate, traces_of
+from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
+from slipstream.cli.traffic import PLAIN_AT_ONCE
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.build import build
 from slipstream.engine.config import EngineConfig
@@ -35,7 +36,6 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake
 from slipstream.plan.planner import Planner
 
-PLAIN_AT_ONCE = (1, 4)
 WAYS: tuple[Speculation, ...] = ("fixed", "off", "planned")
 
 
@@ -150,6 +150,7 @@ class Sender:
         self.real.engine.listen(recorder)
         for count in PLAIN_AT_ONCE:
             self.send("off", [0.0] * min(count, len(times)))
+        recorder.forget_requests()
         served = self.send("fixed", times)
         self.real.engine.listen(None)
         return served
@@ -166,7 +167,7 @@ def compared(sender: Sender, rate: float, options: argparse.Namespace) -> list[C
     recording = recorder.recording(sender.model)
     if options.record is not None:
         recording.save(options.record / f"{rate:g}.json")
-    traces = traces_of(recording, sender.drafter)
+    traces = recording.traces
     found = []
     for way, runs in seen.items():
         coming = [Coming(one.arrived, one.prompt_tokens, one.output_tokens, i) for i, one in enumerate(runs[0])]

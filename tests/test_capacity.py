@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench_scripts import simulated
+from slipstream.bench.recording import Recording
 from slipstream.cli.main import main
 from test_simulate import made_up
 
@@ -62,6 +63,24 @@ def test_what_is_wrong_is_said_before_anything_loads(
     code, _, err = run(capsys, *arguments.replace("FILE", str(file)).split())
     assert code == 2
     assert said in " ".join(err.split())
+
+
+def test_a_recorded_run_knows_small_passes_and_its_own_requests(
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path
+) -> None:
+    """Passes of one row are there though all requests draft, and who answered for their sake is not replayed."""
+    prompts, kept = tmp_path / "p.jsonl", tmp_path / "r.json"
+    prompts.write_text("".join(json.dumps({"prompt": f"again and again {i} " * 4}) + "\n" for i in range(3)))
+    words = f"--model {tiny_target} --prompts {prompts} --rate 50 --drafter ngram --planner fixed --max-tokens 12"
+    code, _, _ = run(capsys, *words.split(), "--record", str(kept))
+    assert code == 0
+    recording = Recording.load(kept)
+    sizes = {seen.rows for seen in recording.costs.passes if seen.requests == 1 and not seen.read_rows}
+    assert 1 in sizes
+    assert [trace.drafters for trace in recording.traces] == [("ngram",)] * 3
+    code, out, _ = run(capsys, "--simulate", str(kept))
+    assert code == 0
+    assert {row["requests"] for row in json.loads(out.splitlines()[-1])["rows"]} == {3}
 
 
 @pytest.mark.parametrize("clock", ["wall", "own"])

@@ -133,6 +133,10 @@ class Recorder:
             )
         )
 
+    def forget_requests(self) -> None:
+        """Those so far were there for what they cost: they are no traffic. Ask when nothing runs."""
+        self._traces.clear()
+
     def recording(self, model: str) -> Recording:
         """Everything so far. Ask between rounds, or when nothing runs."""
         engine, config = self._engine, self._engine.config

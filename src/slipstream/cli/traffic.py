@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 SIMULATED_REQUESTS = 200
+PLAIN_AT_ONCE = (1, 4)
+"""Answers without drafts, at once, that are recorded before traffic comes."""
 
 
 class Tape:
@@ -42,6 +44,10 @@ class Tape:
 
     def start(self) -> None:
         self._llm.between_rounds(lambda engine: engine.listen(self._recorder))
+
+    def forget_requests(self) -> None:
+        """What was asked so far is no traffic, though what it cost counts."""
+        self._llm.between_rounds(lambda _: self._recorder.forget_requests())
 
     def stop(self) -> Recording:
         """What was recorded: nobody listens any more."""
@@ -64,6 +70,10 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
         tape = Tape(llm, common.model)
         if capacity.record is not None:
             tape.start()
+            plain = replace(each[0], max_tokens=32, speculation=replace(own, enabled=False))
+            for at_once in PLAIN_AT_ONCE if drafters else ():  # or nobody would know what small passes cost
+                llm.generate([{"prompt_token_ids": list(ids[i % len(ids)])} for i in range(at_once)], plain)
+            tape.forget_requests()
         times = traffic.poisson_times(capacity.rates[0], count, common.seed or 0)
         turns = [i % len(ids) for i in range(count)]
         served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times)
