@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -151,7 +152,7 @@ def _context_slope(passes: Sequence[PassSeen]) -> float:
         return 0.0
     slope = float((weights * context * seconds).sum()) / below
     error = float((weights * (seconds - slope * context) ** 2).sum()) / free / below
-    return max(0.0, slope - 2 * error**0.5)
+    return max(0.0, slope - 2 * math.sqrt(error))
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
