@@ -60,31 +60,40 @@ class RowLayout:
         return rows // tile_rows + min(self.lanes.shape[0], rows)
 
     def spans(self) -> list[Span]:
-        """The same for the twin, read by the host."""
+        """The same for the twin, read by the host: at once, for a small pass has hundreds of them."""
         if not self.host_spans:
-            starts = self.starts.tolist()
-            for lane, start, end in zip(self.lanes.tolist(), starts, starts[1:], strict=False):
-                if start < end:
-                    self.host_spans.append(self._span(lane, start, end))
+            starts, lanes = self.starts.tolist(), self.lanes.tolist()
+            mine = [
+                (lane, start, end) for lane, start, end in zip(lanes, starts, starts[1:], strict=False) if start < end
+            ]
+            known = (self.positions if self.guests is None else self.lengths).tolist()
+            prefixes = [known[start if self.guests is None else lane] for lane, start, _ in mine]
+            at = torch.arange(max(prefixes, default=0), device=self.positions.device)
+            pages = self.pages[[lane for lane, _, _ in mine]][:, at // self.page_size].long()  # [mine, L]
+            committed = pages * self.page_size + at % self.page_size
+            above = None if self.ancestors is None or self.guests is None else self.ancestors.tolist()
+            for i, (_, start, end) in enumerate(mine):
+                own = committed[i, : prefixes[i]]
+                self.host_spans.append(self._span(own, start, end, None if above is None else above[start:end]))
         return self.host_spans
 
-    def _span(self, lane: int, start: int, end: int) -> Span:
-        positions = self.positions[start:end]
-        prefix = int(positions[0] if self.guests is None else self.lengths[lane])
-        at = torch.arange(prefix, device=positions.device)
-        committed = self.pages[lane, at // self.page_size].long() * self.page_size + at % self.page_size
-        visible = None
-        if self.ancestors is not None and self.guests is not None:
-            above = self.ancestors[start:end]  # [M, depths]
-            named = above[above >= 0].unique()  # [G]: whom one of these rows sees
-            is_above = above[:, None, :] == named[:, None]  # [M, G, depths]
-            places = prefix + is_above.any(dim=0).to(torch.int8).argmax(dim=-1)  # [G]
-            keys = torch.cat((committed, self.guests[named.long()]))
-            return Span(start, end, keys, prefix, positions, is_above.any(dim=-1), places)
+    def _span(self, committed: Tensor, start: int, end: int, above: list[list[int]] | None) -> Span:
+        """above: by row, the guests that it sees, by depth; None: there are none."""
+        prefix, positions, device = len(committed), self.positions[start:end], self.positions.device
+        if above is not None and self.guests is not None:
+            depths = {guest: depth for row in reversed(above) for depth, guest in enumerate(row) if guest >= 0}
+            named = sorted(depths)  # [G]: whom one of these rows sees
+            visible = torch.tensor(
+                [[guest in row for guest in named] for row in above], dtype=torch.bool, device=device
+            )
+            places = torch.tensor([prefix + depths[guest] for guest in named], dtype=torch.int64, device=device)
+            keys = torch.cat((committed, self.guests[torch.tensor(named, dtype=torch.int64, device=device)]))
+            return Span(start, end, keys, prefix, positions, visible, places)
+        rows_visible = None
         if self.ancestors is not None:
-            rows = torch.arange(start, end, device=positions.device)
-            visible = (self.ancestors[start:end, None, :] == rows[:, None]).any(dim=-1)  # [M, M]
-        return Span(start, end, torch.cat((committed, self.slots[start:end])), prefix, positions, visible)
+            rows = torch.arange(start, end, device=device)
+            rows_visible = (self.ancestors[start:end, None, :] == rows[:, None]).any(dim=-1)  # [M, M]
+        return Span(start, end, torch.cat((committed, self.slots[start:end])), prefix, positions, rows_visible)
 
 
 @jit
