@@ -56,7 +56,9 @@ def test_a_chat_model_writes_user_turns(tiny_target: Path) -> None:
     ids = [list(tokenizer.encode(text)) for text in turns]
     end = tokenizer.encode("\n")
     bulk = Scripted([text + end for text in ids[:5]] + [ids[5]])
-    found = self_prompts(cast(Bulk, bulk), tokenizer, 3, seed=1, max_tokens=20, end_ids=[257], say=nothing)
+    lines: list[str] = []
+    found = self_prompts(cast(Bulk, bulk), tokenizer, 3, seed=1, max_tokens=20, end_ids=[257], say=lines.append)
+    assert any(line.startswith("prompts: ") and "tok/s" in line for line in lines)
     assert [prompt.text for prompt in found] == ["What is up?", "Tell me more", "Who are you?"]
     assert bulk.headers[0] == list(tokenizer.encode("<|user|>"))
     bulk.headers.clear()

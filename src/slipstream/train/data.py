@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from slipstream.models.paths import Progress
 from slipstream.train.bulk import ROUNDS, Bulk, lane_bytes
 from slipstream.train.config import TrainConfig
 from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
-from slipstream.train.progress import sized, under_way
+from slipstream.train.progress import Clock, sized, under_way
 from slipstream.train.prompts import OPENINGS, as_tokens, asked, read_files, read_made, self_prompts, write_made
 from slipstream.train.ranks import Ranks
 
@@ -39,7 +38,6 @@ _MADE_OF = (
 )
 _SHARE = 0.8
 """Of the free memory, for lanes."""
-_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,7 @@ class _Maker:
         )
         mine = {number: ask for number, ask in wanted if number % ranks.world == ranks.rank and number not in known}
         writer = CorpusWriter(self._folder, self._vocab(), ranks.rank)
-        clock = _Clock(len(mine), self._say if ranks.leads else lambda _: None)
+        clock = Clock("answers", len(mine), self._say if ranks.leads else lambda _: None)
         broken = 0
         try:
             for answer in bulk.write(mine.items()):
@@ -214,32 +212,3 @@ class _Maker:
 
     def _vocab(self) -> int:
         return int(load_config(self._target, self._config.trust_remote_code).vocab_size)
-
-
-class _Clock:
-    """How far it is, how fast, and how long it will take."""
-
-    def __init__(self, answers: int, say: Progress) -> None:
-        self._answers, self._say = answers, say
-        self._begun = self._said = time.perf_counter()
-        self._done = self._tokens = 0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._begun
-
-    @property
-    def rate(self) -> float:
-        return self._tokens / max(self.seconds, 1e-9)
-
-    def tick(self, tokens: int) -> None:
-        self._done += 1
-        self._tokens += tokens
-        now = time.perf_counter()
-        if now - self._said >= _EVERY_S or self._done == self._answers:
-            self._said = now
-            left = self.seconds / self._done * (self._answers - self._done)
-            self._say(
-                f"answers: {self._done:,} of {self._answers:,}, {self._tokens:,} tokens, {self.rate:,.0f} tok/s, "
-                f"{left:.0f} s left"
-            )

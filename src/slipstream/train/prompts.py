@@ -17,6 +17,7 @@ from slipstream.bench.prompts import load_prompts
 from slipstream.core.errors import ConfigError
 from slipstream.models.paths import Progress
 from slipstream.train.bulk import Ask, Bulk
+from slipstream.train.progress import Clock
 
 _MARK = "\u2042user-text\u2042"
 _WAVES = 6
@@ -134,7 +135,10 @@ def self_prompts(
         numbers = range(asked, asked + int(missing * _MORE) + 1)
         asked = numbers.stop
         asks = ((n, Ask(opened[n % len(opened)].ids, seed_of(seed, "user turn", n), 1.0, max_tokens)) for n in numbers)
-        written = {answer.number: answer for answer in bulk.write(asks, stops)}
+        clock, written = Clock("prompts", len(numbers), say), {}
+        for answer in bulk.write(asks, stops):
+            written[answer.number] = answer
+            clock.tick(len(answer.tokens))
         for number in numbers:  # in their order, so that the same are kept whoever ended first
             tokens = written[number].tokens.tolist()
             ended = bool(tokens) and tokens[-1] in stops and not written[number].broken
