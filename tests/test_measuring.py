@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import ConfigError
+from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import measuring
 from slipstream.engine.measuring import measure
 from slipstream.engine.posing import posed
@@ -50,6 +52,31 @@ def test_all_is_timed_and_nothing_stays_behind(open_llm: Open, tiny_draft: Path,
     assert [o.outputs[0].token_ids for o in llm.generate([prompt], PARAMS)] == [
         o.outputs[0].token_ids for o in fresh.generate([prompt], PARAMS)
     ]
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_every_draft_that_is_timed_is_a_whole_one(open_llm: Open, tiny_draft: Path, rounds: str) -> None:
+    """A draft model goes on from what it read: a second draft for the same request would find nothing to do."""
+    engine = open_llm(drafter=f"model:{tiny_draft}", rounds=rounds, draft_tokens=4).engine
+    drafter = engine.drafting.drafters["model"]
+    assert isinstance(drafter, ModelDrafter)
+    passes: list[int] = []
+    way = "run" if rounds == "queued" else "forward"
+    real = getattr(drafter.runner, way)
+
+    def counting(*args: Any) -> Any:
+        passes.append(1)
+        return real(*args)
+
+    setattr(drafter.runner, way, counting)
+    with torch.inference_mode(), posed(engine, 2, 16) as scene:
+        for nodes in (1, 4, 2):
+            work = scene.draft("model", nodes)
+            for _ in range(3):
+                scene.rewind()
+                passes.clear()
+                work()
+                assert len(passes) == nodes
 
 
 def test_requests_that_pose_leave_even_where_something_breaks(open_llm: Open) -> None:

@@ -41,9 +41,15 @@ class Posed:
         return len(self.tables)
 
     def rewind(self) -> None:
-        """A round that was timed advanced them: back to where they began."""
+        """What was timed advanced them, or what drafters take them to have read: back to where they began."""
         if isinstance(self.engine, QueuedEngine):
             self.engine.lanes.rewind(self.requests, self.context)
+            return
+        for drafter in _on_device(self.engine):
+            for i in range(self.requests):
+                drafter.stop(_name(i))
+                drafter.start(self._view(i))
+                drafter.resume(_name(i), self.context)
 
     def target_pass(self, rows: int) -> Work:
         """A pass over so many rows, its choices included, to be run as often as one likes."""
@@ -108,7 +114,6 @@ def most_context(engine: Engine, requests: int) -> int:
 def posed(engine: Engine, requests: int, context: int) -> Iterator[Posed]:
     """Nobody else may be in the engine."""
     tables = tuple(PageTable(engine.pool) for _ in range(requests))
-    drafters = [d for d in engine.drafting.drafters.values() if isinstance(d, DeviceDrafter)]
     try:
         for slot, table in enumerate(tables):
             table.reserve(context + _SPARE)
@@ -118,21 +123,22 @@ def posed(engine: Engine, requests: int, context: int) -> Iterator[Posed]:
         scene = Posed(engine, tables, context)
         if isinstance(engine, QueuedEngine):
             engine.lanes.pose([table.pages for table in tables], context)
-        else:
-            for drafter in drafters:
-                for slot in range(requests):
-                    drafter.start(scene._view(slot))
+        scene.rewind()
         yield scene
     finally:
         if isinstance(engine, QueuedEngine):
             engine.lanes.clear(requests)
         for slot, table in enumerate(tables):
             if not isinstance(engine, QueuedEngine):
-                for drafter in drafters:
+                for drafter in _on_device(engine):
                     drafter.stop(_name(slot))
             engine.tables.pop(_name(slot), None)
             engine.sampling.remove(slot)
             table.release()
+
+
+def _on_device(engine: Engine) -> list[DeviceDrafter]:
+    return [drafter for drafter in engine.drafting.drafters.values() if isinstance(drafter, DeviceDrafter)]
 
 
 def _name(slot: int) -> str:
