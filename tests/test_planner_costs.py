@@ -14,7 +14,7 @@ from slipstream.plan.context import ContextCost
 from slipstream.plan.cost import SIZES, PassCost
 from slipstream.plan.costs import Costs
 from slipstream.plan.draft_cost import DraftCost
-from slipstream.plan.gains import Turn
+from slipstream.plan.gains import Gains, Turn
 from slipstream.plan.measured import Curve, DraftSeen, Load, MeasuredCosts
 from slipstream.plan.traits import Traits
 
@@ -227,3 +227,30 @@ def test_before_anything_is_known_guesses_are_not_weighed_against_passes() -> No
     costs.observe_draft("d", 4, 1, 40.0, is_tree=False)
     assert costs.guess_s("d", 4, 1) == pytest.approx(40)
     assert (costs.spent("d"), costs.spent("d")) == (40.0, 0.0)
+
+
+def test_what_context_adds_is_not_counted_twice_when_it_becomes_known() -> None:
+    """The guard's plain rounds were seen before it was: what they took is what they took."""
+    context = ContextCost()
+    plain = PassCost(0.1, context=context, learns=False)
+    load = Load(1, 1000)
+    for _ in range(5):
+        plain.observe(1, 0.010, load)
+    context.row_key_s = 5e-6  # learned from drafted passes meanwhile: half of it
+    plain.at(load)
+    assert plain.seconds(1) == pytest.approx(0.010, rel=0.05)
+    plain.at(Load(1, 200))
+    assert plain.seconds(1) == pytest.approx(0.006, rel=0.05)
+
+
+def test_drafts_are_not_compared_with_plain_rounds_of_another_length() -> None:
+    """As long as nobody knows what length adds there is nothing to compare with: nothing is better than a prior."""
+    gains = Gains(0.15)
+    gains.start("r", Traits())
+    for _ in range(4):
+        gains.observe([Turn("r", 0, 1)], 0.010, context=100)
+    gains.observe([Turn("r", 2, 2)], 0.015, context=2000)
+    assert gains.of("r").measured == 1.0
+    gains.observe([Turn("r", 0, 1)], 0.012, context=2000)
+    gains.observe([Turn("r", 2, 2)], 0.016, context=2000)
+    assert gains.of("r").measured == pytest.approx(1.5)

@@ -44,6 +44,10 @@ class ContextCost:
     def matters(self) -> bool:
         return self.key_s > 0 or self.row_key_s > 0
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        return self.key_s, self.row_key_s
+
     def adopt(self, key_s: float, row_key_s: float) -> None:
         """It was measured: nothing is learned any more."""
         self.key_s, self.row_key_s, self.measured = key_s, row_key_s, True
@@ -56,13 +60,13 @@ class ContextCost:
         fixed, each = self.line(load)
         return fixed + each * rows
 
-    def learn(self, size: int, rows: int, seconds: float, load: Load) -> bool:
-        """A pass of about this size took so long. Says whether what is known has changed.
+    def learn(self, size: int, rows: int, seconds: float, load: Load) -> None:
+        """A pass of about this size took so long.
 
         The slope is that within passes of a size, so that what rows cost is not taken for it.
         """
         if self.measured or not load.context:
-            return False
+            return
         work = rows * load.each if self.per_row else float(load.context)
         means = self._sizes.setdefault(size, _Means(work, seconds))
         seconds = min(seconds, 3 * means.seconds)  # a hiccup
@@ -74,18 +78,18 @@ class ContextCost:
         rest, short = work - means.work, seconds - means.seconds
         self._sums = (xx + off * rest, xy + off * short, yy + late * short, weight + 1)
         self._passes += 1
-        return self._passes % _EVERY == 0 and self._judge()
+        if self._passes % _EVERY == 0:
+            self._judge()
 
-    def _judge(self) -> bool:
+    def _judge(self) -> None:
         xx, xy, yy, weight = self._sums
         slope = xy / xx if xx > 0 else 0.0
         error = (max(yy - slope * xy, 0.0) / weight / xx) ** 0.5 if xx > 0 else 0.0
         found = slope if slope > _CERTAIN * error else 0.0
         before = self.row_key_s if self.per_row else self.key_s
         if abs(found - before) <= 0.1 * before:
-            return False
+            return
         if self.per_row:
             self.row_key_s = found
         else:
             self.key_s = found
-        return True

@@ -65,6 +65,7 @@ class PassCost:
         self.padded = False  # passes are filled up to one of `SIZES`: rows up to there cost nothing more
         self._seen: dict[int, deque[_Pass]] = {}  # by edge
         self._typical: dict[int, float] = {}  # edge -> the median of seconds without context, by those of the prior
+        self._left_out = self.context.rates  # what was taken for the context's doing in these
         self._priors: Floats = np.empty(0)  # the prior for 1, 2, … rows
         self._table: Floats = np.empty(0)  # seconds for 1, 2, … rows, as many as were asked for
         self._last: dict[int, int] = {}  # edge -> the pass that was last seen there
@@ -93,6 +94,8 @@ class PassCost:
 
     def at(self, load: Load) -> None:
         """From now on it is asked about passes of so many requests with so much context, or nearly so."""
+        if self._relearned():
+            self._renew()
         if not self.context.matters:
             self._forget_far(load)
             return
@@ -121,9 +124,9 @@ class PassCost:
         self._passes += 1
         self._last[edge] = self._passes
         self._seen.setdefault(edge, deque(maxlen=_REMEMBER)).append(_Pass(seconds, rows, load))
-        changed = self._learns and self.context.learn(edge, rows, seconds, load)
-        if changed:
-            self._typical = {known: self._median(known) for known in self._seen}
+        if self._learns:
+            self.context.learn(edge, rows, seconds, load)
+        changed = self._relearned()
         typical = self._median(edge)
         changed = changed or typical != self._typical.get(edge)
         self._typical[edge] = typical
@@ -132,6 +135,14 @@ class PassCost:
             changed = True
         if changed:  # now, and not when a round waits for its plan
             self._renew()
+
+    def _relearned(self) -> bool:
+        """Where something else is known of the context by now, also by another's passes, see all of them anew."""
+        if self._left_out == self.context.rates:
+            return False
+        self._left_out = self.context.rates
+        self._typical = {edge: self._median(edge) for edge in self._seen}
+        return True
 
     def _median(self, edge: int) -> float:
         """Of the last passes there: what they took by the prior, their context left out."""

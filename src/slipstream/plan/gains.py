@@ -144,9 +144,9 @@ class Gains:
                 self._plain.observe(requests, seconds, Load(requests, context))
                 self._last_plain[requests] = self._rounds
             return
-        if not self._plain.observed:
-            return
         self._plain.at(Load(requests, context))
+        if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
+            return
         dearer = min(seconds / self._plain.seconds(requests), _HICCUP) - 1  # may be noise below 0
         for request_id, nodes, emitted in turns:
             if nodes and request_id in self._traits:
