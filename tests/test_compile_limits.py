@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -103,6 +104,35 @@ class TestBefore:
         ):
             assert not read_schema(heavy).light
 
+    @pytest.mark.parametrize("mark", ["[", "{", '"\\', "(", "#", "::="])
+    def test_marks_that_are_never_closed_are_read_once(self, mark: str) -> None:
+        began = time.thread_time()
+        with suppress(InvalidRequest):
+            check_grammar("grammar", "root ::= " + mark * (60_000 // len(mark)))
+        assert time.thread_time() - began < 1  # with each of them read to the end it took minutes
+
+    @pytest.mark.parametrize("form", [{"regex": "(" * 500 + "a" + ")" * 500}, {"json": {"pattern": "(" * 30_000}}])
+    def test_groups_are_not_followed_down(self, form: dict[str, Any]) -> None:
+        with pytest.raises(InvalidRequest, match="more than 64 groups inside each other"):  # it was the process's end
+            source_of(StructuredOutputsParams(**form))
+
+    def test_values_are_not_followed_down(self) -> None:
+        for deep in (100, 900):
+            with pytest.raises(InvalidRequest, match="nested"):
+                source_of(StructuredOutputsParams(json='{"enum": [' + "[" * deep + "]" * deep + "]}"))
+        source_of(StructuredOutputsParams(json={"enum": [[[[{"a": [1]}]]]]}))
+
+    def test_what_many_refer_to_is_looked_at_once(self) -> None:
+        names = [f"p{i}" for i in range(10)]
+        parts = {name: {"$ref": "#/$defs/many"} for name in names}
+        branches = [
+            {"type": "object", "properties": {**parts, "tag": {"const": i}}, "required": [*names, "tag"]}
+            for i in range(MAX_ONE_OF)
+        ]
+        began = time.thread_time()
+        read_schema(json.dumps({"oneOf": branches, "$defs": {"many": {"enum": list(range(2000))}}}))
+        assert time.thread_time() - began < 2  # looked at for every pair of branches it took a minute
+
     def test_limits_must_be_possible(self) -> None:
         with pytest.raises(ConfigError, match="trial_s=0: must be above 0"):
             CompileLimits(trial_s=0)
@@ -111,9 +141,10 @@ class TestBefore:
 class TestTrials:
     def test_what_is_ambiguous_takes_too_long(self) -> None:
         """And not what is merely long: a grammar of as many rules that begin with letters of their own."""
-        plain = "\n".join(f'r{i} ::= "{i} " [a-z]+ "; " r{i + 1}' for i in range(50))
-        assert WORKSHOP.try_out(Source("grammar", ambiguous(50)), words(), LIMITS.trial_s) == Outcome(False)
-        told = WORKSHOP.try_out(Source("grammar", f'root ::= r0\n{plain}\nr50 ::= "."'), words(), LIMITS.trial_s)
+        rules = 250
+        plain = "\n".join(f'r{i} ::= "{i} " [a-z]+ "; " r{i + 1}' for i in range(rules))
+        assert WORKSHOP.try_out(Source("grammar", ambiguous(rules)), words(), LIMITS.trial_s) == Outcome(False)
+        told = WORKSHOP.try_out(Source("grammar", f'root ::= r0\n{plain}\nr{rules} ::= "."'), words(), LIMITS.trial_s)
         assert told == Outcome(True)
 
     @pytest.mark.parametrize("form", [{"grammar": late("a")}, {"json": long_enum("b")}, {"choice": ["c" * 3000, "d"]}])
@@ -165,6 +196,8 @@ class TestTrials:
         assert set(vocabulary[:256]) <= set(sample.tokens)
         assert 1500 < len(sample.tokens) < 2000
         assert b"" not in sample.tokens
+        larger = vocabulary + [b"cd%d" % i for i in range(150_000)]  # which takes longer, and so does its sample
+        assert 6000 < len(Sample.of(larger).tokens) < 6800
 
     def test_where_no_process_can_be_had_it_takes_as_long_as_it_takes(
         self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import pytest
 
 from constrain_scenes import start, tokens_of
 from slipstream.constrain.compiler import Grammars
-from slipstream.constrain.disjoint import disjoint
+from slipstream.constrain.disjoint import Comparer
 from slipstream.constrain.patterns import MAX_JSON_WEIGHT, MAX_WEIGHT, check_pattern, dotless
 from slipstream.constrain.schema import MAX_NESTING, MAX_PROPERTIES, MAX_SUBSCHEMAS, lawful_schema
 from slipstream.core.errors import InvalidRequest
@@ -108,8 +108,8 @@ class TestSchemas:
     )
     def test_schemas_that_cannot_both_fit(self, one: Any, other: Any, apart: bool) -> None:
         document = {"$defs": {"n": {"type": "null"}, "loop": {"$ref": "#/$defs/loop"}}}
-        assert disjoint(one, other, document) is apart
-        assert disjoint(other, one, document) is apart
+        assert Comparer(document).disjoint(one, other) is apart
+        assert Comparer(document).disjoint(other, one) is apart
 
 
 class TestPatterns:

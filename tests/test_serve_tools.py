@@ -36,6 +36,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, An
         ("a < b <tool", "a < b <tool", []),
         ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
         ('<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
+        ('<tool_call>{"name": ["time"]}</tool_call>', '<tool_call>{"name": ["time"]}</tool_call>', []),
         ('<tool_call>{"name": "time", "arguments": {}}', "", [("time", {})]),  # the end is missing, the call is whole
         ('<tool_call>{"name": "time", "argu', '<tool_call>{"name": "time", "argu', []),
     ],

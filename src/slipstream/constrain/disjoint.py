@@ -1,4 +1,7 @@
-"""Can no value fit both of two schemas? Then "one of them" means the same as "any of them", which can be followed."""
+"""Can no value fit both of two schemas? Then "one of them" means the same as "any of them", which can be followed.
+
+Each node is looked at once, however many refer to it: who writes a schema decides how many do.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,55 @@ from typing import Any
 _JUMPS = 32
 
 
-def disjoint(one: Any, other: Any, document: Any) -> bool:
-    """True where it is plain to see: types, values, or a property that tells them apart. `document`: for references."""
-    left, right = _resolved(one, document), _resolved(other, document)
-    if not isinstance(left, dict) or not isinstance(right, dict):
-        return False
-    values = _values(left), _values(right)
-    if values[0] is not None and values[1] is not None:
-        return values[0].isdisjoint(values[1])
-    types = _types(left), _types(right)
-    if types[0] and types[1] and types[0].isdisjoint(types[1]):
-        return True
-    if types[0] != {"object"} or types[1] != {"object"}:
-        return False
-    return any(_told_apart(name, left, right, document) for name in _names(left) & _names(right))
+class Comparer:
+    """Compares schemas of one document, which nobody changes meanwhile."""
+
+    def __init__(self, document: Any) -> None:
+        self._document = document
+        self._targets: dict[int, Any] = {}  # what a reference means, by the id of the node that has it
+        self._listed: dict[int, set[str] | None] = {}
+        self._apart: dict[tuple[int, int], bool] = {}
+
+    def disjoint(self, one: Any, other: Any) -> bool:
+        """True where it is plain to see: types, values, or a property that tells them apart."""
+        left, right = self._resolved(one), self._resolved(other)
+        if not isinstance(left, dict) or not isinstance(right, dict):
+            return False
+        if self._values(left) is not None and self._values(right) is not None:
+            return self._of_other_values(left, right)
+        types = _types(left), _types(right)
+        if types[0] and types[1] and types[0].isdisjoint(types[1]):
+            return True
+        if types[0] != {"object"} or types[1] != {"object"}:
+            return False
+        return any(self._told_apart(name, left, right) for name in _names(left) & _names(right))
+
+    def _told_apart(self, name: str, left: dict[str, Any], right: dict[str, Any]) -> bool:
+        mine, theirs = (self._resolved(side["properties"][name]) for side in (left, right))
+        return self._of_other_values(mine, theirs)
+
+    def _of_other_values(self, left: Any, right: Any) -> bool:
+        """Do both list their values, and share none?"""
+        pair = id(left), id(right)
+        if pair not in self._apart:
+            mine, theirs = self._values(left), self._values(right)
+            self._apart[pair] = mine is not None and theirs is not None and mine.isdisjoint(theirs)
+        return self._apart[pair]
+
+    def _values(self, node: Any) -> set[str] | None:
+        if id(node) not in self._listed:
+            self._listed[id(node)] = _values(node)
+        return self._listed[id(node)]
+
+    def _resolved(self, node: Any) -> Any:
+        """Where references lead to; None where that is nowhere."""
+        for _ in range(_JUMPS):
+            if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
+                return node
+            if id(node) not in self._targets:
+                self._targets[id(node)] = _target(node["$ref"], self._document)
+            node = self._targets[id(node)]
+        return None
 
 
 def type_names(value: Any) -> set[str]:
@@ -35,11 +73,6 @@ def type_names(value: Any) -> set[str]:
     if isinstance(value, float):
         return {"number", "integer"} if value.is_integer() else {"number"}
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
-
-
-def _told_apart(name: str, left: dict[str, Any], right: dict[str, Any], document: Any) -> bool:
-    tags = [_values(_resolved(side["properties"][name], document)) for side in (left, right)]
-    return tags[0] is not None and tags[1] is not None and tags[0].isdisjoint(tags[1])
 
 
 def _names(node: dict[str, Any]) -> set[str]:
@@ -73,13 +106,8 @@ def _types(node: dict[str, Any]) -> set[str]:
     return types | {"integer"} if "number" in types else types
 
 
-def _resolved(node: Any, document: Any) -> Any:
-    """Where references lead to; None where that is nowhere."""
-    for _ in range(_JUMPS):
-        if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
-            return node
-        found, place = document, node["$ref"]
-        for step in place.removeprefix("#").strip("/").split("/") if place != "#" else ():
-            found = found.get(step) if isinstance(found, dict) else None
-        node = found
-    return None
+def _target(place: str, document: Any) -> Any:
+    found = document
+    for step in place.removeprefix("#").strip("/").split("/") if place != "#" else ():
+        found = found.get(step) if isinstance(found, dict) else None
+    return found

@@ -17,10 +17,11 @@ MAX_WEIGHT = 4000
 MAX_NESTING = 64
 
 _TOKEN = re.compile(
-    r"""(?P<comment>\#[^\n]*) | (?P<text>"(?:\\.|[^"\\])*") | (?P<class>\[(?:\\.|[^\]\\])*\]) | (?P<defined>::=)
-    | (?P<repeat>[*+?]|\{[^}]*\}) | (?P<open>\() | (?P<close>\)) | (?P<or>\|) | (?P<name>[\w.-]+) | (?P<other>\S)""",
+    r"""(?P<comment>\#[^\n]*+) | (?P<text>"(?:\\.|[^"\\])*+"?) | (?P<class>\[(?:\\.|[^\]\\])*+\]?) | (?P<defined>::=)
+    | (?P<repeat>[*+?]|\{[^}]*+\}?) | (?P<open>\() | (?P<close>\)) | (?P<or>\|) | (?P<name>[\w.-]+) | (?P<other>\S)""",
     re.VERBOSE,
 )
+"""What is never closed goes to the end: nothing is read twice, whatever is written."""
 _MANY = 2
 
 

@@ -14,6 +14,8 @@ MAX_JSON_WEIGHT = 256
 """… of a pattern in a schema: it is joined with what JSON says of strings, in time that grows with the square."""
 _MANY = 2
 """What a star or a plus counts for."""
+MAX_NESTING = 64
+"""Groups inside each other: the compiler follows them down, and many thousands would end the whole process."""
 _CLASSES = "dDwWsS"
 
 
@@ -42,13 +44,14 @@ class _Scan:
         self._at = 0
         self._most = MAX_JSON_WEIGHT if in_json else MAX_WEIGHT
         self._groups = [0]  # the weight of each open group, without the part just read
+        self._closed = 0  # … of all of them
         self._last = 0  # … of the part just read
         self._inside_class = False
         self._dots: list[int] = []
 
     @property
     def weight(self) -> int:
-        return sum(self._groups) + self._last
+        return self._closed + self._last
 
     @property
     def done(self) -> bool:
@@ -73,6 +76,7 @@ class _Scan:
         elif char == ")":
             self._part(0)
             self._last = self._groups.pop() if len(self._groups) > 1 else 0
+            self._closed -= self._last
         elif char in "*+?{":
             self._repeat(start, char)
         elif (char == "^" and start > 0) or (char == "$" and not self.done):
@@ -105,6 +109,8 @@ class _Scan:
             self._at += 2
         self._part(0)
         self._groups.append(0)
+        if len(self._groups) > MAX_NESTING:
+            self._refuse(start, f"more than {MAX_NESTING} groups inside each other; make it simpler")
 
     def _repeat(self, start: int, char: str) -> None:
         times = {"*": _MANY, "+": _MANY, "?": 1}.get(char)
@@ -125,6 +131,7 @@ class _Scan:
         """A part of this weight begins, and the one before it is over, if it `closes`."""
         if closes:
             self._groups[-1] += self._last
+            self._closed += self._last
             self._last = weight
         if self.weight > self._most:
             raise InvalidRequest(

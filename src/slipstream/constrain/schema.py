@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.constrain.disjoint import disjoint, type_names
+from slipstream.constrain.disjoint import Comparer, type_names
 from slipstream.constrain.patterns import MAX_JSON_WEIGHT, check_pattern
 from slipstream.core.errors import InvalidRequest
 
@@ -82,7 +82,10 @@ def read_schema(text: str) -> ReadSchema:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"structured_outputs.json is no JSON: {error}") from None
     reader = _Reader(given)
-    schema = reader.read(given, "#", 0)
+    try:
+        schema = reader.read(given, "#", 0)
+    except RecursionError:  # values, not schemas: those are counted
+        raise InvalidRequest("structured_outputs.json: a value in it is nested too deep; make it simpler") from None
     return ReadSchema(schema, reader.weight <= _LIGHT_WEIGHT and reader.count <= _LIGHT_SUBSCHEMAS)
 
 
@@ -99,6 +102,10 @@ class _Reader:
     count: int = 0
     texts: set[Any] = field(default_factory=set)  # patterns and lengths so far
     weight: int = 0  # … of all of them
+    comparer: Comparer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.comparer = Comparer(self.document)
 
     def read(self, node: Any, at: str, depth: int) -> Schema | bool:
         if isinstance(node, bool):
@@ -154,7 +161,7 @@ class _Reader:
         if key == "oneOf":  # "exactly one" is "any" where no value fits two of them
             for i, one in enumerate(given):
                 for j in range(i):
-                    if not disjoint(given[j], one, self.document):
+                    if not self.comparer.disjoint(given[j], one):
                         raise _wrong(at, f"oneOf: nothing tells schemas {j} and {i} apart; use anyOf")
         return {"anyOf": [self.read(part, f"{at}/{key}/{i}", depth + 1) for i, part in enumerate(given)]}
 
@@ -170,6 +177,8 @@ class _Reader:
         values = [node["const"]] if key == "const" else _listed(node["enum"], f"{at}/enum")
         if len(values) > MAX_VALUES:
             raise _wrong(at, f"enum has {len(values)} values: must be at most {MAX_VALUES}")
+        if _deeper(values, 1 + MAX_NESTING):
+            raise _wrong(at, f"{key} has a value that is nested more than {MAX_NESTING} deep")
         self._add(at, len(json.dumps(values, ensure_ascii=False)) // _ENUM_WEIGHT)
         if "type" in node:
             types = self._types(node, at)
@@ -297,6 +306,21 @@ class _Reader:
         made["patternProperties"] = {
             pattern: self.read(part, f"{at}/patternProperties", depth + 1) for pattern, part in parts.items()
         }
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Are there more levels of lists and objects in it? Goes by levels: the compiler would go down by calls."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            part
+            for one in level
+            if isinstance(one, dict | list)
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _count(made: Schema, key: str, at: str) -> int:

@@ -27,6 +27,8 @@ from slipstream.constrain.trial_process import FINE, WRONG
 from slipstream.core.errors import QueueFull
 
 _SAMPLE = 1536
+_STEP = 32
+"""One token in so many, but not fewer than the above: a larger vocabulary takes longer in its trial as well."""
 _PATIENCE_S = 30.0
 """Seconds until an answer comes at the latest, the start of the process included."""
 
@@ -39,7 +41,7 @@ class Sample:
 
     @staticmethod
     def of(vocabulary: Sequence[bytes]) -> Sample:
-        step = max(1, len(vocabulary) // _SAMPLE)
+        step = max(1, min(_STEP, len(vocabulary) // _SAMPLE))
         kept = (token for i, token in enumerate(vocabulary) if token and (len(token) == 1 or i % step == 0))
         return Sample(tuple(dict.fromkeys(kept)))
 
@@ -92,7 +94,8 @@ class Workshop:
         with self._lock:
             process, self._process = self._process, None
         if process is not None and process.stdin is not None:
-            process.stdin.close()
+            with contextlib.suppress(OSError):  # it has ended, and something was not yet written to it
+                process.stdin.close()
             process.terminate()  # it may still be importing, and nobody wants to wait for that
             process.wait()
 
@@ -136,7 +139,7 @@ class Workshop:
         with self._lock:
             if self._process is process:  # else those who wait have another by now
                 self._process = None
-                for answer in self._waiting.values():
+                for answer in list(self._waiting.values()):  # they go away by themselves meanwhile
                     answer.cancel()
 
 

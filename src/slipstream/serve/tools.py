@@ -56,7 +56,7 @@ class ToolParser(ABC):
         return whole
 
     def _call(self, value: Any) -> Call | None:
-        if not isinstance(value, dict) or value.get("name") not in self.names:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in self.names:
             return None
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
