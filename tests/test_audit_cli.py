@@ -45,7 +45,7 @@ def test_a_lossless_engine_exits_0_and_writes_both_reports(run: Run, tmp_path: P
     assert {"cpu", "cores", "gpu"} <= set(told["hardware"])
     assert {"slipstream", "torch", "transformers", "python"} <= set(told["versions"])
     titles = [check["title"] for check in told["checks"]]
-    for title in ("greedy · ngram, alone", "greedy · model, 2 at once", "T=1, top-k 20 · model, alone"):
+    for title in ("greedy · ngram, alone", "greedy · draft, 2 at once", "T=1, top-k 20 · draft, alone"):
         assert title in titles
     assert next(c for c in told["checks"] if c["title"] == "greedy · model, alone")["drafted"] > 0
     text = (tmp_path / "new" / "folder" / "audit.md").read_text()
