@@ -124,6 +124,28 @@ def test_what_the_engine_says_has_a_field(server: HttpServer) -> None:
         assert answer.json()["error"]["param"] == half.split('"')[1]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"store": "\ud800"},
+        {"metadata": {"\ud800": "\ud800"}},
+        {"\ud800": 1},
+        {"user": "\ud800"},
+        {"chat_template_kwargs": {"\ud800": []}},
+        {"logit_bias": {"\ud800": 1000}},
+        {"response_format": {"type": "\ud800"}},
+        {"messages": [{"role": "\ud800"}]},
+        {"speculation": {"\ud800": 1}},
+    ],
+)
+def test_half_a_character_is_a_mistake_of_the_client(server: HttpServer, body: dict[str, Any]) -> None:
+    whole = json.dumps({"model": MODEL, "max_tokens": 3, "messages": ASKED, **body})  # which writes it as an escape
+    json_type = {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=whole, headers=json_type, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert "internal" not in answer.json()["error"]["message"]
+
+
 def test_bodies_that_are_no_objects(server: HttpServer) -> None:
     for content, message in (
         (b"[1]", "the body must be a JSON object"),

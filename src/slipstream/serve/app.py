@@ -149,6 +149,13 @@ def _add_errors(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         return ApiError(error.status_code, str(error.detail), headers=headers).response()
 
+    async def say_no_text(request: Request, error: Exception) -> Response:
+        """Half a surrogate pair: JSON can write it, and pydantic cannot tell what is wrong with a field that has it."""
+        told = ApiError(400, "the body has a text that is not UTF-8; mend its encoding", code="invalid_value")
+        Record.of(request.scope).error = told.for_log
+        return told.response()
+
+    app.add_exception_handler(UnicodeEncodeError, say_no_text)
     app.add_exception_handler(ApiError, say)
     app.add_exception_handler(SlipstreamError, say)
     app.add_exception_handler(RequestValidationError, say_invalid)
