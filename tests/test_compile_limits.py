@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,6 +191,20 @@ class TestTrials:
         assert len(told) == 1
         assert WORKSHOP.try_out(Source("grammar", 'root ::= "b"'), sample, 1.0) == Outcome(True)
         assert WORKSHOP._process is not process
+
+    @pytest.mark.parametrize(("more", "fits"), [(1 << 30, True), (3 << 30, False)])
+    def test_memory_counts_from_what_there_is(self, more: int, fits: bool) -> None:
+        """In a process of its own, which has gigabytes before the limit is set."""
+        script = (
+            "import mmap\n"
+            "from slipstream.constrain.trial_process import _limit\n"
+            "before = mmap.mmap(-1, 3 << 30, mmap.MAP_PRIVATE)\n"
+            "_limit(60)\n"
+            f"mmap.mmap(-1, {more}, mmap.MAP_PRIVATE)\n"
+        )
+        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert (ended.returncode == 0) is fits, ended.stderr
+        assert fits or "Cannot allocate memory" in ended.stderr
 
     def test_a_sample_has_every_byte(self) -> None:
         vocabulary = [bytes([i]) for i in range(256)] + [b"ab%d" % i for i in range(50_000)] + [b""]

@@ -19,6 +19,7 @@ from slipstream.constrain.source import Source
 
 IDLE_S = 600.0
 _MOST_BYTES = 2 << 30
+"""Of memory, beyond what the process has before it compiles anything: libraries for GPUs take gigabytes."""
 _WALL = 20
 """Times its time on a CPU that a form may take by the clock: others may need the CPU too."""
 _LONGEST_REASON = 1000
@@ -81,7 +82,14 @@ def _limit(cpu_s: float) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+        most = _data_bytes() + _MOST_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _data_bytes() -> int:
+    """What the process has now, as the limit counts it. Raises `OSError` where nobody tells."""
+    with open("/proc/self/statm", encoding="ascii") as told:
+        return int(told.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _try(asked: dict[str, Any], compiler: Any) -> dict[str, str]:
