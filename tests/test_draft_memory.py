@@ -34,6 +34,8 @@ def test_bytes_and_parts() -> None:
         parse_share("much", "max_draft_memory")
     with pytest.raises(ConfigError, match="max_draft_memory=-1"):
         EngineConfig(max_draft_memory=-1)
+    with pytest.raises(ConfigError, match=r"max_draft_memory=2000000000.0: must be whole bytes"):
+        EngineConfig(max_draft_memory=2e9)  # as a part it would be no limit at all
 
 
 class Always(HostDrafter):
@@ -174,3 +176,25 @@ class Kind(Planner):
 
     def reasons(self) -> dict[str, str]:
         return {"ngram": "ngram 3: 1.10x expected"}
+
+
+def test_words_that_cannot_be_had_are_done_without() -> None:
+    """The answer is over by then, and its tokens are right."""
+
+    def decode(ids: list[int]) -> str:
+        raise ValueError("no such token")
+
+    answer = fake()
+    answer.prompt_length, answer.tokens = 4, [5, 6, 7, 5]
+    answer.copied = Copied("suffix", "text", 4, (6, 7))
+    told = {"suffix": "suffix 64: 1.80x expected"}
+    assert plan_of(answer, Told(told), DraftRoom(lambda *_: 0), decode) == told
+
+
+def test_a_long_answer_is_not_read_to_say_where_guesses_come_from() -> None:
+    """Others wait while one ends."""
+    answer = fake()
+    answer.prompt_length, answer.tokens = 2, [0, 1, *range(10, 4000), 3998, 3999, 3998]
+    answer.copied = Copied("suffix", "text", len(answer.tokens), (3999,))
+    plan = plan_of(answer, Told({"suffix": "suffix 1: 1.2x"}), DraftRoom(lambda *_: 0), lambda _: pytest.fail("read"))
+    assert plan == {"suffix": "suffix 1: matches its own answer; 1.2x"}

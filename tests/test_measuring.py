@@ -100,6 +100,16 @@ def test_a_pass_that_would_take_too_long_is_not_timed() -> None:
     assert measuring._within(sizes, 1.0, 2.0) == []
 
 
+def test_a_large_model_is_looked_at_once(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one pass takes longer than all of them may, two more would only keep the user waiting."""
+    engine = open_llm().engine
+    passes: list[int] = []
+    real = engine.target.forward
+    monkeypatch.setattr(engine.target, "forward", lambda *given: (passes.append(1), real(*given))[1])
+    assert measure(engine, 1e-9) is None
+    assert len(passes) == 1
+
+
 def broken(*_: object) -> MeasuredCosts:
     raise RuntimeError("no clock")
 

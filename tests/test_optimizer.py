@@ -51,6 +51,17 @@ def test_a_stack_moves_as_its_matrices_do() -> None:
     torch.testing.assert_close(whole.detach(), torch.stack([part.detach() for part in single]))
 
 
+def test_what_has_no_gradient_stays() -> None:
+    idle, moved = nn.Parameter(seeded(5, 4)), nn.Parameter(seeded(5, 4, seed=1))
+    before = idle.detach().clone(), moved.detach().clone()
+    muon = Muon([idle, moved], lr=0.1, weight_decay=0.1)
+    moved.grad = seeded(5, 4, seed=2)
+    muon.step()
+    assert torch.equal(idle, before[0])
+    assert not torch.equal(moved, before[1])
+    assert not muon.state[idle]
+
+
 def test_maps_by_muon_and_the_rest_by_adamw() -> None:
     shapes = {
         "layer.weight": (6, 4),

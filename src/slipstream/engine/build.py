@@ -121,7 +121,7 @@ def build(
         if name not in drafters:
             drafters[name] = drafter_factory(name)()
     chosen = tuple(spec.name for spec in auto)
-    spare = [name for name in chosen if name not in own and _keeps_memory(drafters[name])]
+    spare = [spec.name for spec in auto if spec.kind not in own and _keeps_memory(drafters[spec.name])]
     try:
         plan = plan_memory(target, list(drafters.values()), config)
     except CapacityError:

@@ -78,7 +78,8 @@ class EngineConfig:
         self._check("min_gain", isinstance(gain, int | float) and gain >= 1, "1 or more, such as 1.1")
         share = self.max_draft_memory
         right = share is None or (isinstance(share, int | float) and not isinstance(share, bool) and share >= 0)
-        self._check("max_draft_memory", right, "bytes, or a part of the cache such as 0.2")
+        right = right and not (isinstance(share, float) and share > 1)  # 2e9 are no bytes: all would be allowed
+        self._check("max_draft_memory", right, "whole bytes, or a part of the cache such as 0.2")
         self._check("measure_costs", self.measure_costs in (None, True, False), "True, False, or None for the usual")
         for key in ("graphs", "prefix_caching"):
             self._check(key, isinstance(getattr(self, key), bool), "True or False")

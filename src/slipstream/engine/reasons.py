@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from slipstream.engine.room import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied
@@ -15,7 +16,7 @@ from slipstream.plan.planner import Planner
 _AGREES = 3
 """Tokens by which the place of a copied text is found: the last ones, and the first that is guessed."""
 _READ = 2048
-"""Tokens of a prompt that are read as text to say which turn a place belongs to; longer ones are not worth the time."""
+"""Tokens that are read as text to say which turn a place belongs to, or whether it is code: others wait meanwhile."""
 _ROLES = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user|<start_of_turn>user|<\|user\|>|\[INST\]", re.I)
 """How the chat templates that are around begin what a user says."""
 
@@ -31,7 +32,8 @@ def plan_of(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -
     last = answer.copied
     if off is None and last is not None and found.get(last.drafter, "").startswith(last.drafter):
         expected = found[last.drafter].rpartition(": ")[2]
-        found[last.drafter] = f"{last.drafter} {len(last.tokens)}: {_words(answer, last, decode)}; {expected}"
+        with suppress(Exception):  # a tokenizer that cannot decode its own tokens: nobody goes without an answer for it
+            found[last.drafter] = f"{last.drafter} {len(last.tokens)}: {_words(answer, last, decode)}; {expected}"
     return found
 
 
@@ -42,7 +44,8 @@ def _words(answer: Answer, last: Copied, decode: Decode) -> str:
     if place is None:
         return "matches an earlier answer"
     if place >= answer.prompt_length:
-        return f"matches {_code(decode(answer.tokens[answer.prompt_length : place]))}its own answer"
+        own = answer.tokens[answer.prompt_length : place]
+        return f"matches {_code(decode(own)) if len(own) <= _READ else ''}its own answer"
     if place > _READ:
         return f"matches the prompt at token {place}"
     before = decode(answer.tokens[:place])

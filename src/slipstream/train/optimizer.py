@@ -35,15 +35,15 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             alike: dict[tuple[int, int], list[Tensor]] = {}
-            for parameter in group["params"]:
+            for parameter in [p for p in group["params"] if p.grad is not None]:
                 alike.setdefault((parameter.shape[-2], parameter.shape[-1]), []).append(parameter)
             for shape, parameters in alike.items():
                 self._move(parameters, shape, group["lr"], group["weight_decay"])
 
     def _move(self, parameters: list[Tensor], shape: tuple[int, int], rate: float, decay: float) -> None:
         """One step of the matrices of one shape, in one product."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        moments = [self.state[p].setdefault("moment", torch.zeros_like(p)) for p in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all of them have one
+        moments = [self._moment(parameter) for parameter in parameters]
         torch._foreach_lerp_(moments, gradients, 1 - _MOMENTUM)
         ahead = torch._foreach_lerp(gradients, moments, _MOMENTUM)  # where the moment will be: Nesterov
         steps = orthogonal(torch.cat([tensor.reshape(-1, *shape) for tensor in ahead]))  # [all matrices, m, n]
@@ -52,6 +52,12 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, 1 - rate * decay)
         parts = sized.split([parameter.numel() // (shape[0] * shape[1]) for parameter in parameters])
         torch._foreach_add_(parameters, [part.view_as(p) for part, p in zip(parts, parameters, strict=True)])
+
+    def _moment(self, parameter: Tensor) -> Tensor:
+        kept: dict[str, Tensor] = self.state[parameter]
+        if "moment" not in kept:
+            kept["moment"] = torch.zeros_like(parameter)
+        return kept["moment"]
 
 
 def orthogonal(matrices: Tensor) -> Tensor:  # [k, m, n] -> [k, m, n]
