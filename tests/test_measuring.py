@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import eagle_scenes
+from medusa_checkpoints import tiny_medusa
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.model import ModelDrafter
@@ -52,6 +54,21 @@ def test_all_is_timed_and_nothing_stays_behind(open_llm: Open, tiny_draft: Path,
     assert [o.outputs[0].token_ids for o in llm.generate([prompt], PARAMS)] == [
         o.outputs[0].token_ids for o in fresh.generate([prompt], PARAMS)
     ]
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_heads_are_timed(open_llm: Open, tmp_path: Path, rounds: str) -> None:
+    eagle_scenes.eagle3().write(tmp_path / "eagle3")
+    tiny_medusa(tmp_path / "medusa")
+    drafters = [f"eagle3:{tmp_path / 'eagle3'}", f"medusa:{tmp_path / 'medusa'}"]
+    said: list[str] = []
+    costs = measure(open_llm(drafter=drafters, rounds=rounds).engine, None, said.append)
+    assert costs is not None
+    assert said == ["measuring what passes cost (once)"], "none failed"
+    assert {name: [seen.requests for seen in times] for name, times in costs.drafts.items()} == {
+        "eagle3": [1, 4],
+        "medusa": [1, 4],
+    }
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
@@ -105,7 +122,12 @@ def test_a_large_model_is_looked_at_once(open_llm: Open, monkeypatch: pytest.Mon
     engine = open_llm().engine
     passes: list[int] = []
     real = engine.target.forward
-    monkeypatch.setattr(engine.target, "forward", lambda *given: (passes.append(1), real(*given))[1])
+
+    def counting(*given: Any) -> Any:
+        passes.append(1)
+        return real(*given)
+
+    monkeypatch.setattr(engine.target, "forward", counting)
     assert measure(engine, 1e-9) is None
     assert len(passes) == 1
 
