@@ -47,11 +47,11 @@ def test_a_lossless_engine_exits_0_and_writes_both_reports(run: Run, tmp_path: P
     titles = [check["title"] for check in told["checks"]]
     for title in ("greedy · ngram, alone", "greedy · draft, 2 at once", "T=1, top-k 20 · draft, alone"):
         assert title in titles
-    assert next(c for c in told["checks"] if c["title"] == "greedy · model, alone")["drafted"] > 0
+    assert next(c for c in told["checks"] if c["title"] == "greedy · draft, alone")["drafted"] > 0
     text = (tmp_path / "new" / "folder" / "audit.md").read_text()
     assert told["verdict"] in text
     assert told["verdict"] in done.out
-    assert "greedy · model, 2 at once: pass" in done.err
+    assert "greedy · draft, 2 at once: pass" in done.err
 
 
 def test_a_bug_exits_1(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
