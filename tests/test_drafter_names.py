@@ -11,7 +11,7 @@ import pytest
 import eagle_scenes
 from serving import client_of, serving
 from slipstream import LLM, SamplingParams, SpeculationParams
-from slipstream.core.errors import InvalidRequest, ModelNotFound
+from slipstream.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from slipstream.drafters import loaded_as
 from slipstream.drafters.vllm_names import from_vllm
 
@@ -69,6 +69,8 @@ def test_merged_names_are_those_that_were_loaded() -> None:
 
 def test_vllm_names_stay_ours() -> None:
     assert from_vllm({"method": "eagle3", "model": "some/where"}).drafter == "eagle3:some/where"
+    with pytest.raises(ConfigError, match=r"method=\['ngram'\] must be a text"):
+        from_vllm({"method": ["ngram"]})
 
 
 @pytest.mark.parametrize("name", ["model", "draft", "eagle3", "medusa"])

@@ -124,6 +124,18 @@ def test_what_the_engine_says_has_a_field(server: HttpServer) -> None:
         assert answer.json()["error"]["param"] == half.split('"')[1]
 
 
+def test_a_form_that_nothing_fits_is_the_clients_mistake(server: HttpServer) -> None:
+    """Which is seen only on the way."""
+    body = {"prompt": "abc", "guided_choice": ["a"], "bad_words": ["a"]}
+    whole = post(server, body)
+    assert whole.status_code == 400
+    assert whole.json()["error"]["param"] == "structured_outputs"
+    assert "no token is left that the form and the other parameters allow" in whole.json()["error"]["message"]
+    lines = [line for line in post(server, {**body, "stream": True}).text.splitlines() if line]
+    assert json.loads(lines[-2].removeprefix("data: "))["error"] == whole.json()["error"]
+    assert lines[-1] == "data: [DONE]"
+
+
 @pytest.mark.parametrize(
     "body",
     [

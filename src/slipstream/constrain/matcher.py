@@ -123,7 +123,7 @@ class Constraint:
             out[row : row + 1 + len(tree)] = _NONE
         elif self._spent_s > GRACE_S + MASK_S * self._masks:  # these masks are right; the next allow nothing
             spent = f"{self._spent_s:.2f} s for {self._masks} masks"
-            self.failure = f"the grammar of structured_outputs is too ambiguous: {spent}; make it simpler"
+            self.failure = f"structured_outputs: the grammar is too ambiguous: {spent}; make it simpler"
 
     def forced(self, most: int) -> list[int]:
         """What comes next whatever the model says, as the tokens that its tokenizer makes of it; at most so many.

@@ -36,6 +36,8 @@ def from_vllm(config: object) -> Named:
         raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(_KNOWN)}")
     method, model = given.get("method", "draft_model" if "model" in given else None), given.get("model")
     tokens = given.get("num_speculative_tokens")
+    if not isinstance(method, str | None):
+        raise ConfigError(f"speculative_config: method={method!r} must be a text, such as ngram")
     if method in _ALONE:
         return Named(_ALONE[method], tokens)
     if method in _WITH_MODEL and model:

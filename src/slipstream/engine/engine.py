@@ -49,6 +49,10 @@ from slipstream.verify.exact import verify_exact
 from slipstream.verify.mixed import mixed_choices
 
 _NOTHING_USABLE = "the model gave no usable logits (NaN, or every token masked)"
+_NOTHING_LEFT = (
+    "structured_outputs: no token is left that the form and the other parameters allow (or the model gave NaN); change "
+    "bad_words, or the form"
+)
 
 
 class Engine:
@@ -263,8 +267,9 @@ class Engine:
                     own = [p for p in answer.table.pages if self.pool.references(p) == 1]
                     self.cache.clear(own)
                     self.drafting.clear_pages(own)
-                failed = None if answer.constraint is None else answer.constraint.failure
-                answer.end("error", error=NumericError(failed or _NOTHING_USABLE))
+                held = answer.constraint
+                why = _NOTHING_USABLE if held is None else held.failure or _NOTHING_LEFT
+                answer.end("error", error=NumericError(why))
             if answer.ended:
                 timing = answer.output.timing
                 self.admission.observe(timing.total_s - timing.queued_s)

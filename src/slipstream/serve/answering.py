@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.core.errors import RequestError, SlipstreamError
+from slipstream.core.errors import InvalidRequest, RequestError, SlipstreamError
 from slipstream.core.outputs import CompletionOutput, RequestOutput
 from slipstream.engine.llm import LLM
 from slipstream.engine.state import Job
@@ -193,7 +193,12 @@ class EngineResponse(Response):
             if output.finish_reason == "abort":
                 raise self._drain.refusal()
             if output.finish_reason == "error":
-                raise RequestError(output.error or "the answer failed")
+                raise _of_answer(output.error or "the answer failed")
+
+
+def _of_answer(error: str) -> RequestError:
+    """Why an answer failed. A form that cannot be followed is the client's own."""
+    return InvalidRequest(error) if error.startswith("structured_outputs: ") else RequestError(error)
 
 
 def _says(piece: Piece) -> bool:
