@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import measuring
 from slipstream.engine.measuring import measure
-from slipstream.engine.posing import posed
+from slipstream.engine.posing import Posed, most_context, posed
 from slipstream.engine.queued import QueuedEngine
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
@@ -94,6 +94,21 @@ def test_every_draft_that_is_timed_is_a_whole_one(open_llm: Open, tiny_draft: Pa
                 passes.clear()
                 work()
                 assert len(passes) == nodes
+
+
+def test_context_is_timed_with_the_sizes_that_there_are(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow model has few, an engine for few requests as well: what a long text adds is seen all the same."""
+    clock = {4: 0.5, 8: 0.9}  # by rows: seconds with a long context
+    monkeypatch.setattr(measuring, "_LOOKING_BACK", {"cpu": 8})
+    monkeypatch.setattr(Posed, "target_pass", lambda scene, rows: rows)
+    monkeypatch.setattr(measuring, "_seconds", lambda scene, rows: clock[rows])
+    engine = open_llm(max_num_seqs=5).engine
+    monkeypatch.setattr(measuring, "_SHORT", 8)
+    curve = Curve((1, 2, 4, 8), (0.1, 0.1, 0.1, 0.1))
+    key_s, row_key_s = measuring._context(engine, curve)
+    tokens = 4 * (most_context(engine, 4) - 8)
+    assert row_key_s * tokens == pytest.approx(0.4)
+    assert key_s == pytest.approx(0, abs=1e-9)
 
 
 def test_requests_that_pose_leave_even_where_something_breaks(open_llm: Open) -> None:

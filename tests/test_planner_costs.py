@@ -187,6 +187,16 @@ def test_what_the_context_adds_is_learned_where_it_was_not_measured() -> None:
     assert cost.seconds(4) - short == pytest.approx(2e-6 * 4 * 7900, rel=0.15)
 
 
+def test_what_could_not_be_measured_of_the_context_is_learned() -> None:
+    costs = Costs(PassCost(0.15))
+    costs.adopt(MeasuredCosts(Curve((1, 2, 4), (0.010, 0.011, 0.013))))
+    for number in range(200):
+        load = Load(1, 100 + 20 * number)
+        costs.at(load)
+        costs.passes.observe(1, 0.010 + 2e-6 * load.context, load)
+    assert costs.passes.context.row_key_s == pytest.approx(2e-6, rel=0.2)
+
+
 def test_noise_is_not_taken_for_context() -> None:
     context, dice = ContextCost(), np.random.default_rng(1)
     for number in range(400):

@@ -126,15 +126,13 @@ def _within(sizes: Sequence[int], first_s: float, limit_s: float) -> list[int]:
 
 
 def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
-    """What a token of context adds, once for its request and once for each row of it."""
+    """What a token of context adds, once for its request and once for each row of it; 0 where it cannot be seen."""
     kind = engine.target.device.type
-    requests = min(_LOOKING_BACK[kind], engine.config.max_num_seqs)
-    context = min(_LONG[kind], most_context(engine, requests))
-    if context < 8 * _SHORT:
-        return 0.0, 0.0
-    few, many = requests, 8 * requests
     short = dict(zip(curve.sizes, curve.seconds, strict=True))
-    if not {few, many} <= short.keys():
+    requests = max(n for n in short if n <= min(_LOOKING_BACK[kind], engine.config.max_num_seqs))
+    context = min(_LONG[kind], most_context(engine, requests))
+    few, many = requests, max(n for n in short if n <= 8 * requests)
+    if context < 8 * _SHORT or many == few:
         return 0.0, 0.0
     with posed(engine, requests, context) as scene:
         one = max(0.0, _seconds(scene, scene.target_pass(few)) - short[few])

@@ -19,7 +19,8 @@ class Costs:
     def adopt(self, measured: MeasuredCosts) -> None:
         """These were measured before the first request. What drafters were seen to take so far is forgotten."""
         self.measured = measured
-        self.passes.context.adopt(measured.key_s, measured.row_key_s)
+        if measured.key_s or measured.row_key_s:  # else there was no room for a long one: it is learned
+            self.passes.context.adopt(measured.key_s, measured.row_key_s)
         self.passes.adopt(measured.passes)
         self._drafts.clear()
 
