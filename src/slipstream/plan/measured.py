@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-VERSION = 1
-"""Of the JSON form: files of another version are measured again."""
+VERSION = 2
+"""Of the JSON form and of how things are timed: files of another version are measured again."""
 
 
 class Load(NamedTuple):
