@@ -124,6 +124,18 @@ def test_what_the_engine_says_has_a_field(server: HttpServer) -> None:
         assert answer.json()["error"]["param"] == half.split('"')[1]
 
 
+def test_arguments_of_calls_are_not_followed_down(server: HttpServer) -> None:
+    def asked(deep: int) -> httpx.Response:
+        call = {"id": "a", "function": {"name": "go", "arguments": '{"a": ' + "[" * deep + "]" * deep + "}"}}
+        return post(server, {"messages": [*ASKED, {"role": "assistant", "tool_calls": [call]}, *ASKED]})
+
+    assert asked(20).status_code == 200
+    assert asked(600).status_code == 400
+    assert (
+        asked(600).json()["error"]["message"] == "messages: nested too deep: must have at most 64 levels on this server"
+    )
+
+
 def test_a_form_that_nothing_fits_is_the_clients_mistake(server: HttpServer) -> None:
     """Which is seen only on the way."""
     body = {"prompt": "abc", "guided_choice": ["a"], "bad_words": ["a"]}

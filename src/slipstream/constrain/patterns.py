@@ -17,6 +17,8 @@ _MANY = 2
 MAX_NESTING = 64
 """Groups inside each other: the compiler follows them down, and many thousands would end the whole process."""
 _CLASSES = "dDwWsS"
+_ESCAPES = _CLASSES + "nrtfvaexuc0"
+"""Letters that mean something else behind a backslash. Others the matcher takes for themselves: `\\A`, `\\p`, `\\k`."""
 
 
 def check_pattern(key: str, pattern: str, *, in_json: bool = False) -> int:
@@ -99,8 +101,13 @@ class _Scan:
         self._at += 1
         if not self._inside_class:
             self._part(1)
-        if self._in_json and (char == "\\" or (char.isalnum() and char not in _CLASSES)):
-            self._refuse(start, rf"\{char}; in a schema an escape must be one of \d \D \w \W \s \S or punctuation")
+        if self._in_json and (char in '\\"' or char < " " or (char.isalnum() and char not in _CLASSES)):
+            self._refuse(
+                start,
+                rf"\{char}; in a schema an escape must be one of \d \D \w \W \s \S or punctuation without quotes",
+            )
+        if char.isalnum() and char not in _ESCAPES:
+            self._refuse(start, rf"\{char}, which cannot be followed; without the backslash it is the letter itself")
 
     def _open(self, start: int) -> None:
         if self._pattern[self._at : self._at + 1] == "?":

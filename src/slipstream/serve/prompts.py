@@ -17,10 +17,13 @@ from jinja2.exceptions import TemplateError
 
 from slipstream.engine.intake import check_text
 from slipstream.serve.errors import ApiError, refused
+from slipstream.serve.nesting import check_nesting
 from slipstream.serve.sampling import text_of
 from slipstream.serve.schemas import AssistantMessage, ChatFields, TokenizeRequest
 
 Templated = ChatFields | TokenizeRequest
+_DEEPEST = 64
+"""Levels of a call's arguments that are followed down."""
 
 
 class PromptMaker:
@@ -158,6 +161,7 @@ def _call(call: Any) -> dict[str, Any]:
         arguments = call.function.arguments
     if not isinstance(arguments, dict):
         arguments = call.function.arguments
+    check_nesting("messages", arguments, _DEEPEST)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
