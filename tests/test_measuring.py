@@ -20,6 +20,7 @@ from slipstream.engine import measuring
 from slipstream.engine.measuring import measure
 from slipstream.engine.posing import Posed, most_context, posed
 from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.rounds import Round
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
 from slipstream.plan.measured import VERSION, Curve, DraftSeen, MeasuredCosts
@@ -184,6 +185,29 @@ def test_they_are_remembered_and_small_models_are_not_measured(
     with pytest.raises(RuntimeError, match="no clock"):
         open_llm(max_num_seqs=3, measure_costs=True)
     assert open_llm(drafter=None, measure_costs=True).engine.drafting.drafters == {}
+
+
+def test_a_pass_too_large_to_be_captured_does_not_slow_down_the_others(
+    open_llm: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no memory for a graph of so many rows, rounds with fewer are captured all the same."""
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    engine = open_llm(rounds="queued").engine
+    assert isinstance(engine, QueuedEngine)
+    rounds: Any = engine.rounds
+    rounds._pool, rounds._graphs = object(), True  # as on a GPU
+
+    def capture(one: Round, pool: object) -> None:
+        if one.shape.rows > 16:
+            raise torch.OutOfMemoryError("no memory left")
+        one._verify_graph = one._verify
+
+    monkeypatch.setattr(Round, "capture", capture)
+    assert measuring.known_costs(engine, tmp_path, True) is not None
+    assert rounds.pool is not None, "the next ones are tried again"
+    assert {found.shape.rows for found in rounds._rounds.values()} == {1, 2, 4, 8, 16}
+    assert all(found.is_captured for found in rounds._rounds.values())
+    assert not list(tmp_path.glob("costs/*")), "not how passes will be run: nothing for the next time"
 
 
 def test_what_is_no_choice_is_refused() -> None:

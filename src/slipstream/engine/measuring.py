@@ -74,7 +74,9 @@ def known_costs(
         if progress:
             progress(f"costs could not be measured ({type(error).__name__}: {error}): rounds will tell")
         return None
-    if costs is not None and costs.is_steady:
+    finally:
+        as_they_stand = isinstance(engine, QueuedEngine) and engine.rounds.capture_again()  # what no graph was made of
+    if costs is not None and costs.is_steady and not as_they_stand:
         note.write(costs)
     return costs
 

@@ -232,6 +232,10 @@ class Round:
         self.load([], [], [])  # it is run over nobody first
         self._verify_graph = captured(self._verify, pool)
 
+    @property
+    def is_captured(self) -> bool:
+        return self._verify_graph is not None
+
     def _verify(self) -> None:
         m, shape, rows = self._machine, self.shape, self._rows
         draft = Draft(self._tokens, self._parents, self._counts, not shape.is_tree)
@@ -319,6 +323,17 @@ class Rounds:
     def draft_loop(self, shape: LoopShape) -> DraftLoop:
         """What device drafters do in a round, by itself."""
         return self._loops.of(shape)
+
+    def capture_again(self) -> bool:
+        """What could not be captured may have been larger than what comes: try the next ones all the same.
+
+        Says whether there was something that could not.
+        """
+        failed = self._pool is not None and not self._graphs
+        if failed:
+            self._graphs, self._latest = True, None
+            self._rounds = {shape: found for shape, found in self._rounds.items() if found.is_captured}
+        return failed
 
     def _make(self, shape: RoundShape) -> Round:
         found = Round(shape, self._machine, self._drafters, self._loops)
