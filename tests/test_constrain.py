@@ -48,6 +48,9 @@ class TestSchemas:
             ({"type": "string", "pattern": "\\\n"}, "escape must be"),
             ({"type": "number", "multipleOf": 0.1}, "multipleOf"),
             ({"type": "integer", "multipleOf": 5000}, "multipleOf"),
+            ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "no number of at most 6 decimals"),
+            ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "no number of at most 6 decimals"),
+            ({"type": "array", "items": {"type": "number", "minimum": 5e-324, "maximum": 1e-9}}, "within its bounds"),
             ({"minLength": 3, "minimum": 4}, "without a type"),
             ({"type": "colour"}, "must be one or some of"),
             ({"type": "string", "enum": ["a", 1]}, "1 is not of type"),
@@ -113,6 +116,17 @@ class TestSchemas:
         document = {"$defs": {"n": {"type": "null"}, "loop": {"$ref": "#/$defs/loop"}}}
         assert Comparer(document).disjoint(one, other) is apart
         assert Comparer(document).disjoint(other, one) is apart
+
+
+def test_numbers_between_near_bounds_are_found() -> None:
+    for bounds in (
+        {"minimum": 0.1, "maximum": 0.1},
+        {"exclusiveMinimum": 0, "maximum": 1e-6},
+        {"minimum": -1e300, "maximum": 1e300},
+        {"minimum": 3, "exclusiveMaximum": 3.000002},
+        {"minimum": 1e-9},
+    ):
+        assert lawful_schema(json.dumps({"type": "number", **bounds}))
 
 
 class TestPatterns:

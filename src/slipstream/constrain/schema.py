@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
 from slipstream.constrain.disjoint import Comparer, type_names
@@ -31,6 +32,8 @@ _LIGHT_SUBSCHEMAS = 128
 _MULTIPLE_WEIGHT = 20
 _ENUM_WEIGHT = 256
 """By how much to divide the step of a multiple, and the characters of an enum, for what they weigh."""
+_DECIMALS = 6
+"""Most that the compiler writes where numbers have bounds."""
 _LONG = 512
 """Longer lengths take no longer."""
 _AGAIN = 2
@@ -211,6 +214,8 @@ class _Reader:
             self._string(made, at)
         if "multipleOf" in made:
             self._multiple(made, types, at)
+        if "number" in types and not _room_for_number(made):
+            raise _wrong(at, f"no number of at most {_DECIMALS} decimals is within its bounds; widen them")
         if "array" in types:
             self._array(made, at, depth)
         if "object" in types:
@@ -306,6 +311,17 @@ class _Reader:
         made["patternProperties"] = {
             pattern: self.read(part, f"{at}/patternProperties", depth + 1) for pattern, part in parts.items()
         }
+
+
+def _room_for_number(made: Schema) -> bool:
+    """Is a number that can be written within its bounds? Where none is, the compiler would take no text at all."""
+    given = {key: Decimal(repr(value)) for key, value in made.items() if type(value) in (int, float)}
+    units = {key: bound.scaleb(_DECIMALS) for key, bound in given.items() if bound.is_finite()}  # of the last decimal
+    least = [units[key].to_integral_value(ROUND_CEILING) for key in ("minimum",) if key in units]
+    least += [units[key].to_integral_value(ROUND_FLOOR) + 1 for key in ("exclusiveMinimum",) if key in units]
+    most = [units[key].to_integral_value(ROUND_FLOOR) for key in ("maximum",) if key in units]
+    most += [units[key].to_integral_value(ROUND_CEILING) - 1 for key in ("exclusiveMaximum",) if key in units]
+    return not (least and most) or max(least) <= min(most)
 
 
 def _deeper(value: Any, most: int) -> bool:
