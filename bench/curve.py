@@ -75,7 +75,9 @@ def add_models(made: argparse.ArgumentParser) -> None:
     made.add_argument("--small", default="default", help="the model that the drafters were trained for")
     made.add_argument("--target", type=Path, help="the large model; made from the small one where it is not there")
     made.add_argument("--work", type=Path, help="a folder for what is made of the drafters")
-    made.add_argument("--heads", type=Path, help="a folder with eagle3, medusa, draft or some of them; default: those shipped")
+    made.add_argument(
+        "--heads", type=Path, help="a folder with eagle3, medusa, draft or some of them; default: those shipped"
+    )
     made.add_argument("--prompts", type=Path, help="a Spec-Bench file (JSON lines)")
     made.add_argument("--eagle", default="", help="options of the EAGLE-3 tree, such as 'depth=6&width=8'")
     made.add_argument("--layout", default="speculators", choices=("speculators", "original"), help="for vLLM")
