@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from interpreted import DEVICE as KERNEL_DEVICE
 from lane_rounds import CPU, Lane, Outcome, Round, accepted, compare_acceptance, packed, rounds
 from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
-from slipstream.engine.engine import _told
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.cache import compaction
@@ -108,8 +105,7 @@ def test_the_twin_matches_the_engines_round(round_: Round) -> None:
         choices[i, :n] = torch.tensor(round_.choices[b])
         slots[i, :n] = torch.tensor([round_.slot(b, row) for row in range(n)])
     verdicts = verify_exact(draft, choices)
-    emitting = [cast(Any, SimpleNamespace(id=str(b))) for b in real]
-    for b, verdict in zip(real, _told(emitting, draft, verdicts), strict=True):
+    for b, verdict in zip(real, verdicts.told([str(b) for b in real], draft.counts), strict=True):
         emitted = int(outcome.told.emitted[b])
         assert tuple(outcome.told.tokens[b, :emitted].tolist()) == verdict.tokens
         assert outcome.told.accepted[b] == verdict.accepted

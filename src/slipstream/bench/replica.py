@@ -22,6 +22,7 @@ from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.core.verdict import Authors, Verdict, author
 from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.drafting import Drafting
+from slipstream.engine.listening import RoundTimes
 from slipstream.engine.plans import Plan
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.state import Answer, Job, Phase
@@ -157,23 +158,21 @@ class Replica:
             draft_s += self.costs.draft_s(name, len(decodes), nodes)
         rows = len(decodes) + sum(len(tree) for tree, _ in drafts)
         read_rows = sum(chunk.rows for chunk in chunks)
-        context = sum(len(answer.tokens) for answer in decodes)
-        verify_s = self.costs.pass_s(rows, read_rows, context)
+        load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
+        verify_s = self.costs.pass_s(rows, read_rows, load.context)
         for name, nodes in plan.drafts:
             self.drafting.observe_draft(name, nodes, self.costs.draft_s(name, len(decodes), nodes), len(decodes))
-        if not chunks:
-            planner.observe_pass(rows, verify_s, Load(len(decodes), context))
-            self.drafting.round_s = draft_s + verify_s
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:
             self.scheduler.commit(chunk)
-        whole_s = draft_s + verify_s + self.costs.host_s(len(decodes) + len(completing))
-        self.busy_until = now + whole_s
+        times = RoundTimes(self.costs.host_s(len(decodes) + len(completing)), draft_s, verify_s, rows, read_rows)
+        lasted_s = times.host + times.draft + times.verify
+        self.busy_until = now + lasted_s
         self.rounds += 1
         done = self._emit(decodes, verdicts, completing)
         if not chunks:
-            observe_round(planner, decodes, verdicts, whole_s)
+            observe_round(self.drafting, decodes, verdicts, times, load, lasted_s)
         return done
 
     def _emit(

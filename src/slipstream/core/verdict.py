@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,6 +21,30 @@ class Verdicts:
     path: Tensor  # [B, K] int64, padded with 0
     accepted: Tensor  # [B] int64
     tokens: Tensor  # [B, K + 1] int64, padded with 0
+
+    def told(
+        self,
+        request_ids: Sequence[str],
+        drafted: Tensor,  # [B]: nodes of each draft
+        choices: Tensor | None = None,  # [B, K + 1], where some drafter wants to know them
+    ) -> list[Verdict]:
+        """The same on the host.
+
+        A token whose own numbers are not finite spoils every row that it stands beside, if only by 0 times NaN. So a
+        round that ends in nothing usable is believed only where nothing was drafted; otherwise it does not count (no
+        tokens), and the next one decodes plainly.
+        """
+        tokens, accepted, paths = self.tokens.tolist(), self.accepted.tolist(), self.path.tolist()
+        chosen = [] if choices is None else choices.tolist()
+        told = []
+        for i, (request_id, nodes) in enumerate(zip(request_ids, drafted.tolist(), strict=True)):
+            emitted = tuple(tokens[i][: accepted[i] + 1])
+            if nodes and -1 in emitted:
+                told.append(Verdict(request_id, (), nodes, 0, ()))
+            else:
+                mine = tuple(chosen[i][: 1 + nodes]) if chosen else ()
+                told.append(Verdict(request_id, emitted, nodes, accepted[i], tuple(paths[i][: accepted[i]]), mine))
+        return told
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,9 @@ from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.listening import Offered, RoundListener
 from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
-from slipstream.engine.reasons import Decode, plan_of
+from slipstream.engine.reasons import Decode, note_plan
 from slipstream.engine.room import DraftRoom
 from slipstream.engine.state import Answer, Copied
-from slipstream.engine.turns import note_plan
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
 from slipstream.plan.planner import Beside, Planner
@@ -113,7 +112,7 @@ class Drafting:
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
-        note_plan(self.planner, answer, plan_of(answer, self.planner, self.room, self._decode))
+        note_plan(answer, self.planner, self.room, self._decode)
         self.room.forget(answer)
         self.planner.forget(answer.id)
         for name in answer.drafters:

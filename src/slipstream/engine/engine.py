@@ -238,7 +238,7 @@ class Engine:
         if not draft.is_chain:
             moves = compaction(packed.slot_of_row, verdicts.path, verdicts.accepted)
             self.cache.move(moves.src, moves.dst)
-        told = _told(packed.emitting, draft, verdicts, choices)
+        told = verdicts.told([answer.id for answer in packed.emitting], draft.counts, choices)
         emitted = [(a.slot, len(v.tokens)) for a, v in zip(packed.emitting, told, strict=True)]
         state = torch.tensor(emitted, dtype=torch.int64)  # of none, too
         slots, lengths = state.view(-1, 2).to(verdicts.tokens.device).unbind(1)
@@ -294,11 +294,9 @@ class Engine:
     ) -> None:
         """Time and acceptance, for the requests, the planner and the drafters."""
         if not schedule.chunks:
-            context = sum([len(answer.tokens) for answer in packed.emitting])
-            load = Load(len(packed.emitting), context)
-            self.drafting.planner.observe_pass(packed.batch.num_rows, times.verify, load)
-            self.drafting.round_s = times.draft + times.verify
-            observe_round(self.drafting.planner, packed.emitting, told, times.draft + times.verify + times.host)
+            load = Load(len(packed.emitting), sum([len(answer.tokens) for answer in packed.emitting]))
+            lasted_s = times.draft + times.verify + times.host
+            observe_round(self.drafting, packed.emitting, told, times, load, lasted_s)
         self._tally(packed.emitting, told, kept, times)
         heard = [part for part in zip(packed.emitting, told, strict=True) if not part[0].ended]
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard])
@@ -378,28 +376,3 @@ class Engine:
 def _most_kept(num_pages: int, target: Runner) -> int:
     """Pages kept for prompts to come. On a CPU a page takes no memory before it is written: so not all of them."""
     return num_pages if target.device.type == "cuda" else num_pages // 4
-
-
-def _told(
-    emitting: Sequence[Answer],
-    draft: Draft,
-    verdicts: Verdicts,
-    choices: Tensor | None = None,  # [E, K + 1], where some drafter wants to know them
-) -> list[Verdict]:
-    """The verdicts on the host.
-
-    A token whose own numbers are not finite spoils every row that it stands beside, if only by 0 times NaN. So a round
-    that ends in nothing usable is believed only where nothing was drafted; otherwise it does not count (no tokens),
-    and the next one decodes plainly.
-    """
-    tokens, accepted, paths = verdicts.tokens.tolist(), verdicts.accepted.tolist(), verdicts.path.tolist()
-    chosen = [] if choices is None else choices.tolist()
-    told = []
-    for i, (answer, drafted) in enumerate(zip(emitting, draft.counts.tolist(), strict=True)):
-        emitted = tuple(tokens[i][: accepted[i] + 1])
-        if drafted and -1 in emitted:
-            told.append(Verdict(answer.id, (), drafted, 0, ()))
-        else:
-            mine = tuple(chosen[i][: 1 + drafted]) if chosen else ()
-            told.append(Verdict(answer.id, emitted, drafted, accepted[i], tuple(paths[i][: accepted[i]]), mine))
-    return told

@@ -331,10 +331,8 @@ class QueuedEngine(Engine):
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
-            self.drafting.planner.observe_pass(ticket.rows, times.verify, load)
-            self.drafting.round_s = times.draft + times.verify
             answers = [member.answer for member in heard.members]
-            observe_round(self.drafting.planner, answers, heard.verdicts, lasted_s)
+            observe_round(self.drafting, answers, heard.verdicts, times, load, lasted_s)
             if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
                 for name in ticket.hosts:
                     self.drafting.planner.observe_wait(name, max(0.0, ticket.waited_s - ticket.guessed_s))

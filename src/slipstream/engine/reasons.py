@@ -23,6 +23,13 @@ _ROLES = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user|<start_of_tur
 Decode = Callable[[list[int]], str]
 
 
+def note_plan(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> None:
+    """The answer leaves: what was measured for it, and what was decided last."""
+    stats, gain = answer.output.speculation, planner.gain(answer.id)
+    stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
+    stats.plan = plan_of(answer, planner, room, decode)
+
+
 def plan_of(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> dict[str, str]:
     """By drafter: what was decided last for this answer, and why."""
     off, reasons = planner.why(answer.id), planner.reasons()

@@ -1,26 +1,27 @@
-"""What a round was for each of its requests: told to the planner, which compares it with plain rounds.
-
-And noted for the callers, who may want to know what speculation brought them and why it was off.
-"""
+"""What a round took and brought each of its requests: told to the planner, which compares it with plain rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from slipstream.core.verdict import Verdict
+from slipstream.engine.drafting import Drafting
+from slipstream.engine.listening import RoundTimes
 from slipstream.engine.state import Answer
 from slipstream.plan.gains import Turn
-from slipstream.plan.planner import Planner
+from slipstream.plan.measured import Load
 
 
-def observe_round(planner: Planner, answers: Sequence[Answer], verdicts: Sequence[Verdict], seconds: float) -> None:
-    """A round without prompts is over."""
+def observe_round(
+    drafting: Drafting,
+    answers: Sequence[Answer],
+    verdicts: Sequence[Verdict],
+    times: RoundTimes,
+    load: Load,
+    lasted_s: float,
+) -> None:
+    """A round without prompts is over. load: of its pass; lasted_s: all of it, drafts and host included."""
+    drafting.round_s = times.draft + times.verify
+    drafting.planner.observe_pass(times.rows, times.verify, load)
     turns = [Turn(a.id, v.drafted, len(v.tokens)) for a, v in zip(answers, verdicts, strict=True)]
-    planner.observe_round(turns, seconds, sum([len(answer.tokens) for answer in answers]))
-
-
-def note_plan(planner: Planner, answer: Answer, plan: Mapping[str, str]) -> None:
-    """The answer leaves: what was measured for it, and what was decided last."""
-    stats, gain = answer.output.speculation, planner.gain(answer.id)
-    stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
-    stats.plan = dict(plan)
+    drafting.planner.observe_round(turns, lasted_s, load.context)
