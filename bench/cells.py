@@ -109,17 +109,10 @@ def show(results: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
-    if options.as_peer:
-        cells_peers.measure(cells_peers.Task.read(options.as_peer), lambda found: print(json.dumps(found), flush=True))
+    begun = curve.begin(parser(), arguments, cells_peers, show, checked)
+    if begun is None:
         return
-    if options.show:
-        show(json.loads(options.show.read_text()), options)
-        return
-    try:
-        lists = checked(options)
-    except ConfigError as error:
-        parser().error(str(error))
+    options, lists = begun
     if options.clock == "own" and options.device.startswith("cuda"):
         parser().error("--clock own: only for --device cpu; a GPU's work is not the host's")
     if options.target and not options.work:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from cells_work import Beat, Cell, Window, by_task, point, prompts_of, window
-from gpu_peers import apart, opened
+from gpu_peers import JsonTask, apart, opened
 
 MODES = ("plain", "eagle3", "ngram", "draft", "eagle3_drawn", "ngram_gpu")
 WARM_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(JsonTask):
     """What one process is to measure."""
 
     mode: str
@@ -34,10 +34,6 @@ class Task:
     prompts_each: int
     seconds: float
     repeats: int
-
-    @property
-    def arguments(self) -> list[str]:
-        return ["--as-peer", json.dumps(asdict(self))]
 
     @staticmethod
     def read(text: str) -> Task:

@@ -26,9 +26,9 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import curve_peers
 import curve_table
@@ -113,18 +113,39 @@ def show(results: dict[str, Any], options: argparse.Namespace) -> None:
     print(text, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+class Begun(NamedTuple):
+    """A command that is to measure something."""
+
+    options: argparse.Namespace
+    lists: dict[str, Any]  # those among the options
+
+
+def begin(
+    made: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    peers: Any,  # the module that measures vLLM, where this is the process of its own
+    show: Callable[[dict[str, Any], argparse.Namespace], None],
+    checked: Callable[[argparse.Namespace], dict[str, Any]],
+) -> Begun | None:
+    """How benchmarks with a large target begin. None: only tables were wanted, or only vLLM, and that is done."""
+    options = made.parse_args(arguments)
     if options.as_peer:
-        curve_peers.measure(curve_peers.Task.read(options.as_peer), lambda found: print(json.dumps(found), flush=True))
-        return
+        peers.measure(peers.Task.read(options.as_peer), lambda found: print(json.dumps(found), flush=True))
+        return None
     if options.show:
         show(json.loads(options.show.read_text()), options)
-        return
+        return None
     try:
-        lists = checked(options)
+        return Begun(options, checked(options))
     except ConfigError as error:
-        parser().error(str(error))
+        made.error(str(error))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    begun = begin(parser(), arguments, curve_peers, show, checked)
+    if begun is None:
+        return
+    options, lists = begun
     if not (options.target and options.work and options.prompts):
         parser().error("--target, --work and --prompts are needed (or --show FILE)")
     import curve_run  # brings torch and the engine, which a peer's process does not need

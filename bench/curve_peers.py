@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Literal
 
 from curve_work import Ask, Run, first_turns, one_run, timed
-from gpu_peers import apart, opened
+from gpu_peers import JsonTask, apart, opened
 from gpu_tokens import CONTEXT, encode, prompts_for
 
 MODES = ("plain", "eagle3", "eagle3_drawn", "ngram", "ngram_gpu", "draft")
@@ -28,7 +28,7 @@ _PREFIX = "vllm:spec_decode_"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(JsonTask):
     """What one process is to measure: the curve on the spread of prompts, or acceptance on all first turns."""
 
     what: Literal["curve", "acceptance"]
@@ -40,10 +40,6 @@ class Task:
     loads: tuple[tuple[float, int], ...] = ()  # temperature, requests at once
     repeats: int = 1
     limit: int | None = None
-
-    @property
-    def arguments(self) -> list[str]:
-        return ["--as-peer", json.dumps(asdict(self))]
 
     @staticmethod
     def read(text: str) -> Task:

@@ -26,6 +26,15 @@ _TAIL = 800
 
 
 @dataclass(frozen=True, slots=True)
+class JsonTask:
+    """What one process is to measure, where a command takes the whole of it as JSON."""
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--as-peer", json.dumps(asdict(self))]
+
+
+@dataclass(frozen=True, slots=True)
 class PeerTask:
     """What one process is to measure."""
 

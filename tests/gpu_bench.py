@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from conftest import VOCAB
@@ -56,6 +58,29 @@ class FakeTime:
 
     def __call__(self) -> float:
         return self.now
+
+
+def install_vllm(monkeypatch: pytest.MonkeyPatch, llm: type) -> None:
+    """This class is vLLM's."""
+    fake = SimpleNamespace(LLM=llm, SamplingParams=SimpleNamespace, __version__="0.26")
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    for key in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_USE_FLASHINFER_SAMPLER"):
+        monkeypatch.setenv(key, "0")
+
+
+def measure_here(
+    monkeypatch: pytest.MonkeyPatch, command: Any, its_peers: Any, check: Callable[[str, str | None, float], None]
+) -> None:
+    """Peers run in this process, where the command would start another one; check: script, path and limit."""
+
+    def apart(script: str, arguments: Sequence[str], peer_path: str | None, timeout: float) -> dict[str, Any]:
+        check(script, peer_path, timeout)
+        said: list[dict[str, Any]] = []
+        options = command.parser().parse_args(arguments)
+        its_peers.measure(its_peers.Task.read(options.as_peer), lambda found: said.append(dict(found)))
+        return said[-1]
+
+    monkeypatch.setattr(its_peers, "apart", apart)
 
 
 def write_prompts(folder: Path) -> Path:

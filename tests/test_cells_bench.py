@@ -26,6 +26,8 @@ from gpu_bench import (
     cells_trials,
     cells_work,
     curve_run,
+    install_vllm,
+    measure_here,
     write_heads,
 )
 from slipstream.core.errors import ConfigError, InvalidRequest
@@ -98,21 +100,14 @@ class FakeVllm:
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeVllm]:
     """In this process, where the command would start another one."""
-    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=SimpleNamespace, __version__="0.26")
+    install_vllm(monkeypatch, FakeVllm)
     kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
-    monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
-    for key in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_USE_FLASHINFER_SAMPLER"):
-        monkeypatch.setenv(key, "0")
 
-    def apart(script: str, arguments: Sequence[str], peer_path: str | None, timeout: float) -> dict[str, Any]:
+    def check(script: str, peer_path: str | None, timeout: float) -> None:
         assert script == "cells.py"
-        said: list[dict[str, Any]] = []
-        options = cells.parser().parse_args(arguments)
-        cells_peers.measure(cells_peers.Task.read(options.as_peer), lambda found: said.append(found))
-        return said[-1]
 
-    monkeypatch.setattr(cells_peers, "apart", apart)
+    measure_here(monkeypatch, cells, cells_peers, check)
     monkeypatch.setattr(FakeVllm, "opened", [])
     return FakeVllm
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from gpu_bench import ROOT_FOLDER, WIDE, curve, curve_peers, curve_run, curve_work, write_heads, write_prompts
+from gpu_bench import (
+    ROOT_FOLDER,
+    WIDE,
+    curve,
+    curve_peers,
+    curve_run,
+    curve_work,
+    install_vllm,
+    measure_here,
+    write_heads,
+    write_prompts,
+)
 from slipstream.core.errors import ConfigError
 
 
@@ -55,19 +65,12 @@ class FakeVllm:
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeVllm]:
     """In this process, where the command would start another one."""
-    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=SimpleNamespace, __version__="0.26")
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    for key in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_USE_FLASHINFER_SAMPLER"):
-        monkeypatch.setenv(key, "0")
+    install_vllm(monkeypatch, FakeVllm)
 
-    def apart(script: str, arguments: Sequence[str], peer_path: str | None, timeout: float) -> dict[str, Any]:
+    def check(script: str, peer_path: str | None, timeout: float) -> None:
         assert (script, peer_path, timeout) == ("curve.py", "site", 240)
-        said: list[dict[str, Any]] = []
-        options = curve.parser().parse_args(arguments)
-        curve_peers.measure(curve_peers.Task.read(options.as_peer), lambda found: said.append(dict(found)))
-        return said[-1]
 
-    monkeypatch.setattr(curve_peers, "apart", apart)
+    measure_here(monkeypatch, curve, curve_peers, check)
     monkeypatch.setattr(FakeVllm, "opened", [])
     monkeypatch.setattr(FakeVllm, "asked", [])
     return FakeVllm

@@ -18,6 +18,7 @@ from gpu_bench import (
     ROOT_FOLDER,
     FakeClock,
     gpu,
+    install_vllm,
     ours,
     peers,
     reports,
@@ -108,10 +109,7 @@ def test_a_peer_does_the_same_work(
             answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1,) * params.max_tokens)])
             return [answer for _ in prompts]
 
-    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=SimpleNamespace, __version__="0.26")
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    for key in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_USE_FLASHINFER_SAMPLER"):
-        monkeypatch.setenv(key, "0")
+    install_vllm(monkeypatch, FakeVllm)
     (task,) = peers.tasks(("plain",), ("tokens", "prefill"), str(tiny_target), None, "d", prompts_file, 9).values()
     gpu.main(task.arguments)
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
