@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from conftest import save_model, tiny_llama
 from serving import serving
 from slipstream import LLM
-from slipstream.serve.measure import FIRST_TOKENS, WARM_UP, Asked, Http, Library, measure
+from slipstream.serve.measure import FEWEST, FIRST_TOKENS, WARM_UP, Asked, Http, Library, measure
 
 
 class Scripted:
@@ -29,10 +34,26 @@ class Scripted:
 def test_a_machine_that_changes_its_pace_is_no_cost_of_http() -> None:
     library, http = Scripted(1.0, 0.010), Scripted(1.04, 0.0115)
     found = measure(library, http, Asked(4, 8, 7))  # type: ignore[arg-type]
-    assert found.throughput_cost == pytest.approx(0.0385, abs=1e-3)
-    assert found.first_token_cost_ms == pytest.approx(1.5)
+    assert found.throughput.lost == pytest.approx(0.0385, abs=1e-3)
+    assert found.first_token.difference_ms == pytest.approx(1.5)
     assert library.asked == http.asked == WARM_UP + 7
-    assert found.library.tokens_per_s == pytest.approx(4 * 8 / 2.0)
+    assert found.throughput.library_tok_s == pytest.approx(4 * 8 / 2.0)
+    assert found.throughput.server_tok_s == pytest.approx(4 * 8 / 2.08, rel=1e-2)
+    assert found.told()["throughput"]["met"] is True
+    assert found.told()["first_token"]["met"] is True
+
+
+def test_what_a_server_is_held_to_is_said() -> None:
+    slow = measure(Scripted(1.0, 0.010), Scripted(1.06, 0.0125), Asked(4, 8, 4))  # type: ignore[arg-type]
+    assert slow.told()["throughput"]["met"] is False
+    assert slow.told()["first_token"]["met"] is False
+
+
+def test_no_pair_begins_when_time_is_over() -> None:
+    library = Scripted(1.0, 0.010)
+    found = measure(library, Scripted(1.0, 0.010), Asked(4, 8, 50, seconds=0))  # type: ignore[arg-type]
+    assert found.throughput.pairs == FEWEST
+    assert library.asked == WARM_UP + FEWEST
 
 
 def test_both_ways_on_a_real_server(open_llm: Callable[..., LLM]) -> None:
@@ -46,6 +67,33 @@ def test_both_ways_on_a_real_server(open_llm: Callable[..., LLM]) -> None:
             http.close()
     tokens = llm.snapshot().generated_tokens - before
     assert tokens == 2 * ((WARM_UP + 2) * 3 * 8 + (WARM_UP + FIRST_TOKENS) * 2)
-    assert found.library.first_token_s > 0
-    assert found.http.first_token_s > 0
-    assert found.throughput_cost < 1
+    assert found.first_token.library_ms > 0
+    assert found.first_token.server_ms > 0
+    assert found.throughput.lost < 1
+
+
+def test_answers_longer_than_the_readers_window(tmp_path: Path) -> None:
+    """A stream of some 400 events is longer than asyncio's `readuntil` looks."""
+    folder = save_model(tmp_path / "long", tiny_llama(max_position_embeddings=1024, num_hidden_layers=1))
+    asked = Asked(1, 900, 1)
+    with LLM(folder, device="cpu", drafter="none", memory="64MiB") as llm, serving(llm, models=("measured",)) as server:
+        http = Http(server.url, asked)
+        try:
+            assert http.all() > 0
+        finally:
+            http.close()
+
+
+def test_the_command_writes_one_json(tiny_target: Path, tmp_path: Path) -> None:
+    written = tmp_path / "cost.json"
+    options = ["--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB", "--json", str(written)]
+    counts = ["--requests", "2", "--max-tokens", "4", "--repeats", "1"]
+    command = [sys.executable, "-m", "slipstream.serve.measure", *options, *counts]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert told == json.loads(written.read_text())
+    assert told["throughput"]["ratio"] == pytest.approx(1 - told["throughput"]["lost"])
+    assert told["first_token"]["pairs"] == FIRST_TOKENS
+    assert {"requests": 2, "max_tokens": 4, "repeats": 1}.items() <= told.items()
+    assert told["machine"]["httptools"] is True

@@ -43,6 +43,10 @@ def test_a_delta_costs_what_is_new(llm: LLM) -> None:
     assert max(len(output.outputs[0].token_ids) for output in outputs) <= 64
     assert len({id(output.prompt_token_ids) for output in outputs}) == 1
     assert len({id(output.prompt_token_ids) for output in collect(llm)}) == 1
+    *running, last = [output.outputs[0] for output in outputs]
+    assert len({id(one.speculation) for one in running}) == 1, "counts are copied with the end, not every round"
+    assert last.speculation is not running[0].speculation
+    assert last.speculation.emitted == 200
 
 
 def test_cumulative_outputs_hold_everything_so_far_and_do_not_change(llm: LLM) -> None:

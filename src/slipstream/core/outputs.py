@@ -94,7 +94,8 @@ class Timing:
 class CompletionOutput:
     """One of the `n` answers of a request.
 
-    text, token_ids, logprobs and origins are all so far; in a stream of `output_kind="delta"` only what is new.
+    text, token_ids, logprobs and origins are all so far; in a stream of `output_kind="delta"` only what is new, and
+    timing and speculation, which go on changing until then, are those of the answer when it has ended.
     """
 
     index: int

@@ -201,11 +201,24 @@ _OUTPUT, _TIMING, _STATS, _DRAFTER = map(_all_of, (CompletionOutput, Timing, Spe
 
 
 def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:
-    """A copy that holds only what the caller has not heard yet: it costs as much as is new, however long the answer."""
-    copy = _snapshot(output, told.tokens, told.characters)
+    """What the caller has not heard yet: it costs as much as is new, however long the answer.
+
+    Every stream has one of these a round, so that counts and times are copied only with the end.
+    """
+    at, characters = told.tokens, told.characters
     told.tokens, told.characters = len(output.token_ids), len(output.text)
-    told.ended = output.finish_reason is not None
-    return copy
+    if output.finish_reason is not None:
+        told.ended = True
+        return _snapshot(output, at, characters)
+    return CompletionOutput(
+        output.index,
+        output.text[characters:],
+        output.token_ids[at:],
+        None if output.logprobs is None else output.logprobs[at:],
+        timing=output.timing,
+        speculation=output.speculation,
+        origins=None if output.origins is None else output.origins[at:],
+    )
 
 
 def _snapshot(output: CompletionOutput, tokens: int = 0, characters: int = 0) -> CompletionOutput:

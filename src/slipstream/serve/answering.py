@@ -21,7 +21,7 @@ from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, for_log, from_exception
 from slipstream.serve.logs import log_failure
 from slipstream.serve.record import Record
-from slipstream.serve.wording import DONE, Piece, Wording, answer_record
+from slipstream.serve.wording import DONE, Piece, Wording, answer_record, quoted
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -59,6 +59,7 @@ class EngineResponse(Response):
         self._tokens = [0] * count
         self._cached = 0  # tokens of the prompts that were found in the cache
         self._held = [""] * count  # text that waits for a whole chunk
+        self._around = [work.wording.around_text(index) for index in range(count)] if work.streamed else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, work = Record.of(scope), self._work
@@ -107,6 +108,10 @@ class EngineResponse(Response):
         wording, begun = self._work.wording, False
         try:
             while arrived := await stream.take():
+                if begun and (quick := self._only_text(arrived)) is not None:
+                    if quick:
+                        await send({"type": "http.response.body", "body": quick, "more_body": True})
+                    continue
                 events = [wording.events(piece) for piece in self._pieces(arrived)]
                 if not begun:
                     events.insert(0, wording.opening(len(self._ends)))
@@ -129,6 +134,21 @@ class EngineResponse(Response):
                 return
             ending = b"data: " + _told(error, record).json + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": ending})
+
+    def _only_text(self, arrived: Sequence[RequestOutput]) -> bytes | None:
+        """The event for a round that brought one choice some text and nothing else; None: it brought more.
+
+        Nearly all rounds of nearly all streams are such, and what `_pieces` and the wording do for them comes to this.
+        """
+        if len(arrived) != 1 or len(arrived[0].outputs) != 1:
+            return None
+        output = arrived[0].outputs[0]
+        index = self._choice[arrived[0].request_id] + output.index
+        around = self._around[index]
+        if around is None or output.finish_reason or output.logprobs is not None or output.origins is not None:
+            return None
+        self._tokens[index] += len(output.token_ids)
+        return f"{around[0]}{quoted(output.text)}{around[1]}".encode("utf-8", "replace") if output.text else b""
 
     def _new(self, request: RequestOutput) -> list[tuple[int, CompletionOutput]]:
         """What a request brought, by choice; of those that ended, nothing is new any more."""

@@ -59,6 +59,12 @@ class ChatWording(Wording):
             return ""
         return self._event(piece, json.dumps(told, ensure_ascii=True), logprobs)
 
+    def around_text(self, index: int) -> tuple[str, str] | None:
+        if self._make_parser is not None or self.manner.chunk_chars is not None:
+            return None
+        before = f'{self._head}"choices":[{{"index":{index},"delta":{{"content":'
+        return before, f'}},"logprobs":null,"finish_reason":null}}]{self._tail}'
+
     def _event(self, piece: Piece, delta: str, logprobs: str) -> str:
         ending = ending_of(piece, self._reason(piece))
         more = extras_of(piece)

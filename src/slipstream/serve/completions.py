@@ -35,6 +35,12 @@ class CompletionWording(Wording):
         ending = ending_of(piece) + extras_of(piece)
         return self.event(f'{{"index":{piece.index},"text":{quoted(text)},"logprobs":{logprobs},{ending}}}')
 
+    def around_text(self, index: int) -> tuple[str, str] | None:
+        if self._echoes or self.manner.chunk_chars is not None:
+            return None
+        before = f'{self._head}"choices":[{{"index":{index},"text":'
+        return before, f',"logprobs":null,"finish_reason":null}}]{self._tail}'
+
     def _echo(self, index: int) -> str:
         if not self._echoes or index in self._begun:
             return ""

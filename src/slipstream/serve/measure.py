@@ -1,16 +1,19 @@
 """What HTTP costs: the same requests through the library and through the server, throughput and first token of each.
 
-    python -m slipstream.serve.measure --model default --requests 32 --max-tokens 128
+    python -m slipstream.serve.measure --model default --requests 32 --json FILE
 
 Both run in turn, in one process, and each is compared with the one beside it: a machine that is faster or slower for a
-while is so for both. The client has a process of its own, as clients do. The last line is JSON.
+while is so for both. The client has a process of its own, as clients do. The last line is JSON, with the two bars that
+a server is held to: at most a twentieth of the throughput, and 2 ms before a first token.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -18,37 +21,73 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 WARM_UP = 2
 FIRST_TOKENS = 20
 """Requests, one after the other, whose first token is timed."""
+FEWEST = 3
+"""Pairs that are measured however long they take."""
+LOST_BAR = 0.05
+FIRST_TOKEN_BAR_MS = 2.0
 _ALL = "all"
+_ANSWER_S = 120.0
+"""What the client gives the server for one line of work; then something is broken, and it says so."""
+_END = b"0\r\n\r\n"
+_TAIL = 1024  # bytes of a stream that its end is looked for in
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Tokens a second of requests that run together, and seconds to a first token: medians."""
+class Throughput:
+    """Tokens a second of requests that run together: medians. lost: the part that HTTP takes, the median over pairs."""
 
-    tokens_per_s: float
-    first_token_s: float
+    library_tok_s: float
+    server_tok_s: float
+    ratio: float
+    lost: float
+    pairs: int
+    bar: float = LOST_BAR
+
+    @property
+    def met(self) -> bool:
+        return self.lost <= self.bar
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Milliseconds to a first token of one request alone: medians; the difference is the median over pairs."""
+
+    library_ms: float
+    server_ms: float
+    difference_ms: float
+    pairs: int
+    bar_ms: float = FIRST_TOKEN_BAR_MS
+
+    @property
+    def met(self) -> bool:
+        return self.difference_ms <= self.bar_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What HTTP takes: a part of the throughput, and milliseconds before a first token. Medians over pairs."""
+    throughput: Throughput
+    first_token: FirstToken
 
-    library: Speed
-    http: Speed
-    throughput_cost: float
-    first_token_cost_ms: float
+    def told(self) -> dict[str, Any]:
+        """As JSON has it."""
+        parts = (("throughput", self.throughput), ("first_token", self.first_token))
+        return {name: {**asdict(part), "met": part.met} for name, part in parts}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
+    """seconds: no further pair of runs begins behind them, once there are a few."""
+
     requests: int
     max_tokens: int
     repeats: int
+    seconds: float = 40.0
 
     def prompt(self, index: int) -> str:
         return f"Write {index + 3} sentences about the number {index}."
@@ -96,7 +135,11 @@ class Http:
         return self._ask(str(index))
 
     def close(self) -> None:
-        self._process.communicate(timeout=60)
+        try:
+            self._process.communicate(timeout=10)  # its input ends, and so does it
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
     def _ask(self, what: str) -> float:
         assert self._process.stdin is not None
@@ -109,23 +152,28 @@ class Http:
 
 
 def measure(library: Library, http: Http, asked: Asked) -> Cost:
-    tokens = asked.requests * asked.max_tokens
-    whole = _pairs(lambda _: library.all(), lambda _: http.all(), asked.repeats)
-    first = _pairs(library.first, http.first, FIRST_TOKENS)
-    median = statistics.median
-    speeds = [Speed(tokens / median(p[way] for p in whole), median(p[way] for p in first)) for way in (0, 1)]
+    tokens, median = asked.requests * asked.max_tokens, statistics.median
+    whole = _pairs(lambda _: library.all(), lambda _: http.all(), asked.repeats, asked.seconds)
+    first = _pairs(library.first, http.first, FIRST_TOKENS, asked.seconds)
+    ratio = median(plain / served for plain, served in whole)
+    alone, served = (tokens / median(pair[way] for pair in whole) for way in (0, 1))
+    plain_ms, served_ms = (1000 * median(pair[way] for pair in first) for way in (0, 1))
+    more_ms = 1000 * median(late - early for early, late in first)
     return Cost(
-        speeds[0],
-        speeds[1],
-        round(1 - median(plain / served for plain, served in whole), 4),
-        round(1000 * median(served - plain for plain, served in first), 2),
+        Throughput(round(alone, 1), round(served, 1), round(ratio, 4), round(1 - ratio, 4), len(whole)),
+        FirstToken(round(plain_ms, 3), round(served_ms, 3), round(more_ms, 3), len(first)),
     )
 
 
-def _pairs(one: Callable[[int], float], other: Callable[[int], float], count: int) -> list[tuple[float, float]]:
+def _pairs(
+    one: Callable[[int], float], other: Callable[[int], float], count: int, seconds: float
+) -> list[tuple[float, float]]:
     """Both in turn, each of them first as often; the first few do not count."""
-    found = []
+    found: list[tuple[float, float]] = []
+    begun = time.perf_counter()
     for i in range(WARM_UP + count):
+        if len(found) >= WARM_UP + FEWEST and time.perf_counter() - begun > seconds:
+            break
         if i % 2:
             late = other(i)
             found.append((one(i), late))
@@ -136,16 +184,17 @@ def _pairs(one: Callable[[int], float], other: Callable[[int], float], count: in
 
 async def serve_pairs(url: str, asked: Asked) -> None:
     """The client: does what each line says that comes in, and tells how long it took."""
-    host, port = url.removeprefix("http://").split(":")
+    host, port = url.removeprefix("http://").rsplit(":", 1)
     connections = [await asyncio.open_connection(host, int(port)) for _ in range(asked.requests)]
     loop = asyncio.get_running_loop()
     while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
-        if line == _ALL:
-            begun = time.perf_counter()
-            await asyncio.gather(*(_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections)))
-            took = time.perf_counter() - begun
-        else:
-            took = await _ask(connections[0], asked.prompt(int(line)), 2)
+        async with asyncio.timeout(_ANSWER_S):
+            if line == _ALL:
+                begun = time.perf_counter()
+                await asyncio.gather(*(_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections)))
+                took = time.perf_counter() - begun
+            else:
+                took = await _ask(connections[0], asked.prompt(int(line)), 2)
         print(took, flush=True)
 
 
@@ -158,25 +207,53 @@ async def _ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], pr
     begun = time.perf_counter()
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     if b" 200 " not in await reader.readline():
-        raise RuntimeError(f"the server refused: {await reader.read(500)!r}")
+        raise RuntimeError(f"the server refused: {await reader.read(2000)!r}")
     await reader.readuntil(b"data: {")
     first = time.perf_counter() - begun
-    await reader.readuntil(b"data: [DONE]")
-    await reader.readuntil(b"0\r\n\r\n")
+    tail = b""
+    while not (tail.endswith(_END) and b"data: [DONE]" in tail):
+        part = await reader.read(1 << 16)  # not `readuntil`: a long answer is longer than it looks
+        if not part:
+            raise RuntimeError(f"the server hung up: {tail!r}")
+        tail = (tail + part)[-_TAIL:]
+    if b'"finish_reason":"length"' not in tail:
+        raise RuntimeError(f"the answer is not as long as it was asked for: {tail!r}")
     return first
 
 
+def machine(llm: Any) -> dict[str, Any]:
+    """What was measured on: an event loop and a parser of pure Python cost several times as much."""
+    import fastapi
+    import torch
+    import uvicorn
+
+    gpu = llm.engine.target.device.type == "cuda"
+    parts = {name: importlib.util.find_spec(name) is not None for name in ("uvloop", "httptools")}
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"{platform.processor() or platform.machine()} CPU",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastapi": fastapi.__version__,
+        "uvicorn": uvicorn.__version__,
+        **parts,
+    }
+
+
 def main() -> None:
+    begun = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--drafter", default="none")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--memory", default=None, help="for the cache, as 4GiB; else what there is")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=8, help="most pairs of runs")
+    parser.add_argument("--seconds", type=float, default=40.0, help="no further pair begins behind so many")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    asked = Asked(options.requests, options.max_tokens, options.repeats)
+    asked = Asked(options.requests, options.max_tokens, options.repeats, options.seconds)
     if options.client:
         asyncio.run(serve_pairs(options.client, asked))
         return
@@ -185,19 +262,32 @@ def main() -> None:
     from slipstream.serve.server import HttpServer
 
     with LLM(
-        options.model, drafter=options.drafter, device=options.device, max_num_seqs=max(32, asked.requests)
+        options.model,
+        drafter=options.drafter,
+        device=options.device,
+        memory=options.memory,
+        max_num_seqs=max(32, asked.requests),
     ) as llm:
+        loaded_s = time.perf_counter() - begun
         server = HttpServer(llm, ServeConfig(models=("measured",), port=0))
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        http = Http(server.url, asked)
         try:
-            found = measure(Library(llm, asked), http, asked)
+            http = Http(server.url, asked)
+            try:
+                found = measure(Library(llm, asked), http, asked)
+            finally:
+                http.close()
+            where = machine(llm)
         finally:
-            http.close()
             server.drain()
             thread.join()
-    print(json.dumps(asdict(found)))
+    took = {"load": round(loaded_s, 1), "all": round(time.perf_counter() - begun, 1)}
+    what = {"model": options.model, "drafter": options.drafter, **asdict(asked), "took_s": took, "machine": where}
+    told = json.dumps({**found.told(), **what})
+    if options.json is not None:
+        options.json.write_text(told + "\n")
+    print(told)
 
 
 if __name__ == "__main__":

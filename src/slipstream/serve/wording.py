@@ -95,6 +95,13 @@ class Wording(ABC):
     def events(self, piece: Piece) -> str:
         """The events of a stream for what is new of a choice."""
 
+    def around_text(self, index: int) -> tuple[str, str] | None:
+        """What stands around the text in an event of this choice that has nothing else to say, as nearly all.
+
+        None: those of this answer have more.
+        """
+        return None
+
     def opening(self, choices: int) -> str:
         """What a stream begins with."""
         return ""
