@@ -103,6 +103,40 @@ def test_fields_values_and_remedies(server: HttpServer, body: dict[str, Any], me
     assert "Input" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "prompt"),
+    [
+        ({"prompt": "abc", "max_tokens": 254}, "max_tokens", 3),
+        ({"prompt": [[1, 2], [1, 2, 3, 4]], "max_tokens": 253}, "max_tokens", 4),
+        ({"max_tokens": 8000}, "max_tokens", 12),
+        ({"max_tokens": None, "max_completion_tokens": 8000}, "max_completion_tokens", 12),
+    ],
+)
+def test_an_answer_longer_than_the_context(server: HttpServer, body: dict[str, Any], param: str, prompt: int) -> None:
+    answer = post(server, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    room = 256 - prompt
+    assert error["message"] == (
+        f"{param}={body[param]}: too many, the prompt has {prompt} tokens, and both together may have 256; "
+        f"must be at most {room}, or left out"
+    )
+    fitting = post(server, {**body, param: 1, "logit_bias": {"257": 100}})
+    assert fitting.status_code == 200
+
+
+def test_the_last_place_of_the_context_counts_and_nobody_needs_to_ask_for_it(server: HttpServer) -> None:
+    asked = {"prompt": [7] * 250, "ignore_eos": True}
+    assert post(server, {**asked, "max_tokens": 6}).json()["usage"]["completion_tokens"] == 6
+    assert post(server, {**asked, "max_tokens": 7}).status_code == 400
+    for absent in ({"max_tokens": None}, {}):
+        body = {"model": MODEL, **asked, **absent}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == 6, "16 are asked for where nobody says how many; 6 are left"
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
 def test_what_the_engine_says_has_a_field(server: HttpServer) -> None:
     for body, message in (
         ({"prompt": ""}, "prompt: the prompt is empty"),

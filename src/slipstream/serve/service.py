@@ -82,7 +82,7 @@ class Service:
 
         def make() -> tuple[list[Job], Wording]:
             with about("prompt"):
-                jobs = [self._job(ids(prompt), params, record, i) for i, prompt in enumerate(prompts)]
+                jobs = [self._job(ids(prompt), params, record, i, asked) for i, prompt in enumerate(prompts)]
             echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
             return jobs, CompletionWording(manner, [echo for echo in echoes for _ in range(params.n)])
 
@@ -101,7 +101,7 @@ class Service:
 
         def make() -> tuple[list[Job], Wording]:
             with about("messages"):
-                job = self._job(self._conversation(asked), params, record, 0, "messages")
+                job = self._job(self._conversation(asked), params, record, 0, asked, "messages")
             return [job], ChatWording(manner, parser, params.logprobs or 0)
 
         return await self._response(make, asked, params, record, 1)
@@ -205,6 +205,20 @@ class Service:
                 code="context_length_exceeded",
             )
 
+    def _check_room(self, asked: CompletionRequest | ChatRequest, prompt: int) -> None:
+        """Refuse an answer that is asked to be longer than there is room for. Where nobody says how long, the room is."""
+        for name in ("max_tokens", "max_completion_tokens"):
+            wanted = getattr(asked, name, None) if name in asked.model_fields_set else None
+            room = self.llm.max_model_len - prompt
+            if wanted is not None and wanted > room:
+                raise ApiError(
+                    400,
+                    f"{name}={wanted}: too many, the prompt has {prompt} tokens, and both together may have "
+                    f"{self.llm.max_model_len}; must be at most {room}, or left out",
+                    param=name,
+                    code="context_length_exceeded",
+                )
+
     def _check_conversation(self, asked: ChatRequest | TokenizeRequest) -> None:
         self._check_length("messages", _length(asked))
         for index, tool in enumerate(asked.tools or ()):
@@ -216,8 +230,17 @@ class Service:
         self._check_length("messages", sum(map(len, parts)))
         return self.prompts.joined(parts)
 
-    def _job(self, ids: list[int], params: SamplingParams, record: Record, index: int, param: str = "prompt") -> Job:
+    def _job(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        record: Record,
+        index: int,
+        asked: CompletionRequest | ChatRequest,
+        param: str = "prompt",
+    ) -> Job:
         self._check_length(param, len(ids), "tokens", 1)
+        self._check_room(asked, len(ids))
         streaming = params.output_kind == "delta"
         name = f"{record.id}-{index}"
         job = self.llm.prepare(ids, params, request_id=name, streaming=streaming, compiling=self.config.compiling)
