@@ -206,7 +206,7 @@ class Service:
             )
 
     def _check_room(self, asked: CompletionRequest | ChatRequest, prompt: int) -> None:
-        """Refuse an answer that is asked to be longer than there is room for. Where nobody says how long, the room is."""
+        """Refuse an answer that is to be longer than there is room for. Where nobody says how long, the room is."""
         for name in ("max_tokens", "max_completion_tokens"):
             wanted = getattr(asked, name, None) if name in asked.model_fields_set else None
             room = self.llm.max_model_len - prompt
