@@ -77,6 +77,59 @@ def test_recipes_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe.recipe_class("eagle3").name == "eagle3"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("foo", "error: recipe 'foo' is unknown: must be one of eagle3, medusa, draft"),
+        ("medusa", "error: --out: name the folder of the run, such as --out runs/medusa"),
+        ("medusa --out R", "error: there is nothing to learn from: name prompt files (--prompts FILE)"),
+        (
+            "medusa --out R --self-prompts 9 --row-tokens 5",
+            "error: --row-tokens=5: must be a whole number of at least 16",
+        ),
+        ("draft --out R --self-prompts 9 --temperature -1", "error: --temperature=(-1.0,): must name at least one"),
+        ("draft --out R --self-prompts 9 --beta1 2", "error: --beta1=2.0: must be between 0 and 0.9999"),
+    ],
+)
+def test_errors_are_said_in_flags(capsys: pytest.CaptureFixture[str], arguments: str, said: str) -> None:
+    assert called(*arguments.split()) == 2
+    assert capsys.readouterr().err.replace("\n", " ").startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("medusa --set bogus=1", "--set bogus is unknown: this recipe has"),
+        ("medusa --set heads=99", "--set heads=99: must be between"),
+        ("eagle3 --set heads=5", "--set heads=5: must divide the hidden size of the target, 32"),
+        ("eagle3 --set draft_vocab=9999", "--set draft_vocab=9999: the target's vocabulary has 300 tokens"),
+        ("eagle3 --set steps=0", "--set steps=0: must be at least 1"),
+        ("draft --set start=0,9,1", "--set start='0,9,1': the target has 3 layers"),
+        ("draft --set hidden=64", "--set hidden=64: must be at most the target's hidden size, 32"),
+        ("draft --held-out 9", "--held-out=9: only 9 prompts have at most 512 tokens (--max-prompt-tokens)"),
+        ("draft --prompts missing.jsonl", "--prompts missing.jsonl: cannot be read"),
+    ],
+)
+def test_all_is_checked_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny_target: Path,
+    tmp_path: Path,
+    arguments: str,
+    said: str,
+) -> None:
+    def costly(*_: object, **__: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr("slipstream.train.data.open_model", costly)
+    out = tmp_path / "run"
+    common = ["--target", str(tiny_target), "--out", str(out), "--self-prompts", "9", "--held-out", "2"]
+    recipe, *others = arguments.split()
+    assert called(recipe, *common, *others, "--device", "cpu") == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (out / "data").exists()
+
+
 def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     named = set(TrainConfig.__dataclass_fields__) - {"recipe", "target", "out", "options"}
     assert set(command._OPTIONS) == named

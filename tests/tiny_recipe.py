@@ -17,8 +17,8 @@ from slipstream.drafters.base import Drafter
 from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch
-from slipstream.train.config import read_options
-from slipstream.train.recipe import Losses, Setting
+from slipstream.train.config import TrainConfig, read_options
+from slipstream.train.recipe import Losses, Setting, TargetShape
 
 HEADS = 2
 
@@ -48,6 +48,10 @@ class TinyRecipe:
         self.teacher = setting.teacher
         self.options = read_options(TinyOptions, setting.config.options)
         self._heads = TinyHeads(setting.teacher.hidden).to(setting.teacher.device)
+
+    @classmethod
+    def check(cls, config: TrainConfig, target: TargetShape) -> None:
+        read_options(TinyOptions, config.options)
 
     @classmethod
     def make(cls, setting: Setting) -> TinyRecipe:

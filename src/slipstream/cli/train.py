@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ import typer
 
 from slipstream.cli.loading import use_threads
 from slipstream.cli.options import MODEL, OUTPUT, DebugOption, option
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.models.resolve import find_local
 from slipstream.train.config import OptionValue, TrainConfig
 from slipstream.train.recipe import recipe_class, recipe_names
@@ -69,6 +70,21 @@ _NAMES = {"temperatures": "--temperature", "systems": "--system-prompt", "openin
 _KINDS: Mapping[str, Any] = {"int": int | None, "float": float | None, "bool": bool, "str": str | None}
 
 
+_FLAGS = {name: _NAMES.get(name, "--" + name.replace("_", "-")) for name in _OPTIONS}
+_SETTING = re.compile(rf"(?<![-\w.])({'|'.join(sorted(_FLAGS, key=len, reverse=True))})(?==)|\((\w+_\w+)\)")
+_OWN = re.compile(r"\boption (?:'(\w+)'|(\w+=))")
+
+
+def in_flags(message: str) -> str:
+    """A message of the library, whose settings have Python's names, in the words of the command line."""
+
+    def flag(found: re.Match[str]) -> str:
+        return _FLAGS[found[1]] if found[1] else f"({_FLAGS.get(found[2], found[2])})"
+
+    parts = re.split(r"(--set \w+)", _OWN.sub(lambda found: f"--set {found[1] or found[2]}", message))
+    return "".join(part if i % 2 else _SETTING.sub(flag, part) for i, part in enumerate(parts))
+
+
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the command's parameter `given` by one option for each setting in `_OPTIONS`; None: not given."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
@@ -79,8 +95,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         kind = "str" if kinds[name].endswith("Name") else kinds[name]
         listed = list[float] | None if "float, " in kind else list[str] | None
         hint: Any = listed if kind.startswith("tuple") else _KINDS[kind]
-        flag = _NAMES.get(name, "--" + name.replace("_", "-"))
-        made = option(flag, metavar=metavar, panel=panel, help=help)
+        made = option(_FLAGS[name], metavar=metavar, panel=panel, help=help)
         default = False if kind == "bool" else None
         added.append(inspect.Parameter(name, keyword, default=default, annotation=Annotated[hint, made]))
     parameters = [p.replace(kind=keyword) for p in own] + added
@@ -123,17 +138,20 @@ def train(
 
     Run again with the same options, it goes on where it was stopped. The last line on stdout is JSON.
     """
-    if out is None:
-        raise ConfigError("--out: name the folder of the run, such as --out runs/eagle3")
     if recipe not in recipe_names():
         raise ConfigError(f"recipe {recipe!r} is unknown: must be one of {', '.join(recipe_names())}")
+    if out is None:
+        raise ConfigError(f"--out: name the folder of the run, such as --out runs/{recipe}")
     named = {"recipe": recipe, "target": target, "out": out, "options": parse_settings(setting or []), **given}
-    TrainConfig(**named)  # refuses what is wrong before torch is imported
-    find_local(target)
-    use_threads(threads)
-    config = TrainConfig(**{**recipe_class(recipe).defaults, **named})
     try:
-        finished = run(config)
+        TrainConfig(**named)  # refuses what is wrong before torch is imported
+        find_local(target)
+        use_threads(threads)
+        finished = run(TrainConfig(**{**recipe_class(recipe).defaults, **named}))
+    except ConfigError as error:
+        raise ConfigError(in_flags(str(error))) from error
+    except CapacityError as error:
+        raise CapacityError(in_flags(str(error))) from error
     except KeyboardInterrupt:
         say(f"stopped; run the same command again to go on with {out}")
         raise

@@ -100,8 +100,8 @@ class TrainConfig:
             raise ConfigError(f"temperatures={self.temperatures!r}: must name at least one, each 0 or more")
         if not self.prompts and not self.self_prompts and not self.data:
             raise ConfigError(
-                "prompts=(), self_prompts=0: there is nothing to learn from; name prompt files, let a chat model write "
-                "its own (--self-prompts 10000), or name the data of another run (--data DIR)"
+                "there is nothing to learn from: name prompt files (--prompts FILE), let a chat model write its own "
+                "(--self-prompts 10000), or name the data of another run (--data DIR)"
             )
 
     @property

@@ -52,7 +52,6 @@ class Data:
 def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Data:
     """Read the data of this run; what is missing is made first."""
     folder = config.data_folder
-    folder.mkdir(parents=True, exist_ok=True)
     noted = folder / "data.json"
     record = json.loads(noted.read_text()) if noted.exists() else None
     if record is None and not (config.prompts or config.self_prompts):
@@ -61,6 +60,9 @@ def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Da
         _check_same(config, target, record)
     if record is None or not record["complete"]:
         wanted = record["made_of"] if record is not None else _made_of(config, target)
+        if not (folder / "prompts.jsonl").exists():
+            _check_enough(config, target, wanted)
+        folder.mkdir(parents=True, exist_ok=True)
         if ranks.leads:
             _note(noted, {"made_of": wanted, "complete": False})
         ranks.wait()
@@ -100,6 +102,23 @@ def _check_same(config: TrainConfig, target: Path, record: Mapping[str, Any]) ->
             )
 
 
+def _check_enough(config: TrainConfig, target: Path, made_of: Mapping[str, Any]) -> None:
+    """Refuse before anything is written what would leave nothing to train on, and files that cannot be read."""
+    files = read_files(made_of["prompts"])
+    tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
+    fitting = sum(len(as_tokens(tokenizer, prompt)) <= made_of["max_prompt_tokens"] for prompt in files)
+    _check_held_out(made_of, fitting + made_of["self_prompts"])
+
+
+def _check_held_out(made_of: Mapping[str, Any], prompts: int) -> None:
+    held, longest = made_of["held_out"], made_of["max_prompt_tokens"]
+    if prompts <= held:
+        raise ConfigError(
+            f"held_out={held}: only {prompts} prompts have at most {longest} tokens (max_prompt_tokens); "
+            "name more prompts, or hold fewer out"
+        )
+
+
 def _note(file: Path, record: Mapping[str, Any]) -> None:
     part = file.with_name(f".{file.name}.part")
     part.write_text(json.dumps(record, indent=2) + "\n")
@@ -117,11 +136,7 @@ def _split(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """For training, and held out: chosen by the seed."""
     count = made_of["held_out"]
-    if len(prompts) <= count:
-        raise ConfigError(
-            f"held_out={count}: only {len(prompts)} prompts have at most {made_of['max_prompt_tokens']} tokens "
-            "(max_prompt_tokens); name more prompts, or hold fewer out"
-        )
+    _check_held_out(made_of, len(prompts))
     order = np.random.default_rng(made_of["seed"]).permutation(len(prompts)).tolist()
     return [prompts[i] for i in order[count:]], [prompts[i] for i in order[:count]]
 

@@ -25,11 +25,11 @@ from slipstream.models.support import SHARES
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.chain_attention import Sequences
-from slipstream.train.config import read_options
+from slipstream.train.config import TrainConfig, read_options
 from slipstream.train.distill_module import DraftModule
 from slipstream.train.distill_options import DraftOptions
-from slipstream.train.distill_start import begin, draft_shape
-from slipstream.train.recipe import Losses, Setting
+from slipstream.train.distill_start import begin, check_start, draft_shape
+from slipstream.train.recipe import Losses, Setting, TargetShape
 from slipstream.train.soft_loss import Aim, soft_loss
 from slipstream.train.teacher import Teacher
 
@@ -55,6 +55,12 @@ class DraftRecipe:
     def __init__(self, options: DraftOptions, module: DraftModule, teacher: Teacher) -> None:
         self.options = options
         self._module, self._teacher = module, teacher
+
+    @classmethod
+    def check(cls, config: TrainConfig, target: TargetShape) -> None:
+        options = read_options(DraftOptions, config.options)
+        draft_shape(options, target)
+        check_start(options, target)
 
     @classmethod
     def make(cls, setting: Setting) -> DraftRecipe:

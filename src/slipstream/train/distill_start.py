@@ -12,16 +12,17 @@ from slipstream.core.errors import ConfigError
 from slipstream.train.distill_module import DraftModule, DraftShape
 from slipstream.train.distill_options import NOTHING, DraftOptions
 from slipstream.train.layers import rope_of
+from slipstream.train.recipe import TargetShape
 from slipstream.train.teacher import Teacher
 
 _MODEST = 0.3
 """Size of the last states against the target's: first guesses are mostly wrong, and should not be sure."""
 
 
-def draft_shape(options: DraftOptions, teacher: Teacher) -> DraftShape:
+def draft_shape(options: DraftOptions, target: TargetShape) -> DraftShape:
     """A draft that fits this target."""
-    config: Any = teacher.config
-    wide = teacher.hidden
+    config: Any = target.config
+    wide = target.hidden
     hidden = options.hidden or wide
     if hidden > wide:
         raise ConfigError(f"option hidden={hidden}: must be at most the target's hidden size, {wide}")
@@ -46,7 +47,7 @@ def draft_shape(options: DraftOptions, teacher: Teacher) -> DraftShape:
         head_dim=dim,
         num_layers=options.layers,
         norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        vocab=teacher.vocab_size,
+        vocab=target.vocab_size,
         positions=int(getattr(config, "max_position_embeddings", None) or 2048),
         rope=rope_of(config),
     )
@@ -81,8 +82,7 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
         size = last.pow(2).mean().sqrt()
         module.norm.weight.copy_(_MODEST * (size if shape.is_reduced else last))
     wanted = options.start_layers or list(range(min(shape.num_layers, teacher.num_layers)))
-    if options.start_layers:
-        _check_start(options, teacher)
+    check_start(options, teacher)
     if options.start == NOTHING or not _fit(module, teacher, wanted):
         if options.start_layers:
             raise ConfigError(
@@ -95,14 +95,16 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
     return wanted
 
 
-def _check_start(options: DraftOptions, teacher: Teacher) -> None:
+def check_start(options: DraftOptions, target: TargetShape) -> None:
     wanted = options.start_layers
+    if not wanted:
+        return
     if len(wanted) != options.layers:
         raise ConfigError(
             f"option start={options.start!r}: must name as many layers as the draft has, {options.layers}"
         )
-    if max(wanted) >= teacher.num_layers:
-        raise ConfigError(f"option start={options.start!r}: the target has {teacher.num_layers} layers, counted from 0")
+    if max(wanted) >= target.num_layers:
+        raise ConfigError(f"option start={options.start!r}: the target has {target.num_layers} layers, counted from 0")
 
 
 def _fit(module: DraftModule, teacher: Teacher, wanted: list[int]) -> bool:

@@ -28,6 +28,11 @@ class DraftVocab:
         return self.ids - torch.arange(len(self.ids))
 
 
+def check_size(size: int, vocab: int) -> None:
+    if size > vocab:
+        raise ConfigError(f"option draft_vocab={size}: the target's vocabulary has {vocab} tokens, it cannot be larger")
+
+
 def choose_vocab(counts: Tensor, size: int, coverage: float, most: int) -> DraftVocab:
     """The most frequent tokens by `counts` [V]; ties go to the lower id.
 
@@ -35,8 +40,7 @@ def choose_vocab(counts: Tensor, size: int, coverage: float, most: int) -> Draft
     """
     counts = counts.cpu().long()
     vocab, seen = len(counts), int(counts.sum())
-    if size > vocab:
-        raise ConfigError(f"draft_vocab={size}: the target's vocabulary has {vocab} tokens, it cannot be larger")
+    check_size(size, vocab)
     order = counts.sort(descending=True, stable=True)
     if not size:
         covered = order.values.cumsum(0) >= coverage * seen

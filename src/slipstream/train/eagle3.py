@@ -18,12 +18,12 @@ from slipstream.models.load import named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.chain_attention import Sequences
-from slipstream.train.config import read_options
-from slipstream.train.draft_vocab import DraftVocab, choose_vocab
+from slipstream.train.config import TrainConfig, read_options
+from slipstream.train.draft_vocab import DraftVocab, check_size, choose_vocab
 from slipstream.train.eagle3_module import Eagle3Module
 from slipstream.train.eagle3_options import Eagle3Options
 from slipstream.train.eagle3_start import begin, head_shape
-from slipstream.train.recipe import Losses, Setting
+from slipstream.train.recipe import Losses, Setting, TargetShape
 from slipstream.train.soft_loss import Aim, soft_loss
 from slipstream.train.teacher import Teacher
 
@@ -53,6 +53,12 @@ class Eagle3Recipe:
         self._module, self._teacher = module, teacher
         everything = len(vocab.ids) == teacher.vocab_size
         self._ids = None if everything else vocab.ids.to(teacher.device)
+
+    @classmethod
+    def check(cls, config: TrainConfig, target: TargetShape) -> None:
+        options = read_options(Eagle3Options, config.options)
+        check_size(options.draft_vocab, target.vocab_size)
+        head_shape(options, target, options.draft_vocab)
 
     @classmethod
     def make(cls, setting: Setting) -> Eagle3Recipe:

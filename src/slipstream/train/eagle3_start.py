@@ -17,41 +17,42 @@ from slipstream.train.draft_vocab import DraftVocab
 from slipstream.train.eagle3_module import Eagle3Module
 from slipstream.train.eagle3_options import Eagle3Options
 from slipstream.train.layers import rope_of
+from slipstream.train.recipe import TargetShape as Shape
 from slipstream.train.teacher import Teacher
 
 _MODEST = 0.3
 """Size of the first states against the target's."""
 
 
-def head_shape(options: Eagle3Options, teacher: Teacher, draft_vocab: int) -> EagleShape:
+def head_shape(options: Eagle3Options, target: Shape, draft_vocab: int) -> EagleShape:
     """A head that fits this target."""
-    config: Any = teacher.config
+    config: Any = target.config
     heads = options.heads or int(config.num_attention_heads)
     kv_heads = options.kv_heads or heads
-    if teacher.hidden % heads:
-        raise ConfigError(f"option heads={heads}: must divide the hidden size of the target, {teacher.hidden}")
+    if target.hidden % heads:
+        raise ConfigError(f"option heads={heads}: must divide the hidden size of the target, {target.hidden}")
     if heads % kv_heads:
         raise ConfigError(f"option kv_heads={kv_heads}: must divide heads={heads}")
-    dim = options.head_dim or int(getattr(config, "head_dim", None) or teacher.hidden // config.num_attention_heads)
+    dim = options.head_dim or int(getattr(config, "head_dim", None) or target.hidden // config.num_attention_heads)
     positions = int(getattr(config, "max_position_embeddings", None) or 2048)
     layers = tuple(int(part) for part in options.layers)
     taps = (
         Taps(layers)
         if layers
-        else default_taps(TargetShape(teacher.hidden, teacher.vocab_size, teacher.num_layers, positions))
+        else default_taps(TargetShape(target.hidden, target.vocab_size, target.num_layers, positions))
     )
-    taps.check(teacher.num_layers)
+    taps.check(target.num_layers)
     return EagleShape(
         generation=3,
-        hidden=teacher.hidden,
-        target_hidden=teacher.hidden,
-        inner=options.inner or 5 * teacher.hidden,
+        hidden=target.hidden,
+        target_hidden=target.hidden,
+        inner=options.inner or 5 * target.hidden,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
         num_layers=1,
         norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        vocab=teacher.vocab_size,
+        vocab=target.vocab_size,
         draft_vocab=draft_vocab,
         taps=taps,
         max_positions=positions,

@@ -25,10 +25,10 @@ from slipstream.models.heads.medusa import residual_layers, with_tokens
 from slipstream.models.load import named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch
-from slipstream.train.config import read_options
+from slipstream.train.config import TrainConfig, read_options
 from slipstream.train.medusa_options import MedusaOptions
 from slipstream.train.medusa_table import measure_table
-from slipstream.train.recipe import Losses, Setting, Text
+from slipstream.train.recipe import Losses, Setting, TargetShape, Text
 from slipstream.train.soft_loss import Aim, soft_loss
 from slipstream.train.teacher import Teacher
 
@@ -88,6 +88,10 @@ class MedusaRecipe:
         """target: what the target is called, for readers of the heads."""
         self.options, self._module, self._teacher, self._target = options, module, teacher, target
         self._texts: tuple[Text, ...] = ()
+
+    @classmethod
+    def check(cls, config: TrainConfig, target: TargetShape) -> None:
+        read_options(MedusaOptions, config.options)
 
     @classmethod
     def make(cls, setting: Setting) -> MedusaRecipe:

@@ -36,6 +36,42 @@ class Losses:
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # sums of other terms, by name, for the curves
 
 
+class TargetShape(Protocol):
+    """What is known of a target before it is loaded. A `Teacher` has it too."""
+
+    @property
+    def config(self) -> Any:
+        """As transformers reads it."""
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToldShape:
+    """A target's shape by its configuration alone."""
+
+    config: Any
+
+    @property
+    def hidden(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a recipe is made for."""
@@ -53,8 +89,12 @@ class Recipe(Protocol):
     """Settings of `TrainConfig` that this recipe wants where the user says nothing."""
 
     @classmethod
+    def check(cls, config: TrainConfig, target: TargetShape) -> None:
+        """Raise `ConfigError` for options that are wrong: a run asks before it writes any data."""
+
+    @classmethod
     def make(cls, setting: Setting) -> Recipe:
-        """With fresh weights. Raises `ConfigError` for options that are wrong, before anything costly."""
+        """With fresh weights."""
 
     @property
     def module(self) -> nn.Module:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from slipstream.core.errors import CapacityError
-from slipstream.models.load import pick_device
+from slipstream.models.load import load_config, pick_device
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
 from slipstream.train.best import copy_best
@@ -21,7 +21,7 @@ from slipstream.train.measure import Measure
 from slipstream.train.packing import RowPlan
 from slipstream.train.progress import sized, under_way
 from slipstream.train.ranks import Ranks
-from slipstream.train.recipe import Recipe, Setting, recipe_class
+from slipstream.train.recipe import Recipe, Setting, ToldShape, recipe_class
 from slipstream.train.record import write_record
 from slipstream.train.teacher import Teacher
 
@@ -42,6 +42,7 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
     tell = say if ranks.leads else _nobody
     try:
         target = resolve(config.target, tell, trust_remote_code=config.trust_remote_code)
+        kind.check(config, ToldShape(load_config(target, config.trust_remote_code)))
         device = pick_device(ranks.device(config.device))
         if device.type == "cuda":
             torch.cuda.set_device(device)
