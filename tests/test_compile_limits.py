@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -20,9 +20,11 @@ import pytest
 
 from serving import MODEL, serving
 from slipstream import LLM, StructuredOutputsParams
+from slipstream.constrain import trials
 from slipstream.constrain.compiler import Grammars
 from slipstream.constrain.ebnf import MAX_ALTERNATIVES, MAX_RULES, MAX_WEIGHT, check_grammar
 from slipstream.constrain.limits import CompileLimits
+from slipstream.constrain.places import Places
 from slipstream.constrain.schema import MAX_ONE_OF, read_schema
 from slipstream.constrain.source import Source, source_of
 from slipstream.constrain.trials import WORKSHOP, Outcome, Sample
@@ -215,14 +217,101 @@ class TestTrials:
         larger = vocabulary + [b"cd%d" % i for i in range(150_000)]  # which takes longer, and so does its sample
         assert 6000 < len(Sample.of(larger).tokens) < 6800
 
-    def test_where_no_process_can_be_had_it_takes_as_long_as_it_takes(
+    def test_where_no_process_can_be_had_only_what_is_simple_is_taken(
         self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def none(*_: object) -> Outcome:
+        def none(*_: object, **__: object) -> None:
             raise OSError("no more processes")
 
-        monkeypatch.setattr(WORKSHOP, "try_out", none)
-        assert grammars.constraint(StructuredOutputsParams(grammar='root ::= "z"'), (), LIMITS).possible
+        WORKSHOP.close()
+        monkeypatch.setattr("subprocess.Popen", none)
+        heavy = StructuredOutputsParams(grammar='root ::= "z"')
+        with pytest.raises(InvalidRequest, match=r"grammar: may take long to compile, and cannot be tried out on this"):
+            grammars.constraint(heavy, (), LIMITS)
+        assert grammars.constraint(StructuredOutputsParams(regex="[a-f]{3}"), (), LIMITS).possible
+        assert grammars.constraint(heavy).possible, "the library's own caller may wait"
+
+    def test_one_that_does_not_read_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its pipe is full: who writes to it would hang, and everybody behind."""
+        sample = Sample.of([b"c", b"d"])
+        assert WORKSHOP.try_out(Source("grammar", 'root ::= "c"'), sample, 1.0) == Outcome(True)
+        process = WORKSHOP._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(trials, "_PATIENCE_S", 0.2)
+        long = Source("grammar", 'root ::= "c" # ' + "x" * (1 << 20))
+        for _ in range(2):
+            with pytest.raises(QueueFull, match="try again"):
+                WORKSHOP.try_out(long, sample, 0.0)
+            assert process.wait(30) == -signal.SIGKILL
+        monkeypatch.undo()
+        assert WORKSHOP.try_out(Source("grammar", 'root ::= "d"'), sample, 1.0) == Outcome(True)
+
+
+class TestShares:
+    def test_a_tenant_alone_has_all_places_and_of_several_each_its_share(self) -> None:
+        places = Places()
+        with ExitStack() as inside:
+            for _ in range(8):
+                inside.enter_context(places.taken("a", 8))
+            with pytest.raises(QueueFull), places.taken("a", 8):
+                pass
+            for _ in range(4):
+                inside.enter_context(places.taken("b", 8))
+            with pytest.raises(QueueFull), places.taken("b", 8):
+                pass
+            inside.enter_context(places.taken("c", 8))
+        with places.taken("b", 1):
+            pass
+        assert not places._inside
+
+    def test_however_many_tenants_there_are_there_is_an_end(self) -> None:
+        places = Places()
+        with ExitStack() as inside:
+            for number in range(6):
+                inside.enter_context(places.taken(f"t{number}", 2))
+            with pytest.raises(QueueFull), places.taken("another", 2):
+                pass
+
+    def test_a_form_does_not_wait_behind_all_of_another_tenants(
+        self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One has all places; another comes last, and has the next turn."""
+        begun: list[str] = []
+        step = threading.Semaphore(0)
+
+        def slowly(source: Source, *_: object) -> Outcome:
+            begun.append(source.text)
+            assert step.acquire(timeout=60)
+            return Outcome(True)
+
+        monkeypatch.setattr(WORKSHOP, "try_out", slowly)
+        told: list[BaseException] = []
+
+        def ask(tenant: str, number: int) -> None:
+            try:
+                grammars.constraint(StructuredOutputsParams(grammar=f'root ::= "{tenant}{number}"'), (), LIMITS, tenant)
+            except BaseException as error:
+                told.append(error)
+
+        threads = [threading.Thread(target=ask, args=("greedy", number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        while len(begun) + len(grammars._trying._waiting) < 8:
+            pass
+        threads.append(threading.Thread(target=ask, args=("other", 0)))
+        threads[-1].start()
+        while len(grammars._trying._waiting) < 7:
+            assert not told
+        step.release()
+        while len(begun) < 3:
+            pass
+        assert begun[2] == 'root ::= "other0"'
+        step.release(20)
+        for thread in threads:
+            thread.join(60)
+        assert not told
+        assert len(begun) == 9
 
 
 def body(**form: Any) -> dict[str, Any]:

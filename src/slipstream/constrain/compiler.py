@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +19,10 @@ from torch import Tensor
 
 from slipstream.constrain.limits import CompileLimits
 from slipstream.constrain.matcher import WORD, Constraint, Rules, mask_words
+from slipstream.constrain.places import Places, Turns
 from slipstream.constrain.source import Source, source_of
 from slipstream.constrain.trials import WORKSHOP, Sample
-from slipstream.core.errors import InvalidRequest, QueueFull
+from slipstream.core.errors import InvalidRequest
 from slipstream.core.structured import StructuredOutputsParams
 
 _CACHE_BYTES = 64 << 20
@@ -44,20 +44,25 @@ class Grammars:
         self._in_json: Tensor | None = None  # [W]: tokens that JSON may have at all
         self._sample: Sample | None = None
         self._counting = threading.Lock()
-        self._heavy = 0  # forms that are tried or compiled, or wait for it
-        self._trying = threading.Semaphore(_AT_ONCE)
-        self._compiling = threading.Semaphore(_AT_ONCE)
+        self._places = Places()  # of forms that are tried or compiled, or wait for it
+        self._trying = Turns(_AT_ONCE)
+        self._compiling = Turns(_AT_ONCE)
         self._tried: dict[tuple[StructuredOutputsParams, float], str | None] = {}  # what was wrong with them
         self._encode = lru_cache(_KNOWN_TEXTS)(self._encoded)  # keys of a schema come again in every answer
 
     def constraint(
-        self, form: StructuredOutputsParams, stop_ids: Iterable[int] = (), limits: CompileLimits | None = None
+        self,
+        form: StructuredOutputsParams,
+        stop_ids: Iterable[int] = (),
+        limits: CompileLimits | None = None,
+        tenant: str = "",
     ) -> Constraint:
         """The beginning of an answer of this form. stop_ids: further ids that end it; special tokens among them stand
         where the form is complete, others are text. Raises `InvalidRequest` where no answer can have the form, and
-        where compiling it goes beyond the limits; None: it may take as long as it takes."""
+        where compiling it goes beyond the limits; None: it may take as long as it takes. tenant: who asks, since what
+        takes long is shared out by tenant."""
         rules = Rules(
-            self._compiled(form, limits),
+            self._compiled(form, limits, tenant),
             tuple(sorted(self._eos_ids.union(_special_ids(self._tokenizer).intersection(stop_ids)))),
             self._vocab_size,
             self._encode,
@@ -76,14 +81,14 @@ class Grammars:
         assert self._sample is not None
         WORKSHOP.warm(self._sample)
 
-    def _compiled(self, form: StructuredOutputsParams, limits: CompileLimits | None) -> Any:
+    def _compiled(self, form: StructuredOutputsParams, limits: CompileLimits | None, tenant: str) -> Any:
         compiler = self._compiler()
         source = source_of(form)
         if source.light or limits is None:
             return self._made_of(form, source, compiler)
-        with self._counted(limits):
-            self._try_out(form, source, limits)
-            with self._compiling:
+        with self._places.taken(tenant, limits.waiting):
+            self._try_out(form, source, limits, tenant)
+            with self._compiling.turn(tenant):
                 return self._made_of(form, source, compiler)
 
     @staticmethod
@@ -93,28 +98,19 @@ class Grammars:
         except Exception as error:  # whatever the compiler does not like
             raise InvalidRequest(_impossible(form, str(error) or type(error).__name__)) from None
 
-    @contextmanager
-    def _counted(self, limits: CompileLimits) -> Iterator[None]:
-        with self._counting:
-            if self._heavy >= limits.waiting:
-                raise QueueFull("structured_outputs: too many forms are being compiled; try again", 1.0)
-            self._heavy += 1
-        try:
-            yield
-        finally:
-            with self._counting:
-                self._heavy -= 1
-
-    def _try_out(self, form: StructuredOutputsParams, source: Source, limits: CompileLimits) -> None:
+    def _try_out(self, form: StructuredOutputsParams, source: Source, limits: CompileLimits, tenant: str) -> None:
         """Raise `InvalidRequest` where it would take too long, or cannot be compiled at all."""
         known = (form, limits.trial_s)
         if known not in self._tried:
             assert self._sample is not None
-            with self._trying:
+            with self._trying.turn(tenant):
                 try:
                     outcome = WORKSHOP.try_out(source, self._sample, limits.trial_s)
-                except OSError:  # no process can be had here: as in the library, it takes as long as it takes
-                    return
+                except OSError as error:  # whoever asks is a stranger: nobody knows how long it would take
+                    raise InvalidRequest(
+                        f"structured_outputs.{form.kind}: may take long to compile, and cannot be tried out on this "
+                        f"server, which gets no process for it; {_SIMPLER[form.kind]}"
+                    ) from error
             wrong = None
             if outcome.reason is not None:
                 wrong = _impossible(form, outcome.reason)

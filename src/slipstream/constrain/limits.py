@@ -13,7 +13,8 @@ class CompileLimits:
 
     trial_s: seconds of a CPU, with a sample of the vocabulary (`trials.py`); with all of 49,152 tokens it takes about
         twenty times as long.
-    waiting: forms that are tried or compiled, or wait for it; more are refused with `QueueFull`.
+    waiting: forms of a tenant alone that are tried or compiled, or wait for it, and of several their shares
+        (`places.py`); more are refused with `QueueFull`.
     """
 
     trial_s: float = 0.25

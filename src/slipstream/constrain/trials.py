@@ -10,17 +10,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, TimeoutError
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO
 
 from slipstream.constrain.source import Source
 from slipstream.constrain.trial_process import FINE, WRONG
@@ -30,7 +32,8 @@ _SAMPLE = 1536
 _STEP = 32
 """One token in so many, but not fewer than the above: a larger vocabulary takes longer in its trial as well."""
 _PATIENCE_S = 30.0
-"""Seconds until an answer comes at the latest, the start of the process included."""
+"""Seconds until an answer comes at the latest, the start of the process included; and until it has read what it is
+told, or it is ended."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,13 @@ class Workshop:
     def warm(self, sample: Sample) -> None:
         """Start it, and let it have the vocabulary. Does not wait for it."""
         with self._lock:
-            self._tell(sample)
+            self._running()
+        threading.Thread(target=self._introduce, args=(sample,), name="trials", daemon=True).start()
+
+    def _introduce(self, sample: Sample) -> None:
+        with self._lock, contextlib.suppress(OSError):  # who asks next finds out
+            if self._process is not None:
+                self._tell(sample)
 
     def try_out(self, source: Source, sample: Sample, cpu_s: float) -> Outcome:
         """Can it be compiled within so many seconds of a CPU? Raises `OSError` where no process can be had."""
@@ -79,35 +88,58 @@ class Workshop:
         asked = {"vocabulary": sample.name, "kind": source.kind, "text": source.text, "free": source.free}
         mine = next(self._ids)
         try:
-            with self._lock:
-                to = self._tell(sample)
+            if not self._lock.acquire(timeout=_PATIENCE_S):
+                raise TimeoutError
+            try:
+                self._tell(sample)
                 self._waiting[mine] = answer
-                _write(to, {"id": mine, **asked, "cpu_s": cpu_s})
+                self._send({"id": mine, **asked, "cpu_s": cpu_s})
+            finally:
+                self._lock.release()
             return answer.result(_PATIENCE_S + cpu_s)
-        except (TimeoutError, CancelledError):
+        except (TimeoutError, CancelledError, BrokenPipeError):  # it hangs, or has just ended: another will do
             raise QueueFull("structured_outputs: forms cannot be tried out right now; try again", 5.0) from None
         finally:
             self._waiting.pop(mine, None)
 
     def close(self) -> None:
         """End the process; the next form that needs one starts another."""
+        if (process := self._process) is not None:
+            process.kill()  # it may still be importing, or hang: who writes to it just now must not wait
         with self._lock:
-            process, self._process = self._process, None
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(OSError):  # it has ended, and something was not yet written to it
-                process.stdin.close()
-            process.terminate()  # it may still be importing, and nobody wants to wait for that
+            if process is not None and self._process is process:
+                self._process = None
+        if process is not None:
             process.wait()
 
-    def _tell(self, sample: Sample) -> IO[bytes]:
+    def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = self._started()
-        assert self._process.stdin is not None
+        return self._process
+
+    def _tell(self, sample: Sample) -> None:
+        self._running()
         if sample.name not in self._known:
             tokens = [token.decode("latin-1") for token in sample.tokens]
-            _write(self._process.stdin, {"vocabulary": sample.name, "tokens": tokens})
+            self._send({"vocabulary": sample.name, "tokens": tokens})
             self._known.add(sample.name)
-        return self._process.stdin
+
+    def _send(self, what: dict[str, object]) -> None:
+        """Under the lock. One that does not take it is of no use any more."""
+        process = self._running()
+        try:
+            _write(process, what)
+        except OSError:
+            process.kill()  # half a line is of no use to anybody
+            self._forget(process)
+            raise
+
+    def _forget(self, process: subprocess.Popen[bytes]) -> None:
+        """Under the lock. Those who wait for it must come again."""
+        if self._process is process:  # else those who wait have another by now
+            self._process = None
+            for answer in list(self._waiting.values()):  # they go away by themselves meanwhile
+                answer.cancel()
 
     def _started(self) -> subprocess.Popen[bytes]:
         """It sees no GPU, says nothing on the terminal, and ends with us, because nobody writes to it then."""
@@ -118,35 +150,44 @@ class Workshop:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             env={**os.environ, "PYTHONPATH": found, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for us
         )
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)  # `_write` waits, but not for ever
         threading.Thread(target=self._listen, args=(process,), name="trials", daemon=True).start()
         return process
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         assert process.stdin is not None
-        with process.stdout:
-            for line in process.stdout:
+        with io.BufferedReader(process.stdout) as lines:  # type: ignore[type-var]  # a raw file, by `bufsize`
+            for line in lines:
                 told = json.loads(line)
                 if (answer := self._waiting.pop(told["id"], None)) is not None:
                     reason = told.get("reason", "") if told["outcome"] == WRONG else None
                     answer.set_result(Outcome(told["outcome"] == FINE, reason))
         process.wait()
-        with contextlib.suppress(OSError):  # what was not yet written to it
-            process.stdin.close()
         with self._lock:
-            if self._process is process:  # else those who wait have another by now
-                self._process = None
-                for answer in list(self._waiting.values()):  # they go away by themselves meanwhile
-                    answer.cancel()
+            process.stdin.close()
+            self._forget(process)
 
 
 WORKSHOP = Workshop()
 atexit.register(WORKSHOP.close)
 
 
-def _write(to: IO[bytes], what: dict[str, object]) -> None:
-    to.write(json.dumps(what).encode() + b"\n")
-    to.flush()
+def _write(process: subprocess.Popen[bytes], what: dict[str, object]) -> None:
+    """Raises `TimeoutError` where it does not read."""
+    assert process.stdin is not None
+    pipe, left = process.stdin.fileno(), memoryview(json.dumps(what).encode() + b"\n")
+    until = time.monotonic() + _PATIENCE_S
+    room = select.poll()  # `select` knows only the first thousand files
+    room.register(pipe, select.POLLOUT)
+    while left:
+        try:
+            left = left[os.write(pipe, left) :]
+        except BlockingIOError:
+            if not room.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise TimeoutError("the process in which forms are tried out does not read") from None

@@ -68,7 +68,8 @@ class Intake:
         bad_words = self._bad_words(params.bad_words)
         self._check_ids("bad_words", (token for word in bad_words for token in word))
         form = params.structured_outputs
-        constraint = None if form is None else self.grammars.constraint(form, params.stop_token_ids, compiling)
+        stops, tenant = params.stop_token_ids, params.speculation.tenant
+        constraint = None if form is None else self.grammars.constraint(form, stops, compiling, tenant)
         for sample in range(params.n):
             answer = Answer(
                 job=job,

@@ -35,9 +35,9 @@ _LONGEST_TOKEN = 16
 _SHORT = 4096
 """Bytes of a body that is prepared in place: a switch of threads would take longer."""
 
-_COMPILING = 16
-"""Requests with forms that are prepared at once, on threads of their own. More than may be tried and compiled
-(`CompileLimits.waiting`): others have forms that are little work, and must not wait for those."""
+_COMPILING = 32
+"""Requests with forms that are prepared at once, on threads of their own. More than may be tried and compiled, for all
+tenants together (`constrain/places.py`): others have forms that are little work, and must not wait for those."""
 
 Made = TypeVar("Made")
 
