@@ -128,7 +128,7 @@ def test_the_client_raises_what_it_was_told(llm: LLM, gate: Gate) -> None:
             list(stream)
 
 
-def test_a_second_signal_waits_for_nobody(llm: LLM, gate: Gate) -> None:
+def test_a_second_signal_waits_for_nobody(llm: LLM, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     with (
         ending(llm) as (server, thread),
         httpx.stream("POST", f"{server.url}/v1/completions", json={**ASKED, "stream": True}, timeout=60) as stream,
@@ -141,6 +141,10 @@ def test_a_second_signal_waits_for_nobody(llm: LLM, gate: Gate) -> None:
         assert [line for line in events if line][-1] == "data: [DONE]"
         thread.join(SOON_S)
         assert not thread.is_alive()
+    (cut,) = [record for record in caplog.records if record.getMessage() == "cut off"]
+    fields: dict[str, float] = vars(cut)["fields"]
+    assert fields["requests"] == 1
+    assert fields["drain_s"] < SOON_S, "what they had, not what they might have had"
 
 
 def test_who_asks_for_nothing_is_not_waited_for(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,35 @@ def test_the_docs_have_the_same_table() -> None:
         assert key in rows, name
         for value in one.values:
             assert f"`{json.dumps(value)}`" in rows[key], (name, value)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "said"),
+    [
+        ("GET", "/nope", 404, "not_found", "GET /nope: there is no such endpoint; /openapi.json lists them"),
+        ("GET", "/v1/nope", 404, "not_found", "GET /v1/nope: there is no such endpoint"),
+        ("DELETE", "/v1/completions", 405, "method_not_allowed", "does not know the method; use POST"),
+        ("POST", "/", 405, "method_not_allowed", "POST /: this endpoint does not know the method; use GET"),
+        ("OPTIONS", "/v1/chat/completions", 405, "method_not_allowed", "use POST"),
+    ],
+)
+def test_paths_and_methods_that_there_are_not(
+    server: HttpServer, method: str, path: str, status: int, code: str, said: str
+) -> None:
+    answer = httpx.request(method, f"{server.url}{path}")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert said in error["message"]
+    assert status == 404 or answer.headers["allow"]
+
+
+@pytest.mark.parametrize("raw", [b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: a\r\n\r\n"])
+def test_what_is_no_http_is_refused_in_the_same_shape(server: HttpServer, raw: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as wire:
+        wire.sendall(raw)
+        told = b"".join(iter(lambda: wire.recv(4096), b""))
+    head, _, body = told.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"application/json" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"

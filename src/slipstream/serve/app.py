@@ -133,6 +133,18 @@ def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
     return Gate(app, config, service.admission, service.drain, max_body=max_body, ended=ended), service
 
 
+def _no_endpoint(request: Request, error: StarletteHTTPException) -> ApiError:
+    """The framework says no more than the name of the status."""
+    headers, asked = dict(error.headers or {}), f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 404:
+        return ApiError(404, f"{asked}: there is no such endpoint; /openapi.json lists them", code="not_found")
+    if error.status_code == 405:
+        allowed = headers.get("Allow", "another method")
+        remedy = f"{asked}: this endpoint does not know the method; use {allowed}"
+        return ApiError(405, remedy, code="method_not_allowed", headers=headers)
+    return ApiError(error.status_code, str(error.detail), headers=headers)
+
+
 def _add_errors(app: FastAPI) -> None:
     async def say(request: Request, error: Exception) -> Response:
         Record.of(request.scope).error = for_log(error)
@@ -146,8 +158,9 @@ def _add_errors(app: FastAPI) -> None:
 
     async def say_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
-        headers = dict(error.headers or {})
-        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+        told = _no_endpoint(request, error)
+        Record.of(request.scope).error = told.for_log
+        return told.response()
 
     async def say_no_text(request: Request, error: Exception) -> Response:
         """Half a surrogate pair: JSON can write it, and pydantic cannot tell what is wrong with a field that has it."""

@@ -24,6 +24,7 @@ class Drain:
         self.watchers_end = asyncio.Event()  # who only watches does not keep a server alive
         self.over_at: float | None = None  # by time.monotonic: when those inside were cut off
         self._seconds = seconds
+        self._began: float | None = None
         self._until: float | None = None
         self._streams: set[OutputStream] = set()
 
@@ -31,12 +32,19 @@ class Drain:
         """Any thread, or a signal. False: it had begun already."""
         if self._until is not None:
             return False
-        self._until = time.monotonic() + self._seconds
+        self._began = time.monotonic()
+        self._until = self._began + self._seconds
         return True
 
     def hurry(self) -> None:
         """Begin, and wait for nobody. Any thread, or a signal."""
+        self.begin()
         self._until = time.monotonic()
+
+    @property
+    def lasted_s(self) -> float:
+        """How long those inside have had by now: less than it was to be, where somebody was in a hurry."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
 
     @property
     def begun(self) -> bool:

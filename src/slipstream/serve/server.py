@@ -17,6 +17,7 @@ from slipstream.engine.llm import LLM
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import log
+from slipstream.serve.protocol import HttpProtocol
 
 _SWITCH_S = 0.0001
 """How long the event loop's thread may compute while the engine's waits for the interpreter; Python's own, 5 ms,
@@ -35,6 +36,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 gate,
+                http=HttpProtocol,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -78,7 +80,7 @@ class HttpServer(uvicorn.Server):
         if drain.begun:
             drain.watchers_end.set()
         if drain.due and (cut := drain.cut_off()):
-            log.warning("cut off", extra={"fields": {"requests": cut, "drain_s": self.service.config.drain_s}})
+            log.warning("cut off", extra={"fields": {"requests": cut, "drain_s": round(drain.lasted_s, 1)}})
         waited = drain.over_at is not None and time.monotonic() > drain.over_at + _PARTING_S
         self.should_exit = drain.begun and (not inside or waited)
         return await super().on_tick(counter)
