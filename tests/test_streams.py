@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.core.errors import CapacityError
 from slipstream.engine import loop
 from slipstream.engine.loop import EngineLoop
 
@@ -76,6 +77,26 @@ def test_generate_gives_the_whole_whatever_the_kind(llm: LLM) -> None:
 
 def engine_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "slipstream-engine"]
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is still ending when the program does is torn out of torch, which aborts the process."""
+    waited: list[str] = []
+    join = threading.Thread.join
+
+    def seen(thread: threading.Thread, timeout: float | None = None) -> None:
+        waited.append(thread.name)
+        join(thread, timeout)
+
+    def refused() -> NoReturn:
+        raise CapacityError("too large")
+
+    before = engine_threads()
+    monkeypatch.setattr(threading.Thread, "join", seen)
+    with pytest.raises(CapacityError, match="too large"):
+        EngineLoop(refused)
+    assert waited == ["slipstream-engine"]
+    assert engine_threads() == before
 
 
 def test_ctrl_c_while_loading_leaves_no_thread_behind() -> None:

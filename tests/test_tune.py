@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from slipstream import LLM
+from slipstream import LLM, SamplingParams
 from slipstream.bench.recording import Recording
-from slipstream.bench.tune import Tuned, best, best_of_all, configuration, read_engine
+from slipstream.bench.tune import (
+    Candidate,
+    Tuned,
+    best,
+    best_of_all,
+    configuration,
+    doubts,
+    how_sure,
+    measure,
+    read_engine,
+)
 from slipstream.cli.main import main
 from slipstream.cli.options import Common
 from slipstream.cli.serve import _with_config
@@ -43,6 +55,42 @@ def test_the_fastest_is_recommended_and_plain_where_none_is_clearly_faster() -> 
     assert best_of_all(told((1, "plain", 10), (1, "a", 10.1))).name == "plain"
 
 
+class Timed:
+    """Answers with so many tokens a second, by the first token of a prompt."""
+
+    def __init__(self, name: str, rates: dict[int, float]) -> None:
+        self.name, self._rates = name, rates
+        self.asked: list[list[int]] = []
+
+    def answer(self, prompts: Any, params: Any) -> Any:
+        self.asked.append([ids[0] for ids in prompts])
+        answers = [SimpleNamespace(token_ids=[0] * 10) for _ in prompts]
+        return SimpleNamespace(answers=answers, wall_s=10 * len(prompts) / self._rates[prompts[0][0]])
+
+
+def test_all_prompts_are_asked_and_it_is_said_how_sure_a_recommendation_is() -> None:
+    count = 3
+    plain, fast = Timed("plain", dict.fromkeys(range(count), 10.0)), Timed("x", {0: 30.0, 1: 9.0, 2: 30.0})
+    options = [Candidate(plain, None), Candidate(fast, "x")]
+    rows = measure(options, [[i] for i in range(count)], [SamplingParams()] * count, [1, 2])
+    assert fast.asked == [[0], [1], [2], [0, 1], [2, 0]]
+    alone = rows[1]
+    assert (alone.prompts, alone.batches, alone.gain) == (3, 3, (0.9, 3.0))
+    assert alone.tokens_per_s == pytest.approx(30 / (10 / 30 + 10 / 9 + 10 / 30))
+    assert how_sure(alone, rows) == "1.69 times as fast as plain (0.90 to 3.00 in single runs; 3 prompts in 3 runs)"
+    few, mixed = doubts(rows)
+    assert few == "only 3 prompts were asked: give at least 8 (--prompts) of your own kind"
+    assert mixed == "1 at once: x was slower than plain in some runs; measure more (--repeats 3)"
+
+
+def test_many_prompts_of_one_mind_leave_no_doubt() -> None:
+    many = [[i] for i in range(20)]
+    plain, fast = Timed("plain", dict.fromkeys(range(20), 10.0)), Timed("x", dict.fromkeys(range(20), 20.0))
+    rows = measure([Candidate(plain, None), Candidate(fast, "x")], many, [SamplingParams()] * 20, [1])
+    assert len(fast.asked) == rows[1].prompts == 8, "enough, where requests come alone"
+    assert not doubts(rows)
+
+
 def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +106,8 @@ def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     names = ["plain", "ngram", "ngram, 2", "suffix", "suffix, 2"]
     assert [(row["concurrency"], row["name"]) for row in rows] == [(n, name) for n in (1, 3) for name in names]
     assert all(row["tokens_per_s"] > 0 and row["predicted"] > 0 for row in rows)
+    assert all((row["prompts"], row["batches"]) == (3, {1: 3, 3: 1}[row["concurrency"]]) for row in rows)
+    assert all(row["gain"] == [1, 1] for row in rows if row["name"] == "plain")
     assert plot.read_text().count("<polyline") == 5
     engine = read_engine(config)
     assert engine["model"] == str(tiny_target)

@@ -26,9 +26,13 @@ def predicted(recording: Recording, rows: Sequence[Tuned]) -> list[Tuned]:
             found.append(row)
             continue
         traces = traces_of(recording, "" if drafter is None else drafter)
-        turns = [i % len(traces) for i in range(row.concurrency)]
-        coming = [Coming(0.0, traces[i].prompt_tokens, traces[i].output_tokens, i) for i in turns]
         setting = Setting("off" if drafter is None else "planned", drafter, row.draft_tokens)
-        outcome = Outcome.of(simulate(recording, setting, coming, traces), Targets())
-        found.append(replace(row, predicted=outcome.tokens_per_s))
+        tokens = seconds = 0.0
+        for first in range(0, max(row.prompts, 1), row.concurrency):  # in the batches that were measured
+            turns = [i % len(traces) for i in range(first, first + row.concurrency)]
+            coming = [Coming(0.0, traces[i].prompt_tokens, traces[i].output_tokens, i) for i in turns]
+            outcome = Outcome.of(simulate(recording, setting, coming, traces), Targets())
+            given = sum(one.output_tokens for one in coming)
+            tokens, seconds = tokens + given, seconds + given / outcome.tokens_per_s
+        found.append(replace(row, predicted=tokens / seconds))
     return found

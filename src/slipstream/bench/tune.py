@@ -18,6 +18,12 @@ _CLEARLY = 1.02
 """A way of speculating must be so much faster than plain decoding to be recommended: measurements are no better."""
 
 
+_MOST_BATCHES = 8
+"""Of one candidate at one concurrency: so many prompts where requests come alone."""
+ENOUGH = 8
+"""Prompts that a recommendation should rest on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A way to run: plain, or a drafter with a size and a verifier. draft_tokens: None: the drafter's own."""
@@ -30,7 +36,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What one candidate came to with so many requests at once. predicted: None: nothing was recorded to tell by."""
+    """What one candidate came to with so many requests at once. predicted: None: nothing was recorded to tell by.
+
+    prompts: how many different ones were asked; batches: runs that were timed; gain: times as fast as plain, the lowest
+    and the highest of them.
+    """
 
     concurrency: int
     name: str
@@ -39,6 +49,9 @@ class Tuned:
     verifier: str
     tokens_per_s: float
     predicted: float | None = None
+    prompts: int = 0
+    batches: int = 0
+    gain: tuple[float, float] = (1.0, 1.0)
 
 
 def candidates(runners: Sequence[EngineRunner], sizes: Sequence[int]) -> list[Candidate]:
@@ -66,20 +79,63 @@ def measure(
     repeats: int = 1,
     on_step: Callable[[int, str], None] = lambda concurrency, name: None,
 ) -> list[Tuned]:
-    """Every candidate at every concurrency, in turn, so that a machine that slows down slows all of them."""
+    """Every candidate at every concurrency, in turn, so that a machine that slows down slows all of them.
+
+    Prompts are asked in batches of as many as come at once, until all had their turn, or enough of them.
+    """
     found: list[Tuned] = []
     for level in levels:
-        batch = [i % len(prompts) for i in range(level)]
-        rates: dict[str, list[float]] = {option.runner.name: [] for option in options}
+        count = min(_MOST_BATCHES, -(-len(prompts) // level))
+        batches = [[(first * level + i) % len(prompts) for i in range(level)] for first in range(count)]
+        tokens: dict[str, list[int]] = {option.runner.name: [] for option in options}
+        seconds: dict[str, list[float]] = {option.runner.name: [] for option in options}
         for turn in range(repeats):
-            for option in [*options[turn % len(options) :], *options[: turn % len(options)]]:
-                on_step(level, option.runner.name)
-                done = option.runner.answer([prompts[i] for i in batch], [params[i] for i in batch])
-                rates[option.runner.name].append(sum(len(a.token_ids) for a in done.answers) / done.wall_s)
-        found += [
-            Tuned(level, o.runner.name, o.drafter, o.draft_tokens, o.verifier, median(rates[o.runner.name]))
-            for o in options
-        ]
+            for number, batch in enumerate(batches):
+                first = (turn + number) % len(options)
+                for option in [*options[first:], *options[:first]]:
+                    name = option.runner.name
+                    on_step(level, name)
+                    done = option.runner.answer([prompts[i] for i in batch], [params[i] for i in batch])
+                    tokens[name].append(sum(len(a.token_ids) for a in done.answers))
+                    seconds[name].append(done.wall_s)
+        rates = {name: [n / s for n, s in zip(tokens[name], seconds[name], strict=True)] for name in tokens}
+        asked = len({i for batch in batches for i in batch})
+        for option in options:
+            name = option.runner.name
+            gains = [own / plain for own, plain in zip(rates[name], rates.get(PLAIN, rates[name]), strict=True)]
+            speed = median(_together(tokens[name], seconds[name], count))
+            own = Tuned(level, name, option.drafter, option.draft_tokens, option.verifier, speed)
+            gain = (round(min(gains), 3), round(max(gains), 3))
+            found.append(replace(own, prompts=asked, batches=len(gains), gain=gain))
+    return found
+
+
+def _together(tokens: Sequence[int], seconds: Sequence[float], count: int) -> list[float]:
+    """Tokens a second of all batches of a turn, turn by turn."""
+    turns = range(0, len(tokens), count)
+    return [sum(tokens[at : at + count]) / fsum(seconds[at : at + count]) for at in turns]
+
+
+def how_sure(row: Tuned, rows: Sequence[Tuned]) -> str:
+    """What a recommendation rests on, in words."""
+    plain = next(one for one in rows if one.name == PLAIN and one.concurrency == row.concurrency)
+    several = "s" if row.prompts != 1 else ""
+    basis = f"{row.prompts} prompt{several} in {row.batches} run{'s' if row.batches != 1 else ''}"
+    if row.name == PLAIN:
+        return f"nothing was clearly faster ({basis})"
+    times = f"{row.tokens_per_s / plain.tokens_per_s:.2f} times as fast as plain"
+    return f"{times} ({row.gain[0]:.2f} to {row.gain[1]:.2f} in single runs; {basis})"
+
+
+def doubts(rows: Sequence[Tuned]) -> list[str]:
+    """Why a recommendation may not hold; nothing: there is no reason to think so."""
+    found = []
+    asked = min((row.prompts for row in rows), default=0)
+    if asked < ENOUGH:
+        found.append(f"only {asked} prompts were asked: give at least {ENOUGH} (--prompts) of your own kind")
+    for level, row in best(rows).items():
+        if row.name != PLAIN and row.gain[0] < 1:
+            found.append(f"{level} at once: {row.name} was slower than plain in some runs; measure more (--repeats 3)")
     return found
 
 

@@ -16,6 +16,7 @@ from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option
 from slipstream.cli.shared import with_common
+from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 
 MEASURING = "Measuring"
@@ -79,7 +80,9 @@ def tune_command(
     console.print(table(rows))
     best = tune.best(rows)
     for level, row in best.items():
-        console.print(f"{level} at once: {row.name}", markup=False, highlight=False)
+        console.print(f"{level} at once: {row.name}, {tune.how_sure(row, rows)}", markup=False, highlight=False)
+    for doubt in tune.doubts(rows):
+        note(f"not sure: {doubt}", style="yellow")
     result = tune.configuration(common.model, rows)
     if config is not None:
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -57,6 +57,8 @@ class EngineLoop:
             self._stop_making()
             raise
         if error is not None:
+            # it has only to end: but a program that ends meanwhile tears it out of torch, and that ends in an abort
+            self._thread.join(_PATIENCE_S)
             raise error
 
     def submit(self, *jobs: Job) -> None:
