@@ -148,6 +148,23 @@ def test_help_shows_what_to_give_and_nothing_odd(
     assert [name for name in drafter_names() if f"{name}:" not in text.replace(":PATH", ":")] == []
 
 
+@pytest.mark.parametrize("command", ["generate", "serve", "train", "tune"])
+def test_help_is_readable_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) < 80
+    texts = [line[26:] for line in lines if line.startswith("  ") and line[24:26] == "  "]
+    assert len(texts) > 10
+    assert sorted(map(len, texts))[len(texts) // 2] > 30, "lines of a few words are no text"
+    for line in lines:
+        if line.startswith("  -"):
+            assert not line.rstrip().endswith("-"), "a name is never broken"
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     """As `| head` does: quiet, whether it leaves in the middle of a stream or before the JSON."""
     code = (
@@ -191,6 +208,22 @@ def test_what_is_fetched_is_said_where_there_is_no_terminal(
     assert capsys.readouterr().err == "fetching default, code True\nfetching org/small, code True\n"
     assert (made["model"], made["drafter"]) == (str(tmp_path / "default"), [f"model:{tmp_path / 'org/small'}"])
     assert made["asked"] == 3
+
+
+def test_what_takes_long_at_a_first_start_is_said_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Engine(FakeLLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            super().__init__()
+            for done in ("loading small", "compiling for this CPU (once)", "capturing a round of 4 requests"):
+                settings["on_progress"](done)
+
+    monkeypatch.setattr(loading, "resolve", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("slipstream.engine.llm.LLM", Engine)
+    with loading.loaded(options.Common(), ()):
+        pass
+    assert capsys.readouterr().err == "compiling for this CPU (once)\n"
 
 
 def test_module_is_the_command() -> None:

@@ -65,7 +65,8 @@ def test_heads_are_timed(open_llm: Open, tmp_path: Path, rounds: str) -> None:
     said: list[str] = []
     costs = measure(open_llm(drafter=drafters, rounds=rounds).engine, None, said.append)
     assert costs is not None
-    assert said == ["measuring what passes cost (once)"], "none failed"
+    what = ["passes of the target", "drafts by eagle3", "drafts by medusa"]
+    assert said == [f"measuring what {one} cost (once)" for one in what], "none failed"
     assert {name: [seen.requests for seen in times] for name, times in costs.drafts.items()} == {
         "eagle3": [1, 4],
         "medusa": [1, 4],

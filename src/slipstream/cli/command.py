@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from slipstream.cli.help import help_text
 
 
 def _nothing(ctx: Any) -> str:
@@ -32,6 +35,11 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_values(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        width = shutil.get_terminal_size().columns
+        usage = " ".join(self.get_usage(ctx).split())
+        formatter.write(help_text(usage, self.help or "", self.get_params(ctx), width, self.epilog or ""))
 
 
 class Group(TyperGroup):

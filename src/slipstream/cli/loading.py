@@ -79,18 +79,25 @@ def plain_line(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def line_of_long_steps(message: str) -> None:
+    """What is done once on a machine may take a minute, and who waits should know for what; the rest is quick."""
+    if "(once)" in message:
+        plain_line(message)
+
+
 @contextmanager
 def loaded(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[LLM]:
     """The engine, closed at the end.
 
-    On a terminal stderr shows what is being done; elsewhere only what is being fetched, line by line.
+    On a terminal stderr shows what is being done; elsewhere only what may take long, line by line: what is fetched, and
+    what is compiled, checked and measured when a model is opened for the first time.
     """
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(f"loading {common.model}") as status:
             llm = open_llm(common, drafters, status.update, status.update, **more)
     else:
-        llm = open_llm(common, drafters, plain_line, None, **more)
+        llm = open_llm(common, drafters, plain_line, line_of_long_steps, **more)
     try:
         yield llm
     finally:

@@ -92,7 +92,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     if most_context(engine, 1) < _SHORT:
         return None
     if progress:
-        progress("measuring what passes cost (once)")
+        progress("measuring what passes of the target cost (once)")
     most_s = limit_s if kind == "cpu" else None
     with posed(engine, 1, _SHORT) as alone:
         first_s = _seconds(alone, alone.target_pass(1), most_s)
@@ -148,6 +148,8 @@ def _drafts(engine: Engine, name: str, drafter: DeviceDrafter, progress: Progres
     """One drafter's guesses, by number of requests and of nodes. Nothing where it cannot."""
     most = min(made_for(drafter), engine.config.draft_tokens or _ROWS)
     sizes = sorted({most} if drafter.makes_trees else {1, -(-most // 2), most})
+    if progress:
+        progress(f"measuring what drafts by {name} cost (once)")
     seen: list[DraftSeen] = []
     ends = _SHORT + _ROWS if drafter.max_positions is None else drafter.max_positions
     for requests in _CROWDS[engine.target.device.type]:

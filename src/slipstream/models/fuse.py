@@ -135,7 +135,7 @@ def prepare(progress: Progress | None = None) -> None:
     """Load the compiled code, or make it: the first start on a machine spends some 10 s on that. Before any swap."""
     keep_in(cache_folder() / "compiled")
     if progress and needs_compiling():
-        progress("compiling for this CPU (once)")
+        progress("compiling for this CPU (once): 10 seconds to a minute")
     make_apart()
     compiled()
 
