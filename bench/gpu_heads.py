@@ -19,6 +19,7 @@ from slipstream.drafters.base import DraftRound, Services
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.engine.round_shape import RoundShape
 from slipstream.kv.pages import PagePool, PageTable
+from slipstream.models.heads.base import Weights
 from slipstream.models.heads.eagle import EagleHead
 from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
 from slipstream.models.runner import Runner
@@ -44,7 +45,7 @@ class HeadTimes:
 
 
 @torch.inference_mode()
-def random_head(runner: Runner, draft_vocabulary: int = DRAFT_VOCABULARY) -> EagleHead:
+def random_head(runner: Runner, kept: Weights, draft_vocabulary: int = DRAFT_VOCABULARY) -> EagleHead:
     """A head for this target, as large as such heads are: one layer of the target's, and a vocabulary of its own."""
     config, count = runner.config, len(runner.layers)
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -73,7 +74,7 @@ def random_head(runner: Runner, draft_vocabulary: int = DRAFT_VOCABULARY) -> Eag
     }
     tensors["d2t"] = torch.ones(shape.draft_vocab, dtype=torch.int64)
     given = EagleCheckpoint(shape, tensors, Path("random"))
-    return EagleHead(given, runner.model.get_input_embeddings(), runner.model.get_output_embeddings())
+    return EagleHead(given, runner.model.get_input_embeddings(), runner.model.get_output_embeddings(), kept)
 
 
 @torch.inference_mode()
@@ -87,10 +88,11 @@ def head_part(
     width: int = WIDTH,
     nodes: int = NODES,
     requests: Sequence[int] = REQUESTS,
+    kept: Weights = "plain",
 ) -> HeadTimes:
-    """Drafts of trees, greedy, at one length of context."""
+    """Drafts of trees, greedy, at one length of context, by a head whose weights are kept so."""
     assert requests[0] == 1
-    head = random_head(runner)
+    head = random_head(runner, kept)
     size = draft_bytes(head, depth, context)
     works = {str(n): _draft(runner, head, n, context, depth, width, nodes) for n in requests}
     seconds = clock(works, REPEATS)
@@ -102,11 +104,11 @@ def head_part(
 def draft_bytes(head: EagleHead, depth: int, context: int) -> int:
     """What the loop must read for one request: `fc` once, and at each level the layer, the LM head and the cache."""
     weights = head.shape.wanted
-    width = head.dtype.itemsize
+    width = 1 if head.narrow else head.dtype.itemsize
     once = _numel(weights["fc.weight"])
     level = sum(_numel(size) for name, size in weights.items() if name not in ("fc.weight", "d2t"))
     keys = sum(layer.numel for layer in head.layers) * context
-    return width * (once + depth * (level + keys))
+    return width * (once + depth * level) + head.dtype.itemsize * depth * keys
 
 
 def _numel(size: Sequence[int]) -> int:

@@ -112,7 +112,9 @@ def _random_model(plan: Plan, report: Report, clock: Clock) -> None:
             report.put([asdict(step) for step in steps], "long")
     if plan.has("heads"):
         with report.part("heads"):
-            report.put(asdict(gpu_heads.head_part(runner, report.results["copy_bytes_per_s"], clock)), "heads")
+            speed = report.results["copy_bytes_per_s"]
+            report.put(asdict(gpu_heads.head_part(runner, speed, clock)), "heads")
+            report.put(asdict(gpu_heads.head_part(runner, speed, clock, kept="fp8")), "heads_fp8")
     if plan.has("sampling"):
         with report.part("sampling"):
             report.put([asdict(step) for step in gpu_passes.sampling_part(runner, clock)], "sampling")

@@ -89,12 +89,13 @@ def _long_rows(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _head_rows(results: Mapping[str, Any]) -> list[Row]:
-    found = results.get("heads")
-    if not found:
-        return []
-    what = f"draft of an EAGLE-3 head, depth {found['depth']}, {found['nodes']} nodes"
-    rows = [Row(f"{what}, {n} at once, ms", f"{ms:.3f}") for n, ms in found["ms"].items()]
-    return [*rows, Row(f"{what}, over its bytes at copy bandwidth", f"{found['over_bytes']:.3f}")]
+    rows: list[Row] = []
+    for key, how in (("heads", ""), ("heads_fp8", " in 8 bits")):
+        if found := results.get(key):
+            what = f"draft of an EAGLE-3 head{how}, depth {found['depth']}, {found['nodes']} nodes"
+            rows += [Row(f"{what}, {n} at once, ms", f"{ms:.3f}") for n, ms in found["ms"].items()]
+            rows.append(Row(f"{what}, over its bytes at copy bandwidth", f"{found['over_bytes']:.3f}"))
+    return rows
 
 
 def _sampling_rows(results: Mapping[str, Any]) -> list[Row]:

@@ -23,7 +23,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.errors import ConfigError, DrafterError, ModelError, ModelNotFound
 from slipstream.drafters import parse_spec
 from slipstream.drafters.base import DraftRequest
-from slipstream.drafters.eagle import EagleDrafter, parse_options
+from slipstream.drafters.eagle import EagleDrafter, EagleOptions, parse_options
 
 HEADS: dict[str, Callable[[], Stored]] = {
     "eagle1": eagle_scenes.eagle1,
@@ -242,8 +242,11 @@ def test_a_head_that_is_right_is_accepted_whole(tmp_path: Path, open_llm: Callab
 
 def test_names_and_options() -> None:
     assert str(parse_spec("eagle3:some/where?depth=2")) == "eagle3:some/where?depth=2"
-    assert parse_options("depth=6&width=8&nodes=32") == {"depth": 6, "width": 8, "nodes": 32}
-    assert parse_options("") == {}
+    assert parse_options("depth=6&width=8&nodes=32") == EagleOptions({"depth": 6, "width": 8, "nodes": 32})
+    assert parse_options("weights=fp8") == EagleOptions({}, "fp8")
+    assert parse_options("") == EagleOptions({})
+    with pytest.raises(ConfigError, match="weights='int4', must be one of auto, fp8, plain"):
+        parse_options("weights=int4")
     with pytest.raises(ConfigError, match=r"'topk' is unknown, must be one of depth, width, nodes"):
         parse_options("topk=3")
     with pytest.raises(ConfigError, match="width='0', must be a whole number of at least 1"):

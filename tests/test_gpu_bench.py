@@ -326,13 +326,15 @@ def test_the_draft_of_a_head_and_its_bytes() -> None:
     runner = passes.random_runner(tiny_llama(), torch.float32, CPU, 128)
     clock = FakeClock({"1": 0.002, "3": 0.003})
     found = heads.head_part(runner, 1e6, clock, context=40, depth=2, width=3, nodes=9, requests=(1, 3))
-    head = heads.random_head(runner)
+    head = heads.random_head(runner, "plain")
     fc, cache = 4 * 32 * 96, 4 * 40 * head.layers[0].numel
     assert found.ms == {"1": 2.0, "3": 3.0}
     assert found.over_bytes == pytest.approx(0.002 / (found.bytes / 1e6))
     assert found.bytes == fc + 2 * (head.weights_bytes - fc + cache)
     for name, tree in clock.seen[0].items():
         assert tree.tokens.shape == tree.parents.shape == (int(name), 9)
+    narrow = heads.head_part(runner, 1e6, clock, context=40, depth=2, width=3, nodes=9, requests=(1, 3), kept="fp8")
+    assert narrow.bytes == (found.bytes - 2 * cache) // 4 + 2 * cache
 
 
 def test_every_way_to_choose_by_two_vocabularies() -> None:

@@ -170,7 +170,7 @@ def test_ours_from_end_to_end(
     assert list(found["small"]) == ["plain"]
     assert found["tree"]["context"] == 192, "as far as the model goes"
     assert [step["context"] for step in found["long"]] == [8000, 32000]
-    assert found["heads"]["nodes"] == 63
+    assert found["heads"]["nodes"] == found["heads_fp8"]["nodes"] == 63
     assert [step["vocab_size"] for step in found["sampling"]] == [300, 151936]
     assert (found["prefill"]["tokens"], found["prefill"]["first_tokens"]) == (255, 255)
     assert len(found["starts"]) == 2

@@ -15,9 +15,10 @@ from paged_scenes import Part, Scene, tree
 from slipstream.kernels.add_norm import add_norm, add_norm_twin
 from slipstream.kernels.jit import recording
 from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.narrow import narrowed
 from slipstream.kernels.paged import SPLIT_KEYS, attend, prepare
 from slipstream.kernels.rotary_write import rotary_write, rotary_write_twin
-from slipstream.kernels.row_linear import row_linear, splits_of
+from slipstream.kernels.row_linear import row_linear, row_linear_twin, splits_of
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -126,6 +127,22 @@ class TestProducts:
                 y = add_norm(y, runs, bias, 1e-5, overlap=overlap)
             outs.append(y)
         assert torch.equal(*outs)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("n", "k"), [(576, 576), (4608, 3584), (4096, 11008), (49152, 576)])
+    @pytest.mark.parametrize("rows", [1, 8, 16, 64, 200])
+    def test_weights_in_eight_bits(self, n: int, k: int, dtype: torch.dtype, rows: int) -> None:
+        """Right, whole and by runs, and gated as the plain weight that the codes stand for."""
+        x, weight, bias = self.operands(n, k, dtype)
+        codes, scale = narrowed(weight)
+        exact = x[:rows].double() @ (codes.double() * scale.double()[:, None]).T + bias.double()
+        runs = row_linear(x[:rows], codes, bias, scale=scale, splits=splits_of(n, k), partial=True)
+        torch.testing.assert_close(summed(runs).double(), exact, rtol=1e-3, atol=1e-3)
+        logits = row_linear(x[:rows], codes, bias, scale=scale, out_dtype=torch.float32, overlap=True)
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-3, atol=1e-3)
+        gated = row_linear(x[:rows], codes, None, scale=scale, gated=True)
+        twin = row_linear_twin(x[:rows], codes, None, scale=scale, gated=True)
+        torch.testing.assert_close(gated, twin, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from interpreted import DEVICE, FLOATS
 from slipstream.kernels.jit import recording
+from slipstream.kernels.narrow import narrowed
 from slipstream.kernels.row_linear import Tile, _launch, row_linear, row_linear_twin, splits_of
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -152,3 +153,28 @@ def test_a_tile_fits_into_shared_memory(shared: int, size: int, gated: bool) -> 
                 held = ((2 if gated else 1) * tile.block_n + tile.block_m) * tile.block_k * size
                 assert tile.stages >= 2
                 assert tile.stages * held < shared
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (8, 70, 48), (17, 33, 40), (130, 40, 96)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", ["whole", "gated", "runs"])
+def test_weights_in_eight_bits(dtype: torch.dtype, m: int, n: int, k: int, bias: bool, form: str) -> None:
+    """The codes are exact numbers in all dtypes: what is left is how sums are added up."""
+    gated, splits = form == "gated", 3 if form == "runs" and k % 48 == 0 else 1
+    width = 2 * n if gated else n
+    x = numbers(m, k, dtype=dtype)
+    codes, scale = narrowed(numbers(width, k, dtype=dtype, seed=1, scale=k**-0.5))
+    own = numbers(width, dtype=dtype, seed=2) if bias else None
+    partial = form == "runs"
+    ours = _launch(x, codes, own, splits, gated, partial, dtype, False, scale)
+    twin = row_linear_twin(x, codes, own, scale=scale, splits=splits, gated=gated, partial=partial)
+    if partial and m > 128:
+        twin = twin.sum(0, keepdim=True)
+    torch.testing.assert_close(ours, twin, rtol=CLOSE[dtype], atol=2 * CLOSE[dtype])
+
+
+def test_a_row_of_eight_bits_does_not_depend_on_its_company() -> None:
+    x, (codes, scale) = numbers(20, 96, dtype=torch.float32), narrowed(numbers(70, 96, dtype=torch.float32, seed=1))
+    alone = _launch(x[:1].contiguous(), codes, None, 1, False, False, torch.float32, False, scale)
+    torch.testing.assert_close(_launch(x, codes, None, 1, False, False, torch.float32, False, scale)[:1], alone)

@@ -5,19 +5,30 @@ What such a head computes is in `models/heads/eagle.py`, how a head drafts in `f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast, get_args
 from urllib.parse import parse_qsl
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import Opening
 from slipstream.drafters.features import FeatureDrafter
-from slipstream.models.heads.base import Head
+from slipstream.models.heads.base import Head, Weights
 
 if TYPE_CHECKING:
     from slipstream.models.runner import Runner
 
-OPTIONS = ("depth", "width", "nodes")
+SIZES = ("depth", "width", "nodes")
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleOptions:
+    """What stands behind a head's path."""
+
+    sizes: Mapping[str, int]  # of its drafts: those that are named
+    weights: Weights = "auto"
 
 
 class EagleDrafter(FeatureDrafter):
@@ -50,16 +61,23 @@ class EagleDrafter(FeatureDrafter):
 
         assert opening.path is not None
         folder, _, options = opening.path.partition("?")
-        return cls(EagleHead.open(opening.resolve(folder), target), **parse_options(options))
+        asked = parse_options(options)
+        return cls(EagleHead.open(opening.resolve(folder), target, asked.weights), **asked.sizes)
 
 
-def parse_options(text: str) -> dict[str, int]:
-    """Read `depth=6&width=8&nodes=32`; what is not named keeps its default."""
+def parse_options(text: str) -> EagleOptions:
+    """Read `depth=6&width=8&nodes=32&weights=plain`; what is not named keeps its default."""
     found: dict[str, int] = {}
+    weights: Weights = "auto"
     for key, value in parse_qsl(text, keep_blank_values=True):
-        if key not in OPTIONS:
-            raise ConfigError(f"PATH?{text}: {key!r} is unknown, must be one of {', '.join(OPTIONS)}")
+        if key == WEIGHTS:
+            if value not in get_args(Weights):
+                raise ConfigError(f"PATH?{text}: {key}={value!r}, must be one of {', '.join(get_args(Weights))}")
+            weights = cast(Weights, value)
+            continue
+        if key not in SIZES:
+            raise ConfigError(f"PATH?{text}: {key!r} is unknown, must be one of {', '.join((*SIZES, WEIGHTS))}")
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"PATH?{text}: {key}={value!r}, must be a whole number of at least 1")
         found[key] = int(value)
-    return found
+    return EagleOptions(found, weights)

@@ -31,6 +31,8 @@ def packs(weight: Tensor) -> bool:
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference: takes the weight over, and gives what `F.linear` gives."""
 
+    scale: Tensor | None = None  # of the rows of a weight in 8 bits (`narrow.py`)
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -58,3 +60,12 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, packed={self.packed}"
+
+
+def joined_bias(*linears: nn.Linear) -> Tensor | None:
+    """The biases end to end, with zeros for those that have none; None where nobody has one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat(
+        [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+    ).detach()

@@ -9,6 +9,8 @@ test). The weight stands where such products usually have the rows, because its 
 A decoding pass reads the weights at the memory's speed and does little else, so the next kernel's start must not
 leave the memory idle: with `overlap`, a kernel begins while the one before it still runs, and fetches the first part
 of its weight into the L2 cache before it waits for its input.
+
+A drafter's weight may lie in 8 bits with a scale for each of its rows (`narrow.py`): half of what is read.
 """
 
 from __future__ import annotations
@@ -41,14 +43,15 @@ class Tile:
 
     @staticmethod
     def of(
-        rows: int, n: int, k: int, *, splits: int, gated: bool, size: int, tma: bool = False, shared: int = 227 * 1024
-    ) -> Tile:
+        rows: int, n: int, k: int, *, splits: int, gated: bool, size: int, tma: bool = False, narrow: bool = False,
+        shared: int = 227 * 1024,
+    ) -> Tile:  # fmt: skip
         """For so many rows, a weight [N, K] and elements of `size` bytes. Tuned on an H200.
 
-        tma: may they come by descriptors? shared: bytes that a program may keep close by.
+        tma: may they come by descriptors? narrow: the weight has 8 bits. shared: bytes that a program may keep by it.
         """
         if rows <= 16:
-            tile = Tile(16, 64, 128, 3, 4)
+            tile = Tile(16, 64, 128, 6 if narrow else 3, 4)  # as many bytes under way, whatever a number takes
         elif rows <= 32:
             tile = Tile(32, 64, 64, 4, 4) if gated or not tma else Tile(32, 128, 64, 5, 4, tma=True)
         elif rows <= 64:
@@ -68,7 +71,7 @@ class Tile:
         if few and rows <= 64:
             # one program a multiprocessor, or none: it is waiting that takes the time, so all is asked for at once
             stages = max(stages, min(-(-k // (splits * block_k)), 8))
-        held = ((2 if gated else 1) * block_n + tile.block_m) * block_k * size
+        held = ((2 if gated else 1) * block_n * (1 if narrow else size) + tile.block_m * size) * block_k
         stages = max(2, min(stages, (shared - _SPARE_BYTES) // held))
         return Tile(tile.block_m, block_n, block_k, stages, tile.warps, tile.tma, tile.flip)
 
@@ -99,6 +102,7 @@ def _linear_kernel(
     w_ptr: tl.tensor,  # [N, K], or [2 N, K] where gated: gate, then up; where TMA, a descriptor of it
     raw_ptr: tl.tensor,  # the weight itself
     bias_ptr: tl.tensor,  # [N], or [2 N] where gated; not read unless there is one
+    scale_ptr: tl.tensor,  # [N], or [2 N] where gated, fp32: of the weight's rows; not read unless narrow
     out_ptr: tl.tensor,  # [splits, M, N] fp32 where PARTIAL, else [M, N]
     M: tl.tensor,
     N: tl.tensor,
@@ -111,6 +115,7 @@ def _linear_kernel(
     GATED: tl.constexpr,
     PARTIAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NARROW: tl.constexpr,  # the weight has 8 bits
     PRECISION: tl.constexpr,
     KIND: tl.constexpr,
     TMA: tl.constexpr,
@@ -147,14 +152,14 @@ def _linear_kernel(
         x_tile = x_ptr + rows[None, :].to(tl.int64) * K + steps[:, None]
         w_tile = w_ptr + safe[:, None] * K + steps[None, :]
         v_tile = w_tile + N.to(tl.int64) * K  # the second weight, where gated
+    safe_at = tl.where(columns_at < N, columns_at, 0)
     if HAS_BIAS:
-        safe_at = tl.where(columns_at < N, columns_at, 0)
         bias = tl.load(bias_ptr + safe_at).to(tl.float32)
-        if GATED:
+        if GATED and not NARROW:
             up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
     for run in range(SPLITS if WHOLE else 1):
         acc = tl.zeros(total.shape, tl.float32)
-        if HAS_BIAS:
+        if HAS_BIAS and not NARROW:
             # first of all: what is added behind a product might be added before it after all, in some tiles
             acc += tl.where(split + run == 0, bias, 0.0)
         for k in range(start + run * RUN, start + run * RUN + RUN, BLOCK_K):
@@ -167,6 +172,8 @@ def _linear_kernel(
             else:
                 x = tl.load(x_tile + k, mask=real & (k + steps[:, None] < K), other=0.0)
                 w = tl.load(w_tile + k, mask=k + steps[None, :] < K, other=0.0)
+            if NARROW:
+                w = w.to(x.dtype)
             if FLIP:
                 acc = tl.dot(tl.trans(x), tl.trans(w), acc, input_precision=PRECISION)
             else:
@@ -178,6 +185,8 @@ def _linear_kernel(
                     v = tl.load(v_tile + k)
                 else:
                     v = tl.load(v_tile + k, mask=k + steps[None, :] < K, other=0.0)
+                if NARROW:
+                    v = v.to(x.dtype)
                 if FLIP:
                     up = tl.dot(tl.trans(x), tl.trans(v), up, input_precision=PRECISION)
                 else:
@@ -185,6 +194,14 @@ def _linear_kernel(
         total = acc if SPLITS == 1 or not WHOLE else total + acc
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    if NARROW:
+        total *= tl.load(scale_ptr + safe_at)
+        if GATED:
+            up *= tl.load(scale_ptr + N + safe_at)
+        if HAS_BIAS:
+            total += tl.where(split == 0, bias, 0.0)
+            if GATED:
+                up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
     if GATED:
         total = silu_gated(total.to(KIND).to(tl.float32), up.to(KIND).to(tl.float32), KIND)
     place = out_ptr + split.to(tl.int64) * M * N + rows_at.to(tl.int64) * N + columns_at
@@ -213,6 +230,7 @@ def row_linear(
     weight: Tensor,  # [N, K], or [2 N, K] where gated
     bias: Tensor | None = None,
     *,
+    scale: Tensor | None = None,  # [N], or [2 N] where gated, fp32: of the rows of a weight of 8 bits
     splits: int = 1,
     gated: bool = False,
     partial: bool = False,
@@ -225,8 +243,10 @@ def row_linear(
     """
     assert partial or splits == 1, "runs are summed by the next kernel"
     if not on_gpu(x):
-        return row_linear_twin(x, weight, bias, splits=splits, gated=gated, partial=partial, out_dtype=out_dtype)
-    return _launch(x, weight, bias, splits, gated, partial, out_dtype or x.dtype, overlap)
+        return row_linear_twin(
+            x, weight, bias, scale=scale, splits=splits, gated=gated, partial=partial, out_dtype=out_dtype
+        )
+    return _launch(x, weight, bias, splits, gated, partial, out_dtype or x.dtype, overlap, scale)
 
 
 def _launch(
@@ -238,17 +258,19 @@ def _launch(
     partial: bool,
     out_dtype: torch.dtype,
     overlap: bool,
+    scale: Tensor | None = None,
 ) -> Tensor:
     m, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     # a descriptor takes the host as long as a launch: worth it where it is done once, or the device takes longer still
     aligned = not (x.data_ptr() | weight.data_ptr()) % 16 and k % 64 == 0 and x.element_size() == 2
     one_tile = (x.device.type, x.dtype) in _one_tile
-    tma = aligned and TensorDescriptor is not None and (is_recording() or m > _LONG) and not one_tile
-    shared = shared_bytes(x.device)
+    narrow = scale is not None
+    tma = aligned and TensorDescriptor is not None and (is_recording() or m > _LONG) and not one_tile and not narrow
     tile = Tile.of(
-        1 if one_tile else m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma, shared=shared
-    )
+        1 if one_tile else m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma, narrow=narrow,
+        shared=shared_bytes(x.device),
+    )  # fmt: skip
     whole = m > 128
     if partial:
         out = torch.empty((1 if whole else splits, m, n), dtype=torch.float32, device=x.device)
@@ -261,8 +283,8 @@ def _launch(
     _linear_kernel[grid](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if tile.tma else x,
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if tile.tma else weight,
-        weight, bias, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLITS=splits, WHOLE=whole, GATED=gated, PARTIAL=partial, HAS_BIAS=bias is not None,
+        weight, bias, scale, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        SPLITS=splits, WHOLE=whole, GATED=gated, PARTIAL=partial, HAS_BIAS=bias is not None, NARROW=narrow,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", KIND=KINDS[x.dtype], TMA=tile.tma, FLIP=tile.flip,
         OVERLAP=overlap,
         FETCH=k // splits if few else tile.block_k, EARLY=few,
@@ -284,6 +306,7 @@ def row_linear_twin(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     splits: int = 1,
     gated: bool = False,
     partial: bool = False,
@@ -293,6 +316,8 @@ def row_linear_twin(
     parts = torch.stack(
         [a.float() @ w.float().T for a, w in zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)]
     )
+    if scale is not None:
+        parts *= scale
     if bias is not None:
         parts[0] += bias.float()
     if partial:

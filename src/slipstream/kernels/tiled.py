@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream.kernels.arena import Arena
 from slipstream.kernels.codes import LANES, TILE, Codes
 from slipstream.kernels.compiled import MOST_ROWS, Compiled, compiled
-from slipstream.kernels.linear import PackedLinear
+from slipstream.kernels.linear import PackedLinear, joined_bias
 
 _SLAB = 4096
 """Rows of a weight that are turned from codes to numbers at a time."""
@@ -82,18 +82,12 @@ def join(*linears: nn.Linear, arena: Arena) -> PackedLinear:
 
     In the best form that this machine has; the arena is where the weights of one model lie together.
     """
-    bias = None
-    if any(linear.bias is not None for linear in linears):
-        bias = torch.cat([_bias_or_zeros(linear) for linear in linears])
+    bias = joined_bias(*linears)
     weights = [linear.weight.detach() for linear in linears]
     code = tiler(*weights)
     if code is not None:
         return TiledLinear(code, weights, bias, arena)
     return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
-
-
-def _bias_or_zeros(linear: nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
 
 
 def _joined(weights: Sequence[Tensor], arena: Arena) -> Tensor:

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slipstream.kernels.add_norm import add_norm
 from slipstream.kernels.linear import PackedLinear
+from slipstream.kernels.narrow import widened
 from slipstream.kernels.relay import RelayShape
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
@@ -166,21 +167,27 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     splits: int
+    scale: Tensor | None = None  # of the rows of a weight in 8 bits
 
     @staticmethod
     def of(linear: PackedLinear) -> Product:
-        return Product(linear.weight, linear.bias, splits_of(*linear.weight.shape))
+        return Product(linear.weight, linear.bias, splits_of(*linear.weight.shape), linear.scale)
 
     def runs(self, x: Tensor, overlap: bool) -> Tensor:  # [splits, N, out]
         """The product, still to be summed over its runs. A prompt's is cuBLAS', which computes faster than we."""
         if not overlap and x.dtype != torch.float32:
-            return F.linear(x, self.weight, self.bias)[None]
-        return row_linear(x, self.weight, self.bias, splits=self.splits, partial=True, overlap=overlap)
+            return self._wide(x)[None]
+        return row_linear(
+            x, self.weight, self.bias, scale=self.scale, splits=self.splits, partial=True, overlap=overlap
+        )
 
     def gated(self, x: Tensor, overlap: bool) -> Tensor:  # [N, out / 2]
         if not overlap and x.dtype != torch.float32:
-            return silu_mul(F.linear(x, self.weight, self.bias))
-        return row_linear(x, self.weight, self.bias, gated=True, overlap=overlap)
+            return silu_mul(self._wide(x))
+        return row_linear(x, self.weight, self.bias, scale=self.scale, gated=True, overlap=overlap)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return F.linear(x, widened(self.weight, self.scale, x.dtype), self.bias)
 
 
 class GpuTrunk(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from slipstream.kv.cache import LayerShape
 from slipstream.models.attention import PassContext
 from slipstream.models.taps import Taps
+
+Weights = Literal["auto", "fp8", "plain"]
+"""How the weights of a head's products are kept."""
 
 
 @dataclass(frozen=True, slots=True)

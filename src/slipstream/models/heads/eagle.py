@@ -26,7 +26,7 @@ from slipstream.models.attention import PassContext
 from slipstream.models.device_pass import DevicePass
 from slipstream.models.fuse import FusedNorm, prepare
 from slipstream.models.gpu import WIDE_ROWS, GpuLayer
-from slipstream.models.heads.base import HeadStates
+from slipstream.models.heads.base import HeadStates, Weights
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle_layer import EagleLayer, product
 from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
@@ -34,14 +34,20 @@ from slipstream.models.heads.layouts import read_eagle
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
+_LARGE = 64 << 20
+"""Bytes of a head from which on reading it takes longer than launching it."""
+
 
 class EagleHead(nn.Module):
     """A `Head` of either generation, on the target's device and in its dtype.
 
-    embedding, lm_head: the target's own, for what the checkpoint leaves to it.
+    embedding, lm_head: the target's own, for what the checkpoint leaves to it. kept: the weights of its products in
+    8 bits (fp8), in the target's dtype (plain), or in 8 bits where reading them is what takes the time (auto).
     """
 
-    def __init__(self, checkpoint: EagleCheckpoint, embedding: nn.Module, lm_head: nn.Module) -> None:
+    def __init__(
+        self, checkpoint: EagleCheckpoint, embedding: nn.Module, lm_head: nn.Module, kept: Weights = "auto"
+    ) -> None:
         super().__init__()
         shape = self.shape = checkpoint.shape
         table = cast(Tensor, embedding.weight)
@@ -51,19 +57,24 @@ class EagleHead(nn.Module):
             for name, tensor in checkpoint.tensors.items()
             if name not in ("d2t", "t2d")
         }
-        self.weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        plain = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        self.narrow = kept == "fp8" or (kept == "auto" and has_kernels(self._device) and plain >= _LARGE)
+        self.weights_bytes = sum(_bytes(name, tensor, self.narrow) for name, tensor in weights.items())
         self.vocab = _target_ids(checkpoint, self._device)
         if self._device.type == "cpu" and self.dtype == torch.float32:
             prepare()
         arena = Arena()
-        self.fc = product(weights, "fc", arena=arena)
+        self.fc = product(weights, "fc", arena=arena, narrow=self.narrow)
         self._embedding = embedding
         if "embed_tokens.weight" in weights:
             self._embedding = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
         self._last_id = cast(Tensor, self._embedding.weight).shape[0] - 1
-        self._lm_head: nn.Module = product(weights, "lm_head", arena=arena) if "lm_head.weight" in weights else lm_head
+        self._lm_head = lm_head
+        if "lm_head.weight" in weights:
+            self._lm_head = product(weights, "lm_head", arena=arena, narrow=self.narrow)
         self._layers = nn.ModuleList(
-            EagleLayer(i, shape, _below(weights, f"layers.{i}."), arena) for i in range(shape.num_layers)
+            EagleLayer(i, shape, _below(weights, f"layers.{i}."), arena, narrow=self.narrow)
+            for i in range(shape.num_layers)
         )
         norms = {
             name: FusedNorm(weights[f"{name}.weight"], shape.norm_eps) if f"{name}.weight" in weights else None
@@ -77,10 +88,11 @@ class EagleHead(nn.Module):
         self._kernels = _Kernels(self) if has_kernels(self._device) else None
 
     @staticmethod
-    def open(folder: Path, target: Runner) -> EagleHead:
+    def open(folder: Path, target: Runner, kept: Weights = "auto") -> EagleHead:
         """The head in `folder`, in any layout that we know, for this target."""
         checkpoint = read_eagle(HeadFiles.read(folder), TargetShape.of(target))
-        return EagleHead(checkpoint, target.model.get_input_embeddings(), target.model.get_output_embeddings())
+        embedding, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        return EagleHead(checkpoint, embedding, lm_head, kept)
 
     @property
     def taps(self) -> Taps:
@@ -133,7 +145,9 @@ class EagleHead(nn.Module):
     def logits(self, read: Tensor) -> Tensor:  # [R, H] -> [R, Vd] fp32
         head = self._lm_head
         if self._kernels is not None and isinstance(head, PackedLinear):
-            return row_linear(read.contiguous(), head.weight, head.bias, out_dtype=torch.float32, overlap=True)
+            return row_linear(
+                read.contiguous(), head.weight, head.bias, scale=head.scale, out_dtype=torch.float32, overlap=True
+            )
         return cast(Tensor, head(read)).float()
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -179,7 +193,7 @@ class EagleHead(nn.Module):
         """By a kernel for few rows: a prompt's are better off with cuBLAS."""
         if self._kernels is None or x.shape[0] > WIDE_ROWS:
             return cast(Tensor, linear(x))
-        return row_linear(x.contiguous(), linear.weight, linear.bias, overlap=True)
+        return row_linear(x.contiguous(), linear.weight, linear.bias, scale=linear.scale, overlap=True)
 
 
 class _Kernels:
@@ -238,6 +252,13 @@ class _Kernels:
             return joined
         x = head._product(head.fc, joined.read)
         return x, x
+
+
+def _bytes(name: str, weight: Tensor, narrow: bool) -> int:
+    """What this tensor takes; products have 8 bits and a scale for each row where the head is narrow."""
+    if narrow and weight.dim() == 2 and name != "embed_tokens.weight":
+        return weight.numel() + 4 * weight.shape[0]
+    return weight.numel() * weight.element_size()
 
 
 def _below(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

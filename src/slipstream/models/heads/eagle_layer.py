@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.arena import Arena
 from slipstream.kernels.linear import PackedLinear
+from slipstream.kernels.narrow import narrow_join
 from slipstream.kernels.tiled import join
 from slipstream.models.attention import PassContext
 from slipstream.models.fuse import FusedNorm
@@ -24,15 +25,19 @@ from slipstream.models.traits import AttentionTraits
 class EagleLayer(nn.Module):
     """A layer behind its first norm. weights: those of the layer, on the target's device and in its dtype."""
 
-    def __init__(self, index: int, shape: EagleShape, weights: Mapping[str, Tensor], arena: Arena) -> None:
+    def __init__(
+        self, index: int, shape: EagleShape, weights: Mapping[str, Tensor], arena: Arena, *, narrow: bool = False
+    ) -> None:
+        """narrow: its products have weights in 8 bits."""
         super().__init__()
         self.index, self.head_dim = index, shape.head_dim
         self.heads, self.kv_heads = shape.heads, shape.kv_heads
         self.traits = AttentionTraits(shape.head_dim**-0.5)
-        self.qkv = product(weights, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", arena=arena)
-        self.o = product(weights, "self_attn.o_proj", arena=arena)
-        self.gate_up = product(weights, "mlp.gate_proj", "mlp.up_proj", arena=arena)
-        self.down = product(weights, "mlp.down_proj", arena=arena)
+        attention = [f"self_attn.{name}_proj" for name in "qkv"]
+        self.qkv = product(weights, *attention, arena=arena, narrow=narrow)
+        self.o = product(weights, "self_attn.o_proj", arena=arena, narrow=narrow)
+        self.gate_up = product(weights, "mlp.gate_proj", "mlp.up_proj", arena=arena, narrow=narrow)
+        self.down = product(weights, "mlp.down_proj", arena=arena, narrow=narrow)
         norms = {
             name: FusedNorm(weights[f"{name}.weight"], shape.norm_eps) if f"{name}.weight" in weights else None
             for name in ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
@@ -96,8 +101,8 @@ class EagleLayer(nn.Module):
         )
 
 
-def product(weights: Mapping[str, Tensor], *names: str, arena: Arena) -> PackedLinear:
-    """The products of one input by these weights, as one."""
+def product(weights: Mapping[str, Tensor], *names: str, arena: Arena, narrow: bool = False) -> PackedLinear:
+    """The products of one input by these weights, as one. narrow: in 8 bits."""
     linears = []
     for name in names:
         weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
@@ -106,4 +111,4 @@ def product(weights: Mapping[str, Tensor], *names: str, arena: Arena) -> PackedL
         if bias is not None:
             linear.bias = nn.Parameter(bias, requires_grad=False)
         linears.append(linear)
-    return join(*linears, arena=arena)
+    return narrow_join(*linears) if narrow else join(*linears, arena=arena)
