@@ -41,12 +41,15 @@ browser:
 demo: $(READY) model ## the same answer with and without speculation, and the speed of each
 	@$(BIN)/python -m slipstream.bench.demo
 
+# Two at a time with a thread each, since tiny models gain nothing by more; then what measures time, by itself.
+FAST := not soak and not gpu
 test: $(READY) model browser ## format, lint, types, layers, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST) and not alone" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "$(FAST) and alone"
 
 soak: $(READY) model ## the long tests
 	$(BIN)/python -m pytest -m soak

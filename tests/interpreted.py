@@ -23,6 +23,27 @@ def _patch_index_too(tensor: Any, *rest: Any) -> None:
 
 interpreter._patch_lang_tensor = _patch_index_too
 
+_patch_lang, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_patched: set[Any] = set()
+
+
+def _patch_once(function: Any) -> Any:
+    """The language is patched anew by every call of a function of a kernel, which costs a third of the time."""
+    if function in _patched:
+        return None
+    _patched.add(function)
+    return _patch_lang(function)
+
+
+def _launch_unpatched(self: Any, *args: Any, **options: Any) -> None:
+    """What a launch patched is undone at its end."""
+    _patched.clear()
+    _launch(self, *args, **options)
+
+
+interpreter._patch_lang = _patch_once
+interpreter.GridExecutor.__call__ = _launch_unpatched
+
 
 def _with_bool_masks(method: str, at: int) -> None:
     """Triton 3.9 takes only masks of bools, but where a scalar takes part in one it makes integers of them itself."""

@@ -318,6 +318,7 @@ def body(**form: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, **form}
 
 
+@pytest.mark.alone
 def test_hostile_forms_over_http(open_llm: Callable[..., LLM]) -> None:
     """They are refused within a second, and a stream and simple forms go on meanwhile."""
     llm = open_llm(drafter="ngram")

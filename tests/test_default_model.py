@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from exactness import Case, differences, run
 from slipstream import LLM, CompletionOutput, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 CODE = "def area(width, height):\n    return width * height\n"
 QUESTIONS = (

@@ -194,6 +194,7 @@ def test_wrong_options_explain_themselves(options: dict[str, int], message: str)
         NgramDrafter(**options)
 
 
+@pytest.mark.alone
 def test_it_is_quick_at_4k_tokens() -> None:
     rng = random.Random(0)
     text = [rng.randrange(40) for _ in range(4096)]  # short matches everywhere: the worst case

@@ -172,6 +172,7 @@ def test_load_that_comes_and_goes() -> None:
     assert "no spare arithmetic" in Game(roomy, lambda n: 3, padded=True).play(100, 64).planner.reasons()["d"]
 
 
+@pytest.mark.alone
 def test_planning_is_quick() -> None:
     """Under 1% of a round of 5 ms with 64 requests would be 50 us; here only the order of magnitude is held."""
     game = Game(roomy, lambda n: 2, draft_s=0.01, padded=True).play(50, 64)

@@ -44,6 +44,7 @@ def post(server: HttpServer, body: Any, path: str = "/v1/completions", **more: A
     return httpx.post(f"{server.url}{path}", json=body, timeout=60, **more)
 
 
+@pytest.mark.alone
 def test_too_many_at_once_are_told_when_to_come_again(open_llm: Callable[..., LLM]) -> None:
     llm = open_llm(max_num_seqs=2)
     gate = Gate(llm)

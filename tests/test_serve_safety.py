@@ -167,6 +167,7 @@ def hostile() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.alone
 def test_hostile_bodies_are_refused_at_once_while_others_go_on(roomy: Path, open_llm: Callable[..., LLM]) -> None:
     llm, bodies = open_llm(roomy, drafter=("ngram", "suffix")), hostile()
     llm.tokenizer.chat_template = "{{ tools }}" + CHAT_TEMPLATE

@@ -321,6 +321,7 @@ def test_wrong_options_explain_themselves(options: dict[str, Any], message: str)
         SuffixDrafter(**options)
 
 
+@pytest.mark.alone
 def test_a_round_of_32_is_quick() -> None:
     rng = random.Random(0)
     drafter = SuffixDrafter()

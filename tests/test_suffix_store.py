@@ -239,6 +239,7 @@ def test_a_wrong_bound_explains_itself() -> None:
         SuffixStore(-1)
 
 
+@pytest.mark.alone
 def test_inserting_is_quick() -> None:
     store = SuffixStore(20_000)
     text = [(i * i * 31 + i // 7) % 1000 for i in range(2000)]
