@@ -209,6 +209,18 @@ def test_bad_news_is_clear(base: TrainConfig, whole: dict[str, Tensor], monkeypa
     assert load_checkpoint(base.out.parent / "nan", CPU) is None
 
 
+def test_a_checkpoint_whose_optimizer_has_no_parts_is_named(base: TrainConfig) -> None:
+    """As it was before there was a second optimizer."""
+    config = replace(base, out=base.out.parent / "old", steps=5)
+    run(config)
+    file = config.out / "checkpoint" / "optimizer.pt"
+    kept = torch.load(file, weights_only=True)
+    (kept["optimizer"],) = kept["optimizer"]["parts"]
+    torch.save(kept, file)
+    with pytest.raises(ConfigError, match=r"optimizer\.pt: it has no 'parts'.*remove .*checkpoint to begin anew"):
+        run(config)
+
+
 def test_a_damaged_checkpoint_is_named(base: TrainConfig, whole: dict[str, Tensor]) -> None:
     config = replace(base, out=base.out.parent / "damaged", steps=5)
     run(config)

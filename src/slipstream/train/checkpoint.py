@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError
 from slipstream.train.swap import beside, recover, swap_in
 
-_NAME, _STATE = "checkpoint", "state.json"
+_NAME, _STATE, _OPTIMIZER = "checkpoint", "state.json", "optimizer.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def save_checkpoint(out: Path, state: Checkpoint) -> Path:
     work = beside(folder)
     _save(work / "weights.safetensors", state.weights)
     _save(work / "average.safetensors", state.average)
-    torch.save({"optimizer": dict(state.optimizer), "noise": list(state.noise)}, work / "optimizer.pt")
+    torch.save({"optimizer": dict(state.optimizer), "noise": list(state.noise)}, work / _OPTIMIZER)
     told = {"step": state.step, "seconds": state.seconds, "config": dict(state.config), "curves": list(state.curves)}
     (work / _STATE).write_text(json.dumps(told) + "\n")
     swap_in(folder)
@@ -58,15 +58,15 @@ def note_curves(out: Path, curves: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_checkpoint(out: Path, device: torch.device) -> Checkpoint | None:
-    """The last one of a run; None: it has none. Raises `ConfigError` where it is damaged."""
+    """The last one of a run; None: it has none. Raises `ConfigError` where it is damaged or too old."""
     folder = out / _NAME
     recover(folder)
     if not (folder / _STATE).exists():
         return None
     try:
         told = json.loads((folder / _STATE).read_text())
-        kept = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
-        return Checkpoint(
+        kept = torch.load(folder / _OPTIMIZER, map_location=device, weights_only=True)
+        found = Checkpoint(
             step=told["step"],
             weights=load_file(folder / "weights.safetensors", str(device)),
             average=load_file(folder / "average.safetensors", str(device)),
@@ -80,6 +80,12 @@ def load_checkpoint(out: Path, device: torch.device) -> Checkpoint | None:
         raise ConfigError(
             f"{folder}: this checkpoint cannot be read ({type(error).__name__}: {error}); remove it to begin anew"
         ) from error
+    if "parts" not in found.optimizer:
+        raise ConfigError(
+            f"{folder / _OPTIMIZER}: it has no 'parts', so an older Slipstream wrote it, with one optimizer where "
+            f"there may be two now; remove {folder} to begin anew, or finish the run with the version that began it"
+        )
+    return found
 
 
 def _save(file: Path, tensors: Mapping[str, Tensor]) -> None:
