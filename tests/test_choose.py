@@ -261,14 +261,21 @@ def test_drafts_and_targets_choose_with_the_same_noise() -> None:
     assert same[1] == same[2] and same[3] == same[4] == same[5]  # noqa: PT018
 
 
+def drawn(logits: Tensor, table: SamplingTable, draws: int) -> Tensor:  # [draws]
+    """Tokens at so many positions, a thousand at a time: that many rows of one request are no pass."""
+    found = []
+    for positions in torch.arange(draws).split(1000):
+        rows = SampleRows(torch.zeros_like(positions), positions, positions)
+        found.append(choose(logits.expand(len(positions), -1), rows, table, table.features([0])))
+    return torch.cat(found)
+
+
 def test_a_draft_is_accepted_as_often_as_the_formula_says() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.3, 0.3, 0.1, 0.3])
     draws = 40_000
     table = SamplingTable(1, 4)
     table.add(0, SamplingParams(), seed=5)
-    rows = SampleRows(torch.zeros(draws, dtype=torch.int64), torch.arange(draws), torch.arange(draws))
-    target = choose(p.log().expand(draws, 4), rows, table, table.features([0]))
-    draft = choose(q.log().expand(draws, 4), rows, table, table.features([0]))
+    target, draft = (drawn(chances.log(), table, draws) for chances in (p, q))
     alpha = sum(1 / torch.maximum(p / p[i], q / q[i]).sum() for i in range(4))
     assert (target == draft).double().mean() == pytest.approx(float(alpha), abs=4 * 0.5 / math.sqrt(draws))
 
@@ -288,8 +295,7 @@ def test_tokens_come_as_often_as_the_distribution_says(params: SamplingParams) -
     draws = 20_000
     table = SamplingTable(1, 8)
     table.add(0, params, seed=8)
-    rows = SampleRows(torch.zeros(draws, dtype=torch.int64), torch.arange(draws), torch.arange(draws))
-    observed = choose(logits.expand(draws, 8), rows, table, table.features([0])).bincount(minlength=8).numpy()
+    observed = drawn(logits, table, draws).bincount(minlength=8).numpy()
     expected = reference(logits, params) * draws
     possible = expected > 0
     assert observed[~possible].sum() == 0

@@ -239,7 +239,7 @@ def test_copied_drafts_beside_drawn_ones_are_what_they_are_by_themselves(chains:
 @pytest.mark.parametrize("vocab", [3, V, 5003])
 def test_copied_trees_at_once_are_what_they_are_one_by_one(vocab: int) -> None:
     """Of a small vocabulary nothing may be left, and of all some rows are of no use."""
-    some = scene(10, 600, vocab=vocab, width=30 if vocab > 3 else 12)
+    some = scene(10, 600 if vocab < 1000 else 150, vocab=vocab, width=30 if vocab > 3 else 12)
     p = some.p.clone()
     p[p < 0.3 / vocab] = 0.0
     for b, tree in enumerate(some.trees):  # what is guessed is likely, so that paths are long
