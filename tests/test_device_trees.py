@@ -20,6 +20,7 @@ from slipstream.engine.queued import QueuedEngine
 from slipstream.kernels.pack_rows import RECENT, ring
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.planner import Levels, TreeSeen
 from stepping import Arrival, Stepper
 
 PARENTS = (-1, -1, 0, 1, 1, 4, 4, 6)
@@ -147,13 +148,14 @@ def test_the_planner_takes_whole_trees_where_rows_are_cheap() -> None:
     for _ in range(20):
         planner.observe_pass(1, 1.0)
         planner.observe_pass(MAX_NODES + 1, 1.05)
-        planner.observe_draft("bush", MAX_NODES, 0.2, is_tree=True)
-        planner.observe("bush", "a", 4, 3)
-    assert planner.budget_trees("bush", ["a"], [MAX_NODES], 1, levels=4) == [MAX_NODES]
+        planner.observe_draft("bush", 4, 0.2, is_tree=True)
+        planner.observe("bush", "a", 4, 3, TreeSeen(MAX_NODES, (20, 50, 60)))
+    levels = [Levels(4, MAX_NODES)]
+    assert planner.budget_trees("bush", ["a"], [MAX_NODES], 1, levels=levels) == ([MAX_NODES], 4)
     for _ in range(40):
-        planner.observe("bush", "a", 4, 0)
-    assert planner.budget_trees("bush", ["a"], [MAX_NODES], 1, levels=4) == [0]
-    assert planner.budget_trees("bush", ["a"], [0], 1, levels=4) == [0]
+        planner.observe("bush", "a", 4, 0, TreeSeen(MAX_NODES, ()))
+    assert planner.budget_trees("bush", ["a"], [MAX_NODES], 1, levels=levels).nodes == [0]
+    assert planner.budget_trees("bush", ["a"], [0], 1, levels=levels).nodes == [0]
 
 
 def test_trees_from_one_that_promised_chains_are_refused(tiny_target: Path) -> None:

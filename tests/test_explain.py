@@ -11,6 +11,7 @@ from slipstream.cli.explain import ALPHAS, BATCHES, choice_table, context_lines,
 from slipstream.cli.main import main
 from slipstream.plan.forecast import Choice, Engine, Guesser, forecast
 from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
+from slipstream.plan.planner import Levels
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GPU = MeasuredCosts(
@@ -41,7 +42,7 @@ def test_guesses_that_take_time_are_weighed() -> None:
     assert forecast(engine, head, 64, 0.5).nodes == 1, "64 * 1.5 / (5 + 1) is more than 64 / 4.6"
     assert forecast(engine, head, 64, 0.3).nodes == 0
     assert "off" in forecast(engine, head, 64, 0.3).why
-    tree = Guesser("head", 40, levels=5, is_free=False)
+    tree = Guesser("head", 40, levels=(Levels(2, 40), Levels(5, 40)), is_free=False)
     assert forecast(engine, tree, 1, 0.8).nodes > 5
 
 

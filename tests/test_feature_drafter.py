@@ -18,6 +18,7 @@ from slipstream.core.draft import Tree
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, HostDrafter
 from slipstream.drafters.features import FeatureDrafter
+from slipstream.plan.planner import TreeBudget
 from stepping import Arrival, Stepper
 from tiny_heads import DoubtingHead, KnowingHead, RandomHead, save_forgetful, target_features
 
@@ -249,7 +250,8 @@ def test_what_it_missed_it_reads_before_it_drafts_again(forgetful: Path, shape: 
     budget, rounds = getattr(planner, name), 0
     while bench.engine.busy:
         rests = rounds % 7 in range(3, 6)
-        setattr(planner, name, (lambda *a, **k: [0]) if rests else budget)
+        nothing = TreeBudget([0], 3) if "width" in shape else [0]
+        setattr(planner, name, (lambda *a, to=nothing, **k: to) if rests else budget)
         bench.engine.step()
         rounds += 1
     text = [5, 6, 7, *heard[-1].outputs[0].token_ids]

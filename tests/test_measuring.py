@@ -17,6 +17,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import measuring
+from slipstream.engine.draft_loops import DraftSize
 from slipstream.engine.measuring import measure
 from slipstream.engine.posing import Posed, most_context, posed
 from slipstream.engine.queued import QueuedEngine
@@ -90,7 +91,7 @@ def test_every_draft_that_is_timed_is_a_whole_one(open_llm: Open, tiny_draft: Pa
     setattr(drafter.runner, way, counting)
     with torch.inference_mode(), posed(engine, 2, 16) as scene:
         for nodes in (1, 4, 2):
-            work = scene.draft("model", nodes)
+            work = scene.draft(DraftSize("model", nodes))
             for _ in range(3):
                 scene.rewind()
                 passes.clear()

@@ -23,7 +23,7 @@ from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import best_tree
 from slipstream.engine import build
 from slipstream.models.resolve import resolve
-from slipstream.plan.planner import Planner
+from slipstream.plan.planner import Levels, Planner, TreeBudget
 from stepping import Arrival, Stepper
 
 OFF = SpeculationParams(enabled=False)
@@ -235,10 +235,10 @@ def test_it_misses_nothing_where_it_rests(tiny_target: Path, knowing: Path, monk
             rows: int,
             beside: object = (),
             *,
-            levels: int,
-        ) -> list[int]:
+            levels: Sequence[Levels],
+        ) -> TreeBudget:
             self.rounds += 1
-            return [0 if self.rounds % 4 else cap for cap in caps]
+            return TreeBudget([0 if self.rounds % 4 else cap for cap in caps], levels[-1].deep)
 
     monkeypatch.setattr(MedusaDrafter, "catch_up", lambda *_: pytest.fail("there was nothing to read"))
     bench = Queue(tiny_target, f"medusa:{knowing}", draft_tokens=6)

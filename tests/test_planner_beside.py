@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import Beside
+from slipstream.plan.planner import Beside, Levels
 
 
 def taught(*, beside: float) -> AdaptivePlanner:
@@ -38,5 +38,5 @@ def test_it_drafts_where_the_other_is_never_right_or_says_nothing() -> None:
 @pytest.mark.parametrize(("right", "wanted"), [(1.0, False), (0.0, True)])
 def test_trees_as_well(right: float, wanted: bool) -> None:
     planner = taught(beside=right)
-    size = planner.budget_trees("slow", ["r"], [16], 1, [(Beside("free", 10),)], levels=3)[0]
+    size = planner.budget_trees("slow", ["r"], [16], 1, [(Beside("free", 10),)], levels=[Levels(3, 16)]).nodes[0]
     assert bool(size) == wanted

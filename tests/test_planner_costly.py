@@ -56,7 +56,7 @@ class Listening(Planner):
         self.passes.append(seconds)
 
     def observe_draft(
-        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+        self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
     ) -> None:
         self.drafts.append(seconds)
 

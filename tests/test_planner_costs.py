@@ -205,7 +205,7 @@ def test_noise_is_not_taken_for_context() -> None:
 
 
 def test_drafts_by_number_of_requests() -> None:
-    cost = DraftCost(1.0, 0.1)
+    cost = DraftCost(0.1)
     assert not cost.observed
     assert cost.seconds(4, 11) / cost.seconds(4, 1) == pytest.approx(1 + 0.1 * 15), "filled up to 16"
     cost.observe(4, 8, 0.8)
@@ -219,7 +219,7 @@ def test_drafts_by_number_of_requests() -> None:
 
 def test_drafts_between_and_beyond_what_was_measured() -> None:
     seen = (DraftSeen(1, Curve((1, 5), (1.0, 5.0))), DraftSeen(8, Curve((1, 5), (2.0, 10.0))))
-    cost = DraftCost(1.0, 0.0, seen)
+    cost = DraftCost(0.0, seen)
     assert cost.seconds(3, 1) == pytest.approx(3)
     assert cost.seconds(5, 8) == pytest.approx(10)
     assert 1 < cost.seconds(1, 4) < 2
@@ -230,11 +230,11 @@ def test_drafts_between_and_beyond_what_was_measured() -> None:
 
 def test_before_anything_is_known_guesses_are_not_weighed_against_passes() -> None:
     costs = Costs(PassCost(0.1))
-    costs.observe_draft("d", 4, 1, 40.0, is_tree=False)
+    costs.observe_draft("d", 4, 1, 40.0)
     assert costs.guess_s("d", 4, 1) == 0
     assert costs.spent("d") == 0
     costs.passes.observe(1, 1.0)
-    costs.observe_draft("d", 4, 1, 40.0, is_tree=False)
+    costs.observe_draft("d", 4, 1, 40.0)
     assert costs.guess_s("d", 4, 1) == pytest.approx(40)
     assert (costs.spent("d"), costs.spent("d")) == (40.0, 0.0)
 

@@ -6,6 +6,7 @@ import random
 
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.planner import Levels
 
 CAP = 12
 
@@ -77,10 +78,10 @@ def test_trees_have_few_sizes_too() -> None:
     planner.pad_passes()
     sizes, dice = set(), random.Random(1)
     for number in range(300):
-        size = planner.budget_trees("eagle", ["a"], [40], 1, levels=6)[0]
+        size = planner.budget_trees("eagle", ["a"], [40], 1, levels=[Levels(6, 63)]).nodes[0]
         sizes.add(size)
         right = dice.randint(0, 6) if number // 50 % 2 else dice.randint(0, 1)
         planner.observe("eagle", "a", 6 if size else 0, min(right, size))
         planner.observe_pass(1 + size, 1.0 + (0.004 if number % 100 < 50 else 0.02) * size)
-        planner.observe_draft("eagle", 40, 0.1, is_tree=True)
+        planner.observe_draft("eagle", 6, 0.1, is_tree=True)
     assert sizes <= {0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 40}

@@ -13,7 +13,7 @@ from slipstream.core.draft import Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRound
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import draft_loops, rounds
-from slipstream.engine.draft_loops import DraftFailed, DraftLoops, LoopShape
+from slipstream.engine.draft_loops import DraftFailed, DraftLoops, DraftSize, LoopShape
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.rounds import Round
@@ -117,11 +117,11 @@ def test_a_loop_serves_all_rounds_of_as_many_requests(open_llm: Callable[..., LL
         run = Round(shape(counts), machine, ["model"], found)
         assert run.shape.width == width
         run.load([0, 1], [Tree(), Tree((7, 8, 9), (-1, 0, 1))], [(("model", 3),), ()])
-        run.draft((("model", 3),))
+        run.draft((DraftSize("model", 3),))
         assert run._tokens[:2, :4].tolist() == [[len(drafter.depths)] * 3 + [0], [7, 8, 9, 0]]
     assert drafter.depths == [3, 3, 3]
     assert len(noted) == 1
-    run.draft((("model", 2),))
+    run.draft((DraftSize("model", 2),))
     assert len(noted) == 2
 
 
@@ -139,7 +139,7 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
     found, _ = loops(drafter, open_llm(rounds="queued", drafter=None), pool=object())
     lanes = torch.zeros(1, dtype=torch.int64)
     for depth in (3, 3, 2):
-        loop = found.of(LoopShape(1, 512, Features(), 0, (("model", depth),)))
+        loop = found.of(LoopShape(1, 512, Features(), 0, (DraftSize("model", depth),)))
         loop.run(lanes)
         assert loop.guesses[0].shape == (1, depth)
     assert drafter.depths == [3, 3, 2]
@@ -149,7 +149,7 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
 def test_loops_over_tensors_that_are_gone_are_let_go(open_llm: Callable[..., LLM]) -> None:
     found, noted = loops(Counting(), open_llm(rounds="queued", drafter=None))
     for version in (0, 1, 1, 0):
-        found.of(LoopShape(1, 512, Features(), version, (("model", 1),)))
+        found.of(LoopShape(1, 512, Features(), version, (DraftSize("model", 1),)))
     assert len(noted) == 3
     assert len(found._loops) == 1
 
@@ -161,4 +161,4 @@ def test_a_drafter_that_raises_is_named(open_llm: Callable[..., LLM]) -> None:
 
     found, _ = loops(Broken(), open_llm(rounds="queued", drafter=None))
     with pytest.raises(DraftFailed, match="model"):
-        found.of(LoopShape(1, 512, Features(), 0, (("model", 1),))).run(torch.zeros(1, dtype=torch.int64))
+        found.of(LoopShape(1, 512, Features(), 0, (DraftSize("model", 1),))).run(torch.zeros(1, dtype=torch.int64))

@@ -53,10 +53,11 @@ class _TimedPlanner(AdaptivePlanner):
         self.requests = 1
 
     def observe_draft(
-        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+        self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
     ) -> None:
-        seconds = self._costs.draft_s(drafter, self.requests, nodes)
-        super().observe_draft(drafter, nodes, seconds, self.requests, is_tree=is_tree)
+        if not is_tree:  # of trees it is told the recorded time by whoever replays them
+            seconds = self._costs.draft_s(drafter, self.requests, size)
+        super().observe_draft(drafter, size, seconds, self.requests, is_tree=is_tree)
 
 
 class _Mute:
@@ -154,14 +155,16 @@ class Replica:
         plan = self.drafting.plan(decodes)
         drafts = [self._draft(plan, i, answer) for i, answer in enumerate(decodes)]
         draft_s = sum(self.costs.draft_s(name, len(decodes), MAX_NODES) for name in self._free(plan))
-        for name, nodes in [*plan.drafts, *self._costly(plan)]:
+        on_device = [(size.drafter, size.nodes) for size in plan.drafts]
+        for name, nodes in [*on_device, *self._costly(plan)]:
             draft_s += self.costs.draft_s(name, len(decodes), nodes)
         rows = len(decodes) + sum(len(tree) for tree, _ in drafts)
         read_rows = sum(chunk.rows for chunk in chunks)
         load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
         verify_s = self.costs.pass_s(rows, read_rows, load.context)
-        for name, nodes in plan.drafts:
-            self.drafting.observe_draft(name, nodes, self.costs.draft_s(name, len(decodes), nodes), len(decodes))
+        for size in plan.drafts:
+            took = self.costs.draft_s(size.drafter, len(decodes), size.nodes)
+            self.drafting.observe_draft(size, took, len(decodes))
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:

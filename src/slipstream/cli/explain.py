@@ -46,6 +46,7 @@ def explain(
     with loaded(common, common.drafters, max_num_seqs=max(BATCHES), measure_costs=True, planner="adaptive") as llm:
         costs = _costs(llm)
         choices = _choices(llm, costs, context)
+        deep = {guesser.name for guesser in _guessers(llm) if guesser.levels}
     if as_json:
         found = {"costs": costs.as_json(), "context": context, "choices": [asdict(choice) for choice in choices]}
         print(json.dumps(found, ensure_ascii=False))
@@ -56,15 +57,17 @@ def explain(
     for line in context_lines(costs):
         console.print(line, highlight=False)
     for name, seen in costs.drafts.items():
+        unit = " levels" if name in deep else ""
         console.print(f"\nGuesses of {name}:", highlight=False)
         for one in seen:
             parts = zip(one.curve.sizes, one.curve.seconds, strict=True)
-            what = ", ".join(f"{nodes} {1e3 * seconds:.2f} ms" for nodes, seconds in parts)
+            what = ", ".join(f"{size}{unit} {1e3 * seconds:.2f} ms" for size, seconds in parts)
             console.print(f"  for {one.requests} at once: {what}", highlight=False)
     for name in dict.fromkeys(choice.drafter for choice in choices):
         mine = [choice for choice in choices if choice.drafter == name]
         console.print(
-            f"\nWhat would be drafted with {name}, {context} tokens each: guesses for a request, and the gain"
+            f"\nWhat would be drafted with {name}, {context} tokens each: guesses for a request"
+            f"{' / levels' if name in deep else ''}, and the gain"
         )
         console.print(choice_table(mine))
         for line in in_words(mine):
@@ -100,6 +103,7 @@ def _choices(llm: LLM, costs: MeasuredCosts, context: int) -> list[Choice]:
 def _guessers(llm: LLM) -> list[Guesser]:
     """Those that were named. A prediction or a form is its request's own."""
     from slipstream.drafters.base import DeviceDrafter, HostDrafter
+    from slipstream.engine.levels import levels_of
     from slipstream.engine.odds import made_for
     from slipstream.plan.forecast import Guesser
 
@@ -109,7 +113,7 @@ def _guessers(llm: LLM) -> list[Guesser]:
             continue
         nodes = made_for(drafter) if limit is None else limit
         if isinstance(drafter, DeviceDrafter):
-            found.append(Guesser(name, nodes, drafter.depth if drafter.makes_trees else 0, is_free=False))
+            found.append(Guesser(name, nodes, levels_of(drafter), is_free=False))
         elif isinstance(drafter, HostDrafter):
             found.append(Guesser(name, nodes, is_free=not drafter.costly))
     return found
@@ -148,7 +152,8 @@ def choice_table(choices: Sequence[Choice]) -> Table:
         cells: list[Any] = [f"{alpha:.0%}"]
         for choice in choices:
             if choice.alpha == alpha:
-                cells.append(f"{choice.nodes:.2g} {choice.gain:.2f}x" if choice.nodes else "off")
+                size = f"{choice.nodes:.2g}" + (f"/{choice.levels}" if choice.levels else "")
+                cells.append(f"{size} {choice.gain:.2f}x" if choice.nodes else "off")
         shown.add_row(*cells)
     return shown
 

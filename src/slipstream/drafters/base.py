@@ -182,10 +182,15 @@ class DeviceDrafter(Drafter):
 
     taps: Taps = Taps()  # the target's hidden states that it reads: `Services.taps` has them
     makes_trees: bool = False  # `draft` gives a `DeviceTree` of `round.nodes`, not a chain
-    depth: int = 0  # of a tree: its levels, as far as its nodes allow; chains are as long as they may be
+    depth: int = 0  # of a tree: its levels at most, as far as its nodes allow; chains are as long as they may be
+    grows: bool = False  # its trees grow level by level, each of which takes time: the plan says how many there are
     most_nodes: int = MAX_NODES  # it never guesses more for a request
     reads_ahead: int = 1  # its own cache holds at a place what depends on so many tokens behind it
     rereads: int = 2  # last tokens that every draft reads, whatever was read before: it may be behind by as many
+
+    def most_at(self, levels: int) -> int:
+        """Nodes that its trees of so many levels can have."""
+        return self.most_nodes
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Requests were forked: copy these pages in the drafter's own cache, if it has one."""
@@ -225,3 +230,7 @@ class DeviceDrafter(Drafter):
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         """One row of the draft a request. Writes only the drafter's own cache, behind the committed length."""
+
+    def propose_trees(self, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
+        """The same of one that makes trees, of so many levels at most; one whose trees do not grow need not listen."""
+        return self.propose(requests, budget)

@@ -82,13 +82,16 @@ class FeatureDrafter(DeviceDrafter):
         self.weights_bytes = head.weights_bytes
         self.depth, self.width = depth, width
         self.rereads = depth + 1
-        self.makes_trees = width > 1
+        self.makes_trees = self.grows = width > 1
         self.most_nodes = min(nodes, offered) if self.makes_trees else depth
         self._services: Services | None = None
         self._cache: KVCache | None = None
         self._guests = torch.empty(0, dtype=torch.int64)
         self._firsts: dict[int, Tensor] = {}  # by rows of a request: the first row of each, where all have as many
         self._known: dict[str, int] = {}  # by request: tokens that the head has read, where the host asks for drafts
+
+    def most_at(self, levels: int) -> int:
+        return min(self.most_nodes, self.width + (levels - 1) * self.width**2) if self.makes_trees else levels
 
     def page_bytes(self, page_size: int) -> int:
         return KVCache.bytes_per_page(self.head.layers, page_size, self.head.dtype)
@@ -185,6 +188,9 @@ class FeatureDrafter(DeviceDrafter):
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         """The same as inside a queued round, from what the host knows."""
+        return self.propose_trees(requests, budget, self.depth)
+
+    def propose_trees(self, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
         assert self._services is not None
         assert self._cache is not None
         pool, device = self._services.pool, self._cache.device
@@ -206,7 +212,7 @@ class FeatureDrafter(DeviceDrafter):
             DraftRound(
                 state=state,
                 lanes=torch.tensor(slots, dtype=torch.int64, device=device),
-                depth=min(nodes, self.depth),
+                depth=min(nodes, levels),
                 keys=longest + self.depth,
                 features=self._services.sampling.features(slots),
                 nodes=nodes,

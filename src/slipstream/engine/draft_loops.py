@@ -19,14 +19,23 @@ from slipstream.kernels.pack_rows import LaneState
 from slipstream.models.graphs import captured
 from slipstream.sampling.table import Features
 
-Drafts = tuple[tuple[str, int], ...]
-"""Device drafters that guess in a round, and how many nodes each may give a request."""
-
 _TREES = (4, 8, 16, 32, MAX_NODES)
-"""Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself."""
+"""Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself. Trees that
+grow by levels have as many as they can: it is their levels that cost time."""
 
 _MOST = 64
 """Loops that are kept; those that were not used for longest are let go."""
+
+
+class DraftSize(NamedTuple):
+    """A device drafter that guesses in a round, and how many nodes it may give a request."""
+
+    drafter: str
+    nodes: int
+    levels: int = 0  # of trees, at most; 0: chains
+
+
+Drafts = tuple[DraftSize, ...]
 
 
 class DraftFailed(Exception):
@@ -52,14 +61,14 @@ class DraftLoop:
         device = state.length.device
         self._lanes = torch.full((shape.requests,), state.trash, dtype=torch.int64, device=device)
         self.guesses = [
-            torch.zeros((shape.requests, nodes), dtype=torch.int64, device=device) for _, nodes in shape.drafts
+            torch.zeros((shape.requests, size.nodes), dtype=torch.int64, device=device) for size in shape.drafts
         ]  # [B, K] each
         self.parents = [
-            tokens.clone() if drafters[name].makes_trees else None
-            for (name, _), tokens in zip(shape.drafts, self.guesses, strict=True)
+            tokens.clone() if drafters[size.drafter].makes_trees else None
+            for size, tokens in zip(shape.drafts, self.guesses, strict=True)
         ]  # None: chains
         asked = rooms if shape.features.rejection else {}
-        self.q = [asked[name].part(shape.requests, nodes) if name in asked else None for name, nodes in shape.drafts]
+        self.q = [asked[name].part(shape.requests, nodes) if name in asked else None for name, nodes, _ in shape.drafts]
         self._shape, self._state, self._drafters = shape, state, drafters
         self._replay: Callable[[], None] = self._work
 
@@ -80,9 +89,9 @@ class DraftLoop:
     def _work(self) -> None:
         shape = self._shape
         parts = zip(shape.drafts, self.guesses, self.parents, self.q, strict=True)
-        for (name, nodes), guesses, parents, q in parts:
+        for (name, nodes, levels), guesses, parents, q in parts:
             drafter = self._drafters[name]
-            depth = nodes if parents is None else min(nodes, drafter.depth)
+            depth = nodes if parents is None else min(nodes, levels)
             wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features, nodes, q)
             try:
                 guessed = drafter.draft(wanted)
@@ -122,8 +131,8 @@ class DraftLoops:
 
     def of(self, shape: LoopShape) -> DraftLoop:
         """Raises `DraftFailed` where a drafter cannot. Trees may have more nodes than was asked for."""
-        if any(self._drafters[name].makes_trees for name, _ in shape.drafts):
-            shape = shape._replace(drafts=tuple((name, self._size(name, nodes)) for name, nodes in shape.drafts))
+        if any(size.levels for size in shape.drafts):
+            shape = shape._replace(drafts=tuple(map(self._made, shape.drafts)))
         found = self._loops.pop(shape, None)
         if found is None:
             found = DraftLoop(shape, self._state, self._drafters, self._rooms)
@@ -135,8 +144,11 @@ class DraftLoops:
         self._loops[shape] = found  # the last is the one used last
         return found
 
-    def _size(self, name: str, nodes: int) -> int:
-        drafter = self._drafters[name]
+    def _made(self, size: DraftSize) -> DraftSize:
+        drafter = self._drafters[size.drafter]
         if not drafter.makes_trees:
-            return nodes
-        return min(next(size for size in _TREES if size >= nodes), drafter.most_nodes)
+            return size
+        most = drafter.most_at(size.levels)
+        if drafter.grows:
+            return size._replace(nodes=most)
+        return size._replace(nodes=min(next(nodes for nodes in _TREES if nodes >= size.nodes), most))

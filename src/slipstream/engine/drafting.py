@@ -20,15 +20,16 @@ from slipstream.drafters.guard import DrafterGuard
 from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
-from slipstream.engine.draft_loops import Drafts
+from slipstream.engine.draft_loops import Drafts, DraftSize
+from slipstream.engine.levels import levels_of, no_deeper
 from slipstream.engine.listening import Offered, RoundListener
-from slipstream.engine.plans import Drafted, Gathered, Guesses, Plan
+from slipstream.engine.plans import Drafted, Gathered, Group, Guesses, Plan
 from slipstream.engine.reasons import Decode, note_plan
 from slipstream.engine.room import DraftRoom
 from slipstream.engine.state import Answer, Copied
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
-from slipstream.plan.planner import Beside, Planner
+from slipstream.plan.planner import Planner, TreeSeen
 from slipstream.plan.traits import traits_of
 
 T = TypeVar("T")
@@ -67,7 +68,8 @@ class Drafting:
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
         self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
         self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
-        self._levels = {name: _levels(drafter) for name, drafter in drafters.items()}
+        self._levels = {name: levels_of(drafter) for name, drafter in drafters.items()}
+        self._grown: Mapping[str, int] = {}  # by drafter: levels of the trees that were planned last
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
         self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
@@ -134,7 +136,8 @@ class Drafting:
         gathered = Gathered(len(decodes))
         guessed: dict[str, Guesses] = {}
         for name, mine, budgets in self._gather(decodes, gathered):
-            guessed[name] = Guesses(mine, self._ask(name, [decodes[i] for i in mine], budgets))
+            asked = DraftSize(name, max(budgets), gathered.levels.get(name, 0))
+            guessed[name] = Guesses(mine, self._ask(asked, [decodes[i] for i in mine], budgets))
         return gathered.drafted(guessed, self._device)
 
     def plan(self, decodes: Sequence[Answer]) -> Plan:
@@ -148,23 +151,24 @@ class Drafting:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
         self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]))
         self.guessed_s = 0.0
+        self._grown = gathered.levels
         for name, mine in self._groups(decodes):
             answers = [decodes[i] for i in mine]
-            used, beside = [gathered.used(i) for i in mine], gathered.beside(mine)
+            used = [gathered.used(i) for i in mine]
             caps = self._caps.of(name, answers, used, len(decodes))
             self.undrafted["limited"] += caps.count(0)
             if not any(caps):
                 continue
+            group = Group(name, answers, caps, used, gathered.beside(mine), len(decodes))
             if name in self._on_device:
-                budgets = self._budgets(name, answers, caps, used, beside, len(decodes))
+                budgets = self._budgets(group, gathered.levels)
                 for i, nodes in zip(mine, budgets, strict=True):
                     gathered.grant(i, name, nodes)
                 if any(budgets):
                     yield name, mine, budgets
             else:
                 gathered.hosts.append(name)
-                trees = self._trees(name, answers, caps, used, beside, len(decodes))
-                for i, tree in zip(mine, trees, strict=True):
+                for i, tree in zip(mine, self._trees(group), strict=True):
                     gathered.add(i, name, tree)
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
@@ -194,7 +198,7 @@ class Drafting:
 
         Where it guesses for one, it reads the last tokens of all, and what its last draft left to be read again.
         """
-        idle = self._following - {name for name, _ in plan.drafts}
+        idle = self._following - {size.drafter for size in plan.drafts}
         if not idle:
             return
         for answer in answers:
@@ -248,16 +252,20 @@ class Drafting:
                     groups.setdefault(name, []).append(i)
         yield from sorted(groups.items(), key=lambda group: self._caps.turns[group[0]])
 
-    def observe(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> None:
-        """Tell drafters and planner how the round ended."""
+    def observe(
+        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], grown: Mapping[str, int] | None = None
+    ) -> None:
+        """Tell drafters and planner how a round ended. grown: levels of its trees; None: it was planned last."""
+        grown = self._grown if grown is None else grown
         told: dict[str, tuple[list[Answer], list[Verdict]]] = {}
         for answer, verdict in zip(answers, verdicts, strict=True):
             for name in answer.drafters:
                 share = verdict.share(name)
                 if share.drafted:
                     # of a tree no more can be accepted than it has levels
-                    reached = min(share.drafted, self._levels[name] or share.drafted)
-                    self.planner.observe(name, answer.id, reached, share.accepted)
+                    reached = min(share.drafted, grown.get(name, share.drafted))
+                    tree = TreeSeen(share.drafted, share.path) if self._levels[name] else None
+                    self.planner.observe(name, answer.id, reached, share.accepted, tree)
                 if name not in told:
                     told[name] = ([], [])
                 theirs, parts = told[name]
@@ -266,56 +274,50 @@ class Drafting:
         for name, (theirs, parts) in told.items():
             self._guarded(name, theirs, functools.partial(self._voice(name).observe, parts))
 
-    def _ask(self, name: str, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
-        drafter = cast(DeviceDrafter, self.drafters[name])
+    def _ask(self, size: DraftSize, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
+        drafter = cast(DeviceDrafter, self.drafters[size.drafter])
         views = [cast(DraftRequest, answer.view) for answer in answers]
+        ask = functools.partial(drafter.propose_trees, levels=size.levels) if size.levels else drafter.propose
         started = time.perf_counter()
-        draft = self._guarded(name, answers, lambda: drafter.propose(views, budgets))
-        drafted = sum(1 for nodes in budgets if nodes)
-        self.observe_draft(name, max(budgets), time.perf_counter() - started, drafted)
+        draft = self._guarded(size.drafter, answers, lambda: ask(views, budgets))
+        self.observe_draft(size, time.perf_counter() - started, sum(1 for nodes in budgets if nodes))
         return None if draft is None else self.constraining.lawful_chains(answers, draft)
 
-    def observe_draft(self, name: str, nodes: int, seconds: float, requests: int) -> None:
-        """A device drafter took this long for so many nodes for each of some requests."""
-        self.planner.observe_draft(name, nodes, seconds, requests, is_tree=bool(self._levels[name]))
+    def observe_draft(self, size: DraftSize, seconds: float, requests: int) -> None:
+        """A device drafter took this long to guess so much for each of some requests."""
+        name, nodes, levels = size
+        self.planner.observe_draft(name, levels or nodes, seconds, requests, is_tree=bool(levels))
         if self.listener is not None:
             self.listener.drew(name, nodes, seconds)
 
     def tells_q(self, drafts: Drafts) -> bool:
         """Does one of these device drafters tell what it draws from?"""
-        return any(name in self._telling for name, _ in drafts)
+        return any(size.drafter in self._telling for size in drafts)
 
     def makes_trees(self, drafts: Drafts) -> bool:
         """Does one of these device drafters guess trees?"""
-        return any(self._levels[name] for name, _ in drafts)
+        return any(size.levels for size in drafts)
 
-    def _budgets(
-        self,
-        name: str,
-        answers: Sequence[Answer],
-        caps: Sequence[int],
-        used: Sequence[int],
-        beside: Sequence[Sequence[Beside]],
-        rows: int,
-    ) -> list[int]:
-        """How far a device drafter is to go for each request: as far as pays, and as far as there are pages."""
-        ids = [answer.id for answer in answers]
-        levels = self._levels[name]
-        plan = functools.partial(self.planner.budget_trees, levels=levels) if levels else self.planner.budget
-        budget = plan(name, ids, caps, rows, beside)
+    def _budgets(self, group: Group, grown: dict[str, int]) -> list[int]:
+        """How far a device drafter is to go for each request: as far as pays, and as far as there are pages.
+
+        Notes in `grown` how many levels its trees are to have.
+        """
+        name, answers, caps, used, beside, rows = group
+        ids, choices, levels = [answer.id for answer in answers], self._levels[name], 0
+        if choices:
+            budget, levels = self.planner.budget_trees(name, ids, caps, rows, beside, levels=choices)
+        else:
+            budget = self.planner.budget(name, ids, caps, rows, beside)
         self._declined(name, answers, caps, budget)
-        return [self.room.nodes(*parts) for parts in zip(answers, used, budget, strict=True)]
+        granted = [self.room.nodes(*parts) for parts in zip(answers, used, budget, strict=True)]
+        if levels and any(granted):
+            grown[name] = no_deeper(choices, levels, max(granted))
+        return granted
 
-    def _trees(
-        self,
-        name: str,
-        answers: Sequence[Answer],
-        caps: Sequence[int],
-        used: Sequence[int],
-        beside: Sequence[Sequence[Beside]],
-        rows: int,
-    ) -> list[Tree]:
+    def _trees(self, group: Group) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""
+        name, answers, caps, used, beside, rows = group
         views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
         costly = self.guards[name].drafter.costly
         if costly:
@@ -386,8 +388,3 @@ class Drafting:
         answer.refused[name] = why
         answer.output.speculation.of(name).failures += 1
         self.totals[name].failures += 1
-
-
-def _levels(drafter: Drafter) -> int:
-    """Of the trees that a device drafter makes; 0 for all others."""
-    return drafter.depth if isinstance(drafter, DeviceDrafter) and drafter.makes_trees else 0

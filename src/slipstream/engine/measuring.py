@@ -21,6 +21,7 @@ import torch
 
 import slipstream
 from slipstream.drafters.base import DeviceDrafter
+from slipstream.engine.draft_loops import DraftSize
 from slipstream.engine.engine import Engine
 from slipstream.engine.odds import made_for
 from slipstream.engine.posing import Posed, Work, most_context, posed
@@ -145,9 +146,8 @@ def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
 
 
 def _drafts(engine: Engine, name: str, drafter: DeviceDrafter, progress: Progress | None) -> tuple[DraftSeen, ...]:
-    """One drafter's guesses, by number of requests and of nodes. Nothing where it cannot."""
-    most = min(made_for(drafter), engine.config.draft_tokens or _ROWS)
-    sizes = sorted({most} if drafter.makes_trees else {1, -(-most // 2), most})
+    """One drafter's guesses, by number of requests and of nodes, or of a tree's levels. Nothing where it cannot."""
+    sizes = _draft_sizes(name, drafter, min(made_for(drafter), engine.config.draft_tokens or _ROWS))
     if progress:
         progress(f"measuring what drafts by {name} cost (once)")
     seen: list[DraftSeen] = []
@@ -157,13 +157,22 @@ def _drafts(engine: Engine, name: str, drafter: DeviceDrafter, progress: Progres
             break
         try:
             with posed(engine, requests, _SHORT) as scene:
-                took = [_seconds(scene, scene.draft(name, nodes)) for nodes in sizes]
+                took = [_seconds(scene, scene.draft(size)) for size in sizes.values()]
         except Exception as error:  # the engine will find out by itself, and say so
             if progress:
                 progress(f"drafter {name} could not be timed ({type(error).__name__}: {error})")
             break
         seen.append(DraftSeen(requests, Curve(tuple(sizes), tuple(took))))
     return tuple(seen)
+
+
+def _draft_sizes(name: str, drafter: DeviceDrafter, most: int) -> dict[int, DraftSize]:
+    """The drafts that are timed, of so many nodes at the most: those of other sizes lie on a line with them."""
+    if not drafter.makes_trees:
+        return {nodes: DraftSize(name, nodes) for nodes in sorted({1, -(-most // 2), most})}
+    deepest = min(drafter.depth, most)
+    levels = sorted({1, deepest} if drafter.grows else {deepest})
+    return {count: DraftSize(name, min(most, drafter.most_at(count)), count) for count in levels}
 
 
 def _seconds(scene: Posed, work: Work, most_s: float | None = None) -> float:

@@ -7,7 +7,7 @@ device guess is merged with them on the device in a queued round, and here in an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.merge import merge_trees
 from slipstream.core.verdict import NOBODY, Authors, author
-from slipstream.engine.draft_loops import Drafts
+from slipstream.engine.draft_loops import Drafts, DraftSize
+from slipstream.engine.state import Answer
 from slipstream.plan.planner import Beside
 
 _EMPTY = Tree()
@@ -28,6 +29,17 @@ class Drafted:
 
     draft: Draft
     authors: tuple[Authors, ...]
+
+
+class Group(NamedTuple):
+    """The requests of a round that one drafter may guess for."""
+
+    drafter: str
+    answers: Sequence[Answer]
+    caps: Sequence[int]  # most nodes of each
+    used: Sequence[int]  # nodes that others gave already
+    beside: Sequence[Sequence[Beside]]  # … and who
+    rows: int  # requests of the round, all drafters' and none's
 
 
 class Share(NamedTuple):
@@ -47,6 +59,7 @@ class Plan:
         Authors, ...
     ]  # whose drafts they are; where a device drafter is one of several, it has no places yet
     hosts: tuple[str, ...] = ()  # host drafters that were asked
+    levels: Mapping[str, int] = field(default_factory=dict)  # of the trees of device drafters that make some
 
     @property
     def counts(self) -> list[int]:
@@ -63,12 +76,12 @@ class Plan:
 
     @property
     def drafts(self) -> Drafts:
-        """The device drafters that have something to do, and how far each goes."""
+        """The device drafters that have something to do, and how much."""
         most: dict[str, int] = {}
         for shares in self.shares:
             for name, nodes in shares:
                 most[name] = max(nodes, most.get(name, 0))
-        return tuple(sorted(most.items()))
+        return tuple(DraftSize(name, most[name], self.levels.get(name, 0)) for name in sorted(most))
 
     def only(self, kept: Sequence[int]) -> Plan:
         """For some of the requests."""
@@ -77,12 +90,14 @@ class Plan:
             tuple(self.shares[i] for i in kept),
             tuple(self.authors[i] for i in kept),
             self.hosts,
+            self.levels,
         )
 
     def without(self, failed: str) -> Plan:
         """The same, but for what a device drafter was to guess that has failed."""
         shares = tuple(tuple(share for share in shares if share.drafter != failed) for shares in self.shares)
-        return Plan(self.trees, shares, tuple(_without(authors, failed) for authors in self.authors), self.hosts)
+        authors = tuple(_without(authors, failed) for authors in self.authors)
+        return Plan(self.trees, shares, authors, self.hosts, self.levels)
 
 
 class Gathered:
@@ -92,6 +107,7 @@ class Gathered:
         self.trees = [_EMPTY] * requests
         self.shares: list[tuple[Share, ...]] = [()] * requests
         self.hosts: list[str] = []
+        self.levels: dict[str, int] = {}  # as in `Plan`
         self._authors = [NOBODY] * requests  # of the trees
 
     def used(self, request: int) -> int:
@@ -131,7 +147,7 @@ class Gathered:
 
     def plan(self) -> Plan:
         authors = [self._shared(i) if shares else self._authors[i] for i, shares in enumerate(self.shares)]
-        return Plan(tuple(self.trees), tuple(self.shares), tuple(authors), tuple(self.hosts))
+        return Plan(tuple(self.trees), tuple(self.shares), tuple(authors), tuple(self.hosts), self.levels)
 
     def _shared(self, request: int) -> Authors:
         """Of a request that device drafters guess for."""

@@ -14,7 +14,7 @@ import torch
 from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DeviceDrafter, DraftRequest
-from slipstream.engine.draft_loops import LoopShape
+from slipstream.engine.draft_loops import DraftSize, LoopShape
 from slipstream.engine.engine import Engine
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape
@@ -63,14 +63,17 @@ class Posed:
         batch = replace(batch, logit_rows=None)  # every row of a draft chooses
         return lambda: target.forward(batch, cache).argmax(1)
 
-    def draft(self, name: str, nodes: int) -> Work:
+    def draft(self, size: DraftSize) -> Work:
         """A device drafter's guesses for all of them."""
-        drafter = self.engine.drafting.drafters[name]
+        drafter = self.engine.drafting.drafters[size.drafter]
         assert isinstance(drafter, DeviceDrafter)
         if isinstance(self.engine, QueuedEngine):
-            return self._loop(self.engine, name, nodes)
+            return self._loop(self.engine, size)
         views = [self._view(i) for i in range(self.requests)]
-        return lambda: drafter.propose(views, [nodes] * len(views))
+        budget = [size.nodes] * len(views)
+        if size.levels:
+            return lambda: drafter.propose_trees(views, budget, size.levels)
+        return lambda: drafter.propose(views, budget)
 
     def _view(self, request: int) -> DraftRequest:
         tokens = [1] * (self.context + 1)
@@ -82,9 +85,9 @@ class Posed:
         run.load(range(self.requests), trees, [()] * self.requests)
         return run.verify
 
-    def _loop(self, engine: QueuedEngine, name: str, nodes: int) -> Work:
-        shape = self._shape(engine, [nodes] * self.requests)
-        wanted = LoopShape(shape.requests, shape.keys, shape.features, shape.version, ((name, nodes),))
+    def _loop(self, engine: QueuedEngine, size: DraftSize) -> Work:
+        shape = self._shape(engine, [size.nodes] * self.requests)
+        wanted = LoopShape(shape.requests, shape.keys, shape.features, shape.version, (size,))
         loop = engine.rounds.draft_loop(wanted)
         device = engine.target.device
         lanes = torch.full((shape.requests,), engine.lanes.state.trash, dtype=torch.int64, device=device)

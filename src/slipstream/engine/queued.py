@@ -314,7 +314,8 @@ class QueuedEngine(Engine):
                 self.drafting.falls_behind(answer, verdict)
             answer.closing = usable != tokens or not answer.end_ids.isdisjoint(usable) or len(answer.tokens) >= longest
         lasted_s, self._idle_since = now - self._idle_since, now
-        self.drafting.observe([member.answer for member in members], verdicts)
+        grown = {size.drafter: size.levels for size in ticket.drafts if size.levels}
+        self.drafting.observe([member.answer for member in members], verdicts, grown)
         return Heard(ticket, tuple(members), tuple(verdicts), lasted_s)
 
     def _times(self, heard: Heard) -> RoundTimes:
@@ -336,8 +337,8 @@ class QueuedEngine(Engine):
             if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
                 for name in ticket.hosts:
                     self.drafting.planner.observe_wait(name, max(0.0, ticket.waited_s - ticket.guessed_s))
-            for name, nodes in ticket.drafts:
-                self.drafting.observe_draft(name, nodes, times.draft / len(ticket.drafts), ticket.decodes)
+            for size in ticket.drafts:
+                self.drafting.observe_draft(size, times.draft / len(ticket.drafts), ticket.decodes)
         return times
 
     def _tell(self, heard: Sequence[Heard]) -> None:

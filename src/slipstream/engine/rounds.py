@@ -146,7 +146,7 @@ class Round:
         self._inputs.copy_(staged.tensor, non_blocking=True)
 
     def draft(self, drafts: Drafts) -> None:
-        """Let these device drafters guess, each so many nodes. Raises `DraftFailed` where one of them cannot."""
+        """Let these device drafters guess, each so much. Raises `DraftFailed` where one of them cannot."""
         shape = self.shape
         features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
         loop = self._loops.of(LoopShape(shape.requests, shape.keys, features, shape.version, drafts))
@@ -156,7 +156,7 @@ class Round:
         if self._odds is not None:
             self._odds.forget()
         parts = zip(drafts, loop.guesses, loop.parents, loop.q, strict=True)
-        for i, ((name, nodes), guesses, parents, q) in enumerate(parts):
+        for i, ((name, nodes, _), guesses, parents, q) in enumerate(parts):
             number = self._numbers[name]
             if self._merges:
                 merge_guesses(self._union, guesses, parents, self._guessed, number, nodes=nodes, first=i == 0)

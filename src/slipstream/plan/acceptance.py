@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.plan.ranks import DEPTHS
 from slipstream.plan.traits import Traits
 
 Floats = NDArray[np.float64]
@@ -18,8 +19,6 @@ _DECAY = 0.9
 _SHARED_DECAY = 0.98
 _MOST_WEIGHT = 16.0
 """Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
-_DEPTHS = 8
-"""Depths that are told apart; deeper guesses fare as the last of these."""
 _HEAVY = 1e9
 """A weight at which numbers are brought down again."""
 _DEPTH_WEIGHT = 6.0
@@ -35,7 +34,7 @@ class _Tally:
     def share(self) -> float:
         return self.right / self.tried
 
-    def add(self, right: int, tried: int, decay: float) -> None:
+    def add(self, right: float, tried: int, decay: float) -> None:
         self.right = self.right * decay + right
         self.tried = self.tried * decay + tried
 
@@ -49,20 +48,27 @@ class _Course:
     __slots__ = ("right", "tried", "weight")
 
     def __init__(self) -> None:
-        self.right = [0.0] * _DEPTHS
-        self.tried = [0.0] * _DEPTHS
+        self.right = [0.0] * DEPTHS
+        self.tried = [0.0] * DEPTHS
         self.weight = 1.0  # of what was seen last
 
-    def add(self, right: int, tried: int, decay: float) -> None:
+    def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
         self.weight /= decay
         if self.weight > _HEAVY:
             self.right = [count / self.weight for count in self.right]
             self.tried = [count / self.weight for count in self.tried]
             self.weight = 1.0
-        for depth in range(min(tried, _DEPTHS)):
+        for depth in range(min(tried, DEPTHS)):
             self.tried[depth] += self.weight
-            if depth < right:
-                self.right[depth] += self.weight
+            self.right[depth] += self.weight if depth < right else missed * self.weight
+
+    def chances(self, usual: float) -> Floats:  # [D]
+        """By depth; where little was seen, as one depth before, and in the first as `usual`."""
+        prior, found = _DEPTH_WEIGHT * self.weight, []
+        for right, tried in zip(self.right, self.tried, strict=True):
+            usual = (right + prior * usual) / (tried + prior)
+            found.append(usual)
+        return np.array(found)
 
 
 class Acceptance:
@@ -94,18 +100,20 @@ class Acceptance:
         """The chance that all of the first 1, 2, … guesses are right."""
         alphas = np.array([self.alpha(request_id) for request_id in request_ids])  # [B]
         shared = self._shared.share
-        prior = _DEPTH_WEIGHT * self._course.weight
-        course = (np.array(self._course.right) + prior * shared) / (np.array(self._course.tried) + prior)  # [D]
+        course = self._course.chances(shared)  # [D]
         usual = np.minimum(course[:, None] / max(shared, 1e-6) * alphas, np.maximum(alphas, 0.98))  # [D, B]
         courses = [self._courses.get(r, _NO_COURSE) for r in request_ids]
         seen = np.array([[course.right, course.tried] for course in courses])  # [B, 2, D]
         weights = _DEPTH_WEIGHT * np.array([course.weight for course in courses])  # [B]
         chances = (seen[:, 0].T + weights * usual) / (seen[:, 1].T + weights)  # [D, B]
-        deep = np.minimum(np.arange(depth), _DEPTHS - 1)
+        deep = np.minimum(np.arange(depth), DEPTHS - 1)
         return np.cumprod(chances[deep], axis=0)
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Guesses behind the first wrong one were never put to the test."""
+    def observe(self, request_id: str, drafted: int, accepted: int, missed: float = 0.0) -> None:
+        """Guesses behind the first wrong one were never put to the test.
+
+        missed: the chance that what was not right would have been in a larger draft, which is what is estimated.
+        """
         if not drafted:
             return
         tried = accepted + (accepted < drafted)
@@ -114,15 +122,16 @@ class Acceptance:
             self._requests[request_id] = _Tally(self._newcomer(request_id) * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
             self._courses[request_id] = _Course()
         own = self._requests[request_id]
-        own.add(accepted, tried, _DECAY)
+        missed *= accepted < drafted
+        own.add(accepted + missed, tried, _DECAY)
         if own.tried > _MOST_WEIGHT:
             own.right, own.tried = own.right * _MOST_WEIGHT / own.tried, _MOST_WEIGHT
-        self._courses[request_id].add(accepted, tried, _DECAY)
-        self._shared.add(accepted, tried, _SHARED_DECAY)
-        self._course.add(accepted, tried, _SHARED_DECAY)
+        self._courses[request_id].add(accepted, tried, _DECAY, missed)
+        self._shared.add(accepted + missed, tried, _SHARED_DECAY)
+        self._course.add(accepted, tried, _SHARED_DECAY, missed)
         traits = self._traits.get(request_id)
         if traits is not None:
-            self._kinds.setdefault(traits, _Tally(0.0, 0.0)).add(accepted, tried, _SHARED_DECAY)
+            self._kinds.setdefault(traits, _Tally(0.0, 0.0)).add(accepted + missed, tried, _SHARED_DECAY)
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

@@ -22,11 +22,13 @@ from slipstream.plan.decisions import Decision
 from slipstream.plan.gains import Gain, Gains, Turn
 from slipstream.plan.investment import Investment, most_worth
 from slipstream.plan.measured import Load, MeasuredCosts
-from slipstream.plan.planner import Beside, Planner
+from slipstream.plan.planner import Beside, Levels, Planner, TreeBudget, TreeSeen
 from slipstream.plan.probes import Probes
 from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
+from slipstream.plan.ranks import NodeRanks
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
+from slipstream.plan.trees import TreeChoices, probed, tree_choices
 from slipstream.plan.waits import Waits
 
 _EXPLORE = 8
@@ -64,6 +66,7 @@ class AdaptivePlanner(Planner):
         self._traits: dict[str, Traits] = {}
         self._kept_word: dict[str, Calibration] = {}
         self._acceptance: dict[str, Acceptance] = {}
+        self._ranks: dict[str, NodeRanks] = {}  # of those that make trees
         self._probes = Probes(cost)
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
@@ -109,7 +112,9 @@ class AdaptivePlanner(Planner):
         gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
         draft_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
         chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
-        return self._granted(drafter, chosen, caps, min(2, deepest), rows)
+        small = min(2, deepest)
+        size = self._probes.size(drafter, chosen.size, small, rows, self.costs.guess_s(drafter, small, rows))
+        return self._granted(drafter, chosen, caps, size)
 
     def budget_trees(
         self,
@@ -119,25 +124,27 @@ class AdaptivePlanner(Planner):
         rows: int,
         beside: Sequence[Sequence[Beside]] = (),
         *,
-        levels: int,
-    ) -> list[int]:
-        """Sizes where the best nodes come first: each doubling of a tree is taken to bring as much as the one before.
+        levels: Sequence[Levels],
+    ) -> TreeBudget:
+        """Sizes and levels where the best nodes come first: one pair for all.
 
         alpha is here the chance that a whole tree has the right token of the next level.
         """
-        most = max(caps, default=0)
+        most, deepest = max(caps, default=0), levels[-1].deep
         if most == 0:
-            return list(caps)
-        others = self._others(request_ids, beside, levels)
-        chances = self._estimate(drafter).paths(request_ids, levels) * (1 - others.right[1:])  # [L, B]
-        whole = chances.sum(0)  # [B]: tokens that a tree of `most` brings
-        drafted = np.minimum(np.arange(most + 1)[:, None], np.array(caps))  # [K + 1, B]
-        gained = whole * np.log1p(drafted) / np.log1p(most)
-        draft_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, most, rows, is_tree=True)))
-        chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
-        return self._granted(
-            drafter, chosen, caps, most, rows, is_tree=True
-        )  # a small probe would not tell what it is worth
+            return TreeBudget(list(caps), deepest)
+        others = self._others(request_ids, beside, deepest)
+        chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])  # [L, B]
+        ranks = self._ranks.setdefault(drafter, NodeRanks())
+        ranks.whole = levels[-1].nodes
+        sizes = self._sizes.choices(drafter, most)[1:] if self._cost.padded else range(1, most + 1)
+        trees = tree_choices(sizes, levels, caps, chances, ranks.kept())
+        level_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
+        chosen = self._paying(drafter, rows, others, trees.gained, trees.drafted, level_s[trees.levels], trees)
+        deep = trees.levels[chosen.size] or probed(levels)
+        # a small probe would not tell what it is worth
+        size = self._probes.size(drafter, trees.nodes[chosen.size], most, rows, float(level_s[deep]))
+        return TreeBudget(self._granted(drafter, chosen, caps, size, deep), deep)
 
     def _paying(
         self,
@@ -147,9 +154,11 @@ class AdaptivePlanner(Planner):
         gained: NDArray[np.float64],  # [K + 1, B]
         drafted: NDArray[np.int64],  # [K + 1, B]
         draft_s: NDArray[np.float64],  # [K + 1]
+        trees: TreeChoices | None = None,
     ) -> _Chosen:
-        """Which size, 0 to K, brings most tokens a second, and for whom: each brings `gained`, adds `drafted` rows, and
-        takes `draft_s`, for however many. Those of whom most is expected come first, if they pay for their rows.
+        """Which size, 0 to K, or which of the trees, brings most tokens a second, and for whom: each brings `gained`,
+        adds `drafted` rows, and takes `draft_s`, for however many. Those of whom most is expected come first, if they
+        pay for their rows.
 
         0 unless another is clearly better; and where sizes are captured, no new one that is hardly better than another.
         """
@@ -160,25 +169,27 @@ class AdaptivePlanner(Planner):
         rates = (brought + tokens) / (pass_s + draft_s[:, None])
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
-        size = self._size(drafter, rate)
-        shown = max(size, int(rate.argmax()))
+        size = self._size(drafter, rate, trees)
+        shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
-        self._decided[drafter] = Decision(rows, size, float(rate[shown] / rate[0]), guess)
+        most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
+        self._decided[drafter] = Decision(rows, most, float(rate[shown] / rate[0]), guess, deep)
         return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
 
-    def _size(self, drafter: str, rate: NDArray[np.float64]) -> int:
-        best = self._sizes.best(drafter, rate) if self._cost.padded else int(rate.argmax())
+    def _size(self, drafter: str, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
+        if not self._cost.padded:
+            best = int(rate.argmax())
+        elif trees is None:
+            best = self._sizes.best(drafter, rate)
+        else:
+            best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
         return best if rate[best] > rate[0] * self._margin else 0
 
-    def _granted(
-        self, drafter: str, chosen: _Chosen, caps: Sequence[int], small: int, rows: int, *, is_tree: bool = False
-    ) -> list[int]:
+    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], size: int, levels: int = 0) -> list[int]:
         """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
-        guess_s = self.costs.guess_s(drafter, small, rows, is_tree=is_tree)
-        size = self._probes.size(drafter, chosen.size, small, rows, guess_s)
         if not size:
             return [0] * len(caps)
-        self._sizes.use(drafter, size)
+        self._sizes.use(drafter, size, levels)
         granted = [0] * len(caps)
         for i in chosen.members.tolist() if chosen.size else range(len(caps)):
             granted[i] = min(size, caps[i])
@@ -299,13 +310,18 @@ class AdaptivePlanner(Planner):
         self._waits.setdefault(drafter, Waits()).observe(seconds)
 
     def observe_draft(
-        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+        self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
     ) -> None:
-        self.costs.observe_draft(drafter, nodes, requests, seconds, is_tree=is_tree)
+        self.costs.observe_draft(drafter, size, requests, seconds)
 
-    def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
+    def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         if drafted:
-            self._estimate(drafter).observe(request_id, drafted, accepted)
+            estimate, missed = self._estimate(drafter), 0.0
+            if tree is not None:
+                ranks = self._ranks.setdefault(drafter, NodeRanks())
+                missed = ranks.missed(estimate.alpha(request_id), tree.nodes, accepted)
+                ranks.observe(tree.path, tree.nodes)
+            estimate.observe(request_id, drafted, accepted, missed)
             if drafter in self._kept_word:
                 self._kept_word[drafter].observe(request_id, accepted)
             if accepted:

@@ -28,8 +28,9 @@ class Costs:
         """The rounds that are asked about have such a load."""
         self.passes.at(load)
 
-    def observe_draft(self, drafter: str, nodes: int, requests: int, seconds: float, *, is_tree: bool) -> None:
-        self._of(drafter, is_tree=is_tree).observe(nodes, requests, seconds)
+    def observe_draft(self, drafter: str, size: int, requests: int, seconds: float) -> None:
+        """size: nodes; of trees levels, all of which are computed, whatever is taken of them."""
+        self._of(drafter).observe(size, requests, seconds)
         if self.passes.observed:  # else the two have different units
             self._spent[drafter] = seconds
 
@@ -37,17 +38,16 @@ class Costs:
         """What this round's guesses took that are to be trimmed now; told once."""
         return self._spent.pop(drafter, 0.0)
 
-    def guess_s(self, drafter: str, nodes: int, requests: int, *, is_tree: bool = False) -> float:
-        """What a draft of so many nodes takes; 0 as long as nobody knows."""
-        return float(self.guess_curve(drafter, nodes, requests, is_tree=is_tree)[-1])
+    def guess_s(self, drafter: str, size: int, requests: int) -> float:
+        """What a draft of so many nodes or levels takes; 0 as long as nobody knows."""
+        return float(self.guess_curve(drafter, size, requests)[-1])
 
-    def guess_curve(self, drafter: str, most: int, requests: int, *, is_tree: bool = False) -> Floats:  # [most]
-        cost = self._of(drafter, is_tree=is_tree)
+    def guess_curve(self, drafter: str, most: int, requests: int) -> Floats:  # [most]
+        cost = self._of(drafter)
         return cost.curve(most, requests) * (cost.observed and self.passes.observed)
 
-    def _of(self, drafter: str, *, is_tree: bool) -> DraftCost:
+    def _of(self, drafter: str) -> DraftCost:
         if drafter not in self._drafts:
             seen = () if self.measured is None else self.measured.drafts.get(drafter, ())
-            # a tree's levels are all computed, whatever is taken of them
-            self._drafts[drafter] = DraftCost(0.0 if is_tree else 1.0, self.passes.slope, seen)
+            self._drafts[drafter] = DraftCost(self.passes.slope, seen)
         return self._drafts[drafter]

@@ -21,11 +21,13 @@ class Decision(NamedTuple):
     nodes: int  # most for a request where it is asked beforehand, of all where its guesses were there; 0: none
     gain: float  # tokens a second by those of plain decoding, as expected of the best that could be drafted
     guess: float = 0.0  # what the guesses take, as a part of a plain pass
+    levels: int = 0  # of trees
 
     def text(self, drafter: str, cost: PassCost, alpha: float | None) -> str:
         """In words, by what passes cost and how often the drafter's guesses are right."""
         if self.nodes:
-            return f"{drafter} {self.nodes}: {self.gain:.2f}x expected"
+            deep = f" in {self.levels} levels" if self.levels else ""
+            return f"{drafter} {self.nodes}{deep}: {self.gain:.2f}x expected"
         share = "" if alpha is None else f", {alpha:.0%} of its guesses are right"
         two = cost.seconds(2 * self.requests) / cost.seconds(self.requests) - 1
         if two > _DEAR:

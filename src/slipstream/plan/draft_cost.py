@@ -1,7 +1,8 @@
-"""What guesses of one drafter cost, by their number and by how many requests they are for.
+"""What guesses of one drafter cost, by their size and by how many requests they are for.
 
-A draft model's step over 64 requests costs more than over one. Sizes for a number of requests that was not seen lately
-follow the nearest that was, along what was measured at the start, or else along a prior's slope.
+A chain's size is its nodes; a tree's is its levels, each of which is one step, whatever is taken of it. A draft
+model's step over 64 requests costs more than over one. Sizes for a number of requests that was not seen lately follow
+the nearest that was, along what was measured at the start, or else along a prior's slope.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from slipstream.plan.measured import Curve, DraftSeen, Floats
 
 _CROWDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of requests that are told apart; a GPU's rounds come in these."""
+_SLOPE = 1.0
+"""What one more node of a chain or level of a tree adds, as a part of the first one, before anything was seen."""
 
 
 class DraftCost:
     """Seconds of a draft.
 
-    slope: how much one more node adds, as a part of the first one, before anything was seen; 0 for trees, all of whose
-        levels are computed whatever is taken. crowding: the same of one more request.
+    crowding: how much one more request adds, as a part of the first one, before anything was seen.
     """
 
-    def __init__(self, slope: float, crowding: float, seen: Sequence[DraftSeen] = ()) -> None:
-        self._slope = slope
+    def __init__(self, crowding: float, seen: Sequence[DraftSeen] = ()) -> None:
         self._crowding = crowding
         self._measured = {one.requests: one.curve for one in seen}
         self._costs: dict[int, PassCost] = {}  # by crowd
@@ -35,18 +36,18 @@ class DraftCost:
     def observed(self) -> bool:
         return bool(self._measured or self._costs)
 
-    def observe(self, nodes: int, requests: int, seconds: float) -> None:
+    def observe(self, size: int, requests: int, seconds: float) -> None:
         crowd = self._last = _crowd(requests)
         if crowd not in self._costs:
             prior = self._prior(crowd)
-            self._costs[crowd] = PassCost(self._slope, prior)
-        self._costs[crowd].observe(nodes, seconds)
+            self._costs[crowd] = PassCost(_SLOPE, prior)
+        self._costs[crowd].observe(size, seconds)
 
-    def seconds(self, nodes: int, requests: int) -> float:
-        return float(self.curve(nodes, requests)[-1])
+    def seconds(self, size: int, requests: int) -> float:
+        return float(self.curve(size, requests)[-1])
 
     def curve(self, most: int, requests: int) -> Floats:  # [most]
-        """For 1, 2, … nodes; in an arbitrary unit before anything was seen."""
+        """For sizes 1, 2, …; in an arbitrary unit before anything was seen."""
         crowd = _crowd(requests)
         if crowd in self._costs:
             return self._costs[crowd].curve(1, most)
@@ -61,7 +62,7 @@ class DraftCost:
         prior = self._prior(crowd)
         if prior is not None:
             return prior.at(sizes)
-        return np.asarray((1 + self._slope * (sizes - 1)) * (1 + self._crowding * (crowd - 1)))
+        return np.asarray((1 + _SLOPE * (sizes - 1)) * (1 + self._crowding * (crowd - 1)))
 
     def _prior(self, crowd: int) -> Curve | None:
         """What was measured, between and beyond the numbers of requests that were."""

@@ -12,6 +12,7 @@ from slipstream.plan.acceptance import Acceptance, Floats
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
 from slipstream.plan.measured import MeasuredCosts
+from slipstream.plan.planner import Levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Guesser:
 
     name: str
     nodes: int  # that it guesses for a request at most
-    levels: int = 0  # of its trees; 0: chains
+    levels: tuple[Levels, ...] = ()  # that its trees may have; (): chains
     is_free: bool = True  # its guesses take no time worth counting
 
 
@@ -45,6 +46,7 @@ class Choice:
     nodes: float  # for each request; 0: none
     gain: float  # tokens a second by those of plain decoding, as expected of the best that could be drafted
     why: str
+    levels: int = 0  # of trees
 
 
 class _Assumed(Acceptance):
@@ -80,7 +82,7 @@ def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> C
         why = f"off: a pass has {engine.rows} rows, and they are taken"
         return Choice(guesser.name, requests, alpha, 0, 1.0, why)
     if guesser.levels:
-        sizes = planner.budget_trees(guesser.name, ids, caps, requests, levels=guesser.levels)
+        sizes = planner.budget_trees(guesser.name, ids, caps, requests, levels=guesser.levels).nodes
     elif not guesser.is_free:
         sizes = planner.budget(guesser.name, ids, caps, requests)
     else:
@@ -88,5 +90,6 @@ def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> C
         trees = planner.trim(guesser.name, ids, [Tree.chain([1] * most)] * requests, [promise] * requests, requests)
         sizes = [len(tree) for tree in trees]
     decision = planner.decision(guesser.name)
-    gain = 1.0 if decision is None else decision.gain
-    return Choice(guesser.name, requests, alpha, sum(sizes) / requests, gain, planner.reasons().get(guesser.name, ""))
+    gain, levels = (1.0, 0) if decision is None else (decision.gain, decision.levels)
+    why = planner.reasons().get(guesser.name, "")
+    return Choice(guesser.name, requests, alpha, sum(sizes) / requests, gain, why, levels)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-VERSION = 2
+VERSION = 3
 """Of the JSON form and of how things are timed: files of another version are measured again."""
 
 
@@ -50,7 +50,7 @@ class DraftSeen:
     """One drafter's guesses for so many requests at once."""
 
     requests: int
-    curve: Curve  # by nodes
+    curve: Curve  # by nodes; of trees, by levels
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,27 @@ class Beside(NamedTuple):
     nodes: int
 
 
+class TreeSeen(NamedTuple):
+    """What became of a tree, beyond how deep it was right."""
+
+    nodes: int
+    path: Sequence[int]  # which of them were right, numbered as the drafter ranked them; () where that is not known
+
+
+class Levels(NamedTuple):
+    """A number of levels that trees may have, and how many nodes such trees have at most."""
+
+    deep: int
+    nodes: int
+
+
+class TreeBudget(NamedTuple):
+    """Trees for the requests of a round: those of one drafter are grown together, all to as many levels."""
+
+    nodes: list[int]  # [B]
+    levels: int
+
+
 class Planner:
     """Decides sizes before drafting (`budget`) and after it, where the drafter says how sure it is (`trim`).
 
@@ -46,10 +67,13 @@ class Planner:
         rows: int,
         beside: Sequence[Sequence[Beside]] = (),
         *,
-        levels: int,
-    ) -> list[int]:
-        """The same for one whose trees have so many levels, all of them computed whatever is taken."""
-        return list(caps)
+        levels: Sequence[Levels],
+    ) -> TreeBudget:
+        """The same for one that makes trees, and to how many levels they are grown: one of these, the most stand last.
+
+        All levels are computed, whatever is taken of them.
+        """
+        return TreeBudget(list(caps), levels[-1].deep)
 
     def trim(
         self,
@@ -115,12 +139,15 @@ class Planner:
         """
 
     def observe_draft(
-        self, drafter: str, nodes: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+        self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
     ) -> None:
-        """A drafter whose guesses cost time took this long for `nodes` for each of so many requests."""
+        """A drafter whose guesses cost time took this long for so many requests.
 
-    def observe(self, drafter: str, request_id: str, drafted: int, accepted: int) -> None:
-        """What became of one request's draft."""
+        size: nodes that it guessed for each; of trees, their levels.
+        """
+
+    def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
+        """What became of one request's draft: how deep it was, and how far right. tree: None: none was planned."""
 
     def forget(self, request_id: str) -> None:
         """The request ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,18 +20,31 @@ class CapturedSizes:
     def __init__(self) -> None:
         self._largest: dict[str, int] = {}  # by drafter: drafts that were ever allowed
         self._used: dict[str, set[int]] = {}  # sizes that drafts had so far
+        self._levels: dict[str, set[int]] = {}  # … and levels, of trees
 
     def best(self, drafter: str, rate: NDArray[np.float64]) -> int:
         """The size, 0 to K, with the best of these rates [K + 1]; no new one that is hardly better than an old."""
-        sizes = self._choices(drafter, len(rate) - 1)
+        sizes = self.choices(drafter, len(rate) - 1)
         old = [size for size in sizes if not size or size in self._used.get(drafter, ())]
-        new, best = max(sizes, key=rate.__getitem__), max(old, key=rate.__getitem__)
-        return new if rate[new] > rate[best] * MARGIN else best
+        return _better(rate, sizes, old)
 
-    def use(self, drafter: str, size: int) -> None:
+    def best_tree(self, drafter: str, rate: NDArray[np.float64], nodes: Sequence[int], levels: Sequence[int]) -> int:
+        """The same of pairs of nodes and levels [C]: which of them. Each of the two is captured by itself."""
+        sizes, depths = self._used.get(drafter, set()), self._levels.get(drafter, set())
+        every = range(len(rate))
+        return _better(rate, every, [i for i in every if not i or (nodes[i] in sizes and levels[i] in depths)])
+
+    def use(self, drafter: str, size: int, levels: int = 0) -> None:
         self._used.setdefault(drafter, set()).add(size)
+        if levels:
+            self._levels.setdefault(drafter, set()).add(levels)
 
-    def _choices(self, drafter: str, most: int) -> list[int]:
+    def choices(self, drafter: str, most: int) -> list[int]:
         """Few, and the largest that the drafter ever may have."""
         largest = self._largest[drafter] = max(most, self._largest.get(drafter, 0))
         return [0, *(size for size in _CAPTURED if size <= most and size < largest), *([most] * (most == largest))]
+
+
+def _better(rate: NDArray[np.float64], every: Sequence[int], old: Sequence[int]) -> int:
+    new, best = max(every, key=rate.__getitem__), max(old, key=rate.__getitem__)
+    return new if rate[new] > rate[best] * MARGIN else best
