@@ -140,16 +140,16 @@ Seen = list[tuple[list[int], list[int], list[int]]]
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found: Seen = []
-    propose = EagleDrafter.propose
+    propose = EagleDrafter.propose_trees
 
-    def noted(self: EagleDrafter, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
-        draft = propose(self, requests, budget)
+    def noted(self: EagleDrafter, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
+        draft = propose(self, requests, budget, levels)
         for i, request in enumerate(requests):
             count = int(draft.counts[i])
             found.append((list(request.tokens), draft.tokens[i, :count].tolist(), draft.parents[i, :count].tolist()))
         return draft
 
-    monkeypatch.setattr(EagleDrafter, "propose", noted)
+    monkeypatch.setattr(EagleDrafter, "propose_trees", noted)
     return found
 
 

@@ -105,7 +105,11 @@ class Acceptance:
         courses = [self._courses.get(r, _NO_COURSE) for r in request_ids]
         seen = np.array([[course.right, course.tried] for course in courses])  # [B, 2, D]
         weights = _DEPTH_WEIGHT * np.array([course.weight for course in courses])  # [B]
-        chances = (seen[:, 0].T + weights * usual) / (seen[:, 1].T + weights)  # [D, B]
+        tried = seen[:, 1].T  # [D, B]
+        chances = (seen[:, 0].T + weights * usual) / (tried + weights)  # [D, B]
+        # what was seen of a request tells depths apart here; how often it is right alpha says, and it counts once
+        mean = np.where(tried.any(0), (tried * chances).sum(0) / np.maximum(tried.sum(0), 1e-9), alphas)  # [B]
+        chances = np.minimum(chances * alphas / np.maximum(mean, 1e-9), np.maximum(alphas, 0.98))
         deep = np.minimum(np.arange(depth), DEPTHS - 1)
         return np.cumprod(chances[deep], axis=0)
 

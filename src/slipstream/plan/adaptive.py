@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.core.draft import ROOT, Tree
+from slipstream.core.draft import Tree
 from slipstream.plan.acceptance import Acceptance, Floats
 from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
 from slipstream.plan.costs import Costs
+from slipstream.plan.cutting import shared_out
 from slipstream.plan.decisions import Decision
 from slipstream.plan.gains import Gain, Gains, Turn
 from slipstream.plan.investment import Investment, most_worth
@@ -28,7 +29,7 @@ from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
 from slipstream.plan.ranks import NodeRanks
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
-from slipstream.plan.trees import TreeChoices, probed, tree_choices
+from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
 from slipstream.plan.waits import Waits
 
 _EXPLORE = 8
@@ -67,6 +68,7 @@ class AdaptivePlanner(Planner):
         self._kept_word: dict[str, Calibration] = {}
         self._acceptance: dict[str, Acceptance] = {}
         self._ranks: dict[str, NodeRanks] = {}  # of those that make trees
+        self._grown: dict[str, int] = {}  # … and how often they were planned
         self._probes = Probes(cost)
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
@@ -135,15 +137,14 @@ class AdaptivePlanner(Planner):
             return TreeBudget(list(caps), deepest)
         others = self._others(request_ids, beside, deepest)
         chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])  # [L, B]
-        ranks = self._ranks.setdefault(drafter, NodeRanks())
-        ranks.whole = levels[-1].nodes
+        ranks = self._ranks_of(drafter)
         sizes = self._sizes.choices(drafter, most)[1:] if self._cost.padded else range(1, most + 1)
-        trees = tree_choices(sizes, levels, caps, chances, ranks.kept())
+        trees = tree_choices(sizes, levels, caps, chances, ranks.kept(levels[-1].nodes))
         level_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
         chosen = self._paying(drafter, rows, others, trees.gained, trees.drafted, level_s[trees.levels], trees)
-        deep = trees.levels[chosen.size] or probed(levels)
-        # a small probe would not tell what it is worth
-        size = self._probes.size(drafter, trees.nodes[chosen.size], most, rows, float(level_s[deep]))
+        probe = probe_of(levels, most)
+        deep = trees.levels[chosen.size] or probe.deep
+        size = self._probes.size(drafter, trees.nodes[chosen.size], probe.nodes, rows, float(level_s[deep]))
         return TreeBudget(self._granted(drafter, chosen, caps, size, deep), deep)
 
     def _paying(
@@ -183,7 +184,12 @@ class AdaptivePlanner(Planner):
             best = self._sizes.best(drafter, rate)
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        return best if rate[best] > rate[0] * self._margin else 0
+        if rate[best] <= rate[0] * self._margin:
+            return 0
+        if trees is None:
+            return best
+        self._grown[drafter] = self._grown.get(drafter, 0) + 1
+        return trees.largest(best, rate) if explores(self._grown[drafter]) else best
 
     def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], size: int, levels: int = 0) -> list[int]:
         """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
@@ -210,7 +216,7 @@ class AdaptivePlanner(Planner):
         said: list[Sequence[float]] = []  # [B][K]
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
             factors.append(0.0 if promise is None else word.factor(request_id))
-            said.append(self._promise(drafter, request_id, tree) if promise is None else promise)
+            said.append(shared_out(tree, self._estimate(drafter).alpha(request_id)) if promise is None else promise)
         nodes = sum([len(tree.tokens) for tree in trees])
         if not nodes:
             self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
@@ -318,7 +324,7 @@ class AdaptivePlanner(Planner):
         if drafted:
             estimate, missed = self._estimate(drafter), 0.0
             if tree is not None:
-                ranks = self._ranks.setdefault(drafter, NodeRanks())
+                ranks = self._ranks_of(drafter)
                 missed = ranks.missed(estimate.alpha(request_id), tree.nodes, accepted)
                 ranks.observe(tree.path, tree.nodes)
             estimate.observe(request_id, drafted, accepted, missed)
@@ -376,16 +382,10 @@ class AdaptivePlanner(Planner):
         size = self._cost.unseen(rows, rows + nodes)
         return nodes if size is None else size - rows
 
-    def _promise(self, drafter: str, request_id: str, tree: Tree) -> Sequence[float]:
-        """For a drafter that does not say: siblings share their parent's chance, the first of them most of it."""
-        alpha = self._estimate(drafter).alpha(request_id)
-        chances: list[float] = []
-        left = {ROOT: 1.0}  # the chance that a node is accepted and none of its children so far is
-        for node, parent in enumerate(tree.parents):
-            chances.append(alpha * left[parent])
-            left[parent] -= chances[node]
-            left[node] = chances[node]
-        return chances
+    def _ranks_of(self, drafter: str) -> NodeRanks:
+        if drafter not in self._ranks:
+            self._ranks[drafter] = NodeRanks()
+        return self._ranks[drafter]
 
     def _estimate(self, drafter: str) -> Acceptance:
         if drafter not in self._acceptance:

@@ -46,3 +46,17 @@ def cut(tree: Tree, kept: list[bool]) -> Tree:
         tuple(tree.tokens[node] for node in nodes),
         tuple(ROOT if parent == ROOT else new_index[parent] for parent in parents),
     )
+
+
+def shared_out(tree: Tree, alpha: float) -> list[float]:
+    """The chance of each node, for a drafter that does not say: siblings share their parent's, the first of them most.
+
+    alpha: the chance that a guess is right when everything before it was.
+    """
+    chances: list[float] = []
+    left = {ROOT: 1.0}  # the chance that a node is accepted and none of its children so far is
+    for node, parent in enumerate(tree.parents):
+        chances.append(alpha * left[parent])
+        left[parent] -= chances[node]
+        left[node] = chances[node]
+    return chances

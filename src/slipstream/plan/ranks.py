@@ -59,45 +59,55 @@ class NodeRanks:
     """Of one drafter's trees. What was seen before fades by what is new weighing more."""
 
     def __init__(self) -> None:
-        self.whole = MAX_NODES  # nodes of the largest tree that the drafter makes
-        self._last = np.zeros((DEPTHS, len(_EDGES)))  # right nodes that this size has, and the one before has not
-        self._had = np.zeros((DEPTHS, len(_EDGES)))  # right nodes that this size has, of drafts that were no smaller
+        self._whole = MAX_NODES
+        self._last = [[0.0] * (len(_EDGES) + 1) for _ in range(DEPTHS)]
+        self._had = [[0.0] * (len(_EDGES) + 1) for _ in range(DEPTHS)]
+        """[D, S + 1]: right nodes that a size has and the one before has not; and how many more it has than the one
+        before, of drafts that were no smaller. Lists: a round of many requests changes a few numbers for each."""
         self._weight = 1.0
-        self._kept: Floats | None = None
+        self._is_new = True  # something was seen since the table was made
+        self._table = self.kept(MAX_NODES)
 
     def observe(self, path: Sequence[int], nodes: int) -> None:
         """In a tree of so many nodes these were right."""
         self._weight /= _DECAY
         if self._weight > _HEAVY:
-            self._last /= self._weight
-            self._had /= self._weight
+            self._last, self._had = (
+                [[count / self._weight for count in line] for line in table] for table in (self._last, self._had)
+            )
             self._weight = 1.0
         whole = bisect_right(_EDGES, nodes)  # sizes that the draft has all nodes of
         for depth, rank in enumerate(path[:DEPTHS]):
             size = _BUCKET[rank]
             if size < whole:
-                self._last[depth, size] += self._weight
-                self._had[depth, size:whole] += self._weight
-        self._kept = None
+                self._last[depth][size] += self._weight
+                self._had[depth][size] += self._weight
+                self._had[depth][whole] -= self._weight
+        self._is_new = True
 
-    def kept(self) -> Floats:  # [D, MAX_NODES + 1]
-        """By depth and nodes: which part of what a whole tree has right at that depth is among so many nodes."""
-        if self._kept is None:
+    def kept(self, whole: int) -> Floats:  # [D, MAX_NODES + 1]
+        """By depth and nodes: which part of what a whole tree has right at that depth is among so many nodes.
+
+        whole: nodes of the largest tree that the drafter makes.
+        """
+        if self._is_new or whole != self._whole:
+            self._is_new, self._whole = False, whole
             prior = _WEIGHT * self._weight
-            lost = (self._last + prior * _USUALLY_LOST) / (self._had + prior)  # [D, S]
+            last, had = np.array((self._last, self._had))[:, :, :-1]  # [D, S]
+            lost = (last + prior * _USUALLY_LOST) / (had.cumsum(1) + prior)  # [D, S]
             down = np.cumprod((1 - lost)[:, :0:-1], axis=1)[:, ::-1]  # [D, S - 1]
             sizes = np.concatenate((np.zeros((DEPTHS, 1)), down, np.ones((DEPTHS, 1))), axis=1)
-            self._kept = np.where(_POSSIBLE, sizes @ _BETWEEN, 0.0)
-        whole = self._kept[:, self.whole, None]
-        return np.asarray(np.minimum(self._kept / np.maximum(whole, 1e-9), 1.0))
+            every = np.where(_POSSIBLE, sizes @ _BETWEEN, 0.0)
+            self._table = np.minimum(every / np.maximum(every[:, whole, None], 1e-9), 1.0)
+        return self._table
 
     def missed(self, chance: float, nodes: int, accepted: int) -> float:
         """The chance that a whole tree had the next token, where one of so many nodes was right so far and no further.
 
-        chance: that a whole tree has the right token of the next level.
+        chance: that a whole tree has the right token of the next level. By the table of the last plan: one is enough
+        for all requests of a round.
         """
-        kept = self.kept()
         depth = min(accepted, DEPTHS - 1)
-        above = kept[depth - 1, nodes] if depth else 1.0
-        part = min(1.0, float(kept[depth, nodes] / above)) if above > 0 else 0.0
+        above = float(self._table[depth - 1, nodes]) if depth else 1.0
+        part = min(1.0, float(self._table[depth, nodes]) / above) if above > 0 else 0.0
         return chance * (1 - part) / max(1 - chance * part, 1e-6)

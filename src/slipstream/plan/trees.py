@@ -19,8 +19,12 @@ from slipstream.plan.ranks import DEPTHS
 
 _LEVELS = (1, 2, 4, 6, 8, 10, 16, 24, 32, 48)
 """Levels that trees are grown to, besides as many as the drafter may: few, since each is recorded by itself."""
-_PROBED = 4
-"""Levels of a probe: enough to tell what trees are worth."""
+_PROBED = Levels(4, 15)
+"""A probe: enough to tell what trees are worth."""
+_FIRST, _EVERY = 8, 64
+"""Plans after which a larger tree is tried than pays best: what it brings, smaller ones do not tell."""
+_WORTH = 0.8
+"""… if it is expected to be so fast by the best."""
 
 
 def level_choices(depth: int) -> tuple[int, ...]:
@@ -28,8 +32,10 @@ def level_choices(depth: int) -> tuple[int, ...]:
     return (*[levels for levels in _LEVELS if levels < depth], depth)
 
 
-def probed(levels: Sequence[Levels]) -> int:
-    return next((one.deep for one in levels if one.deep >= _PROBED), levels[-1].deep)
+def probe_of(levels: Sequence[Levels], most: int) -> Levels:
+    """What is drafted now and then where nothing pays."""
+    deep = next((one for one in levels if one.deep >= _PROBED.deep), levels[-1])
+    return Levels(deep.deep, min(most, deep.nodes, _PROBED.nodes))
 
 
 class TreeChoices(NamedTuple):
@@ -39,6 +45,16 @@ class TreeChoices(NamedTuple):
     levels: list[int]  # [C]
     gained: Floats  # [C, B] tokens
     drafted: NDArray[np.int64]  # [C, B]: rows
+
+    def largest(self, best: int, rate: Floats) -> int:
+        """The largest and deepest that is not much slower than the best; rate [C]: tokens a second, as expected."""
+        worth = [i for i in range(1, len(rate)) if rate[i] >= _WORTH * rate[best]]
+        return max(worth, key=lambda i: self.nodes[i] * self.levels[i])
+
+
+def explores(plans: int) -> bool:
+    """Is a larger tree tried in the so-manieth plan?"""
+    return plans % _EVERY == _FIRST
 
 
 def tree_choices(
