@@ -50,9 +50,12 @@ class Kernels(Growth):
 class Grower:
     """Grows the trees of requests with these seeds, as a drafter does, and keeps every level."""
 
-    def __init__(self, kind: type[Growth], width: int, depth: int, seeds: list[int]) -> None:
+    def __init__(
+        self, kind: type[Growth], width: int, depth: int, seeds: list[int], deepest: int | None = None
+    ) -> None:
+        """deepest: levels that there is room for."""
         lanes = torch.tensor([3, 0, 2][: len(seeds)], device=DEVICE)
-        each = width * (depth - 1)
+        each = width * ((deepest or depth) - 1)
         guests = 100 + torch.arange(max(1, 2 * each), device=DEVICE)
         self.growth = kind(state(), lanes, width, depth, last_place=LAST, guests=guests, each=each)
         self.levels: list[Level] = []
@@ -125,6 +128,30 @@ def test_the_kernels_match_the_twins(shape: tuple[int, int], seeds: list[int]) -
     for nodes in {1, ours.growth.size // 2 + 1, ours.growth.size}:
         for mine, theirs in zip(ours.growth.tree(nodes), twin.growth.tree(nodes), strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", [Growth, Kernels])
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 10), SEEDS, st.integers(1, 40))
+def test_trees_of_every_number_of_levels(
+    kind: type[Growth], width: int, deepest: int, seeds: list[int], nodes: int
+) -> None:
+    """A level is the same, however many follow; the first nodes of a tree are the tree of so many."""
+    whole = Grower(Growth, width, deepest, seeds)
+    for depth in {1, (deepest + 1) // 2, deepest}:
+        grown = Grower(kind, width, depth, seeds, deepest)
+        assert len(grown.levels) == depth - 1
+        for a, b in zip(grown.levels, whole.levels, strict=False):
+            for field in fields(Level):
+                assert torch.equal(getattr(a, field.name), getattr(b, field.name)), field.name
+        most = grown.growth.tree(grown.growth.size)
+        for request in range(len(seeds)):
+            every = paths_of(most, request)
+            assert max(map(len, every)) == depth
+            assert {len(path) for path in every} == set(range(1, depth + 1))
+        few = grown.growth.tree(min(nodes, grown.growth.size))
+        for part, all_of_it in zip(few, most, strict=True):
+            assert torch.equal(part, all_of_it[:, : part.shape[1]])
 
 
 def test_a_level_knows_where_its_rows_stand() -> None:

@@ -36,7 +36,7 @@ class EagleDrafter(FeatureDrafter):
 
     name: ClassVar[str] = "eagle"
 
-    def __init__(self, head: Head, *, depth: int = 6, width: int = 8, nodes: int = MAX_NODES) -> None:
+    def __init__(self, head: Head, *, depth: int = 10, width: int = 8, nodes: int = MAX_NODES) -> None:
         super().__init__(head, depth=depth, width=width, nodes=nodes)
 
     @classmethod

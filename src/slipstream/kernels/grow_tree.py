@@ -120,10 +120,10 @@ class Growth:
             to.positions if to else none, to.generated if to else none, to.slots if to else none,
             to.ancestors if to else none, to.scores if to else none, to.candidates if to else none,
             self._state.length, self._state.generated, self._lanes, self._guests, self._last_place, self._each,
-            self._most, WIDTH=self.width, STEP=self._step, BEFORE=self._before, SIZE=self.size, FIRST=first,
-            DEEPER=level is not None, BLOCK=triton.next_power_of_2(offered), BEAM=triton.next_power_of_2(self.width),
-            LINE=triton.next_power_of_2(self._step), OVERLAP=overlap, num_warps=1 if offered <= 1024 else 4,
-            launch_pdl=overlap,
+            self._most, self.size, self._step, self._before, WIDTH=self.width, FIRST=first, DEEPER=level is not None,
+            BLOCK=triton.next_power_of_2(offered), BEAM=triton.next_power_of_2(self.width),
+            LINE=triton.next_power_of_2(self._step) if level else 1, OVERLAP=overlap,
+            num_warps=1 if offered <= 1024 else 4, launch_pdl=overlap,
         )  # fmt: skip
 
     def _launch_tree(self, nodes: int, out: Grown) -> None:
@@ -172,16 +172,16 @@ class Growth:
         out.parents.copy_(torch.where(above < 0, -1, rank.gather(1, above.clamp_min(0))))
 
 
-@jit(sizes=["last_place", "each", "most"], pointers=["lanes", "guests"])
+@jit(sizes=["last_place", "each", "most", "size", "step", "before"], pointers=["lanes", "guests"])
 def _grow_kernel(
     offered: tl.tensor,  # [B * rows, WIDTH]
     offered_scores: tl.tensor,
-    tokens: tl.tensor,  # [B, SIZE]
+    tokens: tl.tensor,  # [B, size]
     parents: tl.tensor,
     scores: tl.tensor,
     above_scores: tl.tensor,  # [B * WIDTH]
     above_candidates: tl.tensor,
-    above_ancestors: tl.tensor,  # [B * WIDTH, STEP - 1]
+    above_ancestors: tl.tensor,  # [B * WIDTH, step - 1]
     out_tokens: tl.tensor,  # [B * WIDTH]
     out_rows: tl.tensor,
     out_lanes: tl.tensor,
@@ -189,7 +189,7 @@ def _grow_kernel(
     out_positions: tl.tensor,
     out_generated: tl.tensor,
     out_slots: tl.tensor,
-    out_ancestors: tl.tensor,  # [B * WIDTH, STEP]
+    out_ancestors: tl.tensor,  # [B * WIDTH, step]
     out_scores: tl.tensor,
     out_candidates: tl.tensor,
     length_of: tl.tensor,
@@ -199,15 +199,15 @@ def _grow_kernel(
     last_place: tl.tensor,
     each: tl.tensor,
     most: tl.tensor,
+    size: tl.tensor,  # this and the next two are not compiled for: a level is much the same in any tree
+    step: tl.tensor,
+    before: tl.tensor,
     WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-    BEFORE: tl.constexpr,
-    SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     DEEPER: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two >= what a request is offered
     BEAM: tl.constexpr,  # power of two >= WIDTH
-    LINE: tl.constexpr,  # power of two >= STEP
+    LINE: tl.constexpr,  # power of two >= step
     OVERLAP: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
@@ -223,7 +223,7 @@ def _grow_kernel(
     if not FIRST:
         score += tl.load(above_scores + request * WIDTH + at // WIDTH, mask=real, other=0.0)
         parent = tl.load(above_candidates + request * WIDTH + at // WIDTH, mask=real, other=-1)
-    to = request * SIZE + BEFORE + at
+    to = request * size + before + at
     tl.store(tokens + to, token, mask=real)
     tl.store(parents + to, parent, mask=real)
     tl.store(scores + to, score, mask=real)
@@ -234,7 +234,7 @@ def _grow_kernel(
         beam = tl.arange(0, BEAM)
         row = request * WIDTH + beam
         kept = beam < WIDTH
-        guest = tl.minimum(request, most - 1) * each + (STEP - 1) * WIDTH + beam
+        guest = tl.minimum(request, most - 1) * each + (step - 1) * WIDTH + beam
         slot = tl.load(guests + guest, mask=kept, other=0)
         left = tl.where(real, sortable(score), NOTHING)
         chosen = tl.zeros([BEAM], tl.int32)
@@ -250,19 +250,19 @@ def _grow_kernel(
         tl.store(out_tokens + row, tl.load(offered + request * COUNT + chosen, mask=kept, other=0), mask=kept)
         tl.store(out_rows + row, same + request if FIRST else request * WIDTH + by, mask=kept)
         tl.store(out_lanes + row, same + lane, mask=kept)
-        tl.store(out_places + row, same + tl.minimum(tl.maximum(length + STEP - 1, 0), last_place), mask=kept)
-        tl.store(out_positions + row, same + length + STEP + 1, mask=kept)
-        tl.store(out_generated + row, same + emitted + STEP, mask=kept)
+        tl.store(out_places + row, same + tl.minimum(tl.maximum(length + step - 1, 0), last_place), mask=kept)
+        tl.store(out_positions + row, same + length + step + 1, mask=kept)
+        tl.store(out_generated + row, same + emitted + step, mask=kept)
         tl.store(out_slots + row, slot, mask=kept)
         tl.store(out_scores + row, unsorted(surest), mask=kept)
-        tl.store(out_candidates + row, (chosen + BEFORE).to(tl.int64), mask=kept)
+        tl.store(out_candidates + row, (chosen + before).to(tl.int64), mask=kept)
         line = tl.arange(0, LINE)[None, :]
         way = tl.zeros([BEAM, LINE], tl.int32) + guest.to(tl.int32)[:, None]
         if not FIRST:
-            known = above_ancestors + (request * WIDTH + by)[:, None] * (STEP - 1) + line
-            before = kept[:, None] & (line < STEP - 1)
-            way = tl.where(line < STEP - 1, tl.load(known, mask=before, other=0), way)
-        tl.store(out_ancestors + row[:, None] * STEP + line, way, mask=kept[:, None] & (line < STEP))
+            known = above_ancestors + (request * WIDTH + by)[:, None] * (step - 1) + line
+            inside = kept[:, None] & (line < step - 1)
+            way = tl.where(line < step - 1, tl.load(known, mask=inside, other=0), way)
+        tl.store(out_ancestors + row[:, None] * step + line, way, mask=kept[:, None] & (line < step))
 
 
 @jit(sizes=["nodes"])

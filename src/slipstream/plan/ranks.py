@@ -23,9 +23,9 @@ _BUCKET = [bisect_right(_EDGES, rank) for rank in range(MAX_NODES)]
 """By rank of a node: the first of these sizes that has it."""
 _SPREAD = 0.6
 """How soon a growing tree has the right nodes, before anything was seen: a chain of 6 brings 0.7 of a whole tree."""
-_WEIGHT = 4.0
+_WEIGHT = 3.0
 """Accepted nodes at a depth that this is worth."""
-_DECAY = 0.995
+_DECAY = 0.999
 _HEAVY = 1e9
 """A weight at which numbers are brought down again."""
 
