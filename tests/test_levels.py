@@ -360,7 +360,7 @@ class TestRounds:
         one = job(4, 150)
         (plain,) = Stepper(forgetful, None).run([one])
         head = KnowingHead(forgetful)
-        head.table *= 20  # and is sure of it
+        head.table = 20 * head.table  # and is sure of it
         drafter = Deep(head, depth=9, width=2)
         bench = kind(forgetful, drafter, planner="adaptive", draft_tokens=30)
         planner = bench.engine.drafting.planner
