@@ -16,6 +16,7 @@ from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
+from slipstream.plan.extras import RoundExtras, crowd_of
 from slipstream.plan.gains import Gains, Turn
 from slipstream.plan.traits import Traits, overlap, traits_of
 
@@ -62,6 +63,12 @@ class Game:
             self._round(requests)
         return self
 
+    def leave(self) -> None:
+        """All of them end; those that come next are others."""
+        for gone in self.ids:
+            self.planner.forget(gone)
+        self.ids = []
+
     def _crowd(self, requests: int) -> None:
         for gone in self.ids[requests:]:
             self.planner.forget(gone)
@@ -94,7 +101,9 @@ class Game:
             accepted = min(size, self.right(number))
             found[request_id] = Turn(request_id, size, 1 + accepted)
             planner.observe("d", request_id, size, accepted)
-        planner.observe_round(list(found.values()), whole_s)
+            if not size and self.draft_s is None:  # the first guess was 0: it is what is said, or not
+                planner.hear("d", request_id, 0 if self.right(number) else -1)
+        planner.observe_round(list(found.values()), whole_s, 0, whole_s - pass_s)
         self.tokens += sum(turn.emitted for turn in found.values())
         self.seconds += whole_s
         self.drafted.append(nodes)
@@ -180,6 +189,89 @@ def test_planning_is_quick() -> None:
     for _ in range(100):
         game.planner.budget("d", game.ids, [LONG] * 64, 64)
     assert (time.perf_counter() - begun) / 100 < 0.005
+
+
+@CURVES
+@CROWDS
+def test_answers_are_short_and_nobody_finds_out_anew(curve: Curve, requests: int) -> None:
+    """Always wrong, and promises much: what the first requests found out is known of those that come after."""
+    game = Game(curve, lambda _: 0, 0.95, padded=curve is roomy)
+    for _ in range(60):
+        game.play(30, requests)
+        game.leave()
+    assert game.speed(requests) > 0.97
+    late = game.drafted[len(game.drafted) // 2 :]
+    assert sum(curve(requests + nodes) for nodes in late) < 1.02 * len(late) * curve(requests)
+
+
+@CURVES
+@pytest.mark.parametrize("requests", [1, 4])
+def test_many_follow_a_switch_and_back(curve: Curve, requests: int) -> None:
+    game = Game(curve, lambda n: LONG if n // 60 % 2 == 0 else 0, padded=curve is roomy).play(180, requests)
+    assert sum(map(bool, game.drafted[40:60])) >= 15
+    surprised_s = sum(curve(requests + nodes) for nodes in game.drafted[80:120])
+    assert surprised_s < 1.03 * 40 * curve(requests)
+    assert sum(map(bool, game.drafted[140:160])) >= 15, "within 20 rounds it drafts again"
+
+
+def test_a_slow_newcomer_shows_itself_by_one_guess() -> None:
+    game = Game(steep, lambda _: LONG, draft_s=2.0).play(200)
+    assert game.drafted[1] <= 1
+    assert game.speed() > 0.97
+
+
+def test_what_many_lose_does_not_silence_one_alone() -> None:
+    """With 64 drafts lose; when the others are gone, the last one drafts at once."""
+    game = Game(roomy, lambda _: 1, promise=None, hidden_s=0.1, padded=True).play(60)
+    assert sum(map(bool, game.drafted[40:])) >= 15
+    game.play(200, 64)
+    game.play(20)
+    assert sum(map(bool, game.drafted[-20:])) >= 15
+
+
+def test_a_drafted_round_costs_more_than_its_pass() -> None:
+    """Rows are nearly free, but whatever is drafted takes half a pass more: a third of a token does not pay for it."""
+    game = Game(lambda rows: 1 + 0.01 * rows, lambda n: n % 3 == 0, promise=None, hidden_s=0.5).play(400)
+    assert game.speed() > 0.97
+    assert 0.4 < game.planner._extras.seconds(1) < 0.6
+    assert RoundExtras().seconds(3) == 0
+
+
+def test_extras_are_known_by_the_nearest_load() -> None:
+    extras = RoundExtras()
+    for _ in range(3):
+        extras.observe(4, False, 1.0)
+        extras.observe(3, True, 1.5)
+    assert extras.seconds(4) == pytest.approx(0.5)
+    assert extras.seconds(1) == pytest.approx(0.5)
+    assert [crowd_of(n) for n in (0, 1, 2, 3, 4, 5, 64, 65)] == [1, 1, 2, 4, 4, 8, 64, 128]
+
+
+def test_rounds_that_bring_less_than_they_promise_must_promise_more() -> None:
+    gains = Gains(0.0)
+    gains.next_round(4)
+    assert gains.doubt == 1
+    turns = [Turn(f"r{i}", 0, 1) for i in range(4)]
+    gains.observe(turns, 1.0)
+    for _ in range(20):
+        gains.observe([*turns[:3], Turn("r3", 2, 2)], 1.5, expected=1.3)
+    assert gains.doubt > 1.1
+    gains.next_round(1)
+    assert gains.doubt == 1, "alone is another matter"
+    gains.next_round(4)
+    for _ in range(400):
+        gains.observe(turns, 1.0)
+    assert gains.doubt < 1.05, "it is forgotten"
+
+
+def test_guesses_that_cannot_pay_need_not_be_made() -> None:
+    cost = PassCost(0.15)
+    cost.observe(1, 1.0)
+    alone, four = cost.least_chance(1, 1.02, 0.0), cost.least_chance(4, 1.02, 0.0)
+    assert 0.05 < alone < 0.15 < four < 0.4
+    assert cost.least_chance(1, 1.02, 0.0) == alone
+    planner = AdaptivePlanner(PassCost(0.15))
+    assert planner.least(1) == 0, "nothing is known yet"
 
 
 def test_kinds_of_requests() -> None:

@@ -48,13 +48,18 @@ def explain(
         choices = _choices(llm, costs, context)
         deep = {guesser.name for guesser in _guessers(llm) if guesser.levels}
     if as_json:
-        found = {"costs": costs.as_json(), "context": context, "choices": [asdict(choice) for choice in choices]}
+        found = {
+            "costs": costs.as_json(),
+            "spread": costs.spread,
+            "context": context,
+            "choices": [asdict(choice) for choice in choices],
+        }
         print(json.dumps(found, ensure_ascii=False))
         return
     console = Console()
     console.print("A pass of the target, by rows (a request's own, and its guesses):")
     console.print(pass_table(costs))
-    for line in context_lines(costs):
+    for line in [*spread_lines(costs), *context_lines(costs)]:
         console.print(line, highlight=False)
     for name, seen in costs.drafts.items():
         unit = " levels" if name in deep else ""
@@ -129,6 +134,12 @@ def pass_table(costs: MeasuredCosts) -> Table:
         bar = "█" * max(1, round(_BAR * seconds / last))
         shown.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{seconds / first:.2f}", f"{1e3 * seconds / rows:.2f}", bar)
     return shown
+
+
+def spread_lines(costs: MeasuredCosts) -> list[str]:
+    """How sure these figures are."""
+    found = [f"The same pass, timed three times, took up to {costs.spread:.2f} times as long."]
+    return found if costs.is_steady else [*found, "The machine is busy: these figures are rough, and not kept."]
 
 
 def context_lines(costs: MeasuredCosts) -> list[str]:

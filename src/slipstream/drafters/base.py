@@ -165,6 +165,9 @@ class HostDrafter(Drafter):
     all, by what such trees brought in the rounds before. So nodes keep their numbers; where pages are short, the last
     ones are missing."""
 
+    least_chance: float = 0.0
+    """Set before every `propose`: guesses that are less likely are of no use in this round. It need not heed it."""
+
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
         """One tree a request, of at most `budget[i]` nodes; an empty tree is plain decoding. Does not block."""

@@ -157,7 +157,7 @@ class SuffixDrafter(HostDrafter):
         results = np.empty((3, len(texts)), np.int64)
         if self._chances is None:
             self._chances = np.array(self._table.shared)
-        rules = self._min_match, self._min_chance, self._candidates, self._chances
+        rules = self._min_match, max(self._min_chance, self.least_chance), self._candidates, self._chances
         total = draft_round(table, np.array(fresh, np.int32), *rules, nodes, results)
         tokens, parents, states = (unpack_from(f"{total}i", row.data) for row in nodes)  # a fourth of `tolist`
         use = self.store.use

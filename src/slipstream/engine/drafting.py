@@ -74,6 +74,7 @@ class Drafting:
         self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
         self.listener: RoundListener | None = None
+        self.records = False  # True: somebody wants all guesses, also those that cannot pay
         self.enabled = True  # False: no drafts for anybody, until it is True again
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._device = device
@@ -153,6 +154,9 @@ class Drafting:
         self.guessed_s = 0.0
         self._grown = gathered.levels
         for name, mine in self._groups(decodes):
+            if not (self.records or self.planner.asks(name, len(decodes))):
+                self.undrafted["declined"] += len(mine)
+                continue
             answers = [decodes[i] for i in mine]
             used = [gathered.used(i) for i in mine]
             caps = self._caps.of(name, answers, used, len(decodes))
@@ -266,6 +270,8 @@ class Drafting:
                     reached = min(share.drafted, grown.get(name, share.drafted))
                     tree = TreeSeen(share.drafted, share.path) if self._levels[name] else None
                     self.planner.observe(name, answer.id, reached, share.accepted, tree)
+                elif verdict.tokens:
+                    self.planner.hear(name, answer.id, verdict.tokens[0])
                 if name not in told:
                     told[name] = ([], [])
                 theirs, parts = told[name]
@@ -324,6 +330,7 @@ class Drafting:
             asked, caps = caps, self.planner.budget(name, ids, caps, rows, beside)
             self._declined(name, answers, asked, caps)
         started = time.perf_counter()
+        self.guards[name].drafter.least_chance = 0.0 if self.records else self.planner.least(rows)
         proposals = self.guards[name].propose(views, caps, self.round_s)
         reason = "late" if proposals.late else "no_guess"
         self.undrafted[reason] += sum(1 for most, tree in zip(caps, proposals.trees, strict=True) if most and not tree)
@@ -335,10 +342,8 @@ class Drafting:
             self.guessed_s += took
         failures = self._failures.setdefault(name, {})
         failures.update(proposals.failures)  # also of requests whose prompt is still being computed
-        if failures:
-            for answer in answers:
-                if answer.id in failures:
-                    self._refuse(answer, name, failures.pop(answer.id))
+        for answer in [answer for answer in answers if answer.id in failures]:
+            self._refuse(answer, name, failures.pop(answer.id))
         if name in self._wholes:
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:
@@ -351,6 +356,8 @@ class Drafting:
                 fitting[i] = self.room.tree(answer, before, tree)
                 if source and fitting[i].tokens:
                     answer.copied = Copied(name, source, len(answer.tokens), fitting[i].tokens)
+        if not costly and name not in self._wholes:
+            self.planner.observe_asked(name, any(fitting), time.perf_counter() - started)
         return fitting
 
     def _declined(

@@ -296,7 +296,8 @@ class Engine:
         if not schedule.chunks:
             load = Load(len(packed.emitting), sum([len(answer.tokens) for answer in packed.emitting]))
             lasted_s = times.draft + times.verify + times.host
-            observe_round(self.drafting, packed.emitting, told, times, load, lasted_s)
+            beyond_s = times.draft + times.host
+            observe_round(self.drafting, packed.emitting, told, times, load, lasted_s, beyond_s)
         self._tally(packed.emitting, told, kept, times)
         heard = [part for part in zip(packed.emitting, told, strict=True) if not part[0].ended]
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard])

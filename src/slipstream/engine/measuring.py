@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,14 @@ _LONG = {"cpu": 1024, "cuda": 2048}
 _LOOKING_BACK = {"cpu": 1, "cuda": 8}
 """Requests with the long context."""
 _ROWS = 64  # that a request may bring
-_LIMIT_S = 2.0
-"""What it may take on a CPU, where every pass is slow, unless it was asked for."""
+_LIMIT_S = {"cpu": 2.0, "cuda": 20.0}
+"""What it may take, unless it was asked for. On a CPU, where every pass is slow, sizes are left out beforehand; on a
+GPU, where recording takes longer than running, nothing more is begun when it is over, and what was measured is kept."""
 _LARGEST = {"cpu": 64, "cuda": 256}
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of passes that are timed: on a GPU each is captured for it."""
+_FEWEST = 3
+"""Sizes that make a curve."""
 _ROW_COST = 0.25
 """What a row is taken to add to a pass, as a part of it, when it is reckoned how long measuring takes."""
 _STEADY = 1.3
@@ -68,7 +71,7 @@ def known_costs(
         if found is not None:
             return found
     try:
-        costs = measure(engine, None if wanted else _LIMIT_S, progress)
+        costs = measure(engine, None if wanted else _LIMIT_S[engine.target.device.type], progress)
     except Exception as error:  # whatever it is, requests can run without; what is broken will say so by itself
         if wanted:
             raise
@@ -95,26 +98,35 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     if progress:
         progress("measuring what passes of the target cost (once)")
     most_s = limit_s if kind == "cpu" else None
+    over = _over(limit_s)
     with posed(engine, 1, _SHORT) as alone:
         first_s = _seconds(alone, alone.target_pass(1), most_s)
     if most_s is not None:
         sizes = _within(sizes, first_s, most_s)
-    if len(sizes) < 3:
+    if len(sizes) < _FEWEST:
         return None
     found: list[float] = []
     for rows in sizes:
+        if kind != "cpu" and len(found) >= _FEWEST and over():
+            break
         with posed(engine, -(-rows // _ROWS), _SHORT) as scene:
             found.append(_seconds(scene, scene.target_pass(rows)))
-    curve = Curve(tuple(sizes), tuple(found))
-    key_s, row_key_s = _context(engine, curve)
-    drafts = {
-        name: seen
-        for name, drafter in engine.drafting.drafters.items()
-        if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, name, drafter, progress))
-    }
+    curve = Curve(tuple(sizes[: len(found)]), tuple(found))
+    key_s, row_key_s = (0.0, 0.0) if kind != "cpu" and over() else _context(engine, curve)
+    drafts: dict[str, tuple[DraftSeen, ...]] = {}
+    for name, drafter in engine.drafting.drafters.items():
+        if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, name, drafter, progress, over)):
+            drafts[name] = seen
     with posed(engine, 1, _SHORT) as alone:
         again = [first_s, found[0], _seconds(alone, alone.target_pass(1))]
-    return MeasuredCosts(curve, key_s, row_key_s, drafts, max(again) < _STEADY * min(again))
+    spread = max(again) / min(again)
+    return MeasuredCosts(curve, key_s, row_key_s, drafts, spread < _STEADY, spread)
+
+
+def _over(limit_s: float | None) -> Callable[[], bool]:
+    """Is the time over that it may take? None: it never is."""
+    begun = time.perf_counter()
+    return lambda: limit_s is not None and time.perf_counter() - begun > limit_s
 
 
 def _within(sizes: Sequence[int], first_s: float, limit_s: float) -> list[int]:
@@ -145,8 +157,13 @@ def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
     return max(0.0, one / keys - row_key_s), row_key_s
 
 
-def _drafts(engine: Engine, name: str, drafter: DeviceDrafter, progress: Progress | None) -> tuple[DraftSeen, ...]:
-    """One drafter's guesses, by number of requests and of nodes, or of a tree's levels. Nothing where it cannot."""
+def _drafts(
+    engine: Engine, name: str, drafter: DeviceDrafter, progress: Progress | None, over: Callable[[], bool]
+) -> tuple[DraftSeen, ...]:
+    """One drafter's guesses, by number of requests and of nodes, or of a tree's levels.
+
+    Nothing where it cannot, or there is no time.
+    """
     sizes = _draft_sizes(name, drafter, min(made_for(drafter), engine.config.draft_tokens or _ROWS))
     if progress:
         progress(f"measuring what drafts by {name} cost (once)")
@@ -154,6 +171,8 @@ def _drafts(engine: Engine, name: str, drafter: DeviceDrafter, progress: Progres
     ends = _SHORT + _ROWS if drafter.max_positions is None else drafter.max_positions
     for requests in _CROWDS[engine.target.device.type]:
         if requests > engine.config.max_num_seqs or most_context(engine, requests) < _SHORT or ends < 2 * _SHORT:
+            break
+        if over():
             break
         try:
             with posed(engine, requests, _SHORT) as scene:
@@ -209,12 +228,12 @@ class _Note:
             "files": [(f.name, f.stat().st_size) for f in files],
             "path": str(model_path.resolve()),
             "versions": [VERSION, slipstream.__version__, torch.__version__],
-            "code": code_digest(),
+            "code": code_digest("engine", "sampling", "verify", "drafters"),
             "where": [str(target.dtype), chip_name(target.device), platform.node(), os.cpu_count()],
             "how": [isinstance(engine, QueuedEngine), config.graphs, torch.get_num_threads(), target.swaps],
             "sizes": [config.draft_rows, config.max_num_seqs, config.draft_tokens],
             "drafters": [
-                (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, made_for(d))
+                (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, made_for(d), _settings(d))
                 for name, d in sorted(drafters.items())
                 if isinstance(d, DeviceDrafter)
             ],
@@ -232,3 +251,8 @@ class _Note:
         with suppress(OSError):  # a cache that cannot be written costs the next start a second
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(costs.as_json()))
+
+
+def _settings(drafter: DeviceDrafter) -> list[tuple[str, str]]:
+    """What it was opened with, as far as it is numbers and words."""
+    return [(key, repr(value)) for key, value in sorted(vars(drafter).items()) if isinstance(value, int | float | str)]

@@ -19,9 +19,13 @@ def observe_round(
     times: RoundTimes,
     load: Load,
     lasted_s: float,
+    beyond_s: float | None = None,
 ) -> None:
-    """A round without prompts is over. load: of its pass; lasted_s: all of it, drafts and host included."""
+    """A round without prompts is over. load: of its pass; lasted_s: all of it, drafts and host included.
+
+    beyond_s: what of that was not the pass, where rounds do not overlap.
+    """
     drafting.round_s = times.draft + times.verify
     drafting.planner.observe_pass(times.rows, times.verify, load)
     turns = [Turn(a.id, v.drafted, len(v.tokens)) for a, v in zip(answers, verdicts, strict=True)]
-    drafting.planner.observe_round(turns, lasted_s, load.context)
+    drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s)

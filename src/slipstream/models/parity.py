@@ -230,9 +230,9 @@ class _Note:
             self.file.write_text(json.dumps({"swaps": swaps}))
 
 
-def code_digest() -> list[str]:
-    """Of the code that passes are made of: a changed kernel is checked again."""
-    return [_digest(Path(__file__).parents[1] / layer) for layer in ("models", "kernels", "kv")]
+def code_digest(*layers: str) -> list[str]:
+    """Of the code that passes are made of, and of other layers: a changed kernel is checked again."""
+    return [_digest(Path(__file__).parents[1] / layer) for layer in ("models", "kernels", "kv", *layers)]
 
 
 def _digest(folder: Path) -> str:

@@ -20,17 +20,20 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.costs import Costs
 from slipstream.plan.cutting import shared_out
 from slipstream.plan.decisions import Decision
+from slipstream.plan.extras import RoundExtras
 from slipstream.plan.gains import Gain, Gains, Turn
+from slipstream.plan.hosts import HostPlans
 from slipstream.plan.investment import Investment, most_worth
 from slipstream.plan.measured import Load, MeasuredCosts
-from slipstream.plan.planner import Beside, Levels, Planner, TreeBudget, TreeSeen
+from slipstream.plan.others import Others, others_of
+from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
 from slipstream.plan.probes import Probes
 from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
 from slipstream.plan.ranks import NodeRanks
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
-from slipstream.plan.waits import Waits
+from slipstream.plan.unsent import Unsent
 
 _EXPLORE = 8
 """Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
@@ -38,14 +41,10 @@ _EXPLORE = 8
 _COMPARE = 4
 """Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately."""
 
+_FIRST = 1
+"""Nodes for a request, of a drafter of which nobody knows how long it takes."""
+
 _NOTHING = Tree()
-
-
-class _Others(NamedTuple):
-    """What others draft beside a drafter."""
-
-    right: NDArray[np.float64]  # [K + 1, B]: the chance that one of them is right to each depth; 0 at depth 0
-    nodes: int  # of all requests together
 
 
 class _Chosen(NamedTuple):
@@ -55,11 +54,11 @@ class _Chosen(NamedTuple):
     members: NDArray[np.int64]  # requests
 
 
-class AdaptivePlanner(Planner):
+class AdaptivePlanner(HostPlans):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
     def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
-        self._cost = cost
+        super().__init__(cost)
         self.costs = Costs(cost)
         self._margin = max(MARGIN, min_gain)
         self._gains = Gains(cost.slope, min_gain, cost.context)
@@ -70,22 +69,21 @@ class AdaptivePlanner(Planner):
         self._ranks: dict[str, NodeRanks] = {}  # of those that make trees
         self._grown: dict[str, int] = {}  # … and how often they were planned
         self._probes = Probes(cost)
-        self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
+        self._unsent = Unsent()
+        self._extras = RoundExtras()
+        self._guessed_s = 0.0  # what guesses took in this round, of drafters that take time
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._sizes = CapturedSizes()
-        self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
-        self._rounds = 0
+        self._begun: set[str] = set()  # drafters that were asked for guesses that take time
 
     def start(self, request_id: str, traits: Traits) -> None:
+        for asking in self._asking.values():
+            asking.newcomer(len(self._traits))
         self._traits[request_id] = traits
         self._gains.start(request_id, traits)
 
     def speculates(self, request_id: str) -> bool:
         return not self._plain_round and self._gains.drafts(request_id)
-
-    def rests(self, drafter: str, rows: int) -> bool:
-        waits = self._waits.get(drafter)
-        return waits is not None and waits.rests(self._rounds, rows)
 
     def pad_passes(self) -> None:
         self._cost.padded = True
@@ -103,12 +101,14 @@ class AdaptivePlanner(Planner):
         beside: Sequence[Sequence[Beside]] = (),
     ) -> list[int]:
         """Sizes for a drafter whose guesses cost time: one depth for all, since its steps run for all together."""
+        if self._cost.observed and not (drafter in self._begun or self.costs.knows(drafter)):
+            caps = [min(nodes, _FIRST) for nodes in caps]
         deepest = max(caps, default=0)
         if deepest == 0:
             return list(caps)
         depths = np.arange(deepest + 1)[:, None]  # [K + 1, 1]
         drafted = np.minimum(depths, np.array(caps))  # [K + 1, B]
-        others = self._others(request_ids, beside, deepest)
+        others = others_of(request_ids, beside, deepest, self._estimate)
         gained = np.zeros(drafted.shape)  # [K + 1, B]
         chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])
         gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
@@ -135,7 +135,7 @@ class AdaptivePlanner(Planner):
         most, deepest = max(caps, default=0), levels[-1].deep
         if most == 0:
             return TreeBudget(list(caps), deepest)
-        others = self._others(request_ids, beside, deepest)
+        others = others_of(request_ids, beside, deepest, self._estimate)
         chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])  # [L, B]
         ranks = self._ranks_of(drafter)
         sizes = self._sizes.choices(drafter, most)[1:] if self._cost.padded else range(1, most + 1)
@@ -151,7 +151,7 @@ class AdaptivePlanner(Planner):
         self,
         drafter: str,
         rows: int,
-        others: _Others,
+        others: Others,
         gained: NDArray[np.float64],  # [K + 1, B]
         drafted: NDArray[np.int64],  # [K + 1, B]
         draft_s: NDArray[np.float64],  # [K + 1]
@@ -167,6 +167,8 @@ class AdaptivePlanner(Planner):
         order = np.argsort(-gained[-1], kind="stable")  # [B]
         tokens, nodes = gained[:, order].cumsum(1), drafted[:, order].cumsum(1)  # [K + 1, B]: of the first 1, 2, …
         pass_s = self._cost.curve(known, known + int(nodes[-1, -1]))[nodes]
+        if not others.nodes:
+            pass_s[1:] += self._extras.seconds(rows)
         rates = (brought + tokens) / (pass_s + draft_s[:, None])
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
@@ -184,7 +186,7 @@ class AdaptivePlanner(Planner):
             best = self._sizes.best(drafter, rate)
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        if rate[best] <= rate[0] * self._margin:
+        if rate[best] <= rate[0] * self._margin * self._gains.doubt:
             return 0
         if trees is None:
             return best
@@ -195,6 +197,7 @@ class AdaptivePlanner(Planner):
         """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
         if not size:
             return [0] * len(caps)
+        self._begun.add(drafter)
         self._sizes.use(drafter, size, levels)
         granted = [0] * len(caps)
         for i in chosen.members.tolist() if chosen.size else range(len(caps)):
@@ -211,27 +214,37 @@ class AdaptivePlanner(Planner):
     ) -> list[Tree]:
         """Keep the nodes that pay, of guesses that cost nothing to have any more. A node stays only with its parent."""
         wait_s = self._wait(drafter) + self.costs.spent(drafter)
-        word = self._kept_word.setdefault(drafter, Calibration())
+        nodes = sum([len(tree.tokens) for tree in trees])
+        if not nodes:
+            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
+            return list(trees)
+        word = self._kept_word.get(drafter) or self._kept_word.setdefault(drafter, Calibration(self._traits))
         factors: list[float] = []  # [B]: which part of its promises it kept; 0: it made none
         said: list[Sequence[float]] = []  # [B][K]
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
             factors.append(0.0 if promise is None else word.factor(request_id))
             said.append(shared_out(tree, self._estimate(drafter).alpha(request_id)) if promise is None else promise)
-        nodes = sum([len(tree.tokens) for tree in trees])
-        if not nodes:
-            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
-            return list(trees)
         ranked = (ManyNodes if nodes >= MANY else FewNodes)(trees, said, [factor or 1.0 for factor in factors])
         best = self._best(drafter, rows, ranked.expected(rows), wait_s)
-        best = self._probes.size(drafter, best, self._probes.small(rows, nodes), rows)
+        if not self._unsent.is_heard(drafter):
+            best = self._probes.size(drafter, best, self._probes.small(rows, nodes), rows)
         best = self._explore(rows, best)
         if best == 0:
+            for i, request_id in enumerate(request_ids):
+                self._unsent.note(drafter, request_id, trees[i], said[i], factors[i])
             return [_NOTHING] * len(trees)
         taken = ranked.take(best)
-        for request_id, tokens, factor in zip(request_ids, taken.promised, factors, strict=True):
-            if factor and tokens:
-                word.promise(request_id, tokens / factor)
+        for i, request_id in enumerate(request_ids):
+            if not taken.trees[i].tokens:
+                self._unsent.note(drafter, request_id, trees[i], said[i], factors[i])
+            elif factors[i]:
+                word.promise(request_id, taken.promised[i] / factors[i])
         return taken.trees
+
+    def least(self, rows: int) -> float:
+        if self._cost.padded or not self._cost.observed or self._rounds % _EXPLORE == 0:
+            return 0.0  # rows that cost nothing pay for anything; and drafters learn from what they guess
+        return self._cost.least_chance(rows, self._margin, self._extras.seconds(rows))
 
     def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
         """Keep the drafts that pay by what drafts of this drafter brought; now and then all of them, for a stretch."""
@@ -241,9 +254,10 @@ class AdaptivePlanner(Planner):
         order = most_worth(gains, sizes)
         nodes = list(accumulate((sizes[i] for i in order), initial=0))
         costs = self._cost.curve(rows, rows + nodes[-1])[nodes] + self._wait(drafter)
+        costs[1:] += self._extras.seconds(rows)
         rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
         best = int(rates.argmax())
-        pays = bool(rates[best] > rates[0] * self._margin)
+        pays = bool(rates[best] > rates[0] * self._margin * self._gains.doubt)
         self._weigh(drafter, rows, float(rates[best]))
         if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
             return [_NOTHING] * len(trees)
@@ -260,26 +274,33 @@ class AdaptivePlanner(Planner):
         most = len(expected) - 1
         steps = self._cost.steps(rows, rows + most)
         best, plain = 0, rows / (steps.seconds[0] + wait_s)
-        top = plain
+        top, drafted_s = plain, wait_s + self._extras.seconds(rows)
         for size, seconds in zip(steps.rows, steps.seconds, strict=True):
             nodes = min(size - rows, most)
-            rate = float(expected[nodes]) / (seconds + wait_s)
-            if rate > top:
+            rate = float(expected[nodes]) / (seconds + drafted_s)
+            if nodes and rate > top:
                 best, top = nodes, rate
             if nodes == most:
                 break
         self._weigh(drafter, rows, top)
-        pays = top > plain * self._margin
-        self._decided[drafter] = Decision(rows, best if pays else 0, top / plain)
-        return best if pays else 0
+        pays = top > plain * self._margin * self._gains.doubt
+        best = best if pays else 0
+        self._decided[drafter] = Decision(rows, best, top / plain)
+        return best
 
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         self._rounds += 1
         self.costs.at(Load(requests, context))
-        self._gains.next_round()
+        self._gains.next_round(requests or 1)
+        self._guessed_s = 0.0
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
 
-    def observe_round(self, turns: Sequence[Turn], seconds: float, context: int = 0) -> None:
+    def observe_round(
+        self, turns: Sequence[Turn], seconds: float, context: int = 0, beyond_s: float | None = None
+    ) -> None:
+        if beyond_s is not None and turns:
+            drafted = any(turn.drafted for turn in turns)
+            self._extras.observe(len(turns), drafted, beyond_s - self._guessed_s)
         hoped = max((decision.gain for decision in self._decided.values() if decision.nodes), default=1.0)
         self._gains.observe(turns, seconds, hoped, context)
 
@@ -287,15 +308,14 @@ class AdaptivePlanner(Planner):
         return self._gains.of(request_id)
 
     def gains(self) -> dict[str, float]:
-        return {str(traits): gain.measured for traits, gain in self._gains.kinds().items() if gain.drafts}
+        return {str(kind): gain.measured for kind, gain in self._gains.kinds().items() if gain.drafts}
 
     def why(self, request_id: str) -> str | None:
         return self._gains.off(request_id)
 
     def reasons(self) -> dict[str, str]:
-        return {
-            name: decision.text(name, self._cost, self._alpha(name)) for name, decision in list(self._decided.items())
-        }
+        decided = list(self._decided.items())
+        return {name: decision.text(name, self._cost, self._alpha(name)) for name, decision in decided}
 
     def decision(self, drafter: str) -> Decision | None:
         """The last plan of its guesses."""
@@ -306,19 +326,28 @@ class AdaptivePlanner(Planner):
         self._acceptance[drafter] = chances
 
     def _alpha(self, drafter: str) -> float | None:
-        estimate = self._acceptance.get(drafter)
-        return None if estimate is None else estimate.shared
+        return self._acceptance[drafter].shared if drafter in self._acceptance else None
 
     def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
         self._cost.observe(rows, seconds, load)
-
-    def observe_wait(self, drafter: str, seconds: float) -> None:
-        self._waits.setdefault(drafter, Waits()).observe(seconds)
 
     def observe_draft(
         self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
     ) -> None:
         self.costs.observe_draft(drafter, size, requests, seconds)
+        self._guessed_s += seconds
+
+    def hear(self, drafter: str, request_id: str, token: int) -> None:
+        guess = self._unsent.heard(drafter, request_id)
+        if guess is None:
+            return
+        right = int(guess.token == token)
+        if guess.said is None:
+            self._estimate(drafter).observe(request_id, 1, right)
+        else:
+            word = self._kept_word[drafter]
+            word.promise(request_id, guess.said)
+            word.observe(request_id, right)
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         if drafted:
@@ -342,38 +371,11 @@ class AdaptivePlanner(Planner):
             invested.forget(request_id)
         for word in self._kept_word.values():
             word.forget(request_id)
+        self._unsent.forget(request_id)
         self._traits.pop(request_id, None)
         self._gains.forget(request_id)
         for waits in self._waits.values():
             waits.gone += 1
-
-    def _others(self, request_ids: Sequence[str], beside: Sequence[Sequence[Beside]], depth: int) -> _Others:
-        """What those who draft already are taken to bring: a guess that they have right brings nothing more."""
-        wrong = np.ones((depth + 1, len(request_ids)))  # [K + 1, B]
-        depths, nodes = np.arange(1, depth + 1)[:, None], 0  # [K, 1]
-        drafted: dict[str, dict[int, int]] = {}  # by drafter and request: nodes
-        for i, theirs in enumerate(beside):
-            for name, count in theirs:
-                drafted.setdefault(name, {})[i] = count
-                nodes += count
-        for name, counts in drafted.items():
-            estimate, which = self._estimate(name), list(counts)
-            alphas = np.array([estimate.alpha(request_ids[i]) for i in which])  # [N]
-            right = np.where(depths <= np.array(list(counts.values())), alphas**depths, 0)  # [K, N]
-            wrong[1:, which] *= 1 - right
-        return _Others(1 - wrong, nodes)
-
-    def _wait(self, drafter: str) -> float:
-        """Seconds that a round waits for this drafter, its guesses not counted, whatever is then taken of them."""
-        waits = self._waits.get(drafter)
-        return waits.seconds if waits is not None and self._cost.observed else 0.0
-
-    def _weigh(self, drafter: str, rows: int, rate: float) -> None:
-        """With these guesses a round brings so many tokens by the second: more than one that waits for nobody?"""
-        waits = self._waits.get(drafter)
-        if waits is not None and self._cost.observed:
-            pass_s = self._cost.seconds(rows)
-            waits.weigh(rate * pass_s / rows, pass_s, self._rounds, rows)
 
     def _explore(self, rows: int, nodes: int) -> int:
         """Fewer nodes once in a while, to see what a smaller pass costs: a rule that always takes many never learns."""

@@ -2,16 +2,23 @@
 
 Only downwards: a drafter that promises too little is asked less, which costs little; one that promises too much costs
 rows in every round. Those that learn their promises themselves are right on average, and this leaves them alone.
+A newcomer takes the drafter's word for what it was worth to others of its kind: nobody finds out from the beginning.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slipstream.plan.traits import Traits
+
 _DECAY = 0.85
+_KIND_DECAY = 0.97
 _WEIGHT = 4.0
+_KIND_WEIGHT = 8.0
 _LEAST_WEIGHT = 2.0
-"""Tokens of a kept promise that a newcomer starts with; they fade like everything else, but never wholly."""
+"""Tokens of a promise kept as usual that a newcomer starts with, and a kind with promises that were kept; those of a
+request fade like everything else, but never wholly."""
 
 
 @dataclass(slots=True)
@@ -20,17 +27,34 @@ class _Sums:
     brought: float = 0.0
     trust: float = _WEIGHT
 
+    def add(self, promised: float, brought: int, decay: float) -> None:
+        self.promised = self.promised * decay + promised
+        self.brought = self.brought * decay + brought
+
 
 class Calibration:
-    """Of one drafter, by request: tokens that its drafts promised, and tokens that they brought."""
+    """Of one drafter, by request: tokens that its drafts promised, and tokens that they brought.
 
-    def __init__(self) -> None:
+    traits: the kinds of requests, by id; filled in by its owner.
+    """
+
+    def __init__(self, traits: Mapping[str, Traits] | None = None) -> None:
         self._promised: dict[str, float] = {}  # by the draft that is being checked
         self._sums: dict[str, _Sums] = {}
+        self._kinds: dict[Traits, _Sums] = {}
+        self._traits = {} if traits is None else traits
 
     def factor(self, request_id: str) -> float:
+        usual = self._usual(request_id)
         sums = self._sums.get(request_id)
-        return 1.0 if sums is None else min(1.0, (sums.brought + sums.trust) / (sums.promised + sums.trust))
+        if sums is None:
+            return usual
+        return min(1.0, (sums.brought + sums.trust * usual) / (sums.promised + sums.trust))
+
+    def _usual(self, request_id: str) -> float:
+        traits = self._traits.get(request_id)
+        kind = None if traits is None else self._kinds.get(traits)
+        return 1.0 if kind is None else min(1.0, (kind.brought + _KIND_WEIGHT) / (kind.promised + _KIND_WEIGHT))
 
     def promise(self, request_id: str, tokens: float) -> None:
         """A draft of which the drafter, by its own word, expects so many tokens is in the pass."""
@@ -38,11 +62,14 @@ class Calibration:
 
     def observe(self, request_id: str, accepted: int) -> None:
         said = self._promised.pop(request_id, None)
-        if said is not None:
-            sums = self._sums.setdefault(request_id, _Sums())
-            sums.promised = sums.promised * _DECAY + said
-            sums.brought = sums.brought * _DECAY + accepted
-            sums.trust = max(_LEAST_WEIGHT, sums.trust * _DECAY)
+        if said is None:
+            return
+        sums = self._sums.setdefault(request_id, _Sums())
+        sums.add(said, accepted, _DECAY)
+        sums.trust = max(_LEAST_WEIGHT, sums.trust * _DECAY)
+        kind = self._traits.get(request_id)
+        if kind is not None:
+            self._kinds.setdefault(kind, _Sums()).add(said, accepted, _KIND_DECAY)
 
     def forget(self, request_id: str) -> None:
         self._promised.pop(request_id, None)

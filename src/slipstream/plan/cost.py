@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,10 @@ _FAR = 2.0
 """Texts that are so many times as long are another thing, as long as it is not known what length adds."""
 _BARE = 0.2
 """Of a pass, such a part at least is not the context's doing, whatever was measured."""
+_NOTICED = 0.01
+"""Passes that take such a part more or less than was thought change nothing: they are not known any better."""
+_ANY = 16
+"""Nodes that are thought of when it is asked whether any number of them can pay."""
 _FLAT = 1.05
 """Where the largest pass costs no more than so many of the smallest, what those between cost is of no interest."""
 
@@ -64,6 +69,7 @@ class PassCost:
         self.context = ContextCost() if context is None else context
         self.padded = False  # passes are filled up to one of `SIZES`: rows up to there cost nothing more
         self._seen: dict[int, deque[_Pass]] = {}  # by edge
+        self._shares: dict[int, deque[float]] = {}  # edge -> what these took without context, by the prior
         self._typical: dict[int, float] = {}  # edge -> the median of seconds without context, by those of the prior
         self._left_out = self.context.rates  # what was taken for the context's doing in these
         self._priors: Floats = np.empty(0)  # the prior for 1, 2, … rows
@@ -72,6 +78,7 @@ class PassCost:
         self._passes = 0
         self._load = Load()  # of the passes that are asked about
         self._steps: dict[int, Steps] = {}  # by their first rows, as far as the table goes
+        self._least: dict[int, float] = {}  # by rows: the least chance that a node may have
 
     @property
     def slope(self) -> float:
@@ -89,7 +96,7 @@ class PassCost:
     def adopt(self, curve: Curve) -> None:
         """Passes were measured: from now on this is what unseen sizes follow."""
         self._measured, self._priors = curve, np.empty(0)
-        self._typical = {edge: self._median(edge) for edge in self._seen}
+        self._see_anew()
         self._renew()
 
     def at(self, load: Load) -> None:
@@ -114,7 +121,7 @@ class PassCost:
             far.sort(key=self._last.__getitem__)
             far = far[:-1]  # in seconds it must stay
         for edge in far:
-            del self._last[edge], self._seen[edge], self._typical[edge]
+            self._forget(edge)
         if far:
             self._renew()
 
@@ -123,15 +130,19 @@ class PassCost:
         edge = self._edge(rows)
         self._passes += 1
         self._last[edge] = self._passes
-        self._seen.setdefault(edge, deque(maxlen=_REMEMBER)).append(_Pass(seconds, rows, load))
-        if self._learns:
+        if edge not in self._seen:
+            self._seen[edge], self._shares[edge] = deque(maxlen=_REMEMBER), deque(maxlen=_REMEMBER)
+        seen = _Pass(seconds, rows, load)
+        self._seen[edge].append(seen)
+        self._shares[edge].append(self._share(seen))
+        if self._learns and not self.context.measured:
             self.context.learn(edge, rows, seconds, load)
         changed = self._relearned()
-        typical = self._median(edge)
-        changed = changed or typical != self._typical.get(edge)
-        self._typical[edge] = typical
+        typical, before = _median(self._shares[edge]), self._typical.get(edge, 0.0)
+        if abs(typical - before) > _NOTICED * before:
+            self._typical[edge], changed = typical, True
         for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
-            del self._last[old], self._seen[old], self._typical[old]
+            self._forget(old)
             changed = True
         if changed:  # now, and not when a round waits for its plan
             self._renew()
@@ -141,16 +152,22 @@ class PassCost:
         if self._left_out == self.context.rates:
             return False
         self._left_out = self.context.rates
-        self._typical = {edge: self._median(edge) for edge in self._seen}
+        self._see_anew()
         return True
 
-    def _median(self, edge: int) -> float:
-        """Of the last passes there: what they took by the prior, their context left out."""
-        shares = []
-        for seconds, rows, load in self._seen[edge]:
-            bare = max(seconds - self.context.seconds(rows, load), _BARE * seconds) if self.context.matters else seconds
-            shares.append(bare / self._prior(rows))
-        return _median(shares)
+    def _see_anew(self) -> None:
+        """Context or prior are others now."""
+        self._shares = {e: deque(map(self._share, seen), maxlen=_REMEMBER) for e, seen in self._seen.items()}
+        self._typical = {edge: _median(shares) for edge, shares in self._shares.items()}
+
+    def _forget(self, edge: int) -> None:
+        del self._last[edge], self._seen[edge], self._shares[edge], self._typical[edge]
+
+    def _share(self, seen: _Pass) -> float:
+        """What a pass took by the prior, its context left out."""
+        seconds, rows, load = seen
+        bare = max(seconds - self.context.seconds(rows, load), _BARE * seconds) if self.context.matters else seconds
+        return bare / self._prior(rows)
 
     def _prior(self, rows: int) -> float:
         if rows > len(self._priors):
@@ -163,6 +180,7 @@ class PassCost:
 
     def _renew(self) -> None:
         self._table = self._interpolated(len(self._table))
+        self._least.clear()
         known, self._steps = list(self._steps)[-1:], {}
         for low in known:
             self.steps(low, len(self._table))
@@ -197,6 +215,19 @@ class PassCost:
                 beyond = range((max(low, last) // last + 1) * last, top + 1, last)
                 rows = [low, *(n for n in SIZES if low < n <= top), *beyond]
             found = self._steps[low] = Steps(rows, [float(costs[n - low]) for n in rows])
+        return found
+
+    def least_chance(self, rows: int, margin: float, extra_s: float) -> float:
+        """Nodes that are less likely cannot pay in a pass of so many requests, whatever their number.
+
+        By half of what the curve says: what is known of chances is not sure, either.
+        """
+        found = self._least.get(rows)
+        if found is None:
+            costs = self.curve(rows, rows + _ANY)  # n nodes of chance c bring rows + n c tokens
+            nodes = np.arange(1, _ANY + 1)
+            chances = rows * (margin * (costs[1:] + extra_s) / costs[0] - 1) / nodes
+            found = self._least[rows] = max(0.0, float(chances.min()) / 2)
         return found
 
     def curve(self, low: int, high: int) -> Floats:
@@ -237,7 +268,7 @@ def _near(one: Load, other: Load) -> bool:
     return one.each <= _FAR * other.each and other.each <= _FAR * one.each
 
 
-def _median(values: list[float]) -> float:
+def _median(values: Iterable[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

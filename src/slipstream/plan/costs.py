@@ -42,6 +42,12 @@ class Costs:
         """What a draft of so many nodes or levels takes; 0 as long as nobody knows."""
         return float(self.guess_curve(drafter, size, requests)[-1])
 
+    def knows(self, drafter: str) -> bool:
+        """Was it seen or measured how long its guesses take?"""
+        if drafter in self._drafts:
+            return self._drafts[drafter].observed
+        return self.measured is not None and bool(self.measured.drafts.get(drafter))
+
     def guess_curve(self, drafter: str, most: int, requests: int) -> Floats:  # [most]
         cost = self._of(drafter)
         return cost.curve(most, requests) * (cost.observed and self.passes.observed)

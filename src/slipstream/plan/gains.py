@@ -1,8 +1,9 @@
 """The guard: what speculation truly brought, against rounds without it, by kind of request.
 
 Estimates can be wrong together: a clock that lies, a drafter that promises too much, a cost that nobody thought of. So
-every drafted round is compared with undrafted ones of as many requests. Where a kind of request is slower for its
-drafts, they are off for it, and tried again for a while, the more rarely the more they cost.
+every drafted round is compared with undrafted ones of as many requests. Where rounds bring less than was expected of
+them, more must be expected of the next (`doubt`). Where a kind of request is slower for its drafts all the same, they
+are off for it while about as many run, and tried again for a while, the more rarely the more they cost.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from slipstream.plan.context import ContextCost
 from slipstream.plan.cost import PassCost
+from slipstream.plan.extras import crowd_of
 from slipstream.plan.measured import Load
 from slipstream.plan.traits import Traits
 
@@ -30,6 +32,11 @@ _OLD = 512
 """Rounds after which there must be another plain one of as many requests to compare with: machines change."""
 _HICCUP = 4.0
 """A round that lasts so many plain ones says nothing about drafts."""
+
+_DOUBT_DECAY, _DOUBT_FADES = 0.95, 0.99
+"""How drafted rounds count against what was expected of them, and how that is forgotten while nothing is drafted."""
+_TRUST, _MOST_DOUBT = 6.0, 1.5
+"""Rounds that brought what they promised, which everybody starts with; and the most that is asked beyond the gain."""
 
 
 class Turn(NamedTuple):
@@ -73,6 +80,40 @@ class Gain:
         return self.tokens < least * self.plain and least * self.plain - self.tokens > self.scatter**0.5
 
 
+class Kind(NamedTuple):
+    """Requests of such traits, while about so many run: what pays alone need not pay among many."""
+
+    traits: Traits
+    crowd: int
+
+    def __str__(self) -> str:
+        return f"{self.traits}; {self.crowd} at once"
+
+
+@dataclass(slots=True)
+class _Record:
+    """Of drafted rounds: how many times as fast as plain ones they were to be, and were."""
+
+    hoped: float = 0.0
+    measured: float = 0.0
+    scatter: float = 0.0  # the sum of squares of what lay between
+
+    def add(self, hoped: float, measured: float) -> None:
+        self.hoped = self.hoped * _DOUBT_DECAY + hoped
+        self.measured = self.measured * _DOUBT_DECAY + measured
+        self.scatter = self.scatter * _DOUBT_DECAY**2 + (hoped - measured) ** 2
+
+    def fade(self) -> None:
+        self.hoped *= _DOUBT_FADES
+        self.measured *= _DOUBT_FADES
+        self.scatter *= _DOUBT_FADES**2
+
+    @property
+    def doubt(self) -> float:
+        lacking = self.hoped - self.measured - 2 * self.scatter**0.5  # beyond what chance may have to do with it
+        return 1.0 if lacking <= 0 else min(1 + lacking / (self.measured + _TRUST), _MOST_DOUBT)
+
+
 @dataclass(slots=True)
 class _Kind:
     gain: Gain = field(default_factory=Gain)
@@ -91,7 +132,9 @@ class Gains:
         self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
         self._last_plain: dict[int, int] = {}  # by requests: the round
         self._min_gain = min_gain
-        self._kinds: dict[Traits, _Kind] = {}
+        self._kinds: dict[Kind, _Kind] = {}
+        self._records: dict[int, _Record] = {}  # by crowd
+        self._crowd = 1  # of the round that is planned
         self._traits: dict[str, Traits] = {}
         self._own: dict[str, Gain] = {}
         self._told = False  # does anybody tell it of rounds?
@@ -104,13 +147,23 @@ class Gains:
         self._traits.pop(request_id, None)
         self._own.pop(request_id, None)
 
-    def next_round(self) -> None:
+    def next_round(self, requests: int = 1) -> None:
         self._rounds += 1
+        self._crowd = crowd_of(requests)
+
+    @property
+    def doubt(self) -> float:
+        """How many times the gain that is asked for a plan must promise: by what became of the promises of late."""
+        record = self._records.get(self._crowd)
+        return 1.0 if record is None else record.doubt
 
     def drafts(self, request_id: str) -> bool:
         """May drafts be made for it? As long as they pay for its kind, and in trials."""
-        kind = self._kinds.get(self._traits.get(request_id, Traits()))
+        kind = self._kinds.get(self._kind(request_id))
         return kind is None or self._rounds >= kind.until
+
+    def _kind(self, request_id: str) -> Kind:
+        return Kind(self._traits.get(request_id, Traits()), self._crowd)
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
@@ -123,16 +176,18 @@ class Gains:
         """What was measured for a request."""
         return self._own.get(request_id, Gain())
 
-    def kinds(self) -> dict[Traits, Gain]:
-        return {traits: kind.gain for traits, kind in list(self._kinds.items())}  # any thread may ask
+    def kinds(self) -> dict[Kind, Gain]:
+        return {name: kind.gain for name, kind in list(self._kinds.items())}  # any thread may ask
 
     def off(self, request_id: str) -> str | None:
         """Why nothing is drafted for it; None: something may be."""
         if self.drafts(request_id):
             return None
-        traits = self._traits.get(request_id, Traits())
-        kind = self._kinds[traits]
-        return f"off: drafts made requests of its kind ({traits}) {kind.last:.2f}x as fast as none; tried again later"
+        name = self._kind(request_id)
+        own = self.of(request_id)
+        mine = f", this one {own.measured:.2f}x" if own.drafts else ""
+        last = self._kinds[name].last
+        return f"off: drafts made requests of its kind ({name}) {last:.2f}x as fast as none{mine}; tried again later"
 
     def observe(self, turns: Sequence[Turn], seconds: float, expected: float = 1.0, context: int = 0) -> None:
         """A round is over, of which such a gain was expected; its requests have so many tokens in all."""
@@ -143,16 +198,22 @@ class Gains:
             if requests:
                 self._plain.observe(requests, seconds, Load(requests, context))
                 self._last_plain[requests] = self._rounds
+                if (record := self._records.get(crowd_of(requests))) is not None:
+                    record.fade()
             return
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
             return
         dearer = min(seconds / self._plain.seconds(requests), _HICCUP) - 1  # may be noise below 0
+        crowd = crowd_of(requests)
+        if expected > 1 and dearer < _HICCUP - 1:
+            tokens = sum(turn.emitted for turn in turns)
+            self._records.setdefault(crowd, _Record()).add(expected, tokens / requests / max(0.1, 1 + dearer))
         for request_id, nodes, emitted in turns:
             if nodes and request_id in self._traits:
                 plain = max(0.1, 1 + dearer * requests * nodes / drafted)  # who asks for more rows pays more
                 self._own.setdefault(request_id, Gain()).add(emitted, plain, expected)
-                kind = self._kinds.setdefault(self._traits[request_id], _Kind())
+                kind = self._kinds.setdefault(Kind(self._traits[request_id], crowd), _Kind())
                 kind.gain.add(emitted, plain, expected, _DECAY)
                 self._judge(kind)
 

@@ -65,6 +65,7 @@ class MeasuredCosts:
     row_key_s: float = 0.0
     drafts: Mapping[str, tuple[DraftSeen, ...]] = field(default_factory=dict)  # by drafter, fewest requests first
     is_steady: bool = field(default=True, compare=False)  # the machine was not busy with other things meanwhile
+    spread: float = field(default=1.0, compare=False)  # the slowest by the fastest of the same pass, timed some times
 
     def as_json(self) -> dict[str, Any]:
         return {

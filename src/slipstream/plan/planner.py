@@ -86,6 +86,17 @@ class Planner:
         """What to keep of guesses that cost nothing to have."""
         return list(trees)
 
+    def asks(self, drafter: str, rows: int) -> bool:
+        """Is this drafter on the host worth a question in this round of so many requests?"""
+        return True
+
+    def observe_asked(self, drafter: str, taken: bool, seconds: float) -> None:
+        """A drafter on the host was asked: was anything taken of its guesses, and how long did all of that take?"""
+
+    def least(self, rows: int) -> float:
+        """The chance of a guess below which it is of no use in this round of so many requests; 0: any may be."""
+        return 0.0
+
     def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
         """What to keep of guesses that are only of use as a whole."""
         return list(trees)
@@ -113,8 +124,13 @@ class Planner:
     def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
         """A target pass over this many rows took this long. load: None: that of the round that was planned last."""
 
-    def observe_round(self, turns: Sequence[Turn], seconds: float, context: int = 0) -> None:
-        """A round of these requests, with so many tokens in all, took this long, drafts and host included."""
+    def observe_round(
+        self, turns: Sequence[Turn], seconds: float, context: int = 0, beyond_s: float | None = None
+    ) -> None:
+        """A round of these requests, with so many tokens in all, took this long, drafts and host included.
+
+        beyond_s: what of it was not the pass; None: that is not known, because rounds overlap.
+        """
 
     def gain(self, request_id: str) -> Gain:
         """How many times as fast as plain rounds its drafted rounds were; 1 before there were any."""
@@ -148,6 +164,9 @@ class Planner:
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         """What became of one request's draft: how deep it was, and how far right. tree: None: none was planned."""
+
+    def hear(self, drafter: str, request_id: str, token: int) -> None:
+        """A request went on with this token in a round without guesses of this drafter; it may have had some."""
 
     def forget(self, request_id: str) -> None:
         """The request ended."""

@@ -1,0 +1,48 @@
+"""How often a drafter on the host is asked: guesses that are free to check are still not free to make.
+
+To look for guesses, judge them and take none costs some hundredths of a small model's round. Where next to nothing was
+taken lately, a drafter is asked every second or fourth round only, until it has something again: an echo is then missed
+by three rounds at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FIRST = 0.2
+_NEWCOMER = 0.1
+"""What asking is taken to bring at first, and when a request begins alone: of this, shares of a plain round are had."""
+_DECAY = 0.1
+_WORTH = 2.0
+"""Asking that brings so many times what it takes goes on in every round."""
+_SELDOM, _RARELY = 2, 4
+"""Rounds from one question to the next where it does not; the latter where it brings less than half of what it takes.
+"""
+
+
+@dataclass(slots=True)
+class Asking:
+    """Of one drafter."""
+
+    value: float = _FIRST  # what a question brings, as a part of a plain round, lately
+    seconds: float = 0.0  # that a question takes, lately
+    _passed: int = 0  # rounds since it was asked last
+
+    def due(self, pass_s: float) -> bool:
+        """Is it asked in this round, whose plain pass takes so long? Called once a round."""
+        share = self.seconds / pass_s
+        self._passed += 1
+        every = 1 if self.value >= _WORTH * share else _SELDOM if self.value >= share / 2 else _RARELY
+        if self._passed < every:
+            return False
+        self._passed = 0
+        return True
+
+    def observe(self, gain: float, seconds: float) -> None:
+        """It was asked: what was taken of its guesses is expected to bring so much, and all of it took so long."""
+        self.value += _DECAY * (gain - self.value)
+        self.seconds = self.seconds + _DECAY * (seconds - self.seconds) if self.seconds else seconds
+
+    def newcomer(self, requests: int) -> None:
+        """A request begins, beside so many: texts differ."""
+        self.value = max(self.value, _NEWCOMER / max(requests, 1))
