@@ -112,6 +112,7 @@ class Replica:
             max_len=machine.max_model_len,
             reserve=self.scheduler.reserve_draft,
         )
+        self.drafting.records = True  # how often it asks depends on a real clock
         if machine.queued:
             planner.pad_passes()
 
