@@ -180,6 +180,15 @@ def test_it_begins_with_the_targets_own_layers(teacher: Teacher) -> None:
     assert all(torch.equal(tensor, own[name]) for name, tensor in teacher.layer(2).state_dict().items())
     fresh = module_of(make(teacher, start="none")).layers[1].state_dict()
     assert not any(torch.equal(fresh[name], own[name]) for name in fresh if "proj" in name)
+    wide = make(teacher, layers=3, variation=0.0, inner=80)  # the same, with room to learn
+    with torch.no_grad():
+        wide.module.get_parameter("norm.weight").copy_(teacher.trunk.get_parameter("norm.weight"))
+    found = wide.loss(look(teacher, wide))
+    assert float(found.total.detach()) == pytest.approx(0, abs=1e-3)
+    found.total.backward()
+    new = module_of(wide).layers[0].get_parameter("mlp.down_proj.weight")[:, 48:]
+    assert not new.any()
+    assert module_of(wide).layers[0].get_parameter("mlp.gate_proj.weight")[48:].abs().mean() > 0.01
     other = make(teacher, inner=40)  # of another size: fresh ones, without a word
     assert other.loss(look(teacher, other)).total.isfinite()
 

@@ -64,7 +64,8 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
     """Weights to begin with; returns the target's layers that they are of, none where its layers are of another kind.
 
     The target's first layers read what the draft's do, and leave what its LM head makes some sense of; late ones are
-    lost without those before them. A narrower draft starts from the directions in which embeddings differ most.
+    lost without those before them. A wider MLP starts as the target's: what is new writes nothing yet. A narrower
+    draft starts from the directions in which embeddings differ most.
     """
     shape = module.shape
     made = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
@@ -87,11 +88,11 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
         if options.start_layers:
             raise ConfigError(
                 f"option start={options.start!r}: the target's layers have other tensors than the draft's (hidden, "
-                "inner, heads, kv_heads, head_dim must be its own, and its layers a Llama's); use start=none"
+                "heads, kv_heads, head_dim must be its own, inner at least, and its layers a Llama's); use start=none"
             )
         return []
     for layer, number in zip(module.layers, wanted, strict=True):
-        layer.load_state_dict({n: t.float() for n, t in teacher.layer(number).state_dict().items()})
+        _copy(layer, teacher.layer(number))
     return wanted
 
 
@@ -108,13 +109,27 @@ def check_start(options: DraftOptions, target: TargetShape) -> None:
 
 
 def _fit(module: DraftModule, teacher: Teacher, wanted: list[int]) -> bool:
-    """Have these layers of the target the draft's tensors, by name and size?"""
-    ours = _sizes(module.layers[0].state_dict())
-    return len(wanted) == len(module.layers) and all(_sizes(teacher.layer(n).state_dict()) == ours for n in wanted)
+    """Have these layers of the target the draft's tensors, by name and size? Of an MLP the draft's may be wider."""
+    ours = module.layers[0].state_dict()
+    return len(wanted) == len(module.layers) and all(_fits(teacher.layer(n).state_dict(), ours) for n in wanted)
 
 
-def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+def _fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
+    return theirs.keys() == ours.keys() and all(
+        all(small <= large for small, large in zip(theirs[name].shape, own.shape, strict=True))
+        and (".mlp." in f".{name}" or theirs[name].shape == own.shape)
+        for name, own in ours.items()
+    )
+
+
+def _copy(layer: nn.Module, source: nn.Module) -> None:
+    """The source's weights. Where the layer's MLP is wider, it reads as it did, and what is new is not yet said."""
+    tensors = layer.state_dict()
+    for name, theirs in source.state_dict().items():
+        own = tensors[name]
+        if name.endswith("down_proj.weight"):
+            own[:, theirs.shape[1] :] = 0
+        own[tuple(slice(size) for size in theirs.shape)] = theirs.float()
 
 
 def _last_norm(teacher: Teacher) -> Tensor | None:  # [H] fp32
