@@ -189,6 +189,54 @@ def test_they_are_remembered_and_small_models_are_not_measured(
     assert open_llm(drafter=None, measure_costs=True).engine.drafting.drafters == {}
 
 
+@pytest.mark.parametrize("left", [0, 2, 5])
+def test_what_there_was_no_time_for_is_measured_at_the_next_start(
+    open_llm: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """A first start compiles, and may find no time for drafts: what it has is used, and not taken for all there is."""
+    eagle_scenes.eagle3().write(tmp_path / "eagle3")
+    engine = open_llm(drafter=f"eagle3:{tmp_path / 'eagle3'}").engine
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr(measuring, "_STEADY", float("inf"))
+    asked: list[int] = []
+
+    class Short(measuring._TimeLeft):
+        def is_over(self) -> bool:
+            asked.append(1)
+            self.missed = len(asked) > left
+            return self.missed
+
+    with monkeypatch.context() as short:
+        short.setattr(measuring, "_TimeLeft", Short)
+        costs = measuring.known_costs(engine, tmp_path, True)
+    assert costs is not None
+    assert not costs.is_whole
+    assert len(costs.passes.sizes) == min(3 + left, 7)
+    assert not costs.drafts or left == 5
+    assert not list(tmp_path.glob("costs/*"))
+    whole = measuring.known_costs(engine, tmp_path, True)
+    assert whole is not None
+    assert whole.drafts["eagle3"]
+    assert len(list(tmp_path.glob("costs/*"))) == 1
+
+
+def test_they_are_remembered_however_much_memory_was_free(open_llm: Open, tmp_path: Path) -> None:
+    """The size of the cache goes by that, and a drafter keeps where its own places begin."""
+    eagle_scenes.eagle3().write(tmp_path / "eagle3")
+    spec = f"eagle3:{tmp_path / 'eagle3'}"
+    files = [
+        measuring._Note(open_llm(drafter=drafter, memory=memory).engine, tmp_path).file
+        for drafter, memory in (
+            (spec, "1MiB"),
+            (spec, "2MiB"),
+            (f"{spec}?depth=2", "1MiB"),
+            (f"{spec}?width=3", "1MiB"),
+        )
+    ]
+    assert files[0] == files[1]
+    assert len(set(files)) == 3
+
+
 def test_a_pass_too_large_to_be_captured_does_not_slow_down_the_others(
     open_llm: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,15 @@ def test_codes_are_near_the_weight_whatever_its_rows_have() -> None:
     torch.testing.assert_close(found.abs().amax(1), weight.abs().amax(1))  # the largest of a row is a code by itself
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_are_rounded_once(dtype: torch.dtype) -> None:
+    codes, scale = narrowed(torch.randn(9, 64) * 0.02)
+    wide = widened(codes, scale, dtype)
+    assert wide.dtype == dtype
+    assert torch.equal(wide, (codes.float() * scale[:, None]).to(dtype))
+    assert codes.dtype == FP8, "the codes stay"
+
+
 def test_a_product_by_eight_bits() -> None:
     linears = [nn.Linear(64, 24, bias=False), nn.Linear(64, 40)]
     both, x = narrow_join(*linears), torch.randn(7, 64)

@@ -264,6 +264,27 @@ def test_rounds_that_bring_less_than_they_promise_must_promise_more() -> None:
     assert gains.doubt < 1.05, "it is forgotten"
 
 
+def test_what_one_drafter_promised_is_not_asked_of_another() -> None:
+    """Requests that chose the first one are gone: rounds of the second are held against its own word."""
+    planner = AdaptivePlanner(PassCost(0.15))
+    planner.start("a", Traits())
+    for rows, seconds in ((1, 1.0), (1, 1.0), (2, 1.15)):
+        planner.next_round(1)
+        planner.observe_pass(rows, seconds)
+    planner.observe_round([Turn("a", 0, 1)], 1.0)
+    planner.next_round(1)
+    assert len(planner.trim("sure", ["a"], [Tree.chain(range(6))], [[0.98] * 6], 1)[0]) == 6
+    first = planner.decision("sure")
+    assert first is not None
+    assert first.gain > 2
+    for i in range(60):
+        planner.next_round(1)
+        (tree,) = planner.trim("modest", ["a"], [Tree.chain([0])], [[0.5]], 1)
+        assert tree.tokens, f"round {i}: it brings 1.3 times as much, as it says"
+        planner.observe("modest", "a", 1, i % 2)
+        planner.observe_round([Turn("a", 1, 1 + i % 2)], 1.15)
+
+
 def test_guesses_that_cannot_pay_need_not_be_made() -> None:
     cost = PassCost(0.15)
     cost.observe(1, 1.0)

@@ -23,7 +23,7 @@ _TREES = (4, 8, 16, 32, MAX_NODES)
 """Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself. Trees that
 grow by levels have as many as they can: it is their levels that cost time."""
 
-_MOST = 64
+_MOST = 128
 """Loops that are kept; those that were not used for longest are let go."""
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ _LOOKING_BACK = {"cpu": 1, "cuda": 8}
 _ROWS = 64  # that a request may bring
 _LIMIT_S = {"cpu": 2.0, "cuda": 20.0}
 """What it may take, unless it was asked for. On a CPU, where every pass is slow, sizes are left out beforehand; on a
-GPU, where recording takes longer than running, nothing more is begun when it is over, and what was measured is kept."""
+GPU, where recording takes longer than running, nothing more is begun when it is over. What was measured by then is of
+use, but not remembered: the next start finds everything compiled, and has the time."""
 _LARGEST = {"cpu": 64, "cuda": 256}
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of passes that are timed: on a GPU each is captured for it."""
@@ -80,7 +81,7 @@ def known_costs(
         return None
     finally:
         as_they_stand = isinstance(engine, QueuedEngine) and engine.rounds.capture_again()  # what no graph was made of
-    if costs is not None and costs.is_steady and not as_they_stand:
+    if costs is not None and costs.is_steady and costs.is_whole and not as_they_stand:
         note.write(costs)
     return costs
 
@@ -98,7 +99,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     if progress:
         progress("measuring what passes of the target cost (once)")
     most_s = limit_s if kind == "cpu" else None
-    over = _over(limit_s)
+    time_left = _TimeLeft(None if kind == "cpu" else limit_s)
     with posed(engine, 1, _SHORT) as alone:
         first_s = _seconds(alone, alone.target_pass(1), most_s)
     if most_s is not None:
@@ -107,26 +108,33 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
         return None
     found: list[float] = []
     for rows in sizes:
-        if kind != "cpu" and len(found) >= _FEWEST and over():
+        if len(found) >= _FEWEST and time_left.is_over():
             break
         with posed(engine, -(-rows // _ROWS), _SHORT) as scene:
             found.append(_seconds(scene, scene.target_pass(rows)))
     curve = Curve(tuple(sizes[: len(found)]), tuple(found))
-    key_s, row_key_s = (0.0, 0.0) if kind != "cpu" and over() else _context(engine, curve)
+    key_s, row_key_s = (0.0, 0.0) if time_left.is_over() else _context(engine, curve)
     drafts: dict[str, tuple[DraftSeen, ...]] = {}
     for name, drafter in engine.drafting.drafters.items():
-        if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, name, drafter, progress, over)):
+        if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, name, drafter, progress, time_left)):
             drafts[name] = seen
     with posed(engine, 1, _SHORT) as alone:
         again = [first_s, found[0], _seconds(alone, alone.target_pass(1))]
     spread = max(again) / min(again)
-    return MeasuredCosts(curve, key_s, row_key_s, drafts, spread < _STEADY, spread)
+    return MeasuredCosts(curve, key_s, row_key_s, drafts, spread < _STEADY, spread, not time_left.missed)
 
 
-def _over(limit_s: float | None) -> Callable[[], bool]:
-    """Is the time over that it may take? None: it never is."""
-    begun = time.perf_counter()
-    return lambda: limit_s is not None and time.perf_counter() - begun > limit_s
+class _TimeLeft:
+    """Of what measuring may take. limit_s: None: as long as it likes."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._end = None if limit_s is None else time.perf_counter() + limit_s
+        self.missed = False  # something was not begun any more
+
+    def is_over(self) -> bool:
+        """Asked before something is begun."""
+        self.missed = self.missed or (self._end is not None and time.perf_counter() > self._end)
+        return self.missed
 
 
 def _within(sizes: Sequence[int], first_s: float, limit_s: float) -> list[int]:
@@ -158,7 +166,7 @@ def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
 
 
 def _drafts(
-    engine: Engine, name: str, drafter: DeviceDrafter, progress: Progress | None, over: Callable[[], bool]
+    engine: Engine, name: str, drafter: DeviceDrafter, progress: Progress | None, time_left: _TimeLeft
 ) -> tuple[DraftSeen, ...]:
     """One drafter's guesses, by number of requests and of nodes, or of a tree's levels.
 
@@ -172,7 +180,7 @@ def _drafts(
     for requests in _CROWDS[engine.target.device.type]:
         if requests > engine.config.max_num_seqs or most_context(engine, requests) < _SHORT or ends < 2 * _SHORT:
             break
-        if over():
+        if time_left.is_over():
             break
         try:
             with posed(engine, requests, _SHORT) as scene:
@@ -254,5 +262,6 @@ class _Note:
 
 
 def _settings(drafter: DeviceDrafter) -> list[tuple[str, str]]:
-    """What it was opened with, as far as it is numbers and words."""
-    return [(key, repr(value)) for key, value in sorted(vars(drafter).items()) if isinstance(value, int | float | str)]
+    """What it was opened with, as far as it is numbers and words. What is its own goes by free memory, or changes."""
+    told = {key: value for key, value in vars(drafter).items() if not key.startswith("_")}
+    return [(key, repr(value)) for key, value in sorted(told.items()) if isinstance(value, int | float | str)]

@@ -129,8 +129,8 @@ class Growth:
     def _launch_tree(self, nodes: int, out: Grown) -> None:
         overlap = on_gpu(self.tokens)
         _tree_kernel[(self.tokens.shape[0], triton.cdiv(self.size, _RANKED))](
-            self.tokens, self.parents, self.scores, out.tokens, out.parents, nodes, SIZE=self.size, RANKED=_RANKED,
-            PART=min(_PART, triton.next_power_of_2(self.size)), OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+            self.tokens, self.parents, self.scores, out.tokens, out.parents, nodes, self.size, RANKED=_RANKED,
+            PART=_PART, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
 
     def _twin(self, tokens: Tensor, scores: Tensor, above: Level | None, level: Level | None) -> None:
@@ -265,35 +265,35 @@ def _grow_kernel(
         tl.store(out_ancestors + row[:, None] * step + line, way, mask=kept[:, None] & (line < step))
 
 
-@jit(sizes=["nodes"])
+@jit(sizes=["nodes", "size"])
 def _tree_kernel(
-    tokens: tl.tensor,  # [B, SIZE]
+    tokens: tl.tensor,  # [B, size]
     parents: tl.tensor,
     scores: tl.tensor,
     out_tokens: tl.tensor,  # [B, nodes]
     out_parents: tl.tensor,
     nodes: tl.tensor,
-    SIZE: tl.constexpr,
+    size: tl.tensor,  # nor this: trees of any depth are ranked by the same code
     RANKED: tl.constexpr,
     PART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
-    real = at < SIZE
+    real = at < size
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    scores += request * SIZE
-    token = tl.load(tokens + request * SIZE + at, mask=real, other=0)
-    parent = tl.load(parents + request * SIZE + at, mask=real, other=-1).to(tl.int32)
+    scores += request * size
+    token = tl.load(tokens + request * size + at, mask=real, other=0)
+    parent = tl.load(parents + request * size + at, mask=real, other=-1).to(tl.int32)
     score = tl.load(scores + at, mask=real, other=0.0)
     above_score = tl.load(scores + parent, mask=parent >= 0, other=0.0)
     # a parent's place is found again here: it may be another program's
     place = tl.zeros([RANKED], tl.int32)
     above = tl.zeros([RANKED], tl.int32)
-    for begin in range(0, SIZE, PART):
+    for begin in range(0, size, PART):
         other = begin + tl.arange(0, PART)
-        theirs = tl.load(scores + other, mask=other < SIZE, other=-float("inf"))
+        theirs = tl.load(scores + other, mask=other < size, other=-float("inf"))
         place += _ahead(theirs, other, score, at)
         above += _ahead(theirs, other, above_score, parent)
     kept = real & (place < nodes)

@@ -53,4 +53,5 @@ def narrow_join(*linears: nn.Linear) -> NarrowLinear:
 
 def widened(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:  # [N, K]
     """The weight that the codes stand for; without a scale, the weight itself."""
-    return codes if scale is None else (codes.to(torch.float32) * scale[:, None]).to(dtype)
+    # in place: each number is computed in fp32 and rounded once, and nothing as large as that is ever written
+    return codes if scale is None else codes.to(dtype).mul_(scale[:, None])

@@ -176,7 +176,7 @@ class AdaptivePlanner(HostPlans):
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
-        self._decided[drafter] = Decision(rows, most, float(rate[shown] / rate[0]), guess, deep)
+        self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
         return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
 
     def _size(self, drafter: str, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
@@ -285,14 +285,14 @@ class AdaptivePlanner(HostPlans):
         self._weigh(drafter, rows, top)
         pays = top > plain * self._margin * self._gains.doubt
         best = best if pays else 0
-        self._decided[drafter] = Decision(rows, best, top / plain)
+        self._decide(drafter, Decision(rows, best, top / plain))
         return best
 
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         self._rounds += 1
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
-        self._guessed_s = 0.0
+        self._guessed_s, self._hoped = 0.0, 1.0
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
 
     def observe_round(
@@ -301,8 +301,7 @@ class AdaptivePlanner(HostPlans):
         if beyond_s is not None and turns:
             drafted = any(turn.drafted for turn in turns)
             self._extras.observe(len(turns), drafted, beyond_s - self._guessed_s)
-        hoped = max((decision.gain for decision in self._decided.values() if decision.nodes), default=1.0)
-        self._gains.observe(turns, seconds, hoped, context)
+        self._gains.observe(turns, seconds, self._hoped, context)
 
     def gain(self, request_id: str) -> Gain:
         return self._gains.of(request_id)

@@ -17,6 +17,7 @@ class HostPlans(Planner):
         self._asking: dict[str, Asking] = {}
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
         self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
+        self._hoped = 1.0  # the best gain that was expected of guesses of this round
         self._rounds = 0
 
     def rests(self, drafter: str, rows: int) -> bool:
@@ -33,6 +34,11 @@ class HostPlans(Planner):
 
     def observe_wait(self, drafter: str, seconds: float) -> None:
         self._waits.setdefault(drafter, Waits()).observe(seconds)
+
+    def _decide(self, drafter: str, decision: Decision) -> None:
+        self._decided[drafter] = decision
+        if decision.nodes:
+            self._hoped = max(self._hoped, decision.gain)
 
     def _wait(self, drafter: str) -> float:
         """Seconds that a round waits for this drafter, its guesses not counted, whatever is then taken of them."""

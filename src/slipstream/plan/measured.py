@@ -66,6 +66,7 @@ class MeasuredCosts:
     drafts: Mapping[str, tuple[DraftSeen, ...]] = field(default_factory=dict)  # by drafter, fewest requests first
     is_steady: bool = field(default=True, compare=False)  # the machine was not busy with other things meanwhile
     spread: float = field(default=1.0, compare=False)  # the slowest by the fastest of the same pass, timed some times
+    is_whole: bool = field(default=True, compare=False)  # there was time for all of it
 
     def as_json(self) -> dict[str, Any]:
         return {
