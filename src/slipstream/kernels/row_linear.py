@@ -173,7 +173,7 @@ def _linear_kernel(
                 x = tl.load(x_tile + k, mask=real & (k + steps[:, None] < K), other=0.0)
                 w = tl.load(w_tile + k, mask=k + steps[None, :] < K, other=0.0)
             if NARROW:
-                w = w.to(x.dtype)
+                w = w.to(tl.float32).to(x.dtype)  # not at once: from fp16 to bf16 there is but a slow instruction
             if FLIP:
                 acc = tl.dot(tl.trans(x), tl.trans(w), acc, input_precision=PRECISION)
             else:
@@ -186,7 +186,7 @@ def _linear_kernel(
                 else:
                     v = tl.load(v_tile + k, mask=k + steps[None, :] < K, other=0.0)
                 if NARROW:
-                    v = v.to(x.dtype)
+                    v = v.to(tl.float32).to(x.dtype)
                 if FLIP:
                     up = tl.dot(tl.trans(x), tl.trans(v), up, input_precision=PRECISION)
                 else:
