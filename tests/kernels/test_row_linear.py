@@ -155,6 +155,18 @@ def test_a_tile_fits_into_shared_memory(shared: int, size: int, gated: bool) -> 
                 assert tile.stages * held < shared
 
 
+@pytest.mark.parametrize("rows", [8, 24, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_narrow_tiles_fetch_as_far_ahead_and_leave_room_for_another(rows: int, gated: bool) -> None:
+    plain = Tile.of(rows, 22016, 4096, splits=1, gated=gated, size=2)
+    narrow = Tile.of(rows, 22016, 4096, splits=1, gated=gated, size=2, narrow=True)
+    assert narrow.block_n * narrow.block_k == plain.block_n * plain.block_k
+    assert narrow.stages >= 1.5 * plain.stages
+    weight, row = (2 if gated else 1) * narrow.block_n, 2 * narrow.block_m  # bytes of each step of K
+    held = ((narrow.stages - 1) * weight + narrow.stages * row) * narrow.block_k  # what is in registers needs no place
+    assert 2 * held < 227 * 1024
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (8, 70, 48), (17, 33, 40), (130, 40, 96)])
 @pytest.mark.parametrize("bias", [False, True])

@@ -50,12 +50,13 @@ class Tile:
 
         tma: may they come by descriptors? narrow: the weight has 8 bits. shared: bytes that a program may keep by it.
         """
+        # narrow ones have more stages: as many bytes are under way, and still two programs fit side by side
         if rows <= 16:
-            tile = Tile(16, 64, 128, 6 if narrow else 3, 4)  # as many bytes under way, whatever a number takes
+            tile = Tile(16, 64, 128, 6 if narrow else 3, 4)
         elif rows <= 32:
-            tile = Tile(32, 64, 64, 4, 4) if gated or not tma else Tile(32, 128, 64, 5, 4, tma=True)
+            tile = Tile(32, 64, 64, 8 if narrow else 4, 4) if gated or not tma else Tile(32, 128, 64, 5, 4, tma=True)
         elif rows <= 64:
-            tile = Tile(64, 64 if gated else 128, 64, 4, 4, tma)
+            tile = Tile(64, 64 if gated else 128, 64, 6 if narrow else 4, 4, tma)
         elif tma:
             tile = Tile(128, 128 if gated else 256, 64, 3, 8, tma=True, flip=True)
         else:
