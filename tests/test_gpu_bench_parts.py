@@ -176,7 +176,7 @@ def test_ours_from_end_to_end(
     assert len(found["starts"]) == 2
     table = tables.markdown(found)
     assert "failed" not in table
-    assert table.count("\n") == 1 + 12 + 3 + 6 + 2 + 3 + 6 + 2 + 2
+    assert table.count("\n") == 1 + 12 + 3 + 6 + 2 + 3 + 3 + 6 + 2 + 2
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
