@@ -15,6 +15,7 @@ from medusa_checkpoints import tiny_medusa
 from mtp_checkpoints import MTP, save_with_modules
 from shared_drafts import tiny_shared
 from slipstream import SamplingParams, SpeculationParams
+from test_levels import Levelling
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +27,7 @@ SPECS: dict[str, Spec] = {
     "eagle1 chain": lambda draft, heads: f"eagle:{heads / 'eagle1'}?width=1&depth=4",
     "eagle3 tree": lambda draft, heads: f"eagle:{heads / 'eagle3'}",
     "eagle3 small tree": lambda draft, heads: f"eagle:{heads / 'eagle3'}?width=3&depth=3&nodes=9",
+    "eagle3 in 8 bits": lambda draft, heads: f"eagle:{heads / 'eagle3'}?weights=fp8",
     "medusa": lambda draft, heads: f"medusa:{heads / 'medusa'}",
     "ngram and model": lambda draft, heads: f"ngram+model:{draft}",
     "a draft that shares embeddings": lambda draft, heads: f"model:{heads / 'shared'}",
@@ -62,6 +64,20 @@ def test_the_same_tokens(spec: str, dtype: str, tiny_target: Path, tiny_draft: P
             accepted.append([output.speculation.accepted for output in alone])
             llm.engine.scheduler.check_integrity()
     assert accepted[0] == accepted[1]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_trees_of_all_levels(graphs: bool, tiny_target: Path, heads: Path) -> None:
+    """Another number of levels in every round, each recorded by itself."""
+    batch, planner = some_cases(), Levelling()
+    with open_on_gpu(tiny_target, "bfloat16", drafter=f"eagle:{heads / 'eagle3'}", graphs=graphs) as llm:
+        expected = plain(llm, batch)
+        llm.engine.drafting.planner = planner
+        got = run(llm, batch, llm.engine.drafting.default)
+        assert not differences(batch, expected, got)
+        llm.engine.scheduler.check_integrity()
+    assert set(planner.asked) == {1, 2, 4, 6, 8, 10}
+    assert not any(drafter.failures for output in got for drafter in output.speculation.by_drafter.values())
 
 
 @pytest.mark.parametrize("family", ["glm", "mimo"])
