@@ -13,6 +13,7 @@ import eagle_scenes
 from eagle_scenes import VOCAB, H
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.narrow import FP8, NarrowLinear, narrow_join, narrowed, widened
+from slipstream.models.heads import eagle
 from slipstream.models.heads.base import Weights
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle import EagleHead
@@ -86,6 +87,20 @@ def test_a_head_in_eight_bits_takes_less_and_says_nearly_the_same(folder: Path) 
         assert (ours - theirs).norm() <= 0.06 * theirs.norm()
     taps = torch.randn(6, plain.taps.width(H))
     assert (narrow.combine(taps) - plain.combine(taps)).norm() <= 0.06 * plain.combine(taps).norm()
+
+
+@torch.inference_mode()
+def test_large_heads_have_eight_bits_where_there_are_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large by what every level reads: a table of embeddings of its own is not among that."""
+    folders = [eagle_scenes.eagle3(embeds=own).write(tmp_path / str(own)) for own in (False, True)]
+    products = head(folders[0], "plain").weights_bytes
+    assert head(folders[1], "plain").weights_bytes > products
+    monkeypatch.setattr(eagle, "has_kernels", lambda _: True)
+    monkeypatch.setattr(eagle, "_Kernels", lambda _: None)
+    for large, narrow in ((products, True), (products + 1, False)):
+        monkeypatch.setattr(eagle, "_LARGE", large)
+        assert [head(folder, "auto").narrow for folder in folders] == [narrow, narrow]
+        assert not head(folders[0], "plain").narrow
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

@@ -35,7 +35,9 @@ from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
 _LARGE = 64 << 20
-"""Bytes of a head from which on reading it takes longer than launching it."""
+"""Bytes of a head's products from which on reading them takes longer than launching them."""
+_TABLE = "embed_tokens.weight"
+"""Is looked up in, not read."""
 
 
 class EagleHead(nn.Module):
@@ -57,8 +59,8 @@ class EagleHead(nn.Module):
             for name, tensor in checkpoint.tensors.items()
             if name not in ("d2t", "t2d")
         }
-        plain = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        self.narrow = kept == "fp8" or (kept == "auto" and has_kernels(self._device) and plain >= _LARGE)
+        read = sum(_bytes(name, tensor, False) for name, tensor in weights.items() if name != _TABLE)
+        self.narrow = kept == "fp8" or (kept == "auto" and has_kernels(self._device) and read >= _LARGE)
         self.weights_bytes = sum(_bytes(name, tensor, self.narrow) for name, tensor in weights.items())
         self.vocab = _target_ids(checkpoint, self._device)
         if self._device.type == "cpu" and self.dtype == torch.float32:
@@ -66,8 +68,8 @@ class EagleHead(nn.Module):
         arena = Arena()
         self.fc = product(weights, "fc", arena=arena, narrow=self.narrow)
         self._embedding = embedding
-        if "embed_tokens.weight" in weights:
-            self._embedding = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
+        if _TABLE in weights:
+            self._embedding = nn.Embedding.from_pretrained(weights[_TABLE], freeze=True)
         self._last_id = cast(Tensor, self._embedding.weight).shape[0] - 1
         self._lm_head = lm_head
         if "lm_head.weight" in weights:
@@ -256,7 +258,7 @@ class _Kernels:
 
 def _bytes(name: str, weight: Tensor, narrow: bool) -> int:
     """What this tensor takes; products have 8 bits and a scale for each row where the head is narrow."""
-    if narrow and weight.dim() == 2 and name != "embed_tokens.weight":
+    if narrow and weight.dim() == 2 and name != _TABLE:
         return weight.numel() + 4 * weight.shape[0]
     return weight.numel() * weight.element_size()
 
