@@ -19,7 +19,7 @@ from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
 from slipstream.drafters.head_rows import Standing, Stretch, head_batch, lane_state, read_along
-from slipstream.kernels.grow_tree import Growth
+from slipstream.kernels.grow_tree import Growth, candidates
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.last_rows import LastRows, last_rows
 from slipstream.kernels.layout import RowLayout
@@ -70,7 +70,7 @@ class FeatureDrafter(DeviceDrafter):
             raise ConfigError(f"depth={depth}: a head guesses 1 to {RECENT - 1} tokens in a row")
         if not (1 <= width <= MAX_NODES and 1 <= nodes <= MAX_NODES):
             raise ConfigError(f"width={width}, nodes={nodes}: each must be 1 to {MAX_NODES}")
-        offered = width + (depth - 1) * width * width
+        offered = candidates(width, depth)
         if offered > _MOST_OFFERED:
             raise ConfigError(
                 f"width={width}, depth={depth}: so wide and deep a tree offers {offered} tokens, at most "
@@ -91,7 +91,7 @@ class FeatureDrafter(DeviceDrafter):
         self._known: dict[str, int] = {}  # by request: tokens that the head has read, where the host asks for drafts
 
     def most_at(self, levels: int) -> int:
-        return min(self.most_nodes, self.width + (levels - 1) * self.width**2) if self.makes_trees else levels
+        return min(self.most_nodes, candidates(self.width, levels)) if self.makes_trees else levels
 
     def page_bytes(self, page_size: int) -> int:
         return KVCache.bytes_per_page(self.head.layers, page_size, self.head.dtype)

@@ -55,6 +55,11 @@ class Grown(NamedTuple):
     parents: Tensor  # [B, nodes] int64, -1 is the root
 
 
+def candidates(width: int, levels: int) -> int:
+    """Tokens that are offered on so many levels: the root's, and those of `width` rows on each level below."""
+    return width + (levels - 1) * width**2 if levels else 0
+
+
 class Growth:
     """The trees of B requests while they grow: all candidates so far, level by level."""
 
@@ -75,7 +80,7 @@ class Growth:
         last_place: no row stands behind it; who is there is not drafted for.
         """
         self.width, self.depth = width, depth
-        self.size = width + (depth - 1) * width * width
+        self.size = candidates(width, depth)
         shape, device = (lanes.shape[0], self.size), lanes.device
         self.tokens = torch.empty(shape, dtype=torch.int64, device=device)
         self.parents = torch.empty(shape, dtype=torch.int64, device=device)  # among the candidates; -1 is the root
@@ -106,7 +111,7 @@ class Growth:
     @property
     def _before(self) -> int:
         """Candidates of the levels before this one."""
-        return 0 if self._step == 1 else self.width + (self._step - 2) * self.width**2
+        return candidates(self.width, self._step - 1)
 
     def _launch(self, tokens: Tensor, scores: Tensor, above: Level | None, level: Level | None) -> None:
         first, overlap = above is None, on_gpu(tokens)

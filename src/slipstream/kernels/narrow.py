@@ -28,6 +28,8 @@ def narrowed(weight: Tensor) -> tuple[Tensor, Tensor]:  # [N, K] -> [N, K] fp8, 
 class NarrowLinear(PackedLinear):
     """The product by a weight in 8 bits. Kernels read `weight` and `scale`; other passes, of prompts, widen it."""
 
+    scale: Tensor
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
@@ -42,7 +44,6 @@ class NarrowLinear(PackedLinear):
         """Another weight in place of this one, in the same memory."""
         codes, scale = narrowed(weight)
         self.weight.copy_(codes)
-        assert self.scale is not None
         self.scale.copy_(scale)
 
 
