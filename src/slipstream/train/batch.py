@@ -22,9 +22,18 @@ class Rows:
     positions: Tensor  # [B, T] int64: within the sequence, from 0; padding stands at 0
     segments: Tensor  # [B, T] int64: which sequence of its row a token belongs to; NO_SEQUENCE: padding
     answers: Tensor  # [B, T] bool: the target chose this token; False: a prompt's token, or padding
+    places: Tensor | None = None  # [B, T] int64: of each token in the data; -1: padding. None: they are of no data
 
     def to(self, device: torch.device) -> Rows:
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(Rows)}
+        """On a GPU without waiting for it: what comes from the host goes through pinned memory."""
+
+        given = {f.name: getattr(self, f.name) for f in fields(Rows)}
+        pinned = device.type == "cuda" and self.ids.device.type == "cpu"
+        moved = {
+            name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+            for name, tensor in given.items()
+            if tensor is not None
+        }
         return replace(self, **moved)
 
     @property

@@ -26,8 +26,8 @@ from slipstream.train.optimizer import Optimizers
 from slipstream.train.packing import RowPlan
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Losses, Recipe
+from slipstream.train.states import States
 from slipstream.train.stop import Stop, stop_asked
-from slipstream.train.teacher import Teacher
 
 MeasureNow = Callable[[], Sequence[Measured]]
 """The drafter as it stands, in the real engine: one result a temperature."""
@@ -62,7 +62,7 @@ class Trainer:
         self,
         config: TrainConfig,
         recipe: Recipe,
-        teacher: Teacher,
+        states: States,
         plan: RowPlan,
         ranks: Ranks,
         say: Progress,
@@ -71,9 +71,9 @@ class Trainer:
     ) -> None:
         """measure: called by the first rank. on_checkpoint: likewise, behind each checkpoint and each measurement."""
         self.config, self.recipe, self.ranks = config, recipe, ranks
-        self._teacher, self._plan, self._say = teacher, plan, say
+        self._states, self._plan, self._say = states, plan, say
         self._measure, self._on_checkpoint = measure, on_checkpoint
-        self._device = teacher.device
+        self._device = states.device
         self._parameters = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
         self._optimizer = Optimizers(self._parameters, config, self._device)
         self._average = {n: p.detach().clone() for n, p in self._parameters.items()} if config.average else {}
@@ -195,8 +195,7 @@ class Trainer:
         """One pass of this rank's rows, forward."""
         config, ranks = self.config, self.ranks
         first = ((self.step * config.accumulate + turn) * ranks.world + ranks.rank) * config.rows
-        rows = self._plan.batch(first, config.rows).to(self._device)
-        batch = self._teacher.look(rows, self.recipe.taps)
+        batch = self._states.look(self._plan.batch(first, config.rows))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._narrow):
             return self.recipe.loss(batch)
 

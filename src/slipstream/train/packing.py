@@ -31,9 +31,9 @@ class RowPlan:
     def batch(self, first: int, count: int) -> Rows:
         """Rows `first` to `first + count` of all that there will ever be."""
         rows = [self._row(first + i) for i in range(count)]
-        parts = [torch.from_numpy(np.stack([row[i] for row in rows])) for i in range(4)]
-        ids, positions, segments, answers = parts
-        return Rows(ids, positions, segments, answers.bool())
+        parts = [torch.from_numpy(np.stack([row[i] for row in rows])) for i in range(5)]
+        ids, positions, segments, answers, places = parts
+        return Rows(ids, positions, segments, answers.bool(), places)
 
     def epoch_of(self, row: int) -> float:
         """How often everything was seen when this row is reached."""
@@ -81,6 +81,7 @@ class RowPlan:
         size = self._row_tokens
         ids, answers = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
         positions, segments = np.zeros(size, dtype=np.int64), np.full(size, NO_SEQUENCE, dtype=np.int64)
+        places = np.full(size, -1, dtype=np.int64)
         begin = 0
         for number, index in enumerate(self._epoch(epoch)[place]):
             length = int(self._lengths[index])
@@ -88,6 +89,7 @@ class RowPlan:
             ids[begin:end] = self._sequences.at(index)[:length]
             positions[begin:end] = np.arange(length)
             segments[begin:end] = number
+            places[begin:end] = self._sequences.starts[index] + np.arange(length)
             answers[begin + int(self._sequences.prompt_lengths[index]) : end] = 1
             begin = end
-        return ids, positions, segments, answers
+        return ids, positions, segments, answers, places

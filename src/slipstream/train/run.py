@@ -23,6 +23,7 @@ from slipstream.train.progress import sized, under_way
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Recipe, Setting, ToldShape, recipe_class
 from slipstream.train.record import write_record
+from slipstream.train.states import states_for
 from slipstream.train.teacher import Teacher
 
 
@@ -58,6 +59,7 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
         parameters = sum(p.numel() for p in made.module.parameters() if p.requires_grad)
         tell(f"{config.recipe}: {parameters:,} parameters to train on {device}")
         plan = RowPlan(data.sequences, config.row_tokens, config.seed)
+        states = states_for(config, teacher, made.taps, len(data.sequences.tokens), tell)
 
         def record(trainer: Trainer) -> Path:
             return write_record(
@@ -71,7 +73,7 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
             )
 
         with Measure(config, made, target, data.held_out, str(device), tell) as measure:
-            trainer = Trainer(config, made, teacher, plan, ranks, tell, measure, record)
+            trainer = Trainer(config, made, states, plan, ranks, tell, measure, record)
             if trainer.resume():
                 tell(f"resumed at step {trainer.step:,} of {config.steps:,}")
             trainer.run()
