@@ -248,12 +248,37 @@ def test_what_is_learnt_is_accepted_in_the_engine(hidden: int, tmp_path: Path, o
     assert tau(queued) == pytest.approx(after, abs=0.2)  # rounds that begin before the host knows the end count there
 
 
+def test_a_draft_goes_on_from_another(teacher: Teacher, tmp_path: Path) -> None:
+    """With the same guesses, also where its MLPs are wider; one of another kind is refused."""
+    first = make(teacher)
+    stir(first)
+    first.export(tmp_path)
+    rows = random_rows(LENGTHS, WIDTH, VOCAB)
+    wanted = logits_of(first, teacher, rows)
+    for more in ({}, {"inner": 80}):
+        torch.testing.assert_close(logits_of(make(teacher, start=str(tmp_path), **more), teacher, rows), wanted)
+    for other in ({"layers": 3}, {"inner": 16}, {"hidden": 16}):
+        with pytest.raises(ConfigError, match="its tensors are not those of this draft"):
+            make(teacher, start=str(tmp_path), **other)
+
+
+def test_noise_is_learnt_with(teacher: Teacher) -> None:
+    """Judged with noise, a draft that is the target is as right as without."""
+    recipe = make(teacher, layers=3, variation=0.0, noise=1)
+    with torch.no_grad():
+        module_of(recipe).norm.weight.div_(0.3)  # begins modest; so it is the target
+    losses = recipe.loss(look(teacher, recipe))
+    assert losses.total.item() == pytest.approx(0, abs=1e-3)
+    assert float(losses.accepted / losses.positions) == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"layers": 0}, "option layers=0: must be at least 1"),
         ({"variation": -1}, r"option variation=-1\.0: must be between 0 and 100"),
-        ({"start": "0,x"}, "option start='0,x': must be layers such as"),
+        ({"start": "0,x"}, "option start='0,x': must be layers such as 0,1,2, the folder of a draft, or none"),
+        ({"start": str(Path(__file__).parent)}, "holds no draft's model.safetensors"),
         ({"start": "0"}, "option start='0': must name as many layers as the draft has, 2"),
         ({"start": "0,3"}, "option start='0,3': the target has 3 layers, counted from 0"),
         ({"start": "0,2", "inner": 40}, "option start='0,2': the target's layers have other tensors"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError
+from slipstream.models.shared import EMBEDDING, LM_HEAD
 from slipstream.train.distill_module import DraftModule, DraftShape
 from slipstream.train.distill_options import NOTHING, DraftOptions
 from slipstream.train.layers import rope_of
@@ -61,7 +65,7 @@ def _inner(config: Any, hidden: int, wide: int) -> int:
 
 @torch.no_grad()
 def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[int]:
-    """Weights to begin with; returns the target's layers that they are of, none where its layers are of another kind.
+    """Weights to begin with; returns the target's layers that they are of, none where they are of something else.
 
     The target's first layers read what the draft's do, and leave what its LM head makes some sense of; late ones are
     lost without those before them. A wider MLP starts as the target's: what is new writes nothing yet. A narrower
@@ -82,8 +86,11 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
     if last is not None:
         size = last.pow(2).mean().sqrt()
         module.norm.weight.copy_(_MODEST * (size if shape.is_reduced else last))
-    wanted = options.start_layers or list(range(min(shape.num_layers, teacher.num_layers)))
     check_start(options, teacher)
+    if options.starts_as_draft:
+        _go_on_from(module, options.start_folder)
+        return []
+    wanted = options.start_layers or list(range(min(shape.num_layers, teacher.num_layers)))
     if options.start == NOTHING or not _fit(module, teacher, wanted):
         if options.start_layers:
             raise ConfigError(
@@ -92,8 +99,26 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
             )
         return []
     for layer, number in zip(module.layers, wanted, strict=True):
-        _copy(layer, teacher.layer(number))
+        _copy(layer.state_dict(), teacher.layer(number).state_dict())
     return wanted
+
+
+def _go_on_from(module: DraftModule, folder: Path) -> None:
+    """Begin as the draft in `folder`, as it was exported. Its MLPs may be narrower."""
+    try:
+        stored = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"option start={str(folder)!r}: holds no draft's model.safetensors ({error})") from error
+    theirs = {
+        name.removeprefix("model."): tensor for name, tensor in stored.items() if name not in (EMBEDDING, LM_HEAD)
+    }
+    ours = module.state_dict()
+    if not _fits(theirs, ours):
+        raise ConfigError(
+            f"option start={str(folder)!r}: its tensors are not those of this draft; layers, hidden, heads, kv_heads "
+            "and head_dim must be its own, inner at least, and both as wide as the target"
+        )
+    _copy(ours, theirs)
 
 
 def check_start(options: DraftOptions, target: TargetShape) -> None:
@@ -122,11 +147,10 @@ def _fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _copy(layer: nn.Module, source: nn.Module) -> None:
-    """The source's weights. Where the layer's MLP is wider, it reads as it did, and what is new is not yet said."""
-    tensors = layer.state_dict()
-    for name, theirs in source.state_dict().items():
-        own = tensors[name]
+def _copy(ours: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """The source's weights. Where an MLP is wider, it reads as it did, and what is new is not yet said."""
+    for name, theirs in source.items():
+        own = ours[name]
         if name.endswith("down_proj.weight"):
             own[:, theirs.shape[1] :] = 0
         own[tuple(slice(size) for size in theirs.shape)] = theirs.float()

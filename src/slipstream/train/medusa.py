@@ -121,7 +121,9 @@ class MedusaRecipe:
         hidden = self._module(normed[(first - 1).clamp_min(0)], rows.ids.flatten()[first])  # [heads, n, H]
         shares = options.decay**heads
         weights = there * shares / shares.sum()
-        aim = Aim(self._teacher.logits, self._teacher.vocab_size, None, options.variation, options.sharpen)
+        aim = Aim(
+            self._teacher.logits, self._teacher.vocab_size, None, options.variation, options.sharpen, options.noise
+        )
         found = soft_loss(hidden, self._teacher.lm_head, normed[chosen], weights, there, aim)
         seen, count = there.sum(1).float(), there[0].sum()
         mean = found.agreed / seen.clamp_min(1) * count  # parts are divided by the count
