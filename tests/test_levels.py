@@ -114,7 +114,7 @@ class TestRounds:
         bench = kind(forgetful, drafter, planner="adaptive", draft_tokens=30)
         planner = bench.engine.drafting.planner
         assert isinstance(planner, AdaptivePlanner)
-        monkeypatch.setattr(planner, "speculates", lambda _: True)
+        monkeypatch.setattr(planner, "speculates", lambda *_: True)
         monkeypatch.setattr(planner, "observe_pass", lambda *_, **__: None)
         monkeypatch.setattr(planner, "observe_draft", lambda *_, **__: None)
         planner.adopt(MeasuredCosts(Curve((1, 64), (1.0, 1.1)), drafts={"noting": GROWN}))

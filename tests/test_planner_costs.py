@@ -89,7 +89,7 @@ class Play:
     def _round(self, ids: list[str], load: Load) -> None:
         planner, machine = self.planner, self.machine
         planner.next_round(*load)
-        mine = [name for name in ids if planner.speculates(name)]
+        mine = [name for name in ids if planner.speculates(name, ("d",))]
         deep = most_nodes(load.requests)
         sizes, draft_s = [deep] * len(mine), 0.0
         if mine and machine.level_s(1):
@@ -111,7 +111,7 @@ class Play:
             while right < size and self.dice.random() < self.alpha:
                 right += 1
             planner.observe("d", name, size, right)
-            turns[name] = Turn(name, size, 1 + right)
+            turns[name] = Turn(name, size, 1 + right, ("d",))
         planner.observe_round(list(turns.values()), pass_s + draft_s, load.context)
         self.seconds += pass_s + draft_s
         self.tokens += load.requests - len(mine) + sum(_expected(self.alpha, size) for size in sizes)

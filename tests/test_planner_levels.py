@@ -173,6 +173,30 @@ class TestPlans:
         assert {nodes for nodes, _ in game.plans} <= {0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63}
         assert len(set(game.plans)) < 25
 
+    def test_what_is_larger_is_tried_in_shapes_that_are_there_already(self) -> None:
+        """Every 64th tree or so; a new shape is recorded while everybody waits, so few are, and one step at a time."""
+        late = 0
+        for requests, chance in ((8, WARM), (4, HARD), (8, HARD)):
+            game, found = Game(requests), list[set[tuple[int, int]]]()
+            for rounds in (100, 1000):
+                game.play([Text(chance, 0.3)] * requests, rounds)
+                found.append({(PassCost.filled(requests * (1 + n)), levels) for n, levels in game.plans if n})
+            late += len(found[1] - found[0])
+        assert late <= 2
+
+    def test_a_step_beyond_the_best_and_then_no_new_one(self) -> None:
+        sizes, levels = (3, 7, 15, 31, 63), [Levels(deep, 63) for deep in (2, 4, 8)]
+        found = tree_choices(sizes, levels, [63], np.full((8, 1), 0.8).cumprod(0), NodeRanks().kept(63))
+        pairs, rate = list(zip(found.nodes, found.levels, strict=True)), np.ones(len(found.nodes))
+        best = pairs.index((15, 4))
+        assert pairs[found.larger(best, rate)] == (63, 8), "where nothing is recorded, as large as may be"
+        old = [pair == (15, 4) for pair in pairs]
+        assert pairs[found.larger(best, rate, old)] == (31, 4)
+        old = [pair in {(15, 4), (31, 4), (63, 2)} for pair in pairs]
+        assert pairs[found.larger(best, rate, old)] == (31, 4), "what was tried is tried again; less deep is not larger"
+        rate[pairs.index((31, 4)) :] = 0.5
+        assert found.larger(len(pairs) - 1, np.ones(len(pairs)), old) == len(pairs) - 1
+
     def test_what_others_have_right_is_no_reason_for_levels(self) -> None:
         game = Game()
         game.play([Text(MIXED)], 100)

@@ -125,8 +125,8 @@ def test_a_loop_serves_all_rounds_of_as_many_requests(open_llm: Callable[..., LL
     assert len(noted) == 2
 
 
-def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
-    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph_and_says_so_once(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries: list[None] = []
 
@@ -136,7 +136,10 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
 
     monkeypatch.setattr(draft_loops, "captured", fail)
     drafter = Counting()
-    found, _ = loops(drafter, open_llm(rounds="queued", drafter=None), pool=object())
+    llm = open_llm(rounds="queued", drafter=None)
+    engine, said = queued(llm), list[str]()
+    counts = engine.counters.unrecorded
+    found = DraftLoops(engine.lanes.state, {"model": drafter}, object(), lambda: None, 0, counts, said.append)
     lanes = torch.zeros(1, dtype=torch.int64)
     for depth in (3, 3, 2):
         loop = found.of(LoopShape(1, 512, Features(), 0, (DraftSize("model", depth),)))
@@ -144,6 +147,9 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph(
         assert loop.guesses[0].shape == (1, depth)
     assert drafter.depths == [3, 3, 2]
     assert len(tries) == 2  # once for each depth
+    assert said == ["drafts of model are not recorded as a graph, so they take longer (RuntimeError: the host looked)"]
+    assert [record.message for record in caplog.records] == said
+    assert llm.snapshot().unrecorded == {"model": 2}
 
 
 def test_loops_over_tensors_that_are_gone_are_let_go(open_llm: Callable[..., LLM]) -> None:

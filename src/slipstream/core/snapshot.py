@@ -46,6 +46,8 @@ class Snapshot:
     accepted_by_position: tuple[int, ...]  # how often the first guess of a draft was accepted, the second, …
     drafters: Mapping[str, DrafterStats] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)  # by host drafter: rounds that did not wait for it
+    unrecorded: Mapping[str, int] = field(default_factory=dict)
+    """By device drafter: shapes of its drafts that are no graph, and take longer; the log says why."""
     dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that nobody asks any more, and why
     decisions: Mapping[str, int] = field(default_factory=dict)
     """By drafter and round: how often it drafted for an answer ("drafted"), and why it did not (`Undrafted`)."""

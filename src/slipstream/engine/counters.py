@@ -20,6 +20,7 @@ class Counters:
         self.verify_s = 0.0
         self.host_s = 0.0
         self.draft_tokens = 0
+        self.unrecorded: dict[str, int] = {}  # by device drafter: loops of it that are no graphs
         self._accepted = [0] * (MAX_NODES + 1)  # drafts of which so many nodes were accepted
 
     def draft(self, drafted: int, accepted: int) -> None:

@@ -6,6 +6,7 @@ how many rows that has changes from round to round, and must not make the loop b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from slipstream.sampling.table import Features
 _TREES = (4, 8, 16, 32, MAX_NODES)
 """Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself. Trees that
 grow by levels have as many as they can: it is their levels that cost time."""
+
+_log = logging.getLogger(__name__)
 
 _MOST = 128
 """Loops that are kept; those that were not used for longest are let go."""
@@ -77,14 +80,16 @@ class DraftLoop:
         self._lanes.copy_(lanes)
         self._replay()
 
-    def record(self, pool: Any) -> None:
-        """As one launch from now on; as it stands where a drafter looks at values on the host."""
+    def record(self, pool: Any) -> Exception | None:
+        """As one launch from now on; as it stands where a drafter looks at values on the host, say: returns why."""
         try:
             self._replay = captured(self._work, pool)
         except DraftFailed:
             raise
-        except Exception:
+        except Exception as error:
             self._replay = self._work
+            return error
+        return None
 
     def _work(self) -> None:
         shape = self._shape
@@ -108,6 +113,7 @@ class DraftLoops:
     """An engine's draft loops by shape, recorded when a shape comes for the first time.
 
     note: hears when one is made. pool: memory that graphs share; None: nothing is recorded. vocab_size: of the target.
+    unrecorded: counts, by drafter, the loops that could not be recorded. say: is told of the first one.
     """
 
     def __init__(
@@ -117,12 +123,16 @@ class DraftLoops:
         pool: Any,
         note: Callable[[], None],
         vocab_size: int = 0,
+        unrecorded: dict[str, int] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._state, self._drafters, self._pool, self._note = state, drafters, pool, note
         telling = [name for name, drafter in drafters.items() if drafter.needs.probabilities]
         self._rooms = {name: OddsRoom(vocab_size, state.length.device) for name in telling}
         self._room = OddsRoom(vocab_size, state.length.device)  # of whole rounds, whoever drafted
         self._loops: dict[LoopShape, DraftLoop] = {}
+        self._unrecorded = {} if unrecorded is None else unrecorded
+        self._say = say
         self.makes_trees = frozenset(name for name, drafter in drafters.items() if drafter.makes_trees)
 
     def odds(self, requests: int, nodes: int) -> Odds | None:
@@ -136,13 +146,24 @@ class DraftLoops:
         found = self._loops.pop(shape, None)
         if found is None:
             found = DraftLoop(shape, self._state, self._drafters, self._rooms)
-            if self._pool is not None:
-                found.record(self._pool)
+            if self._pool is not None and (why := found.record(self._pool)) is not None:
+                self._complain([size.drafter for size in shape.drafts], why)
             self._note()
             kept = [(s, loop) for s, loop in self._loops.items() if s.version == shape.version]  # the others are stale
             self._loops = dict(kept[1 - _MOST :])
         self._loops[shape] = found  # the last is the one used last
         return found
+
+    def _complain(self, names: list[str], why: Exception) -> None:
+        """They draft on, launch by launch: slower, which nobody would understand who is not told. Once is enough."""
+        is_known = all(name in self._unrecorded for name in names)
+        for name in names:
+            self._unrecorded[name] = self._unrecorded.get(name, 0) + 1
+        if not is_known:
+            slow = f"drafts of {' + '.join(names)} are not recorded as a graph, so they take longer"
+            text = f"{slow} ({type(why).__name__}: {why})"
+            _log.warning("%s", text)
+            self._say(text)
 
     def _made(self, size: DraftSize) -> DraftSize:
         drafter = self._drafters[size.drafter]

@@ -153,8 +153,10 @@ class Drafting:
         self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]))
         self.guessed_s = 0.0
         self._grown = gathered.levels
-        for name, mine in self._groups(decodes):
-            if not (self.records or self.planner.asks(name, len(decodes))):
+        for name, theirs in self._groups(decodes):
+            mine = [i for i in theirs if self.planner.speculates(decodes[i].id, (*gathered.company[i], name))]
+            self.undrafted["plain"] += len(theirs) - len(mine)
+            if not (mine and (self.records or self.planner.asks(name, len(decodes)))):
                 self.undrafted["declined"] += len(mine)
                 continue
             answers = [decodes[i] for i in mine]
@@ -230,8 +232,8 @@ class Drafting:
         awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
         if not (awake and self.enabled):
             return False
-        drafted = [a for a in answers if self.planner.speculates(a.id)]
-        return any(name in awake and name not in a.refused for a in drafted for name in a.drafters)
+        theirs = ((a.id, name) for a in answers for name in a.drafters if name in awake and name not in a.refused)
+        return any(self.planner.speculates(request_id, (name,)) for request_id, name in theirs)
 
     def read_choices(self, answers: Sequence[Answer]) -> bool:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""
@@ -243,9 +245,6 @@ class Drafting:
         for i, answer in enumerate(decodes):
             if not (answer.drafters and self.enabled):
                 self.undrafted["off"] += 1
-                continue
-            if not self.planner.speculates(answer.id):
-                self.undrafted["plain"] += 1
                 continue
             for name in answer.drafters:
                 if name in answer.refused:

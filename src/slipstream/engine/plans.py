@@ -106,6 +106,7 @@ class Gathered:
     def __init__(self, requests: int) -> None:
         self.trees = [_EMPTY] * requests
         self.shares: list[tuple[Share, ...]] = [()] * requests
+        self.company: list[tuple[str, ...]] = [()] * requests  # who drafts for each so far
         self.hosts: list[str] = []
         self.levels: dict[str, int] = {}  # as in `Plan`
         self._authors = [NOBODY] * requests  # of the trees
@@ -131,6 +132,7 @@ class Gathered:
         """A drafter's tree. Nodes that are there already become a credit to both."""
         if not tree.tokens:
             return
+        self.company[request] += (name,)
         before, authors = self.trees[request], self._authors[request]
         if not before.tokens:
             self.trees[request], self._authors[request] = tree, author(name)
@@ -143,6 +145,7 @@ class Gathered:
     def grant(self, request: int, name: str, nodes: int) -> None:
         """A device drafter may guess so many."""
         if nodes:
+            self.company[request] += (name,)
             self.shares[request] += (Share(name, nodes),)
 
     def plan(self) -> Plan:

@@ -69,7 +69,7 @@ class QueuedEngine(Engine):
             self.target, self.cache, self.sampling, self.lanes.state, self.config.page_size, self._trash_slot
         )
         drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
-        self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress)
+        self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress, unrecorded=self.counters.unrecorded)
         if self.rounds.pool is not None:
             self.target.capture_reads(self.cache, machine.trash_slot, self.rounds.pool)
             for drafter in drafters.values():

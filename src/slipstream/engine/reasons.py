@@ -32,12 +32,11 @@ def note_plan(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode)
 
 def plan_of(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> dict[str, str]:
     """By drafter: what was decided last for this answer, and why."""
-    off, reasons = planner.why(answer.id), planner.reasons()
-    if off is None and room.is_short(answer):
-        off = SHORT
-    found = {name: off or reasons[name] for name in answer.drafters if off or name in reasons}
+    reasons, short = planner.reasons(), SHORT if room.is_short(answer) else None
+    off = {name: why for name in answer.drafters if (why := planner.why(answer.id, name) or short)}
+    found = {name: off.get(name) or reasons[name] for name in answer.drafters if name in off or name in reasons}
     last = answer.copied
-    if off is None and last is not None and found.get(last.drafter, "").startswith(last.drafter):
+    if last is not None and last.drafter not in off and found.get(last.drafter, "").startswith(last.drafter):
         expected = found[last.drafter].rpartition(": ")[2]
         with suppress(Exception):  # a tokenizer that cannot decode its own tokens: nobody goes without an answer for it
             found[last.drafter] = f"{last.drafter} {len(last.tokens)}: {_words(answer, last, decode)}; {expected}"

@@ -290,8 +290,15 @@ class Rounds:
     """The rounds of an engine by shape, captured when a shape comes for the first time."""
 
     def __init__(
-        self, machine: Machine, drafters: dict[str, DeviceDrafter], *, graphs: bool, progress: Progress | None = None
+        self,
+        machine: Machine,
+        drafters: dict[str, DeviceDrafter],
+        *,
+        graphs: bool,
+        progress: Progress | None = None,
+        unrecorded: dict[str, int] | None = None,
     ) -> None:
+        """unrecorded: counts, by drafter, what of its guesses could not be captured."""
         self._machine = machine
         self._drafters = tuple(drafters)
         self._graphs = graphs and has_kernels(machine.device)
@@ -300,7 +307,8 @@ class Rounds:
         self._latest: Round | None = None
         self._progress = progress
         self._made = 0
-        self._loops = DraftLoops(machine.state, drafters, self._pool, self._note, machine.sampling.vocab_size)
+        vocab_size = machine.sampling.vocab_size
+        self._loops = DraftLoops(machine.state, drafters, self._pool, self._note, vocab_size, unrecorded, self._say)
 
     @property
     def pool(self) -> Any:

@@ -27,5 +27,5 @@ def observe_round(
     """
     drafting.round_s = times.draft + times.verify
     drafting.planner.observe_pass(times.rows, times.verify, load)
-    turns = [Turn(a.id, v.drafted, len(v.tokens)) for a, v in zip(answers, verdicts, strict=True)]
+    turns = [Turn(a.id, v.drafted, len(v.tokens), v.authors.names) for a, v in zip(answers, verdicts, strict=True)]
     drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s)

@@ -7,7 +7,6 @@ expected tokens per second of the whole batch, and none where none does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -20,31 +19,24 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.costs import Costs
 from slipstream.plan.cutting import shared_out
 from slipstream.plan.decisions import Decision
-from slipstream.plan.extras import RoundExtras
-from slipstream.plan.gains import Gain, Gains, Turn
-from slipstream.plan.hosts import HostPlans
-from slipstream.plan.investment import Investment, most_worth
+from slipstream.plan.gains import Gain, Turn
+from slipstream.plan.hosts import EXPLORE, NOTHING, HostPlans
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
 from slipstream.plan.probes import Probes
 from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
 from slipstream.plan.ranks import NodeRanks
-from slipstream.plan.sizes import MARGIN, CapturedSizes
+from slipstream.plan.sizes import CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
 from slipstream.plan.unsent import Unsent
-
-_EXPLORE = 8
-"""Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
 
 _COMPARE = 4
 """Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately."""
 
 _FIRST = 1
 """Nodes for a request, of a drafter of which nobody knows how long it takes."""
-
-_NOTHING = Tree()
 
 
 class _Chosen(NamedTuple):
@@ -58,10 +50,8 @@ class AdaptivePlanner(HostPlans):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
     def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
-        super().__init__(cost)
+        super().__init__(cost, min_gain)
         self.costs = Costs(cost)
-        self._margin = max(MARGIN, min_gain)
-        self._gains = Gains(cost.slope, min_gain, cost.context)
         self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
         self._traits: dict[str, Traits] = {}
         self._kept_word: dict[str, Calibration] = {}
@@ -70,9 +60,7 @@ class AdaptivePlanner(HostPlans):
         self._grown: dict[str, int] = {}  # … and how often they were planned
         self._probes = Probes(cost)
         self._unsent = Unsent()
-        self._extras = RoundExtras()
         self._guessed_s = 0.0  # what guesses took in this round, of drafters that take time
-        self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._sizes = CapturedSizes()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
 
@@ -82,8 +70,8 @@ class AdaptivePlanner(HostPlans):
         self._traits[request_id] = traits
         self._gains.start(request_id, traits)
 
-    def speculates(self, request_id: str) -> bool:
-        return not self._plain_round and self._gains.drafts(request_id)
+    def speculates(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
+        return not self._plain_round and self._gains.drafts(request_id, drafters)
 
     def pad_passes(self) -> None:
         self._cost.padded = True
@@ -145,7 +133,9 @@ class AdaptivePlanner(HostPlans):
         probe = probe_of(levels, most)
         deep = trees.levels[chosen.size] or probe.deep
         size = self._probes.size(drafter, trees.nodes[chosen.size], probe.nodes, rows, float(level_s[deep]))
-        return TreeBudget(self._granted(drafter, chosen, caps, size, deep), deep)
+        granted = self._granted(drafter, chosen, caps, size, deep)
+        self._sizes.plan(rows, sum(granted), deep)
+        return TreeBudget(granted, deep)
 
     def _paying(
         self,
@@ -172,26 +162,30 @@ class AdaptivePlanner(HostPlans):
         rates = (brought + tokens) / (pass_s + draft_s[:, None])
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
-        size = self._size(drafter, rate, trees)
+        size = self._size(drafter, rows, rate, trees)
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
         self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
         return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
 
-    def _size(self, drafter: str, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
+    def _size(self, drafter: str, rows: int, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
         if not self._cost.padded:
             best = int(rate.argmax())
         elif trees is None:
             best = self._sizes.best(drafter, rate)
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        if rate[best] <= rate[0] * self._margin * self._gains.doubt:
+        if rate[best] <= rate[0] * self._margin * self._gains.doubt(self._with(drafter)):
             return 0
         if trees is None:
             return best
         self._grown[drafter] = self._grown.get(drafter, 0) + 1
-        return trees.largest(best, rate) if explores(self._grown[drafter]) else best
+        if not explores(self._grown[drafter]):
+            return best
+        nodes = trees.drafted.sum(1).tolist()  # [C]
+        old = [self._sizes.planned(rows, *pair) for pair in zip(nodes, trees.levels, strict=True)]
+        return trees.larger(best, rate, old if self._cost.padded else None)
 
     def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], size: int, levels: int = 0) -> list[int]:
         """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
@@ -232,7 +226,7 @@ class AdaptivePlanner(HostPlans):
         if best == 0:
             for i, request_id in enumerate(request_ids):
                 self._unsent.note(drafter, request_id, trees[i], said[i], factors[i])
-            return [_NOTHING] * len(trees)
+            return [NOTHING] * len(trees)
         taken = ranked.take(best)
         for i, request_id in enumerate(request_ids):
             if not taken.trees[i].tokens:
@@ -240,31 +234,6 @@ class AdaptivePlanner(HostPlans):
             elif factors[i]:
                 word.promise(request_id, taken.promised[i] / factors[i])
         return taken.trees
-
-    def least(self, rows: int) -> float:
-        if self._cost.padded or not self._cost.observed or self._rounds % _EXPLORE == 0:
-            return 0.0  # rows that cost nothing pay for anything; and drafters learn from what they guess
-        return self._cost.least_chance(rows, self._margin, self._extras.seconds(rows))
-
-    def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
-        """Keep the drafts that pay by what drafts of this drafter brought; now and then all of them, for a stretch."""
-        invested = self._investments.setdefault(drafter, Investment())
-        gains = [invested.gain(request_id) for request_id in request_ids]
-        sizes = [len(tree.tokens) for tree in trees]
-        order = most_worth(gains, sizes)
-        nodes = list(accumulate((sizes[i] for i in order), initial=0))
-        costs = self._cost.curve(rows, rows + nodes[-1])[nodes] + self._wait(drafter)
-        costs[1:] += self._extras.seconds(rows)
-        rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
-        best = int(rates.argmax())
-        pays = bool(rates[best] > rates[0] * self._margin * self._gains.doubt)
-        self._weigh(drafter, rows, float(rates[best]))
-        if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
-            return [_NOTHING] * len(trees)
-        if self._rounds % _EXPLORE == _EXPLORE - 1 and not self._cost.seen(rows):
-            return [_NOTHING] * len(trees)  # what a plain pass costs must be known, too
-        taken = set(order[: best if pays else len(order)])
-        return [tree if i in taken else _NOTHING for i, tree in enumerate(trees)]
 
     def _best(self, drafter: str, rows: int, expected: Sequence[float] | Floats, wait_s: float) -> int:
         """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes.
@@ -283,7 +252,7 @@ class AdaptivePlanner(HostPlans):
             if nodes == most:
                 break
         self._weigh(drafter, rows, top)
-        pays = top > plain * self._margin * self._gains.doubt
+        pays = top > plain * self._margin * self._gains.doubt(self._with(drafter))
         best = best if pays else 0
         self._decide(drafter, Decision(rows, best, top / plain))
         return best
@@ -292,7 +261,7 @@ class AdaptivePlanner(HostPlans):
         self._rounds += 1
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
-        self._guessed_s, self._hoped = 0.0, 1.0
+        self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
 
     def observe_round(
@@ -309,8 +278,8 @@ class AdaptivePlanner(HostPlans):
     def gains(self) -> dict[str, float]:
         return {str(kind): gain.measured for kind, gain in self._gains.kinds().items() if gain.drafts}
 
-    def why(self, request_id: str) -> str | None:
-        return self._gains.off(request_id)
+    def why(self, request_id: str, drafter: str | None = None) -> str | None:
+        return self._gains.off(request_id, drafter)
 
     def reasons(self) -> dict[str, str]:
         decided = list(self._decided.items())
@@ -378,7 +347,7 @@ class AdaptivePlanner(HostPlans):
 
     def _explore(self, rows: int, nodes: int) -> int:
         """Fewer nodes once in a while, to see what a smaller pass costs: a rule that always takes many never learns."""
-        if not nodes or not self._cost.padded or self._rounds % _EXPLORE != _EXPLORE - 1:
+        if not nodes or not self._cost.padded or self._rounds % EXPLORE != EXPLORE - 1:
             return nodes
         size = self._cost.unseen(rows, rows + nodes)
         return nodes if size is None else size - rows

@@ -189,15 +189,15 @@ class PassCost:
         """Was a pass of about this size seen lately, or measured before?"""
         if self._measured is not None:
             return True
-        return self._edge(self._next(rows) if self.padded else rows) in self._seen
+        return self._edge(self.filled(rows) if self.padded else rows) in self._seen
 
     def unseen(self, low: int, high: int) -> int | None:
         """The largest size for `low` rows or more, but below that of `high`, of which it would be good to know more."""
         if self._measured is not None:
             return None
-        if self._edge(self._next(low)) in self._seen and self.seconds(high) <= _FLAT * self.seconds(low):
+        if self._edge(self.filled(low)) in self._seen and self.seconds(high) <= _FLAT * self.seconds(low):
             return None  # nothing to be won
-        between = [size for size in SIZES if self._next(low) <= size < self._next(high)]
+        between = [size for size in SIZES if self.filled(low) <= size < self.filled(high)]
         return next((size for size in reversed(between) if self._edge(size) not in self._seen), None)
 
     def seconds(self, rows: int) -> float:
@@ -207,7 +207,7 @@ class PassCost:
         """Sizes from `low` on, up to `high` rows and perhaps further: `curve` without what is not worth comparing."""
         found = self._steps.get(low)
         if found is None or found.rows[-1] < high:
-            top = max(self._next(high), len(self._table))
+            top = max(self.filled(high), len(self._table))
             costs = self.curve(low, top)
             rows = list(range(low, top + 1))
             if self.padded:
@@ -256,7 +256,8 @@ class PassCost:
         return np.asarray(found + fixed + each * rows, dtype=np.float64)
 
     @staticmethod
-    def _next(rows: int) -> int:
+    def filled(rows: int) -> int:
+        """The rows of a queued round's pass with so many."""
         return int(_NEXT[rows - 1]) if rows <= len(_NEXT) else -(-rows // SIZES[-1]) * SIZES[-1]
 
     @staticmethod

@@ -37,7 +37,7 @@ class DraftCost:
         return bool(self._measured or self._costs)
 
     def observe(self, size: int, requests: int, seconds: float) -> None:
-        crowd = self._last = _crowd(requests)
+        crowd = self._last = filled_crowd(requests)
         if crowd not in self._costs:
             prior = self._prior(crowd)
             self._costs[crowd] = PassCost(_SLOPE, prior)
@@ -48,7 +48,7 @@ class DraftCost:
 
     def curve(self, most: int, requests: int) -> Floats:  # [most]
         """For sizes 1, 2, …; in an arbitrary unit before anything was seen."""
-        crowd = _crowd(requests)
+        crowd = filled_crowd(requests)
         if crowd in self._costs:
             return self._costs[crowd].curve(1, most)
         if not self._costs:
@@ -78,6 +78,6 @@ class DraftCost:
         return Curve(sizes, tuple(float(row.at(crowds)[0]) for row in rows))
 
 
-def _crowd(requests: int) -> int:
+def filled_crowd(requests: int) -> int:
     """The next of `_CROWDS`: rounds are filled up to that."""
     return next((crowd for crowd in _CROWDS if crowd >= requests), _CROWDS[-1])

@@ -3,7 +3,8 @@
 Estimates can be wrong together: a clock that lies, a drafter that promises too much, a cost that nobody thought of. So
 every drafted round is compared with undrafted ones of as many requests. Where rounds bring less than was expected of
 them, more must be expected of the next (`doubt`). Where a kind of request is slower for its drafts all the same, they
-are off for it while about as many run, and tried again for a while, the more rarely the more they cost.
+are off for it while about as many run, and tried again for a while, the more rarely the more they cost. Drafters are
+judged by themselves, and those that guess together by what they bring together: nobody is off for another's rounds.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Turn(NamedTuple):
     request_id: str
     drafted: int
     emitted: int
+    drafters: tuple[str, ...] = ()  # whose guesses they were
 
 
 @dataclass(slots=True)
@@ -81,13 +83,14 @@ class Gain:
 
 
 class Kind(NamedTuple):
-    """Requests of such traits, while about so many run: what pays alone need not pay among many."""
+    """Requests of such traits, while about so many run: what pays alone need not pay among many. And whose guesses."""
 
     traits: Traits
     crowd: int
+    drafters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.traits}; {self.crowd} at once"
+        return "; ".join([f"{self.traits}; {self.crowd} at once", *[" + ".join(self.drafters)] * bool(self.drafters)])
 
 
 @dataclass(slots=True)
@@ -133,7 +136,8 @@ class Gains:
         self._last_plain: dict[int, int] = {}  # by requests: the round
         self._min_gain = min_gain
         self._kinds: dict[Kind, _Kind] = {}
-        self._records: dict[int, _Record] = {}  # by crowd
+        self._resting: set[Kind] = set()  # those that are off, or were until lately
+        self._records: dict[int, dict[frozenset[str], _Record]] = {}  # by crowd and who drafted in the round
         self._crowd = 1  # of the round that is planned
         self._traits: dict[str, Traits] = {}
         self._own: dict[str, Gain] = {}
@@ -151,19 +155,20 @@ class Gains:
         self._rounds += 1
         self._crowd = crowd_of(requests)
 
-    @property
-    def doubt(self) -> float:
-        """How many times the gain that is asked for a plan must promise: by what became of the promises of late."""
-        record = self._records.get(self._crowd)
+    def doubt(self, drafters: Sequence[str] = ()) -> float:
+        """How many times the gain that is asked for a plan must promise in which these draft: by what became of their
+        promises of late."""
+        record = self._records.get(self._crowd, {}).get(frozenset(drafters))
         return 1.0 if record is None else record.doubt
 
-    def drafts(self, request_id: str) -> bool:
-        """May drafts be made for it? As long as they pay for its kind, and in trials."""
-        kind = self._kinds.get(self._kind(request_id))
-        return kind is None or self._rounds >= kind.until
-
-    def _kind(self, request_id: str) -> Kind:
-        return Kind(self._traits.get(request_id, Traits()), self._crowd)
+    def drafts(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
+        """May these draft for it? As long as that pays for its kind, and in trials."""
+        if not self._resting:
+            return True
+        name = Kind(self._traits.get(request_id, Traits()), self._crowd, drafters)
+        if name in self._resting and self._rounds >= self._kinds[name].until:
+            self._resting.remove(name)
+        return name not in self._resting
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
@@ -179,45 +184,49 @@ class Gains:
     def kinds(self) -> dict[Kind, Gain]:
         return {name: kind.gain for name, kind in list(self._kinds.items())}  # any thread may ask
 
-    def off(self, request_id: str) -> str | None:
-        """Why nothing is drafted for it; None: something may be."""
-        if self.drafts(request_id):
+    def off(self, request_id: str, drafter: str | None = None) -> str | None:
+        """Why a drafter, or anybody, does not guess for it, alone or beside others; None: nobody is off."""
+        mine = (self._traits.get(request_id, Traits()), self._crowd)
+        off = [kind for kind in list(self._resting) if kind[:2] == mine and self._rounds < self._kinds[kind].until]
+        name = next((kind for kind in off if drafter is None or kind.drafters[-1:] == (drafter,)), None)
+        if name is None:
             return None
-        name = self._kind(request_id)
         own = self.of(request_id)
-        mine = f", this one {own.measured:.2f}x" if own.drafts else ""
+        this = f", this one {own.measured:.2f}x" if own.drafts else ""
         last = self._kinds[name].last
-        return f"off: drafts made requests of its kind ({name}) {last:.2f}x as fast as none{mine}; tried again later"
+        return f"off: drafts made requests of its kind ({name}) {last:.2f}x as fast as none{this}; tried again later"
 
     def observe(self, turns: Sequence[Turn], seconds: float, expected: float = 1.0, context: int = 0) -> None:
         """A round is over, of which such a gain was expected; its requests have so many tokens in all."""
         self._told = True
         drafted = sum(turn.drafted for turn in turns)
         requests = len(turns)
+        crowd, who = crowd_of(requests), frozenset([name for turn in turns if turn.drafted for name in turn.drafters])
+        for others, record in self._records.get(crowd, {}).items():
+            if not drafted or others != who:
+                record.fade()
         if not drafted:
             if requests:
                 self._plain.observe(requests, seconds, Load(requests, context))
                 self._last_plain[requests] = self._rounds
-                if (record := self._records.get(crowd_of(requests))) is not None:
-                    record.fade()
             return
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
             return
         dearer = min(seconds / self._plain.seconds(requests), _HICCUP) - 1  # may be noise below 0
-        crowd = crowd_of(requests)
         if expected > 1 and dearer < _HICCUP - 1:
-            tokens = sum(turn.emitted for turn in turns)
-            self._records.setdefault(crowd, _Record()).add(expected, tokens / requests / max(0.1, 1 + dearer))
-        for request_id, nodes, emitted in turns:
+            measured = sum(turn.emitted for turn in turns) / requests / max(0.1, 1 + dearer)
+            self._records.setdefault(crowd, {}).setdefault(who, _Record()).add(expected, measured)
+        for request_id, nodes, emitted, drafters in turns:
             if nodes and request_id in self._traits:
                 plain = max(0.1, 1 + dearer * requests * nodes / drafted)  # who asks for more rows pays more
                 self._own.setdefault(request_id, Gain()).add(emitted, plain, expected)
-                kind = self._kinds.setdefault(Kind(self._traits[request_id], crowd), _Kind())
+                name = Kind(self._traits[request_id], crowd, drafters)
+                kind = self._kinds.setdefault(name, _Kind())
                 kind.gain.add(emitted, plain, expected, _DECAY)
-                self._judge(kind)
+                self._judge(name, kind)
 
-    def _judge(self, kind: _Kind) -> None:
+    def _judge(self, name: Kind, kind: _Kind) -> None:
         if kind.gain.drafts < _EVIDENCE - 2.5 or self._rounds < kind.until:  # decayed, 16 of them weigh 13
             return
         value = kind.last = kind.gain.measured
@@ -229,3 +238,4 @@ class Gains:
             rest = max(_SHORTEST_REST * 2 ** min(kind.failed - 1, 5), _EVIDENCE * loss / _WASTE)
             kind.until = self._rounds + int(min(rest, _LONGEST_REST))
             kind.gain = Gain()  # a trial is judged by itself
+            self._resting.add(name)

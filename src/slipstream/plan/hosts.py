@@ -1,23 +1,43 @@
-"""Drafters on the host: how often each is asked, and what it costs that rounds wait for it."""
+"""Drafters on the host: how often each is asked, what it costs that rounds wait for it, and drafts taken whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from slipstream.core.draft import Tree
 from slipstream.plan.asking import Asking
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
+from slipstream.plan.extras import RoundExtras
+from slipstream.plan.gains import Gains
+from slipstream.plan.investment import Investment, most_worth
 from slipstream.plan.planner import Planner
+from slipstream.plan.sizes import MARGIN
 from slipstream.plan.waits import Waits
+
+EXPLORE = 8
+"""Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
+
+NOTHING = Tree()
 
 
 class HostPlans(Planner):
     """The part of a planner that knows what host drafters cost beside their guesses."""
 
-    def __init__(self, cost: PassCost) -> None:
+    def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
         self._cost = cost
+        self._margin = max(MARGIN, min_gain)
+        self._gains = Gains(cost.slope, min_gain, cost.context)
+        self._extras = RoundExtras()
+        self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._asking: dict[str, Asking] = {}
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
         self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
         self._hoped = 1.0  # the best gain that was expected of guesses of this round
+        self._guessing: tuple[str, ...] = ()  # whose guesses are in it so far
         self._rounds = 0
 
     def rests(self, drafter: str, rows: int) -> bool:
@@ -32,6 +52,31 @@ class HostPlans(Planner):
             gain = self._decided[drafter].gain - 1 if taken and drafter in self._decided else 0.0
             self._asking.setdefault(drafter, Asking()).observe(gain, seconds)
 
+    def least(self, rows: int) -> float:
+        if self._cost.padded or not self._cost.observed or self._rounds % EXPLORE == 0:
+            return 0.0  # rows that cost nothing pay for anything; and drafters learn from what they guess
+        return self._cost.least_chance(rows, self._margin, self._extras.seconds(rows))
+
+    def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
+        """Keep the drafts that pay by what drafts of this drafter brought; now and then all of them, for a stretch."""
+        invested = self._investments.setdefault(drafter, Investment())
+        gains = [invested.gain(request_id) for request_id in request_ids]
+        sizes = [len(tree.tokens) for tree in trees]
+        order = most_worth(gains, sizes)
+        nodes = list(accumulate((sizes[i] for i in order), initial=0))
+        costs = self._cost.curve(rows, rows + nodes[-1])[nodes] + self._wait(drafter)
+        costs[1:] += self._extras.seconds(rows)
+        rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
+        best = int(rates.argmax())
+        pays = bool(rates[best] > rates[0] * self._margin * self._gains.doubt(self._with(drafter)))
+        self._weigh(drafter, rows, float(rates[best]))
+        if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
+            return [NOTHING] * len(trees)
+        if self._rounds % EXPLORE == EXPLORE - 1 and not self._cost.seen(rows):
+            return [NOTHING] * len(trees)  # what a plain pass costs must be known, too
+        taken = set(order[: best if pays else len(order)])
+        return [tree if i in taken else NOTHING for i, tree in enumerate(trees)]
+
     def observe_wait(self, drafter: str, seconds: float) -> None:
         self._waits.setdefault(drafter, Waits()).observe(seconds)
 
@@ -39,6 +84,11 @@ class HostPlans(Planner):
         self._decided[drafter] = decision
         if decision.nodes:
             self._hoped = max(self._hoped, decision.gain)
+            self._guessing = self._with(drafter)
+
+    def _with(self, drafter: str) -> tuple[str, ...]:
+        """Those who guess in this round, and this one."""
+        return self._guessing if drafter in self._guessing else (*self._guessing, drafter)
 
     def _wait(self, drafter: str) -> float:
         """Seconds that a round waits for this drafter, its guesses not counted, whatever is then taken of them."""

@@ -111,8 +111,8 @@ class Planner:
     def start(self, request_id: str, traits: Traits) -> None:
         """A request begins, of which so much is known."""
 
-    def speculates(self, request_id: str) -> bool:
-        """Is there anything to plan for it in this round? False where drafts slow down requests of its kind."""
+    def speculates(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
+        """May these guess for it together in this round? False where that slows down requests of its kind."""
         return True
 
     def pad_passes(self) -> None:
@@ -144,8 +144,8 @@ class Planner:
         """By drafter: what was decided in the last round that it could have drafted in, and why."""
         return {}
 
-    def why(self, request_id: str) -> str | None:
-        """Why nothing may be drafted for a request at present; None: it may be."""
+    def why(self, request_id: str, drafter: str | None = None) -> str | None:
+        """Why a drafter, or anybody, may not guess for a request at present; None: it may."""
         return None
 
     def observe_wait(self, drafter: str, seconds: float) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.plan.cost import PassCost
+from slipstream.plan.draft_cost import filled_crowd
+
 _CAPTURED = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Nodes of a draft that are thought of: with the last token they make 2, 3, 4, 6, 8, … rows, which is what passes are
 filled up to for one request."""
@@ -21,6 +24,7 @@ class CapturedSizes:
         self._largest: dict[str, int] = {}  # by drafter: drafts that were ever allowed
         self._used: dict[str, set[int]] = {}  # sizes that drafts had so far
         self._levels: dict[str, set[int]] = {}  # … and levels, of trees
+        self._rounds: set[tuple[int, int, int]] = set()  # shapes of rounds with trees so far
 
     def best(self, drafter: str, rate: NDArray[np.float64]) -> int:
         """The size, 0 to K, with the best of these rates [K + 1]; no new one that is hardly better than an old."""
@@ -39,10 +43,23 @@ class CapturedSizes:
         if levels:
             self._levels.setdefault(drafter, set()).add(levels)
 
+    def plan(self, requests: int, nodes: int, levels: int) -> None:
+        """A round of so many requests has trees of so many nodes in all."""
+        self._rounds.add(_shape(requests, nodes, levels))
+
+    def planned(self, requests: int, nodes: int, levels: int) -> bool:
+        """Was there such a round before? Then it is captured."""
+        return _shape(requests, nodes, levels) in self._rounds
+
     def choices(self, drafter: str, most: int) -> list[int]:
         """Few, and the largest that the drafter ever may have."""
         largest = self._largest[drafter] = max(most, self._largest.get(drafter, 0))
         return [0, *(size for size in _CAPTURED if size <= most and size < largest), *([most] * (most == largest))]
+
+
+def _shape(requests: int, nodes: int, levels: int) -> tuple[int, int, int]:
+    """What the captures of a round of trees depend on, as far as it is planned."""
+    return filled_crowd(requests), PassCost.filled(requests + nodes), levels
 
 
 def _better(rate: NDArray[np.float64], every: Sequence[int], old: Sequence[int]) -> int:

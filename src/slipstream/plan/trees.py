@@ -46,9 +46,19 @@ class TreeChoices(NamedTuple):
     gained: Floats  # [C, B] tokens
     drafted: NDArray[np.int64]  # [C, B]: rows
 
-    def largest(self, best: int, rate: Floats) -> int:
-        """The largest and deepest that is not much slower than the best; rate [C]: tokens a second, as expected."""
+    def larger(self, best: int, rate: Floats, old: Sequence[bool] | None = None) -> int:
+        """The largest and deepest that is not much slower than the best; rate [C]: tokens a second, as expected.
+
+        old [C]: which of them were drafted before, where new ones are captured while everybody waits. Then it is the
+        largest of those; where none is larger than the best, the next one that is, so that one step is taken at a time.
+        """
         worth = [i for i in range(1, len(rate)) if rate[i] >= _WORTH * rate[best]]
+        if old is not None:
+            few, flat = self.nodes[best], self.levels[best]
+            worth = [i for i in worth if i != best and self.nodes[i] >= few and self.levels[i] >= flat] or [best]
+            if not any(old[i] for i in worth):
+                return min(worth, key=lambda i: (self.nodes[i] == few, self.nodes[i], self.levels[i]))
+            worth = [i for i in worth if old[i]]
         return max(worth, key=lambda i: self.nodes[i] * self.levels[i])
 
 

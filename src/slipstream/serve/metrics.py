@@ -139,6 +139,8 @@ class _EngineCollector(Collector):
             "spec_decode_drafter_failures", "Drafters that failed an answer.", "drafter", _of(now.drafters, "failures")
         )
         yield self._by("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late.items())
+        about = "Shapes of drafts that are no graph."
+        yield self._by("spec_decode_drafter_unrecorded", about, "drafter", now.unrecorded.items())
         yield self._by("spec_decode_decisions", "Drafted or not, and why.", "reason", now.decisions.items())
         gains = GaugeMetricFamily(
             "slipstream:spec_decode_gain",
