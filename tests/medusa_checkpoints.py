@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from conftest import save_model, tiny_llama
+
 HIDDEN, VOCAB = 32, 300
 """Of the tiny target."""
 
@@ -60,6 +62,47 @@ def knowing_medusa(folder: Path, target: Path, heads: int = 3) -> Path:
     tensors = {f"{head}.0.linear.weight": zeros.clone() for head in range(heads)}
     tensors |= {f"{head}.1.weight": lm_head.clone() for head in range(heads)}
     return save_heads(folder, tensors, "medusa_lm_head.pt", medusa_num_heads=heads, medusa_num_layers=1)
+
+
+def chained_medusa(folder: Path, heads: int = 3, layers: int = 1, *, noise: float = 0.0) -> Path:
+    """Chained heads that say what the target says next, as `knowing_medusa`'s; with noise, also what they read."""
+    dice = torch.Generator().manual_seed(7)
+    tensors: dict[str, Tensor] = {}
+    for head in range(heads):
+        names = [f"{head}.{layer}.linear.weight" for layer in range(layers)]
+        for name in (*names, f"{head}.token.weight"):
+            tensors[name] = noise * torch.randn(HIDDEN, HIDDEN, generator=dice)
+        tensors |= {name.replace("weight", "bias"): noise * torch.randn(HIDDEN, generator=dice) for name in names}
+    config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "medusa_chained": True}
+    return save_heads(folder, tensors, "medusa_lm_head.safetensors", **config)
+
+
+def counting_target(folder: Path) -> Path:
+    """A target that says behind each token the next one of 32, whatever came before."""
+    save_model(folder, tiny_llama(num_hidden_layers=1))
+    tensors = load_file(folder / "model.safetensors")
+    code = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(1)))[0]  # a row a token
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()  # the state is the last token's embedding
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+    tensors["model.embed_tokens.weight"].copy_(code.repeat(VOCAB // HIDDEN + 1, 1)[:VOCAB])
+    tensors["lm_head.weight"].zero_()[:HIDDEN] = code.roll(1, 0)  # behind token i comes i + 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def said_in_chain(
+    tensors: dict[str, Tensor], layers: int, x: Tensor, words: list[Tensor], lm_head: Tensor
+) -> Tensor:  # [V]
+    """What the last of chained heads says behind one hidden state [H] and the embeddings of so many tokens."""
+    for head, word in enumerate(words):
+        x = x + tensors[f"{head}.token.weight"] @ word
+        for layer in range(layers):
+            y = tensors[f"{head}.{layer}.linear.weight"] @ x + tensors[f"{head}.{layer}.linear.bias"]
+            x = x + y / (1 + torch.exp(-y))
+    return lm_head @ x
 
 
 def said(tensors: dict[str, Tensor], layout: str, head: int, layers: int, x: Tensor, lm_head: Tensor) -> Tensor:  # [V]

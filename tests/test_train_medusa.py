@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conftest import VOCAB
 from families import CPU
+from medusa_checkpoints import counting_target
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.medusa import MedusaDrafter
@@ -27,6 +28,7 @@ from slipstream.train.medusa_table import measure_table, table_of
 from slipstream.train.recipe import Listens, Setting, Text, recipe_class
 from slipstream.train.teacher import Teacher
 from training_rows import random_rows
+from training_scenes import learn
 
 LENGTHS = ([9, 4, 3], [12])
 WIDTH = 16
@@ -53,17 +55,42 @@ def look(teacher: Teacher, recipe: MedusaRecipe) -> Batch:
     return teacher.look(random_rows(LENGTHS, WIDTH, VOCAB), recipe.taps)
 
 
+APART: dict[str, Any] = {"chained": False}
+"""Heads that do not know of one another."""
+
+
 @pytest.mark.parametrize("options", [{}, {"token": False}, {"layers": 3}, {"layers": 1, "heads": 1}])
 def test_training_and_inference_are_the_same_heads(
     options: dict[str, Any], teacher: Teacher, tiny_target: Path, tmp_path: Path
 ) -> None:
-    recipe = make(teacher, **options)
+    recipe = make(teacher, **APART, **options)
     recipe.export(tmp_path)
     heads = load_medusa(tmp_path, open_unchecked(tiny_target, torch.float32, CPU))
     states = torch.randn(7, teacher.hidden, generator=torch.Generator().manual_seed(2))
     tokens = torch.randint(0, VOCAB, (7,), generator=torch.Generator().manual_seed(3))
     trained = recipe.module(states.expand(heads.heads, -1, -1), tokens.expand(heads.heads, -1)) @ teacher.lm_head.T
     torch.testing.assert_close(heads.logits(states, tokens), trained.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 3, "heads": 4}, {"layers": 1, "heads": 1}])
+def test_chained_heads_make_in_training_what_they_make_along_a_path(
+    options: dict[str, Any], teacher: Teacher, tiny_target: Path, tmp_path: Path
+) -> None:
+    recipe = make(teacher, **options)
+    recipe.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["medusa_chained"] is True
+    assert "medusa_acceptance" not in config
+    heads = load_medusa(tmp_path, open_unchecked(tiny_target, torch.float32, CPU))
+    states = torch.randn(12, teacher.hidden, generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(3))
+    made = cast(MedusaModule, recipe.module).chain(states, ids)
+    assert len(made) == heads.heads == recipe.options.heads
+    for start in range(12 - heads.heads):
+        x = states[[start]]
+        for head, all_of_it in enumerate(made):
+            x = heads.go_on(head, x, ids[[start + 1 + head]])
+            torch.testing.assert_close(x[0], all_of_it[start].detach(), rtol=1e-4, atol=1e-4)
 
 
 def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tensor, list[int]]:
@@ -83,8 +110,12 @@ def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tenso
                     p = teacher.logits(states[guessed - 1]).softmax(0)
                     best = F.one_hot(p.argmax(), VOCAB).float()
                     goal = (1 - options.sharpen) * p + options.sharpen * best
-                    out = module(states[state].expand(options.heads, 1, -1), ids[[state + 1]].expand(options.heads, 1))
-                    logq = (out[head, 0] @ teacher.lm_head.T).log_softmax(0)
+                    if options.chained:
+                        out = module.chain(states[[state]].expand(length, -1), ids.roll(-state))[head][0]
+                    else:
+                        chosen = ids[[state + 1]].expand(options.heads, 1)
+                        out = module(states[state].expand(options.heads, 1, -1), chosen)[head, 0]
+                    logq = (out @ teacher.lm_head.T).log_softmax(0)
                     divergence = (goal * (goal.clamp_min(1e-30).log() - logq)).sum()
                     total = total + divergence * shares[head] / sum(shares)
                     counted[head] += 1
@@ -93,7 +124,14 @@ def by_hand(recipe: MedusaRecipe, teacher: Teacher, batch: Batch) -> tuple[Tenso
 
 
 @pytest.mark.parametrize(
-    "options", [{"sharpen": 0.0, "token": False}, {"sharpen": 0.4, "decay": 0.5, "heads": 4}, {"layers": 1}]
+    "options",
+    [
+        {"sharpen": 0.0, "token": False, **APART},
+        {"sharpen": 0.4, "decay": 0.5, "heads": 4, **APART},
+        {"layers": 1, **APART},
+        {"sharpen": 0.4, "decay": 0.5, "heads": 4},
+        {"layers": 1},
+    ],
 )
 def test_every_head_is_aimed_at_its_own_position(options: dict[str, Any], teacher: Teacher) -> None:
     recipe = make(teacher, **options)
@@ -119,6 +157,8 @@ def test_fresh_heads_say_nearly_what_the_target_says(teacher: Teacher) -> None:
     recipe = MedusaRecipe.make(Setting(config, teacher, torch.zeros(VOCAB, dtype=torch.int64)))
     added = (recipe.module(states, torch.ones(2, 5, dtype=torch.int64)) - states).detach()
     assert 0.0 < float(added.abs().max()) < 0.5
+    chain = cast(MedusaModule, recipe.module).chain(states[0], torch.arange(5))
+    assert 0.0 < max(float((made - states[0]).detach().abs().max()) for made in chain) < 0.5
 
 
 def test_the_table_counts_what_comes_after_right_guesses() -> None:
@@ -133,7 +173,7 @@ def test_the_table_counts_what_comes_after_right_guesses() -> None:
 
 
 def test_the_table_is_measured_on_texts(teacher: Teacher) -> None:
-    recipe = make(teacher)
+    recipe = make(teacher, **APART)
     dice = torch.Generator().manual_seed(4)
     texts = [
         Text(tuple(torch.randint(0, VOCAB, (p,), generator=dice).tolist()), tuple(range(a)))
@@ -163,7 +203,7 @@ def test_the_table_is_measured_on_texts(teacher: Teacher) -> None:
 def test_an_open_engine_takes_weights_and_tree(
     teacher: Teacher, tiny_target: Path, tmp_path: Path, open_llm: Callable[..., LLM]
 ) -> None:
-    recipe = make(teacher)
+    recipe = make(teacher, **APART)
     recipe.export(tmp_path / "first")
     options: dict[str, Any] = {"planner": "fixed", "draft_tokens": 20}
     llm = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "first"), **options)
@@ -188,9 +228,46 @@ def test_an_open_engine_takes_weights_and_tree(
     assert sum(refreshed) > 0
 
 
+def test_an_open_engine_takes_weights_of_chained_heads(
+    teacher: Teacher, tiny_target: Path, tmp_path: Path, open_llm: Callable[..., LLM]
+) -> None:
+    recipe = make(teacher)
+    recipe.export(tmp_path / "first")
+    prompts = [{"prompt_token_ids": [10 + i, 20, 30 + i]} for i in range(3)]
+    how = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    llm = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "first"), planner="fixed")
+    said = llm.generate(prompts, how)
+    recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
+    learn(recipe, look(teacher, recipe), 20)
+    recipe.refresh(llm.engine.drafting.drafters["medusa"])
+    refreshed = [o.outputs[0].speculation.accepted for o in llm.generate(prompts, how)]
+    assert refreshed != [o.outputs[0].speculation.accepted for o in said]
+    recipe.export(tmp_path / "second")
+    other = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "second"), rounds="queued", planner="fixed")
+    assert [o.outputs[0].speculation.accepted for o in other.generate(prompts, how)] == refreshed
+
+
+def test_chained_heads_learn_what_follows_from_guesses(tmp_path: Path) -> None:
+    """The target counts on from tokens that nobody can foresee: who does not read the last one cannot know the next."""
+    teacher = Teacher.open(counting_target(tmp_path / "counting"), "cpu")
+    right = {}
+    for chained in (False, True):
+        recipe = make(teacher, chained=chained, sharpen=1.0)
+        known, other = (teacher.look(random_rows([[64]] * 24, 64, 32, seed=s), recipe.taps) for s in (1, 2))
+        before = recipe.loss(other).total.detach()
+        learn(recipe, known, 150)
+        losses = recipe.loss(other)
+        right[chained] = [float(losses.parts[f"agreed_{head}"] / losses.count) for head in (1, 2, 3)]
+        assert not chained or float(losses.total.detach()) < 0.2 * float(before)
+    assert right[False][0] > 0.9
+    assert max(right[False][1:]) < 0.2
+    assert min(right[True]) > 0.6
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"token": False}, r"option token=False: must be true where heads are chained \(chained=false\)"),
         ({"heads": 0}, "option heads=0: must be between 1 and 16"),
         ({"sharpen": 2}, r"option sharpen=2\.0: must be between 0 and 1"),
         ({"kept": "int4"}, "option kept='int4': must be one of fp16, bf16, fp32"),

@@ -20,6 +20,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.train.config import TrainConfig
 from slipstream.train.distill import DraftRecipe
 from slipstream.train.eagle3 import Eagle3Recipe
+from slipstream.train.medusa import MedusaRecipe
 from slipstream.train.recipe import Recipe, Setting
 from slipstream.train.teacher import Teacher
 from training_rows import packed
@@ -132,16 +133,32 @@ def test_a_distilled_draft_keeps_its_width(
     assert json.loads((tmp_path / "alone" / "config.json").read_text())["hidden_size"] == 32
 
 
-@pytest.mark.parametrize("own_heads", [False, True])
-def test_medusa_heads(own_heads: bool, small: Path, wide: Path, tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize(("own_heads", "chained"), [(False, False), (True, False), (False, True), (True, True)])
+def test_medusa_heads(
+    own_heads: bool, chained: bool, small: Path, wide: Path, tmp_path: Path, open_llm: Callable[..., LLM]
+) -> None:
     tensors = head_tensors("original", 3, 2, own_heads=own_heads)
     config: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32}
+    if chained:
+        dice = torch.Generator().manual_seed(4)
+        tensors |= {f"{head}.token.weight": torch.randn(32, 32, generator=dice) for head in range(3)}
+        config["medusa_chained"] = True
     save_heads(tmp_path / "heads", tensors, "medusa_lm_head.safetensors", **config)
     made = heads.widen_head(small, wide, tmp_path / "heads", tmp_path / "wide", torch.float32)
     assert made == f"medusa:{tmp_path / 'wide'}"
     expected = outcome(open_llm(small, drafter=f"medusa:{tmp_path / 'heads'}", planner="fixed"))
     assert outcome(open_llm(wide, drafter=made, planner="fixed")) == expected
     assert sum(drafted for _, _, drafted, _ in expected) > 0
+    assert json.loads((tmp_path / "wide" / "config.json").read_text()) == config | {"hidden_size": 48}
+
+
+def test_chained_medusa_heads_that_know_something(
+    small: Path, wide: Path, teacher: Teacher, texts: list[list[int]], tmp_path: Path, open_llm: Callable[..., LLM]
+) -> None:
+    recipe = learnt(MedusaRecipe, teacher, texts, 60, heads=3)
+    recipe.export(tmp_path / "heads")
+    made = heads.widen_head(small, wide, tmp_path / "heads", tmp_path / "wide", torch.float32)
+    check_the_same(small, wide, recipe.drafter(tmp_path / "heads"), made, open_llm)
 
 
 def test_what_does_not_fit_is_refused(small: Path, wide: Path, teacher: Teacher, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import eagle_scenes
 from exactness import differences, plain, run
 from gpu_scenes import open_on_gpu, some_cases
-from medusa_checkpoints import tiny_medusa
+from medusa_checkpoints import chained_medusa, tiny_medusa
 from mtp_checkpoints import MTP, save_with_modules
 from shared_drafts import tiny_shared
 from slipstream import SamplingParams, SpeculationParams
@@ -29,6 +29,8 @@ SPECS: dict[str, Spec] = {
     "eagle3 small tree": lambda draft, heads: f"eagle:{heads / 'eagle3'}?width=3&depth=3&nodes=9",
     "eagle3 in 8 bits": lambda draft, heads: f"eagle:{heads / 'eagle3'}?weights=fp8",
     "medusa": lambda draft, heads: f"medusa:{heads / 'medusa'}",
+    "chained medusa": lambda draft, heads: f"medusa:{heads / 'chained'}",
+    "suffix and chained medusa": lambda draft, heads: f"suffix+medusa:{heads / 'chained'}?width=4",
     "ngram and model": lambda draft, heads: f"ngram+model:{draft}",
     "a draft that shares embeddings": lambda draft, heads: f"model:{heads / 'shared'}",
     "suffix and eagle": lambda draft, heads: f"suffix+eagle:{heads / 'eagle3'}",
@@ -41,6 +43,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     eagle_scenes.eagle1().write(folder / "eagle1")
     eagle_scenes.eagle3().write(folder / "eagle3")
     tiny_medusa(folder / "medusa")
+    chained_medusa(folder / "chained", noise=0.05)
     tiny_shared(folder / "shared")
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,14 +15,15 @@ from slipstream.train.config import TrainConfig
 from slipstream.train.medusa import MedusaModule, MedusaRecipe
 from slipstream.train.recipe import Setting, Text
 from slipstream.train.teacher import Teacher
-from training_scenes import GREEDY, PROMPTS, accepted, check_narrow_steps, open_with
+from training_scenes import GREEDY, PROMPTS, accepted, check_narrow_steps, check_new_weights, open_with
 
 pytestmark = pytest.mark.gpu
 
 
-def make(teacher: Teacher) -> MedusaRecipe:
+def make(teacher: Teacher, *, chained: bool = False) -> MedusaRecipe:
     torch.manual_seed(5)
-    config = TrainConfig("medusa", "t", Path("out"), self_prompts=1, options={"kept": "fp32", "heads": 3})
+    options: dict[str, str | int | float | bool] = {"kept": "fp32", "heads": 3, "chained": chained}
+    config = TrainConfig("medusa", "t", Path("out"), self_prompts=1, options=options)
     recipe = MedusaRecipe.make(Setting(config, teacher, torch.zeros(VOCAB, dtype=torch.int64)))
     made = torch.Generator().manual_seed(6)
     with torch.no_grad():
@@ -30,8 +32,11 @@ def make(teacher: Teacher) -> MedusaRecipe:
     return recipe
 
 
-def test_a_step_in_bf16_is_a_step_in_fp32(tiny_target: Path) -> None:
-    check_narrow_steps(tiny_target, make, lambda module: cast(MedusaModule, module).weights[0])
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_step_in_bf16_is_a_step_in_fp32(tiny_target: Path, chained: bool) -> None:
+    check_narrow_steps(
+        tiny_target, partial(make, chained=chained), lambda module: cast(MedusaModule, module).weights[0]
+    )
 
 
 def test_an_open_engine_takes_weights_and_tree(tiny_target: Path, tmp_path: Path) -> None:
@@ -51,3 +56,7 @@ def test_an_open_engine_takes_weights_and_tree(tiny_target: Path, tmp_path: Path
         assert opened.tree.parents == tree.parents
         assert opened.tree.ranks == tree.ranks
         assert accepted(llm) == refreshed
+
+
+def test_an_open_engine_takes_weights_of_chained_heads(tiny_target: Path, tmp_path: Path) -> None:
+    check_new_weights(make(Teacher.open(tiny_target, "cuda"), chained=True), "medusa", tiny_target, tmp_path)

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast, get_args
-from urllib.parse import parse_qsl
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import Opening
 from slipstream.drafters.features import FeatureDrafter
+from slipstream.drafters.growing import parse_sizes
 from slipstream.models.heads.base import Head, Weights
 
 if TYPE_CHECKING:
     from slipstream.models.runner import Runner
 
-SIZES = ("depth", "width", "nodes")
 WEIGHTS = "weights"
 
 
@@ -67,17 +66,8 @@ class EagleDrafter(FeatureDrafter):
 
 def parse_options(text: str) -> EagleOptions:
     """Read `depth=6&width=8&nodes=32&weights=plain`; what is not named keeps its default."""
-    found: dict[str, int] = {}
-    weights: Weights = "auto"
-    for key, value in parse_qsl(text, keep_blank_values=True):
-        if key == WEIGHTS:
-            if value not in get_args(Weights):
-                raise ConfigError(f"PATH?{text}: {key}={value!r}, must be one of {', '.join(get_args(Weights))}")
-            weights = cast(Weights, value)
-            continue
-        if key not in SIZES:
-            raise ConfigError(f"PATH?{text}: {key!r} is unknown, must be one of {', '.join((*SIZES, WEIGHTS))}")
-        if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"PATH?{text}: {key}={value!r}, must be a whole number of at least 1")
-        found[key] = int(value)
-    return EagleOptions(found, weights)
+    found = parse_sizes(text, (WEIGHTS,))
+    weights = found.others.get(WEIGHTS, "auto")
+    if weights not in get_args(Weights):
+        raise ConfigError(f"PATH?{text}: {WEIGHTS}={weights!r}, must be one of {', '.join(get_args(Weights))}")
+    return EagleOptions(found.sizes, cast(Weights, weights))

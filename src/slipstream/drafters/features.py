@@ -18,8 +18,9 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
+from slipstream.drafters.growing import answer_of, check_sizes, grow_trees, wants_path
 from slipstream.drafters.head_rows import Standing, Stretch, head_batch, lane_state, read_along
-from slipstream.kernels.grow_tree import Growth, candidates
+from slipstream.kernels.grow_tree import Growth, Level, candidates
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.last_rows import LastRows, last_rows
 from slipstream.kernels.layout import RowLayout
@@ -35,9 +36,6 @@ from slipstream.sampling.choose import choose
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features
-
-_MOST_OFFERED = 8192
-"""Tokens among which the nodes of a tree are chosen: one program of the device looks at all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +66,7 @@ class FeatureDrafter(DeviceDrafter):
     def __init__(self, head: Head, *, depth: int, width: int = 1, nodes: int = MAX_NODES) -> None:
         if not 1 <= depth < RECENT:
             raise ConfigError(f"depth={depth}: a head guesses 1 to {RECENT - 1} tokens in a row")
-        if not (1 <= width <= MAX_NODES and 1 <= nodes <= MAX_NODES):
-            raise ConfigError(f"width={width}, nodes={nodes}: each must be 1 to {MAX_NODES}")
-        offered = candidates(width, depth)
-        if offered > _MOST_OFFERED:
-            raise ConfigError(
-                f"width={width}, depth={depth}: so wide and deep a tree offers {offered} tokens, at most "
-                f"{_MOST_OFFERED} can be ranked; use less of either"
-            )
+        offered = check_sizes(depth, width, nodes)
         self.head = head
         self.taps = head.taps
         self.max_positions = head.max_positions
@@ -218,16 +209,7 @@ class FeatureDrafter(DeviceDrafter):
                 nodes=nodes,
             )
         )
-        chain = torch.arange(-1, nodes - 1, device=device)
-        tokens = torch.zeros((len(requests), nodes), dtype=torch.int64, device=device)
-        parents = chain.repeat(len(requests), 1)
-        index = torch.tensor(asked, device=device)
-        if isinstance(made, DeviceTree):
-            tokens[index], parents[index] = made.tokens, made.parents
-        else:
-            tokens[index] = made
-        counts = torch.tensor(budget, dtype=torch.int64, device=device)
-        return Draft(tokens, parents, counts, not self.makes_trees)
+        return answer_of(made, asked, budget)
 
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:
         """Read the last tokens, and go on from the head's hidden state behind the last one."""
@@ -262,7 +244,7 @@ class FeatureDrafter(DeviceDrafter):
 
     def _guess(self, round: DraftRound, chains: Chains, step: int, read: Tensor) -> None:
         """Write the guess of this step, from what the LM head reads [B, H]."""
-        path = chains.guesses[:step].T if step and _wants_path(round.features) else None
+        path = chains.guesses[:step].T if step and wants_path(round.features) else None
         rows = SampleRows(round.lanes, chains.positions[step], chains.generated[step], path)
         chains.guesses[step] = self._best(self.head.logits(read), rows, round.features)
 
@@ -281,33 +263,29 @@ class FeatureDrafter(DeviceDrafter):
             self._guess(round, chains, step, states.read)
 
     def _tree(self, round: DraftRound, last_rows: LastRows, states: HeadStates) -> DeviceTree:
-        """Level by level, each a pass of `width` rows a request. The surest of all that was offered is the tree."""
-        lanes = round.lanes
         growth = Growth(
             round.state,
-            lanes,
+            round.lanes,
             self.width,
             round.depth,
             last_place=self._last_place(round),
             guests=self._guests,
             each=self._guests_each,
         )
-        starts = self._starts(lanes, self.width)
-        path = torch.empty((lanes.shape[0], 0), dtype=torch.int64, device=lanes.device)
-        rows = SampleRows(lanes, last_rows.positions, last_rows.generated)
-        level = growth.grow(*self._offer(states.read, rows, round.features), None)
-        step = 0
-        while level is not None:
-            step += 1
-            at, above = level.places, level.rows
-            context = self._context(round, at, level.slots, starts, level.ancestors)
-            states = self.head.run(level.tokens, states.features, context, at, step, behind=above)
-            if _wants_path(round.features):
-                path = torch.cat((path[above], level.tokens[:, None]), dim=1)
-            wanted = path if path.shape[1] else None
-            rows = SampleRows(level.lanes, level.positions, level.generated, wanted)
-            level = growth.grow(*self._offer(states.read, rows, round.features), level)
-        return DeviceTree(*growth.tree(round.nodes))
+        starts = self._starts(round.lanes, self.width)
+
+        def go_on(level: Level, states: HeadStates, step: int) -> HeadStates:
+            context = self._context(round, level.places, level.slots, starts, level.ancestors)
+            return self.head.run(level.tokens, states.features, context, level.places, step, behind=level.rows)
+
+        def offer(states: HeadStates, rows: SampleRows, step: int) -> Ranked:
+            assert self._services is not None
+            # a tree's first nodes depend on its last ones'
+            table = self._services.sampling.apart(self.name, round.features)
+            return rank(self.head.logits(states.read), rows, table, round.features, self.width, self.head.vocab)
+
+        roots = SampleRows(round.lanes, last_rows.positions, last_rows.generated)
+        return grow_trees(round, growth, roots, states, go_on, offer)
 
     def _context(
         self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor, ancestors: Tensor | None = None
@@ -332,11 +310,6 @@ class FeatureDrafter(DeviceDrafter):
         assert self._cache is not None
         return min(self.head.max_positions, round.state.pages.shape[1] * self._cache.page_size) - 1
 
-    def _offer(self, read: Tensor, rows: SampleRows, features: Features) -> Ranked:
-        assert self._services is not None
-        table = self._services.sampling.apart(self.name, features)  # a tree's first nodes depend on its last ones'
-        return rank(self.head.logits(read), rows, table, features, self.width, self.head.vocab)
-
     def _best(self, logits: Tensor, rows: SampleRows, features: Features) -> Tensor:  # [R]
         """The guess of each row; nonsense is found out by the target."""
         assert self._services is not None
@@ -344,7 +317,3 @@ class FeatureDrafter(DeviceDrafter):
         if vocab is None and logits.shape[1] == table.vocab_size:
             return choose(logits, rows, table, features).clamp_min(0)
         return rank(logits, rows, table, features, 1, vocab).tokens[:, 0]
-
-
-def _wants_path(features: Features) -> bool:
-    return features.penalties or features.bad_words

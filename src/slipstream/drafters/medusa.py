@@ -3,7 +3,8 @@ best guesses is checked in one pass.
 
 No recurrence and no cache of its own: a draft is one small product, read from the hidden state that the target left in
 its cache at the token before the last one, and with heads of our own from the last token. The shape of the tree follows
-how often each rank of each head is right (`medusa_tree.py`).
+how often each rank of each head is right (`medusa_tree.py`). Heads that are chained draft otherwise
+(`medusa_chain.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES, Draft
+from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Opening, Services
+from slipstream.drafters.growing import parse_sizes
+from slipstream.drafters.medusa_chain import ChainedMedusaDrafter
 from slipstream.drafters.medusa_tree import (
     RANKS,
     HeadAcceptance,
@@ -28,7 +32,7 @@ from slipstream.drafters.medusa_tree import (
     usual_table,
 )
 from slipstream.models.heads.checkpoint import TargetShape, read_config
-from slipstream.models.heads.medusa import MedusaHeads, check_medusa, load_medusa
+from slipstream.models.heads.medusa import CHAINED, MedusaHeads, check_medusa, load_medusa
 from slipstream.models.runner import Runner
 from slipstream.sampling.rank import rank
 from slipstream.sampling.rows import SampleRows
@@ -67,17 +71,27 @@ class MedusaDrafter(DeviceDrafter):
     @classmethod
     def check(cls, opening: Opening) -> None:
         assert opening.path is not None  # it is registered as one that takes a path
-        folder = opening.resolve(opening.path)
-        read_config(folder)
+        place, _, options = opening.path.partition("?")
+        asked = parse_sizes(options).sizes
+        folder = opening.resolve(place)
+        chained = read_config(folder).get(CHAINED)
+        if asked and not chained:
+            raise ConfigError(
+                f"medusa:{opening.path}: only chained heads grow trees by {', '.join(asked)}; leave it out"
+            )
         if (shape := TargetShape.of_config(opening.target_config)) is not None:
             check_medusa(folder, shape)
 
     @classmethod
-    def open(cls, opening: Opening, target: Runner) -> MedusaDrafter:
+    def open(cls, opening: Opening, target: Runner) -> MedusaDrafter | ChainedMedusaDrafter:
         """The heads in a folder. Its config.json may bring `medusa_acceptance`, a table measured before."""
         assert opening.path is not None
-        folder = opening.resolve(opening.path)
-        return cls(load_medusa(folder, target), read_config(folder).get("medusa_acceptance"))
+        place, _, options = opening.path.partition("?")
+        folder = opening.resolve(place)
+        heads = load_medusa(folder, target)
+        if heads.chained:
+            return ChainedMedusaDrafter(heads, **parse_sizes(options).sizes)
+        return cls(heads, read_config(folder).get("medusa_acceptance"))
 
     @property
     def acceptance(self) -> Table:

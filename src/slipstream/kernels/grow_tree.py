@@ -75,7 +75,7 @@ class Growth:
         each: int,
     ) -> None:
         """guests: slots of the cache for the entries of trees, `each` of them a request's. Requests for which there
-        are none share the last one's.
+        are none share the last one's. Where nothing is kept of rows, `each` is 0 and all requests name the same slots.
 
         last_place: no row stands behind it; who is there is not drafted for.
         """

@@ -10,7 +10,7 @@ Record = Mapping[str, Any]
 
 _KINDS = {
     "eagle3": "An EAGLE-3 head: one decoder layer that reads three hidden states of the target and guesses in a row",
-    "medusa": "Medusa heads: each guesses one position further from the target's last hidden state, by its LM head",
+    "medusa": "Medusa heads: each guesses one position further from the target's last state and tokens, by its LM head",
     "draft": "A small decoder that shares the target's embeddings and LM head",
 }
 _SETTINGS = (

@@ -1,9 +1,9 @@
 """The recipe of Medusa heads: each learns to guess one position further from the target's last hidden state, and from
-the token that this state chose.
+the tokens behind it: the one that this state chose, and where heads are chained those that were guessed since.
 
 The target is frozen, and its LM head is the heads' own: only residual layers and maps of tokens are trained. A row is a
-position of the text; what the target says there is the aim of all heads, each of which reads the state so many tokens
-before.
+position of the text; what the target says there is the aim of all heads, each of which began with the state so many
+tokens before. Chained heads learn with the text's own tokens in the place of guesses: behind a wrong one nobody asks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.medusa import MedusaDrafter
+from slipstream.drafters.medusa_chain import ChainedMedusaDrafter
 from slipstream.drafters.medusa_tree import Table, usual_table
 from slipstream.models.headers import HEAD_SAFETENSORS
-from slipstream.models.heads.medusa import residual_layers, with_tokens
+from slipstream.models.heads.medusa import CHAINED, chained_layers, residual_layers, with_tokens
 from slipstream.models.load import named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch
@@ -57,6 +58,16 @@ class MedusaModule(nn.Module):
             words = cast(Tensor, self._embedding[0](tokens)).to(x.dtype)  # [heads, n, H]
             x = with_tokens(x, words, self.kept_maps)
         return residual_layers(x, list(self.weights), list(self.biases))
+
+    def chain(self, states: Tensor, ids: Tensor) -> list[Tensor]:  # [N, H], [N] -> heads of [N, H]
+        """The same of chained heads, of a text: what head h makes behind a row, and h + 1 tokens that follow it."""
+        x, maps, made = states.to(self.weights[0].dtype), self.kept_maps, []
+        for head in range(len(maps)):
+            words = cast(Tensor, self._embedding[0](torch.roll(ids, -1 - head))).to(x.dtype)  # [N, H]
+            own = [w[head] for w in self.weights], [b[head] for b in self.biases]
+            x = chained_layers(x, words, maps[head], *own)
+            made.append(x)
+        return made
 
     @property
     def kept_maps(self) -> Tensor:  # [heads, H, H]
@@ -118,7 +129,7 @@ class MedusaRecipe:
         first = (chosen - heads).clamp_min(0)  # the token that the head's state chose
         there = (positions[chosen] > heads) & answers[first]  # [heads, n]: it lies in the same answer
         normed = batch.normed.flatten(0, 1)  # [N, H]
-        hidden = self._module(normed[(first - 1).clamp_min(0)], rows.ids.flatten()[first])  # [heads, n, H]
+        hidden = self._hidden(normed, rows.ids.flatten(), first)
         shares = options.decay**heads
         weights = there * shares / shares.sum()
         aim = Aim(
@@ -130,12 +141,21 @@ class MedusaRecipe:
         parts = {f"agreed_{k + 1}": mean[k] for k in range(options.heads)}
         return Losses(found.total, count, found.accepted, seen, parts)
 
+    def _hidden(self, normed: Tensor, ids: Tensor, first: Tensor) -> Tensor:  # [N, H], [N], [heads, n] -> [heads, n, H]
+        """What the LM head reads of each head. first: for each head the rows of the tokens that its states chose."""
+        states = (first - 1).clamp_min(0)
+        if not self.options.chained:
+            return cast(Tensor, self._module(normed[states], ids[first]))
+        made = self._module.chain(normed, ids)
+        return torch.stack([x[rows] for x, rows in zip(made, states, strict=True)])
+
     def hear(self, texts: Sequence[Text]) -> None:
         self._texts = tuple(text for text in texts if len(text.answer) > 1)
 
     @property
     def table(self) -> Table:
-        """How often each guess is right on the held-out texts, with the weights as they stand."""
+        """How often each guess is right on the held-out texts, with the weights as they stand. Of chained heads nobody
+        asks: what they guess depends on the guesses before."""
         if not self._texts:
             return usual_table(self.options.heads)
         return measure_table(self._teacher, self._module, self.options.heads, self._texts)
@@ -157,7 +177,7 @@ class MedusaRecipe:
             "medusa_num_layers": options.layers,
             "hidden_size": self._teacher.hidden,
             "vocab_size": self._teacher.vocab_size,
-            "medusa_acceptance": self.table,
+            **({CHAINED: True} if options.chained else {"medusa_acceptance": self.table}),
         }
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / HEAD_SAFETENSORS[0], metadata={"format": "pt"})
@@ -167,10 +187,11 @@ class MedusaRecipe:
         return f"medusa:{folder}"
 
     def refresh(self, drafter: Drafter) -> None:
-        assert isinstance(drafter, MedusaDrafter)
+        assert isinstance(drafter, MedusaDrafter | ChainedMedusaDrafter)
         module = self._module
         maps = module.kept_maps if self.options.token else None
         drafter.heads.refill(list(module.weights), list(module.biases), maps)
-        drafter.adopt(self.table)
+        if isinstance(drafter, MedusaDrafter):
+            drafter.adopt(self.table)
         if self._teacher.device.type == "cuda":
             torch.cuda.synchronize(self._teacher.device)  # the engine computes on streams of its own

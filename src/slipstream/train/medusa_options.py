@@ -14,7 +14,8 @@ class MedusaOptions:
     """What can be said of the heads with `--set NAME=VALUE`."""
 
     heads: int = 4  # positions that are guessed
-    layers: int = 3  # residual layers of each
+    layers: int = 2  # residual layers of each
+    chained: bool = True  # each goes on from the one before it, and reads what was guessed there
     token: bool = True  # heads also read the token that their state chose; False: as other engines know them
     decay: float = 0.8  # weight of each head's loss against the one before
     variation: float = 0.0  # weight of the total variation beside the divergence
@@ -28,4 +29,7 @@ class MedusaOptions:
         for name in ("decay", "sharpen", "noise"):
             check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
         check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
+        check_option(
+            "token", self.token, self.token or not self.chained, "true where heads are chained (chained=false)"
+        )
         check_one_of("kept", self.kept, Kept)

@@ -1,11 +1,14 @@
-"""Medusa's heads: each guesses one position further from the target's last hidden state, all of them at once.
+"""Medusa's heads: each guesses one position further from the target's last hidden state.
 
 A head is a few residual blocks, x + silu(linear(x)), and an LM head of its own, or the target's. Two layouts of
 checkpoints hold the same: the original one (`medusa_lm_head.pt`, `{head}.{layer}.linear.weight`) and vLLM's
 (`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`).
 
-Heads of our own may also read the token that the state has chosen, as Hydra's first head does: `{head}.token.weight`
-maps its embedding to what is added to the state. It is known when heads guess, and says more than the state alone.
+Those guess all at once, and none knows what another guesses. Heads of our own may also read the token that the state
+has chosen: `{head}.token.weight` maps its embedding to what is added to the state. It is known when heads guess, and
+says more than the state alone. And they may be chained, as Hydra's are (`medusa_chained` in `config.json`): then each
+head goes on from what the one before it made, and reads the token that was guessed there. What a head makes is what the
+LM head reads, so it has the size of the target's own states, and no norm stands between two heads.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
 _PICKLES = (*HEAD_PICKLES, "pytorch_model.bin")
+CHAINED = "medusa_chained"
+"""In `config.json`: each head goes on from the one before it."""
 _PREFIX = "medusa_head."
 """Stands before the names where a checkpoint was cut out of a whole model."""
 
@@ -78,8 +83,10 @@ class MedusaHeads(nn.Module):
         vocab: Tensor | None,
         token_maps: Tensor | None = None,  # [heads, H, H]
         embedding: nn.Module | None = None,
+        *,
+        chained: bool = False,
     ) -> None:
-        """embedding: the target's, for heads that read tokens."""
+        """embedding: the target's, for heads that read tokens. chained: each goes on from the one before."""
         super().__init__()
         self._weights, self._biases, self._lm_heads = weights, biases, lm_heads
         self._target_head = [target_head]  # in a list: it is no part of this module
@@ -87,6 +94,7 @@ class MedusaHeads(nn.Module):
         self.width = width  # Vd: ids that it knows
         self.vocab = vocab  # [Vd] int64: the target's id of each of its ids; None: the target's vocabulary
         self.heads = weights[0].shape[0] if weights else len(lm_heads)
+        self.chained = chained
 
     @property
     def weights_bytes(self) -> int:
@@ -96,14 +104,33 @@ class MedusaHeads(nn.Module):
 
     def hidden(self, features: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [heads, N, H]
         """What each head makes of the target's last hidden states and the tokens that these have chosen."""
+        assert not self.chained, "chained heads go step by step: `go_on`"
         own = self._weights[0].dtype if self._weights else features.dtype
         x = features.to(own).expand(self.heads, *features.shape)
-        embedding = self._embedding[0]
-        if self._token_maps is not None and embedding is not None:
-            known = tokens.clamp(0, cast(Tensor, embedding.weight).shape[0] - 1)  # padding lanes may hold anything
-            words = cast(Tensor, embedding(known)).to(own)  # [N, H]
-            x = with_tokens(x, words.expand_as(x), self._token_maps)
+        if self._token_maps is not None:
+            x = with_tokens(x, self._words(tokens).to(own).expand_as(x), self._token_maps)
         return residual_layers(x, self._weights, self._biases)
+
+    def go_on(self, head: int, x: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [N, H]
+        """What one of chained heads makes of what the one before it made, and of the tokens that were guessed there.
+
+        The first goes on from the target's last hidden states, and from the tokens that these have chosen.
+        """
+        assert self._token_maps is not None, "chained heads read tokens"
+        maps, own = self._token_maps[head], self._weights[0].dtype
+        weights, biases = [w[head] for w in self._weights], [b[head] for b in self._biases]
+        return chained_layers(x.to(own), self._words(tokens).to(own), maps, weights, biases)
+
+    def said(self, head: int, x: Tensor) -> Tensor:  # [N, H] -> [N, Vd] fp32
+        """What one head guesses, by what it made."""
+        own = self._lm_heads[head] if self._lm_heads else None
+        return torch.as_tensor(self._target_head[0](x) if own is None else F.linear(x, own)).float()
+
+    def _words(self, tokens: Tensor) -> Tensor:  # [N] -> [N, H]
+        embedding = self._embedding[0]
+        assert embedding is not None
+        known = tokens.clamp(0, cast(Tensor, embedding.weight).shape[0] - 1)  # padding lanes may hold anything
+        return cast(Tensor, embedding(known))
 
     @torch.no_grad()
     def refill(self, weights: Sequence[Tensor], biases: Sequence[Tensor], token_maps: Tensor | None = None) -> None:
@@ -137,6 +164,23 @@ def with_tokens(x: Tensor, words: Tensor, maps: Tensor) -> Tensor:  # [heads, N,
     return torch.baddbmm(x, words, maps.transpose(1, 2))
 
 
+def chained_layers(
+    x: Tensor,  # [N, H]
+    words: Tensor,  # [N, H]
+    token_map: Tensor,  # [H, H]
+    weights: Sequence[Tensor],  # [H, H] each
+    biases: Sequence[Tensor],  # [H] each
+) -> Tensor:  # [N, H]
+    """What one head makes of rows of the one before it, and of the embeddings of the tokens that these have chosen.
+
+    The same for training and for drafting.
+    """
+    x = x + F.linear(words, token_map)
+    for weight, bias in zip(weights, biases, strict=True):
+        x = x + F.silu(F.linear(x, weight, bias))
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """Heads as they are stored, held against their configuration and their target."""
@@ -151,6 +195,7 @@ class _Stored:
     reads_tokens: bool
     own: tuple[str, ...]  # LM heads of their own; (): they have none
     token_map: Tensor | None
+    chained: bool
 
 
 def check_medusa(folder: Path, shape: TargetShape) -> None:
@@ -177,7 +222,8 @@ def _stored(files: HeadFiles, shape: TargetShape) -> _Stored:
         for layer in range(layers):
             wanted[names.weight(head, layer)] = (hidden, hidden)
             optional[names.bias(head, layer)] = (hidden,)
-    reads_tokens = any(_token_map(head) in tensors for head in range(heads))
+    chained = _is_chained(files)
+    reads_tokens = chained or any(_token_map(head) in tensors for head in range(heads))
     if reads_tokens:
         wanted.update({_token_map(head): (hidden, hidden) for head in range(heads)})
     if token_map is not None:
@@ -191,11 +237,18 @@ def _stored(files: HeadFiles, shape: TargetShape) -> _Stored:
     if token_map is not None:
         _check_map(files, token_map, shape.vocab, with_own)
     lm_heads = tuple(own) if with_own and not shared else ()
-    return _Stored(tensors, names, heads, layers, hidden, vocab, shared, reads_tokens, lm_heads, token_map)
+    return _Stored(tensors, names, heads, layers, hidden, vocab, shared, reads_tokens, lm_heads, token_map, chained)
 
 
 def _token_map(head: int) -> str:
     return f"{head}.token.weight"
+
+
+def _is_chained(files: HeadFiles) -> bool:
+    found = files.config.get(CHAINED, False)
+    if not isinstance(found, bool):
+        raise ModelError(f"{files.folder}: {CHAINED}={found!r}, must be true or false")
+    return found
 
 
 def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
@@ -217,6 +270,7 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
         None if stored.token_map is None else stored.token_map.to(target.device, torch.int64),
         placed(torch.stack([tensors[_token_map(h)] for h in everyone])) if stored.reads_tokens else None,
         target.model.get_input_embeddings() if stored.reads_tokens else None,
+        chained=stored.chained,
     )
 
 
