@@ -13,18 +13,14 @@ STEPS, ROWS, HIDDEN, VOCAB = 2, 7, 6, 20
 IDS = torch.tensor([0, 3, 4, 9, 11, 12, 18])
 
 
-def written_out(
-    hidden: Tensor, head: Tensor, seen: Tensor, weights: Tensor, aim: Aim, noise: Tensor | None = None
-) -> Tensor:
+def written_out(hidden: Tensor, head: Tensor, seen: Tensor, weights: Tensor, aim: Aim) -> Tensor:
     ids = torch.arange(VOCAB) if aim.ids is None else aim.ids
-    noise = torch.zeros_like(seen) if noise is None else noise
-    seen = seen + noise
     p = seen.softmax(1)
     best = torch.nn.functional.one_hot(seen.argmax(1), VOCAB)
     goal = ((1 - aim.sharpen) * p + aim.sharpen * best)[:, ids]
     total = torch.zeros(())
     for step in range(STEPS):
-        logq = (hidden[step] @ head.T + noise[:, ids]).log_softmax(1)
+        logq = (hidden[step] @ head.T).log_softmax(1)
         divergence = (torch.special.xlogy(goal, goal) - goal * logq).sum(1)
         variation = 1 - torch.minimum(p[:, ids], logq.exp()).sum(1)
         total = total + (weights[step] * (divergence + aim.variation * variation)).sum()
@@ -52,37 +48,6 @@ def test_in_pieces_as_written_out(
     ours = torch.autograd.grad(3 * found.total, (hidden, head))
     by_hand = torch.autograd.grad(3 * wanted, (hidden, head))
     torch.testing.assert_close(ours, by_hand, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_noise_is_the_same_on_both_sides(ids: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(3)
-    hidden = torch.randn(STEPS, ROWS, HIDDEN, requires_grad=True)
-    head = torch.randn(VOCAB if ids is None else len(ids), HIDDEN, requires_grad=True)
-    states, theirs, noise = torch.randn(ROWS, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(ROWS, VOCAB)
-    monkeypatch.setattr(module, "_noise", lambda aim, given: noise)
-    weights = torch.rand(STEPS, ROWS)
-    aim = Aim(lambda x: x @ theirs.T, VOCAB, ids, 0.5, 0.2, noise=1)
-    found = soft_loss(hidden, head, states, weights, weights > 0, aim)
-    wanted = written_out(hidden, head, states @ theirs.T, weights, aim, noise)
-    torch.testing.assert_close(found.total, wanted)
-    ours = torch.autograd.grad(found.total, (hidden, head))
-    torch.testing.assert_close(ours, torch.autograd.grad(wanted, (hidden, head)), rtol=1e-4, atol=1e-5)
-
-
-def test_noise_draws_as_the_target_does() -> None:
-    """The best of logits with noise is drawn by their softmax; a share of rows has none."""
-    torch.manual_seed(4)
-    aim = Aim(lambda x: x, 3, noise=0.25)
-    logits = torch.tensor([2.0, 1.0, 0.0])
-    noise = module._noise(aim, torch.zeros(40_000, 3))
-    assert noise is not None
-    with_noise = noise.abs().sum(1) > 0
-    assert with_noise.float().mean().item() == pytest.approx(0.25, abs=0.01)
-    drawn = (logits + noise[with_noise]).argmax(1)
-    found = torch.bincount(drawn, minlength=3) / len(drawn)
-    torch.testing.assert_close(found, logits.softmax(0), atol=0.02, rtol=0)
-    assert module._noise(Aim(lambda x: x, 3), torch.zeros(2, 3)) is None
 
 
 def test_a_perfect_guesser_is_seen_as_one() -> None:

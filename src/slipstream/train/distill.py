@@ -96,7 +96,7 @@ class DraftRecipe:
         normed = self._module(rows, Sequences.of(rows))[chosen]  # [n, h]
         hidden = self._module.widened(normed)[None]  # [1, n, H]
         weights = weights[chosen][None]  # [1, n]
-        aim = Aim(teacher.logits, teacher.vocab_size, None, options.variation, options.sharpen, options.noise)
+        aim = Aim(teacher.logits, teacher.vocab_size, None, options.variation, options.sharpen)
         counted = weights == 1  # answers only
         found = soft_loss(hidden, teacher.lm_head, batch.normed.flatten(0, 1)[chosen], weights, counted, aim)
         positions, count = counted.sum(1).float(), weights.sum()

@@ -23,7 +23,6 @@ class DraftOptions:
     start: str = ""  # what it begins with: the target's layers, as 0,1,2; a draft's folder; none: fresh weights
     variation: float = 1.0  # weight of the total variation beside the divergence
     sharpen: float = 0.0  # share of the aim that is the target's best token alone
-    noise: float = 0.0  # share of rows that are judged with the noise of sampling
     prompt_weight: float = 0.0  # of rows that guess a prompt's tokens, against an answer's; above 0 they cost as much
     shares: bool = True  # stored without embedding and LM head; False: with both, and the tokenizer
     kept: Kept = "fp16"  # how weights are written
@@ -32,7 +31,7 @@ class DraftOptions:
         check_option("layers", self.layers, self.layers >= 1, "at least 1")
         for name in ("hidden", "inner", "heads", "kv_heads", "head_dim"):
             check_option(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
-        for name in ("sharpen", "noise", "prompt_weight"):
+        for name in ("sharpen", "prompt_weight"):
             check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
         check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
         check_one_of("kept", self.kept, Kept)

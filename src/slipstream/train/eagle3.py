@@ -91,9 +91,7 @@ class Eagle3Recipe:
         scaled = weights[chosen] * there * shares / shares.sum()
         counted = there & (weights[chosen] == 1)  # answers only
         states = torch.roll(batch.normed, -1, dims=1).flatten(0, 1)[chosen]  # of the row's own token
-        aim = Aim(
-            self._teacher.logits, self._teacher.vocab_size, self._ids, options.variation, options.sharpen, options.noise
-        )
+        aim = Aim(self._teacher.logits, self._teacher.vocab_size, self._ids, options.variation, options.sharpen)
         found = soft_loss(hidden, self._module.lm_head.weight, states, scaled, counted, aim)
         positions, count = counted.sum(1).float(), weights.sum()
         mean = found.agreed / positions.clamp_min(1) * count  # parts are divided by the count

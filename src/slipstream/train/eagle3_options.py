@@ -18,7 +18,6 @@ class Eagle3Options:
     decay: float = 0.85  # weight of each step's loss against the one before
     variation: float = 0.0  # weight of the total variation beside the divergence
     sharpen: float = 0.0  # share of the aim that is the target's best token alone
-    noise: float = 0.0  # share of rows that are judged with the noise of sampling
     prompt_weight: float = 0.0  # of rows that guess a prompt's tokens, against an answer's; above 0 they cost as much
     taps: str = ""  # layers whose hidden states it reads, as 2,15,27
     inner: int = 0  # width of its MLP; 0: 5 times the hidden size
@@ -41,7 +40,7 @@ class Eagle3Options:
             check_option(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}")
         for name in ("inner", "heads", "kv_heads", "head_dim", "draft_vocab"):
             check_option(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
-        for name in ("decay", "sharpen", "noise", "prompt_weight", "coverage"):
+        for name in ("decay", "sharpen", "prompt_weight", "coverage"):
             check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
         check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
         check_one_of("kept", self.kept, Kept)

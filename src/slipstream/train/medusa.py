@@ -132,9 +132,7 @@ class MedusaRecipe:
         hidden = self._hidden(normed, rows.ids.flatten(), first)
         shares = options.decay**heads
         weights = there * shares / shares.sum()
-        aim = Aim(
-            self._teacher.logits, self._teacher.vocab_size, None, options.variation, options.sharpen, options.noise
-        )
+        aim = Aim(self._teacher.logits, self._teacher.vocab_size, None, options.variation, options.sharpen)
         found = soft_loss(hidden, self._teacher.lm_head, normed[chosen], weights, there, aim)
         seen, count = there.sum(1).float(), there[0].sum()
         mean = found.agreed / seen.clamp_min(1) * count  # parts are divided by the count

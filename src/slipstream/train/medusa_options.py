@@ -20,13 +20,12 @@ class MedusaOptions:
     decay: float = 0.8  # weight of each head's loss against the one before
     variation: float = 0.0  # weight of the total variation beside the divergence
     sharpen: float = 0.5  # share of the aim that is the target's best token alone
-    noise: float = 0.0  # share of rows that are judged with the noise of sampling
     kept: Kept = "fp16"  # how weights are written
 
     def __post_init__(self) -> None:
         check_option("heads", self.heads, 1 <= self.heads <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
         check_option("layers", self.layers, 1 <= self.layers <= _MOST_HEADS, f"between 1 and {_MOST_HEADS}")
-        for name in ("decay", "sharpen", "noise"):
+        for name in ("decay", "sharpen"):
             check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
         check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
         check_option(

@@ -3,10 +3,6 @@
 A pass of 32,000 rows and seven steps would have 30 GB of logits. Here some rows at a time go through the LM heads, all
 steps of a row together because they share the target's distribution; loss and gradient are made on the spot
 (`kernels/soft_rows.py`).
-
-Where answers are sampled, a guess counts if the draft draws what the target draws with the same noise. Rows can be
-judged so: with the same Gumbel noise on both sides distributions shrink to the few tokens that might win, and what the
-draft must not confuse is nearly all that is left in them.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ class Aim:
     ids: Tensor | None = None  # [Vd] int64: the target's id of each guessable id; None: all are, in order
     variation: float = 0.0  # weight of the total variation, beside a divergence of weight 1
     sharpen: float = 0.0  # share of the aim that is the target's best token, the rest its distribution
-    noise: float = 0.0  # share of the rows that are judged with one draw of noise, as sampling at temperature 1 is
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +75,10 @@ class _Soft(torch.autograd.Function):
         with torch.autocast(device.type, enabled=False):
             for at in range(0, rows, few):
                 part = slice(at, at + few)
-                noise = _noise(aim, states[part])
-                wanted = _wanted(aim, states[part], ours, noise)
+                wanted = _wanted(aim, states[part], ours)
                 weight = weights[:, part].flatten()  # [S * n]
                 read = hidden[:, part].to(dtype).flatten(0, 1)  # [S * n, H]
                 logits = read @ head.T
-                if noise is not None:
-                    logits.view(steps, *wanted.logits.shape).add_(noise if aim.ids is None else noise[:, aim.ids])
                 found = judge_(logits, wanted, weight, wish)  # and now they are the gradient
                 total += (weight * (found.divergence + aim.variation * (1 - found.shared))).sum()
                 counts = counted[:, part].float()
@@ -107,21 +99,9 @@ class _Soft(torch.autograd.Function):
         return (*found, None, None, None, None)
 
 
-def _noise(aim: Aim, states: Tensor) -> Tensor | None:  # [n, V] fp32
-    """What is added to all logits of these rows, the target's and the guesses'; zeros where a row has none."""
-    if not aim.noise:
-        return None
-    made = torch.empty((states.shape[0], aim.vocab), device=states.device).exponential_().log_().neg_()
-    if aim.noise < 1:
-        made *= torch.rand((states.shape[0], 1), device=states.device) < aim.noise
-    return made
-
-
-def _wanted(aim: Aim, states: Tensor, ours: Tensor, noise: Tensor | None) -> Wanted:
+def _wanted(aim: Aim, states: Tensor, ours: Tensor) -> Wanted:
     """What the target says behind these states [n, H]. ours: see `_inverse`."""
     seen = aim.logits(states)
-    if noise is not None:
-        seen = seen + noise
     total, best = row_totals(seen)
     return Wanted(seen if aim.ids is None else seen[:, aim.ids], total, ours[best])
 
