@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.asking import Asking
 from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
 from slipstream.plan.extras import RoundExtras, crowd_of
@@ -46,6 +47,7 @@ class Game:
         0.9  # the chance of each guess, given those before it, as the drafter says; None: it does not
     )
     draft_s: float | None = None  # a drafter whose guesses take this long a level; None: they are free
+    ask_s: float | None = None  # what it takes to ask it; None: it is asked in every round
     hidden_s: float = 0.0  # what a drafted round takes besides, and nobody is told
     padded: bool = False
     tokens: int = 0
@@ -81,6 +83,8 @@ class Game:
         planner, number = self.planner, len(self.drafted)
         planner.next_round(requests)
         mine = [r for r in self.ids if planner.speculates(r, ("d",))]
+        if mine and self.ask_s is not None and not planner.asks("d", requests):
+            mine = []
         sizes = [LONG] * len(mine)
         took = 0.0
         if mine and self.draft_s is not None:
@@ -92,6 +96,9 @@ class Game:
             chances = None if self.promise is None else [self.promise ** (i + 1) for i in range(LONG)]
             trees = planner.trim("d", mine, [Tree.chain(range(LONG))] * len(mine), [chances] * len(mine), requests)
             sizes = [len(tree) for tree in trees]
+            if self.ask_s is not None:
+                took = self.ask_s
+                planner.observe_asked("d", any(sizes), took)
         nodes = sum(sizes)
         pass_s = self.curve(requests + nodes)
         whole_s = pass_s + took + (self.hidden_s if nodes else 0.0)
@@ -212,6 +219,43 @@ def test_many_follow_a_switch_and_back(curve: Curve, requests: int) -> None:
     surprised_s = sum(curve(requests + nodes) for nodes in game.drafted[80:120])
     assert surprised_s < 1.03 * 40 * curve(requests)
     assert sum(map(bool, game.drafted[140:160])) >= 15, "within 20 rounds it drafts again"
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+@pytest.mark.parametrize("ask_s", [0.01, 0.06])
+def test_who_is_right_again_is_asked_again(requests: int, ask_s: float) -> None:
+    """Asking takes time, so a drafter that was wrong is asked rarely: yet it comes back soon."""
+    game = Game(steep, lambda n: LONG if n // 200 % 2 == 0 else 0, 0.95, ask_s=ask_s).play(600, requests)
+    back = [nodes > 0 for nodes in game.drafted[400:]]
+    assert back.index(True) < 10
+    assert sum(back[14:34]) >= 18
+    wrong = Game(steep, lambda _: 0, 0.95, ask_s=ask_s).play(1500, requests)
+    assert wrong.speed(requests) > 0.97
+
+
+def test_guesses_that_were_right_are_a_reason_to_ask_at_once() -> None:
+    asking = Asking(value=0.0)
+    asking.observe(0.0, 0.1)
+    asked = [asking.due(1.0) for _ in range(12)]
+    assert asked == [False, False, False, True] * 3
+    for right, due in (([True], True), ([False], False), ([True, False], False), ([True, True, False], True)):
+        while not asking.due(1.0):
+            pass
+        for one in right:
+            asking.hear(one)
+        assert asking.due(1.0) == due
+
+
+def test_costs_are_reckoned_anew_when_somebody_asks() -> None:
+    for padded in (False, True):
+        cost = PassCost(0.15)
+        cost.padded = padded
+        cost.observe(1, 1.0)
+        assert cost.about(1) == cost.seconds(1) == pytest.approx(1.0)
+        for _ in range(9):
+            cost.observe(1, 2.0)
+        assert cost.about(1) == pytest.approx(2.0 if padded else 1.0)
+        assert cost.steps(1, 1).seconds[0] == cost.about(1) == pytest.approx(2.0)
 
 
 def test_a_slow_newcomer_shows_itself_by_one_guess() -> None:

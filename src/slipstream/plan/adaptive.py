@@ -310,6 +310,8 @@ class AdaptivePlanner(HostPlans):
         if guess is None:
             return
         right = int(guess.token == token)
+        if drafter in self._asking:
+            self._asking[drafter].hear(right > 0)
         if guess.said is None:
             self._estimate(drafter).observe(request_id, 1, right)
         else:

@@ -2,7 +2,8 @@
 
 To look for guesses, judge them and take none costs some hundredths of a small model's round. Where next to nothing was
 taken lately, a drafter is asked every second or fourth round only, until it has something again: an echo is then missed
-by three rounds at most.
+by three rounds at most. Guesses that were not taken and turn out right are a reason to ask at once: it takes some of
+them until the drafter is believed again.
 """
 
 from __future__ import annotations
@@ -27,16 +28,23 @@ class Asking:
     value: float = _FIRST  # what a question brings, as a part of a plain round, lately
     seconds: float = 0.0  # that a question takes, lately
     _passed: int = 0  # rounds since it was asked last
+    _heard: int = 0  # guesses of its last answer that were not taken, and of which it is known by now …
+    _right: int = 0  # … how many were right
 
     def due(self, pass_s: float) -> bool:
         """Is it asked in this round, whose plain pass takes so long? Called once a round."""
         share = self.seconds / pass_s
         self._passed += 1
         every = 1 if self.value >= _WORTH * share else _SELDOM if self.value >= share / 2 else _RARELY
-        if self._passed < every:
+        if self._passed < every and 2 * self._right <= self._heard:
             return False
-        self._passed = 0
+        self._passed = self._heard = self._right = 0
         return True
+
+    def hear(self, right: bool) -> None:
+        """A guess for one of the requests was not taken; it would have been right, or not."""
+        self._heard += 1
+        self._right += right
 
     def observe(self, gain: float, seconds: float) -> None:
         """It was asked: what was taken of its guesses is expected to bring so much, and all of it took so long."""

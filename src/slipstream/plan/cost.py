@@ -74,6 +74,7 @@ class PassCost:
         self._left_out = self.context.rates  # what was taken for the context's doing in these
         self._priors: Floats = np.empty(0)  # the prior for 1, 2, … rows
         self._table: Floats = np.empty(0)  # seconds for 1, 2, … rows, as many as were asked for
+        self._is_old = False  # something else is known by now than the table says
         self._last: dict[int, int] = {}  # edge -> the pass that was last seen there
         self._passes = 0
         self._load = Load()  # of the passes that are asked about
@@ -144,7 +145,7 @@ class PassCost:
         for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
             self._forget(old)
             changed = True
-        if changed:  # now, and not when a round waits for its plan
+        if changed:
             self._renew()
 
     def _relearned(self) -> bool:
@@ -179,6 +180,13 @@ class PassCost:
         return 1 + self._slope * (rows - 1) if self._measured is None else self._measured.at(rows)
 
     def _renew(self) -> None:
+        """Where a device waits for plans: now. Elsewhere when somebody asks, for in most rounds nobody does."""
+        self._is_old = True
+        if self.padded:
+            self._reckon()
+
+    def _reckon(self) -> None:
+        self._is_old = False
         self._table = self._interpolated(len(self._table))
         self._least.clear()
         known, self._steps = list(self._steps)[-1:], {}
@@ -203,8 +211,14 @@ class PassCost:
     def seconds(self, rows: int) -> float:
         return float(self._grown(rows)[rows - 1])
 
+    def about(self, rows: int) -> float:
+        """The same, or what was reckoned last: where nearly is enough."""
+        return float(self._table[rows - 1]) if rows <= len(self._table) else self.seconds(rows)
+
     def steps(self, low: int, high: int) -> Steps:
         """Sizes from `low` on, up to `high` rows and perhaps further: `curve` without what is not worth comparing."""
+        if self._is_old:
+            self._reckon()
         found = self._steps.get(low)
         if found is None or found.rows[-1] < high:
             top = max(self.filled(high), len(self._table))
@@ -222,6 +236,8 @@ class PassCost:
 
         By half of what the curve says: what is known of chances is not sure, either.
         """
+        if self._is_old:
+            self._reckon()
         found = self._least.get(rows)
         if found is None:
             costs = self.curve(rows, rows + _ANY)  # n nodes of chance c bring rows + n c tokens
@@ -237,6 +253,8 @@ class PassCost:
         return np.maximum.accumulate(part) if self.observed else part.copy()
 
     def _grown(self, high: int) -> Floats:
+        if self._is_old:
+            self._reckon()
         if high > len(self._table):
             self._table = self._interpolated(high)
         return self._table

@@ -45,7 +45,7 @@ class HostPlans(Planner):
 
     def asks(self, drafter: str, rows: int) -> bool:
         asking = self._asking.get(drafter)
-        return asking is None or self._cost.padded or asking.due(self._cost.seconds(rows))
+        return asking is None or self._cost.padded or asking.due(self._cost.about(rows))
 
     def observe_asked(self, drafter: str, taken: bool, seconds: float) -> None:
         if self._cost.observed:
