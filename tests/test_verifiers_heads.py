@@ -14,7 +14,7 @@ import pytest
 
 import eagle_scenes
 from conftest import save_model, tiny_llama
-from medusa_checkpoints import knowing_medusa
+from medusa_checkpoints import chained_medusa, knowing_medusa
 from rejection_scenes import V
 from slipstream.core.draft import Tree
 from slipstream.core.verdict import Verdict
@@ -25,7 +25,9 @@ from slipstream.verify import mixed, rejection
 from verifier_scenes import ALWAYS, FOUND, SETTINGS, Crowd, Expected, asked, expected
 
 REQUESTS = 12  # times the samples of each
-CASES = [("medusa", "eager"), ("eagle", "queued"), ("medusa", "queued"), ("eagle", "eager")]
+CASES = [("medusa", "eager"), ("eagle", "queued"), ("chained", "queued"), ("medusa", "queued"), ("eagle", "eager")]
+NAMED = {"chained": "medusa"}
+"""What the drafter is called, where that is something else."""
 NODES = 10
 
 
@@ -48,6 +50,7 @@ def headed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     eagle = eagle_scenes.eagle1().write(folder / "eagle")
     heads = {
         "medusa": f"medusa:{knowing_medusa(folder / 'medusa', target)}",
+        "chained": f"medusa:{chained_medusa(folder / 'chained')}?width=3",
         "eagle": f"eagle:{eagle}?width=3&depth=3&nodes={NODES}",
     }
     return cache(lambda name, rounds: Crowd(target, heads[name], rounds=rounds, draft_tokens=NODES))
@@ -58,11 +61,11 @@ def headed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 def test_trees_of_heads(
     headed: Callable[[str, str], Crowd], wanted: Callable[[str], Expected], setting: str, name: str, rounds: str
 ) -> None:
-    tokens = headed(name, rounds).tokens(asked(SETTINGS[setting], name), REQUESTS)
+    tokens = headed(name, rounds).tokens(asked(SETTINGS[setting], NAMED.get(name, name)), REQUESTS)
     assert wanted(setting).p_value(tokens) > ALWAYS
 
 
-@pytest.mark.parametrize(("name", "rounds"), CASES[:2])
+@pytest.mark.parametrize(("name", "rounds"), CASES[:3])
 def test_a_biased_acceptance_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     headed: Callable[[str, str], Crowd],
@@ -71,7 +74,7 @@ def test_a_biased_acceptance_is_noticed(
     rounds: str,
 ) -> None:
     monkeypatch.setattr(rejection, "_passes", lambda u, chance, odds: u * odds < chance * 3)
-    tokens = headed(name, rounds).tokens(asked(SETTINGS["T 1, top-k 6"], name), REQUESTS)
+    tokens = headed(name, rounds).tokens(asked(SETTINGS["T 1, top-k 6"], NAMED.get(name, name)), REQUESTS)
     assert wanted("T 1, top-k 6").p_value(tokens) < FOUND
 
 

@@ -51,12 +51,21 @@ class Grower:
     """Grows the trees of requests with these seeds, as a drafter does, and keeps every level."""
 
     def __init__(
-        self, kind: type[Growth], width: int, depth: int, seeds: list[int], deepest: int | None = None
+        self,
+        kind: type[Growth],
+        width: int,
+        depth: int,
+        seeds: list[int],
+        deepest: int | None = None,
+        *,
+        kept: bool = True,
     ) -> None:
-        """deepest: levels that there is room for."""
+        """deepest: levels that there is room for. kept: rows have entries in a cache."""
         lanes = torch.tensor([3, 0, 2][: len(seeds)], device=DEVICE)
         each = width * ((deepest or depth) - 1)
         guests = 100 + torch.arange(max(1, 2 * each), device=DEVICE)
+        if not kept:
+            each, guests = 0, torch.zeros(width * depth, dtype=torch.int64, device=DEVICE)
         self.growth = kind(state(), lanes, width, depth, last_place=LAST, guests=guests, each=each)
         self.levels: list[Level] = []
         paths: list[tuple[int, ...]] = [() for _ in seeds]
@@ -128,6 +137,20 @@ def test_the_kernels_match_the_twins(shape: tuple[int, int], seeds: list[int]) -
     for nodes in {1, ours.growth.size // 2 + 1, ours.growth.size}:
         for mine, theirs in zip(ours.growth.tree(nodes), twin.growth.tree(nodes), strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", [Growth, Kernels])
+@settings(max_examples=8, deadline=None)
+@given(SHAPES, SEEDS)
+def test_trees_of_which_nothing_is_kept(kind: type[Growth], shape: tuple[int, int], seeds: list[int]) -> None:
+    """The same trees, whose rows all name the same slots."""
+    ours, kept = Grower(kind, *shape, seeds, kept=False), Grower(Growth, *shape, seeds)
+    for a, b in zip(ours.levels, kept.levels, strict=True):
+        assert not a.slots.any()
+        for name in ("tokens", "rows", "lanes", "positions", "generated", "scores", "candidates"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+    for mine, theirs in zip(ours.growth.tree(ours.growth.size), kept.growth.tree(kept.growth.size), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", [Growth, Kernels])
