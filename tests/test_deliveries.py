@@ -1,91 +1,145 @@
-"""Outputs on their way to an event loop, by a clock of the test's own: at once for few, in batches for a crowd."""
+"""Outputs on their way to an event loop, by clocks of the test's own: at once for few and for slow rounds, in batches
+for a crowd whose rounds are shorter than telling of them.
+"""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 
 from slipstream.core.outputs import RequestOutput
-from slipstream.engine.streams import Deliveries, OutputStream
+from slipstream.engine.streams import _LONGEST_S, _SHARE, Deliveries, OutputStream
 
 
-class Clock:
-    """An event loop's time and timers."""
+class Loop:
+    """An event loop that does at once what it is called for. To tell one stream is `each` seconds of work."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    def __init__(self, each: float) -> None:
+        self.each = each
+        self.now = self.worked = 100.0
         self.woken = 0
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-
-    def time(self) -> float:
-        return self.now
+        self.deliveries = Deliveries(cast(Any, self), lambda: self.now, lambda: self.worked)
+        self._soon: list[Callable[[], None]] = []
 
     def is_closed(self) -> bool:
         return False
 
-    def call_later(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (self.now + delay, len(self._timers), action))
+    def call_soon(self, action: Callable[..., None], *arguments: Any) -> None:
+        self._soon.append(lambda: action(*arguments))
 
     def call_soon_threadsafe(self, action: Callable[[], None]) -> None:
         self.woken += 1
+        streams = len(self.deliveries._waiting)
         action()
-
-    def run(self, until: float) -> None:
-        while self._timers and self._timers[0][0] <= until:
-            self.now, _, action = heapq.heappop(self._timers)
-            action()
-        self.now = until
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+        self.worked += self.each * streams
+        while self._soon:
+            later, self._soon = self._soon, []
+            for one in later:
+                one()
 
 
-def crowd(clock: Clock, count: int) -> tuple[Deliveries, list[OutputStream]]:
-    loop: Any = clock
-    deliveries = Deliveries(loop)
-    return deliveries, [OutputStream(deliveries, lambda: None) for _ in range(count)]
+@dataclass(eq=False)
+class Request:
+    """One that says a token in every round, and makes an output of what is new when it may tell."""
+
+    deliveries: Deliveries
+    told: list[int] = field(default_factory=list)  # tokens of each output
+    new: int = 0
+    stream: OutputStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream = OutputStream(self.deliveries, lambda: None)
+
+    def say(self, *, last: bool = False) -> None:
+        self.new += 1
+        if last or not self.told or not self.deliveries.holds(self):
+            self._tell(last=last)
+
+    def report(self) -> None:
+        if not self.deliveries.holds(self):
+            self._tell(last=False)
+
+    def _tell(self, *, last: bool) -> None:
+        self.told.append(self.new)
+        self.new = 0
+        self.stream.put(RequestOutput("r", None, [], [], last))
 
 
-def a_round(deliveries: Deliveries, streams: list[OutputStream], *, last: bool = False) -> None:
-    for stream in streams:
-        stream.put(RequestOutput("r", None, [], [], last))
-    deliveries.flush()
+def a_crowd(count: int, each: float) -> tuple[Loop, list[Request]]:
+    loop = Loop(each)
+    return loop, [Request(loop.deliveries) for _ in range(count)]
 
 
-def test_few_hear_of_every_round(clock: Clock) -> None:
-    deliveries, streams = crowd(clock, 3)
-    for rounds in range(1, 6):
-        a_round(deliveries, streams)
-        assert [len(stream._arrived) for stream in streams] == [rounds] * 3
+def play(loop: Loop, requests: list[Request], rounds: int, round_s: float, *, last: bool = False) -> None:
+    for _ in range(rounds):
+        loop.now += round_s
+        for request in requests:
+            request.say(last=last)
+        loop.deliveries.flush()
 
 
-def test_a_crowd_hears_of_several_rounds_together(clock: Clock) -> None:
-    deliveries, streams = crowd(clock, 32)
-    a_round(deliveries, streams)
-    assert {len(stream._arrived) for stream in streams} == {1}  # the first comes at once
-    for _ in range(3):
-        clock.run(clock.now + 0.0005)
-        a_round(deliveries, streams)
-    assert {len(stream._arrived) for stream in streams} == {1}
-    assert clock.woken == 2  # the loop looks again by itself
-    clock.run(clock.now + 0.0005)
-    assert {len(stream._arrived) for stream in streams} == {4}
-    clock.run(clock.now + 0.010)
-    a_round(deliveries, streams, last=True)  # slow rounds come at once again
-    assert {len(stream._arrived) for stream in streams} == {5}
-    assert all(stream.finished for stream in streams)
+def test_few_hear_of_every_round() -> None:
+    loop, requests = a_crowd(7, each=50e-6)
+    play(loop, requests, 40, 0.0005)
+    assert all(request.told == [1] * 40 for request in requests)
+    assert loop.woken == 40
 
 
-def test_nothing_stays_behind_when_no_round_follows(clock: Clock) -> None:
-    deliveries, streams = crowd(clock, 32)
-    a_round(deliveries, streams)
-    clock.run(clock.now + 0.0005)
-    a_round(deliveries, streams, last=True)
-    assert not any(stream.finished for stream in streams)
-    clock.run(clock.now + 0.002)
-    assert all(stream.finished for stream in streams)
+def test_a_crowd_hears_of_every_round_that_is_long_beside_the_telling() -> None:
+    loop, requests = a_crowd(32, each=25e-6)
+    play(loop, requests, 40, 0.004)  # telling is a fifth of it
+    assert all(request.told == [1] * 40 for request in requests)
+
+
+@pytest.mark.parametrize(("each", "wait"), [(10e-6, 0.008), (200e-6, _LONGEST_S)])
+def test_a_crowd_hears_of_several_short_rounds_together(each: float, wait: float) -> None:
+    """So far apart that telling takes a share of the time, but nobody waits for long."""
+    loop, requests = a_crowd(32, each)
+    play(loop, requests, 400, 0.001)
+    first, *others = requests
+    assert first.told[0] == 1  # the first token comes at once
+    assert first.told[-1] == pytest.approx(wait / 0.001, abs=1)
+    assert sum(first.told) + first.new == 400  # nothing is lost
+    assert all(other.told == first.told for other in others)
+    assert loop.woken < 400 / first.told[-1] + 30  # it takes some rounds to see how long they and the telling take
+    spent = 32 * each * (loop.woken - 1)
+    assert spent < 2 * _SHARE * 0.4 or wait == _LONGEST_S
+
+
+def test_the_end_comes_at_once_with_all_that_was_held() -> None:
+    loop, requests = a_crowd(32, each=30e-6)
+    play(loop, requests, 50, 0.001)
+    assert requests[0].new > 0
+    held = requests[0].new
+    play(loop, requests[:1], 1, 0.001, last=True)
+    assert requests[0].told[-1] == held + 1
+    assert requests[0].stream.finished
+
+
+def test_who_says_nothing_more_is_told_of_all_the_same() -> None:
+    """One that has to wait, say for memory, has not to wait with what it said."""
+    loop, requests = a_crowd(32, each=30e-6)
+    play(loop, requests, 50, 0.001)
+    silent, others = requests[0], requests[1:]
+    assert silent.new > 0
+    play(loop, others, 30, 0.001)
+    assert silent.new == 0
+    assert sum(silent.told) == 50
+
+
+def test_rounds_that_become_slow_are_told_at_once_again() -> None:
+    loop, requests = a_crowd(32, each=30e-6)
+    play(loop, requests, 60, 0.001)
+    play(loop, requests, 40, 0.020)
+    assert requests[0].told[-5:] == [1] * 5
+
+
+def test_a_crowd_that_becomes_few_hears_of_every_round() -> None:
+    loop, requests = a_crowd(32, each=30e-6)
+    play(loop, requests, 60, 0.001)
+    play(loop, requests[3:], 1, 0.001, last=True)
+    play(loop, requests[:3], 40, 0.001)
+    assert requests[0].told[-10:] == [1] * 10

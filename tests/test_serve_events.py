@@ -103,4 +103,11 @@ def test_only_text_goes_the_short_way_and_nothing_is_lost() -> None:
     texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in told[:-1]]
     assert texts == ["a", "b", "cC", "d", "e"]
     assert told[-1] == "data: [DONE]"
-    assert long == 4, "the first, the one of two rounds, the one with more to say, the last"
+    assert long == 3, "the first, the one with more to say, the last"
+
+
+def test_rounds_of_which_the_last_ends_go_the_long_way_together() -> None:
+    told, long = sent_for([[output("a", 1)], [output("b", 2), output("e", 5, finish_reason="length")]])
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in told[:-1]]
+    assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [("a", None), ("be", "length")]
+    assert long == 2

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from conftest import EOS, save_tokenizer
-from slipstream.engine.text import TextStream
+from slipstream.engine import text as module
+from slipstream.engine.text import Remembered, TextStream
 
 BROKEN = "\ufffd"
 
@@ -199,3 +200,44 @@ def test_a_decoder_that_changes_what_it_said() -> None:
             return "it's" if token_ids == [0, 1, 2] else "".join(("it", " '", "s", "!")[t] for t in token_ids)
 
     assert play(TextStream(Fickle(), []), [0, 1, 2, 3])[-1] == "it 's!"
+
+
+class Counted:
+    """A tokenizer's decoding, and how often it was asked."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.asked = tokenizer, 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        self.asked += 1
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(alphabet="ab é😀", max_size=30), st.booleans())
+def test_remembered_runs_are_decoded_as_new_ones(tokenizer: Any, text: str, skip: bool) -> None:
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+    remembered = Remembered(tokenizer)
+    wanted = play(TextStream(tokenizer, [], skip_special_tokens=skip), tokens)
+    for _ in range(2):
+        assert play(TextStream(remembered, [], skip_special_tokens=skip), tokens) == wanted
+
+
+def test_what_was_said_before_is_not_decoded_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(tokenizer)
+    remembered = Remembered(counted)
+    tokens = tokenizer.encode("all said", add_special_tokens=False)
+    play(TextStream(remembered, []), tokens)
+    first = counted.asked
+    play(TextStream(remembered, []), tokens)
+    assert counted.asked == first
+    special = [EOS]
+    assert remembered.decode(special, skip_special_tokens=True) != remembered.decode(special)
+    long = tokens[:4]
+    asked = counted.asked
+    assert remembered.decode(long) == remembered.decode(long)
+    assert counted.asked == asked + 2  # whole texts are not kept
+    monkeypatch.setattr(module, "_MOST_KNOWN", 2)
+    for token in tokens:
+        remembered.decode([token])
+        assert len(remembered._known) <= 2 or token == tokens[0]

@@ -18,7 +18,7 @@ from slipstream.drafters import AUTO, chosen_for, loaded_as, names_of
 from slipstream.drafters.base import Drafter
 from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.state import Answer, Job, Sink
-from slipstream.engine.text import TextStream
+from slipstream.engine.text import Remembered, TextStream
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -38,7 +38,7 @@ class Intake:
     ) -> None:
         self._plan = plan
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decoder = tokenizer, Remembered(tokenizer)
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._drafters = drafters
@@ -77,7 +77,7 @@ class Intake:
                 seed=seed,
                 tokens=list(ids),
                 text=TextStream(
-                    self._tokenizer,
+                    self._decoder,
                     ids,
                     stops=params.stop_strings,
                     keep_stop=params.include_stop_str_in_output,
@@ -152,7 +152,8 @@ class Intake:
 
     def _check_ids(self, key: str, ids: Iterable[object]) -> None:
         for token in ids:
-            if isinstance(token, bool) or not (isinstance(token, Integral) and 0 <= int(token) < self._vocab_size):
+            is_number = type(token) is int or (isinstance(token, Integral) and not isinstance(token, bool))
+            if not (is_number and 0 <= int(token) < self._vocab_size):  # type: ignore[call-overload]
                 raise InvalidRequest(f"{key}: token id {token!r} must be a whole number, 0 to {self._vocab_size - 1}")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -297,9 +297,10 @@ class LLM:
             for job in jobs:
                 self._loop.drop(job)
 
-        stream = OutputStream(self._deliveries_to(asyncio.get_running_loop()), drop, len(jobs))
+        deliveries = self._deliveries_to(asyncio.get_running_loop())
+        stream = OutputStream(deliveries, drop, len(jobs))
         for job in jobs:
-            job.sink = stream.put
+            job.sink, job.holds = stream.put, deliveries.holds
         self._loop.post(jobs, stream.put)  # no waiting: a task that is cancelled meanwhile would leave them running
         return stream
 

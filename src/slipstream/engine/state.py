@@ -171,6 +171,7 @@ class Job:
     arrived: float = field(default_factory=time.perf_counter)
     answers: list[Answer] = field(default_factory=list)
     reported: bool = False
+    holds: Callable[[Job], bool] | None = None  # asked before news are made: are they to wait, until it reports again?
     cached_tokens: int = 0  # of the prompt that were in the cache when its first answer started
     _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for a whole stream
     _told: list[_Told] = field(init=False, default_factory=list)  # by answer; only where deltas are wanted
@@ -181,6 +182,8 @@ class Job:
         kind = self.params.output_kind
         if self.reported or not (finished or (self.streaming and kind != "final_only")):
             return
+        if kind == "delta" and not finished and self._told and self.holds is not None and self.holds(self):
+            return  # its first token never waits
         self.reported = finished
         if kind == "delta":
             self._told = self._told or [_Told() for _ in self.answers]

@@ -10,12 +10,36 @@ _CONTEXT = 6
 """Prompt tokens decoded along: whether a first token begins with a space depends on what stands before it."""
 _UNFINISHED = 3
 """Most tokens that the beginning of a character can have: four bytes are a whole one."""
+_SHORT = 3
+_MOST_KNOWN = 1 << 16
+"""Tokens of a run that is remembered, and such runs: about 15 MB."""
 
 
 class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class Remembered:
+    """A decoder that knows short runs of tokens again: a text is decoded two or three tokens at a time, and of those
+    most were decoded before. A call of a real tokenizer takes ten microseconds."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._known: dict[tuple[bool, tuple[int, ...]], str] = {}
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        if len(token_ids) > _SHORT:
+            return self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        key = (skip_special_tokens, tuple(token_ids))
+        found = self._known.get(key)
+        if found is None:
+            found = self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()  # what is still said comes back soon
+            self._known[key] = found
+        return found
 
 
 class TextStream:

@@ -136,19 +136,21 @@ class EngineResponse(Response):
         await send({"type": "http.response.body", "body": ending})
 
     def _only_text(self, arrived: Sequence[RequestOutput]) -> bytes | None:
-        """The event for a round that brought one choice some text and nothing else; None: it brought more.
+        """The event for rounds that brought one choice some text and nothing else; None: they brought more.
 
         Nearly all rounds of nearly all streams are such, and what `_pieces` and the wording do for them comes to this.
         """
-        if len(arrived) != 1 or len(arrived[0].outputs) != 1:
+        first = arrived[0]
+        if not all(_is_text(request, first) for request in arrived):
             return None
-        output = arrived[0].outputs[0]
-        index = self._choice[arrived[0].request_id] + output.index
+        index = self._choice[first.request_id] + first.outputs[0].index
         around = self._around[index]
-        if around is None or output.finish_reason or output.logprobs is not None or output.origins is not None:
+        if around is None:
             return None
-        self._tokens[index] += len(output.token_ids)
-        return f"{around[0]}{quoted(output.text)}{around[1]}".encode("utf-8", "replace") if output.text else b""
+        said = [request.outputs[0] for request in arrived]
+        self._tokens[index] += sum([len(output.token_ids) for output in said])
+        text = said[0].text if len(said) == 1 else "".join([output.text for output in said])
+        return f"{around[0]}{quoted(text)}{around[1]}".encode("utf-8", "replace") if text else b""
 
     def _new(self, request: RequestOutput) -> list[tuple[int, CompletionOutput]]:
         """What a request brought, by choice; of those that ended, nothing is new any more."""
@@ -219,6 +221,15 @@ class EngineResponse(Response):
 def _of_answer(error: str) -> RequestError:
     """Why an answer failed. A form that cannot be followed is the client's own."""
     return InvalidRequest(error) if error.startswith("structured_outputs: ") else RequestError(error)
+
+
+def _is_text(request: RequestOutput, first: RequestOutput) -> bool:
+    """Did it bring text and nothing else, for the one choice that the first is about?"""
+    if len(request.outputs) != 1 or request.request_id != first.request_id:
+        return False
+    output = request.outputs[0]
+    silent = output.finish_reason is None and output.logprobs is None and output.origins is None
+    return silent and output.index == first.outputs[0].index
 
 
 def _says(piece: Piece) -> bool:
