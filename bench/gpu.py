@@ -12,6 +12,7 @@
     long       the plain step at 8,000 and 32,000 tokens of context, of a random model of the target's shape
     heads      the draft of an EAGLE-3 head, and its bytes
     sampling   the step with the choice of its token, of that model
+    kernels    where the time of a plain step, of trees and of a head's draft goes, kernel by kernel, of that model
     prefill    reading a prompt of 8,000 tokens; the first token after 1,024
     idle       how much of the time the device waits, in every mode
     peers      `tokens` and `prefill` by vLLM, each mode in a process of its own, after ours; vLLM must be on the path
@@ -39,7 +40,7 @@ from gpu_report import Report
 
 from slipstream.core.errors import ConfigError
 
-PARTS = ("tokens", "tree", "small", "long", "heads", "sampling", "prefill", "idle", "peers")
+PARTS = ("tokens", "tree", "small", "long", "heads", "sampling", "kernels", "prefill", "idle", "peers")
 
 
 def chosen(key: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -5,10 +5,11 @@ so that everything else of the benchmark runs on a CPU as well, where tests can 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,14 +76,60 @@ def copy_bandwidth(device: torch.device, clock: Clock | None = None) -> float:
     return 2 * source.numel() * 8 / (clock or clock_of(device))(work, 8)["copy"]
 
 
-def idle_share(work: Work) -> float | None:
-    """The part of the time in which no kernel ran, over the middle of some work; None where no kernel was seen."""
+class Span(NamedTuple):
+    """When a kernel ran, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+def watched(work: Work) -> list[Span]:
+    """All kernels that ran for some work."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()
     events: Any = profile.events()
-    on_device = [e.time_range for e in events if str(e.device_type).endswith("CUDA")]
-    return idle_of([(span.start, span.end) for span in on_device])
+    on_device = [event for event in events if str(event.device_type).endswith("CUDA")]
+    return [Span(event.time_range.start, event.time_range.end, event.name) for event in on_device]
+
+
+def idle_share(work: Work) -> float | None:
+    """The part of the time in which no kernel ran, over the middle of some work; None where no kernel was seen."""
+    return idle_of([(span.start, span.end) for span in watched(work)])
+
+
+class KernelTime(NamedTuple):
+    """What one kernel takes of a piece of work."""
+
+    name: str
+    launches: float
+    us: float
+
+
+@torch.inference_mode()
+def by_kernel(work: Work, repeats: int) -> list[KernelTime]:
+    """Where a work's time goes, as a graph: kernel by kernel, those that take most first."""
+    graph = _captured(work)
+
+    def play() -> None:
+        for _ in range(repeats):
+            graph.replay()
+            torch.cuda.synchronize()
+
+    play()
+    return kernel_times(watched(play), repeats)
+
+
+def kernel_times(spans: Sequence[Span], repeats: int) -> list[KernelTime]:
+    """Each moment belongs to the kernel that ends next: those behind it that have begun only wait for it."""
+    found: dict[str, list[float]] = {}
+    last = -math.inf
+    for span in sorted(spans, key=lambda span: span.end):
+        found.setdefault(span.name, []).append(max(span.end - max(span.start, last), 0.0))
+        last = span.end
+    times = [KernelTime(name, len(us) / repeats, sum(us) / repeats) for name, us in found.items()]
+    return sorted(times, key=lambda one: -one.us)
 
 
 def idle_of(spans: Sequence[tuple[float, float]]) -> float | None:

@@ -94,7 +94,7 @@ def head_part(
     assert requests[0] == 1
     head = random_head(runner, kept)
     size = draft_bytes(head, depth, context)
-    works = {str(n): _draft(runner, head, n, context, depth, width, nodes) for n in requests}
+    works = {str(n): draft_work(runner, head, n, context, depth, width, nodes) for n in requests}
     seconds = clock(works, REPEATS)
     return HeadTimes(
         depth, width, nodes, context, size, {n: s * 1e3 for n, s in seconds.items()}, seconds["1"] / (size / bandwidth)
@@ -115,7 +115,7 @@ def _numel(size: Sequence[int]) -> int:
     return int(torch.Size(size).numel())
 
 
-def _draft(
+def draft_work(
     runner: Runner, head: EagleHead, requests: int, context: int, depth: int, width: int, nodes: int
 ) -> Callable[[], object]:
     """The work of one draft for so many requests, each with so many tokens in the cache."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_heads
+import gpu_kernels
 import gpu_passes
 import gpu_tokens
 import torch
@@ -24,7 +25,7 @@ from transformers import PreTrainedConfig
 from slipstream.models.load import load_config
 from slipstream.models.resolve import resolve
 
-PARTS = ("tokens", "tree", "small", "long", "heads", "sampling", "prefill", "idle")
+PARTS = ("tokens", "tree", "small", "long", "heads", "sampling", "kernels", "prefill", "idle")
 IDLE_WARMUPS = 3
 """Answers before the one that is watched: sizes of rounds are captured when they first come, and guesses learn."""
 
@@ -65,7 +66,7 @@ def measure(plan: Plan, report: Report, clock: Clock | None = None) -> None:
         "copy": (plan.has("tree", "long", "heads"), _copy),
         "first opening": (plan.has("tokens", "tree"), _first_opening),
         "small": (plan.small is not None and plan.has("small"), _small),
-        "random model": (plan.has("long", "heads", "sampling"), _random_model),
+        "random model": (plan.has("long", "heads", "sampling", "kernels"), _random_model),
         "second opening": (plan.has("prefill", "idle"), _second_opening),
     }
     if plan.has("tokens", "tree", "prefill", "idle"):
@@ -115,7 +116,10 @@ def _random_model(plan: Plan, report: Report, clock: Clock) -> None:
             speed = report.results["copy_bytes_per_s"]
             report.put(asdict(gpu_heads.head_part(runner, speed, clock)), "heads")
             report.put(asdict(gpu_heads.head_part(runner, speed, clock, kept="fp8")), "heads_fp8")
-    if plan.has("sampling"):
+    if plan.has("kernels") and plan.device.type == "cuda":
+        with report.part("kernels"):
+            report.put(gpu_kernels.kernel_part(runner), "kernels")
+    if plan.has("sampling"):  # last: it changes the LM head
         with report.part("sampling"):
             report.put([asdict(step) for step in gpu_passes.sampling_part(runner, clock)], "sampling")
 

@@ -52,7 +52,21 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines = [f"| {r.what} | {r.ours} | {r.theirs} | {r.ratio} |" for r in (*head, *rows_of(results))]
     failed = dict(results.get("failed", {}))
     failed |= {f"vLLM {name}": found["failed"] for name, found in results.get("vllm", {}).items() if "failed" in found}
+    lines += kernel_lines(results.get("kernels", {}))
     return "\n".join([*lines, *(f"\n{name} failed: {why.splitlines()[-1]}" for name, why in failed.items())])
+
+
+def kernel_lines(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """For each work a table of its kernels."""
+    told: list[str] = []
+    for work, kernels in found.items():
+        total = sum(one["us"] for one in kernels)
+        told += ["", f"**{work}**: {total / 1e3:.3f} ms", "", "| kernel | launches | us | % |", "|---|---|---|---|"]
+        told += [
+            f"| `{one['name'][:60]}` | {one['launches']:g} | {one['us']:.1f} | {100 * one['us'] / total:.1f} |"
+            for one in kernels
+        ]
+    return told
 
 
 def _token_rows(results: Mapping[str, Any]) -> list[Row]:

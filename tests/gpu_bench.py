@@ -22,9 +22,11 @@ from slipstream.models.taps import Taps
 
 ROOT_FOLDER = Path(__file__).parent.parent
 sys.path.append(str(ROOT_FOLDER / "bench"))
-_PARTS = ("clock", "heads", "ours", "passes", "peers", "report", "table", "tokens")
+_PARTS = ("clock", "heads", "kernels", "ours", "passes", "peers", "report", "table", "tokens")
 _NAMES = ("gpu", *(f"gpu_{part}" for part in _PARTS), "widen")
-gpu, clocks, heads, ours, passes, peers, reports, tables, tokens, widen = (import_module(name) for name in _NAMES)
+gpu, clocks, heads, kernels, ours, passes, peers, reports, tables, tokens, widen = (
+    import_module(name) for name in _NAMES
+)
 _CURVE = ("curve", "curve_ours", "curve_peers", "curve_run", "curve_table", "curve_work")
 curve, curve_ours, curve_peers, curve_run, curve_table, curve_work = (import_module(name) for name in _CURVE)
 

@@ -21,6 +21,7 @@ from gpu_bench import (
     FakeTime,
     clocks,
     heads,
+    kernels,
     passes,
     tokens,
     write_prompts,
@@ -199,7 +200,7 @@ def test_on_a_gpu_works_are_captured_once_and_replayed_in_turn(monkeypatch: pyte
 def test_idle_is_asked_of_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
     spans = [(DeviceType.CUDA, t, t + 0.25) for t in range(8)] + [(DeviceType.CPU, t, t + 1.0) for t in range(8)]
-    events = [SimpleNamespace(device_type=k, time_range=SimpleNamespace(start=a, end=b)) for k, a, b in spans]
+    events = [SimpleNamespace(name="k", device_type=k, time_range=SimpleNamespace(start=a, end=b)) for k, a, b in spans]
     profile = SimpleNamespace(events=lambda: events)
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(profile))
     done: list[int] = []
@@ -217,6 +218,35 @@ def test_idle_is_what_no_kernel_fills() -> None:
     assert clocks.idle_of([(float(t), t + 1.5) for t in reversed(range(8))]) == 0, "they may overlap, in any order"
     assert clocks.idle_of([]) is None
     assert clocks.idle_of([(1.0, 2.0)] * 8) is None
+
+
+def test_each_moment_belongs_to_the_kernel_that_ends_next() -> None:
+    """One that begins early only waits; a gap belongs to nobody."""
+    spans = [(0.0, 4.0, "a"), (1.0, 6.0, "b"), (5.0, 7.0, "a"), (10.0, 11.0, "b")]
+    found = clocks.kernel_times([clocks.Span(*span) for span in reversed(spans)], 2)
+    assert found == [clocks.KernelTime("a", 1, 2.5), clocks.KernelTime("b", 1, 1.5)]
+
+
+def test_kernels_are_those_of_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(clocks, "watched", lambda work: (work(), [clocks.Span(0.0, 3.0, "k")])[1])
+    assert clocks.by_kernel(cuda.work, 3) == [clocks.KernelTime("k", 1 / 3, 1.0)]
+    assert cuda.log == ["run", "capture 1", *["replay 1", "synchronized"] * 6]
+
+
+def test_every_work_that_is_looked_into_runs(runner: Runner) -> None:
+    seen: list[int] = []
+
+    def watch(work: Any, repeats: int) -> list[Any]:
+        work()
+        seen.append(repeats)
+        return [clocks.KernelTime(f"k{i}", 1, 30.0 - i) for i in range(14)]
+
+    found = kernels.kernel_part(runner, watch, context=20)
+    assert next(iter(found)) == "plain step"
+    assert "tree of 64 rows" in found
+    assert len(seen) == len(found) == 5
+    assert found["plain step"][-1] == {"name": "others", "launches": 2, "us": 18.0 + 17.0}
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------

@@ -224,6 +224,24 @@ def test_the_table_says_how_many_times_better() -> None:
     ]
 
 
+def test_kernels_have_a_table_for_each_work() -> None:
+    found = {
+        "plain step": [
+            {"name": "product", "launches": 64.0, "us": 750.0},
+            {"name": "norm", "launches": 1.5, "us": 250.0},
+        ]
+    }
+    assert tables.kernel_lines(found) == [
+        "",
+        "**plain step**: 1.000 ms",
+        "",
+        "| kernel | launches | us | % |",
+        "|---|---|---|---|",
+        "| `product` | 64 | 750.0 | 75.0 |",
+        "| `norm` | 1.5 | 250.0 | 25.0 |",
+    ]
+
+
 def test_passes_in_the_table() -> None:
     results = {
         "tree": {
