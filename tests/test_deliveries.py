@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import RequestOutput
+from slipstream.engine.state import Answer, Job
 from slipstream.engine.streams import _LONGEST_S, _SHARE, Deliveries, OutputStream
 
 
@@ -55,11 +57,11 @@ class Request:
 
     def say(self, *, last: bool = False) -> None:
         self.new += 1
-        if last or not self.told or not self.deliveries.holds(self):
+        if not self.deliveries.holds(self, last or not self.told):
             self._tell(last=last)
 
     def report(self) -> None:
-        if not self.deliveries.holds(self):
+        if not (self.stream.finished or self.deliveries.holds(self, False)):
             self._tell(last=False)
 
     def _tell(self, *, last: bool) -> None:
@@ -117,6 +119,7 @@ def test_the_end_comes_at_once_with_all_that_was_held() -> None:
     play(loop, requests[:1], 1, 0.001, last=True)
     assert requests[0].told[-1] == held + 1
     assert requests[0].stream.finished
+    assert requests[0] not in loop.deliveries._holding  # nothing is left of it, though no round may follow
 
 
 def test_who_says_nothing_more_is_told_of_all_the_same() -> None:
@@ -143,3 +146,36 @@ def test_a_crowd_that_becomes_few_hears_of_every_round() -> None:
     play(loop, requests[3:], 1, 0.001, last=True)
     play(loop, requests[:3], 40, 0.001)
     assert requests[0].told[-10:] == [1] * 10
+    assert 0 not in requests[0].told  # what was held was told with what followed, and not again when it was time
+
+
+def test_first_tokens_and_ends_are_urgent_of_each_answer(llm: LLM) -> None:
+    """One of two ends while the other goes on: a stream hears of it at once, and once."""
+    told: list[RequestOutput] = []
+    urgent: list[bool] = []
+
+    def holds(_: Job, is_urgent: bool) -> bool:
+        urgent.append(is_urgent)
+        return not is_urgent
+
+    job = llm.prepare("abc", SamplingParams(n=2, output_kind="delta"))
+    job.sink, job.holds = told.append, holds
+    one, two = job.answers
+
+    def say(answer: Answer, token: int) -> None:
+        answer.output.token_ids.append(token)
+        job.report()
+
+    for answer, token, expected in ((one, 1, True), (one, 2, False), (two, 3, True), (two, 4, False), (one, 5, False)):
+        say(answer, token)
+        assert urgent[-1] is expected
+    one.end("length")
+    for expected in (True, False):
+        job.report()
+        assert urgent[-1] is expected
+    two.end("length")
+    job.report()
+    assert urgent[-1]
+    news = [[output.token_ids for output in request.outputs] for request in told]
+    assert news == [[[1], []], [[2], [3]], [[5], [4]], [[], []]]
+    assert [request.finished for request in told] == [False, False, False, True]

@@ -171,7 +171,8 @@ class Job:
     arrived: float = field(default_factory=time.perf_counter)
     answers: list[Answer] = field(default_factory=list)
     reported: bool = False
-    holds: Callable[[Job], bool] | None = None  # asked before news are made: are they to wait, until it reports again?
+    holds: Callable[[Job, bool], bool] | None = None
+    """Asked before news are made, and told whether they are urgent: are they to wait, until it reports again?"""
     cached_tokens: int = 0  # of the prompt that were in the cache when its first answer started
     _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for a whole stream
     _told: list[_Told] = field(init=False, default_factory=list)  # by answer; only where deltas are wanted
@@ -182,8 +183,8 @@ class Job:
         kind = self.params.output_kind
         if self.reported or not (finished or (self.streaming and kind != "final_only")):
             return
-        if kind == "delta" and not finished and self._told and self.holds is not None and self.holds(self):
-            return  # its first token never waits
+        if kind == "delta" and self.holds is not None and self.holds(self, finished or self._is_urgent):
+            return
         self.reported = finished
         if kind == "delta":
             self._told = self._told or [_Told() for _ in self.answers]
@@ -193,6 +194,16 @@ class Job:
             outputs = [answer.output if finished else _snapshot(answer.output) for answer in self.answers]
         self._shown_prompt = self._shown_prompt or list(self.prompt_ids)
         self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished, self.cached_tokens))
+
+    @property
+    def _is_urgent(self) -> bool:
+        """Has an answer its first token to tell, or its end?"""
+        if not self._told:
+            return True
+        for answer, told in zip(self.answers, self._told, strict=True):
+            if not told.ended and (answer.ended or (answer.output.token_ids and not told.tokens)):
+                return True
+        return False
 
 
 def _all_of(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:

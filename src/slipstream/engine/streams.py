@@ -25,7 +25,7 @@ _PART = 0.25
 _SHARE = 0.04
 """Of all time, that telling takes where it is too long for every round."""
 _LONGEST_S = 0.025
-"""Nobody waits longer to hear what is there."""
+"""Nobody waits longer to hear what is there, but for the round that runs by then."""
 _NEWEST = 0.2
 """Weight of the last figure in a running one."""
 
@@ -132,12 +132,16 @@ class Deliveries:
             raise RequestError("the event loop that asked is closed")
         self._waiting.append((stream, arrival))
 
-    def holds(self, request: Reporter) -> bool:
-        """On the engine's thread: is what this request has to tell to wait? Then it is asked again when it is time."""
+    def holds(self, request: Reporter, urgent: bool) -> bool:
+        """On the engine's thread: is what this request has to tell to wait? Then it is asked again when it is time.
+
+        urgent: it tells now, whatever is said here.
+        """
         if self._telling:
             return False
-        self._asked += 1
-        if not self._pace_s:
+        self._asked += not urgent
+        if urgent or not self._pace_s:
+            self._holding.pop(request, None)  # all that it has to tell is told now
             return False
         self._holding[request] = None
         return True
