@@ -12,7 +12,7 @@ _UNFINISHED = 3
 """Most tokens that the beginning of a character can have: four bytes are a whole one."""
 _SHORT = 3
 _MOST_KNOWN = 1 << 16
-"""Tokens of a run that is remembered, and such runs: about 15 MB."""
+"""Tokens of a run that is remembered, and such runs: about 20 MB."""
 
 
 class Decoder(Protocol):
