@@ -101,7 +101,7 @@ def said_in_chain(
         x = x + tensors[f"{head}.token.weight"] @ word
         for layer in range(layers):
             y = tensors[f"{head}.{layer}.linear.weight"] @ x + tensors[f"{head}.{layer}.linear.bias"]
-            x = x + (-1) ** layer * y / (1 + torch.exp(-y))
+            x = x + y / (1 + torch.exp(-y))
     return lm_head @ x
 
 

@@ -261,7 +261,7 @@ def test_chained_heads_learn_what_follows_from_guesses(tmp_path: Path) -> None:
         assert not chained or float(losses.total.detach()) < 0.2 * float(before)
     assert right[False][0] > 0.9
     assert max(right[False][1:]) < 0.2
-    assert min(right[True]) > 0.75
+    assert min(right[True]) > 0.6
 
 
 @pytest.mark.parametrize(
