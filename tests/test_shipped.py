@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,15 @@ import pytest
 from safetensors import safe_open
 
 from medusa_checkpoints import tiny_medusa
-from slipstream import LLM, SamplingParams, drafters
+from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams, drafters
 from slipstream.core.errors import ConfigError
 from slipstream.drafters import DrafterSpec, parse_spec, register, shipped, shipped_as
 from slipstream.drafters.shipped import with_shipped
+from slipstream.models.heads.checkpoint import TargetShape
+from slipstream.models.heads.medusa import check_medusa
 
 MOST_BYTES = 64 * 2**20
+QUESTIONS = ("What are the three primary colours?", "Tom has 3 apples and buys 4 more. How many has he now?")
 
 
 @pytest.fixture
@@ -83,12 +87,41 @@ def test_the_package_holds_no_more_than_it_may() -> None:
     """Whatever is shipped has weights in fp16 or less, a card that names its data, and 64 MiB at most in all."""
     files = [file for file in shipped.HEADS.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= MOST_BYTES
-    for folder in {file.parent for file in files}:
-        assert folder.parent == shipped.HEADS
-        assert {"eagle3", "medusa", "draft"} >= {folder.name}
+    folders = {file.parent for file in files}
+    assert folders == {shipped.HEADS / name for name in ("eagle3", "medusa", "draft")}
+    for folder in folders:
         json.loads((folder / "config.json").read_text())
-        assert "## Data" in (folder / "README.md").read_text()
+        card = (folder / "README.md").read_text()
+        assert "## Data" in card
+        assert "| tau by task |" in card
+        assert not re.search(r"[`: ]/\w", card)  # where things lay when it was made is nobody's business
         for weights in folder.glob("*.safetensors"):
             with safe_open(weights, "pt") as tensors:
                 kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
             assert not kinds & {"F32", "F64"}
+
+
+def test_the_medusa_heads_fit_the_default_model() -> None:
+    found = with_shipped(parse_spec("medusa"), "default")
+    assert found == DrafterSpec("medusa", str(shipped.HEADS / "medusa"))
+    check_medusa(shipped.HEADS / "medusa", TargetShape(hidden=576, vocab=49152, layers=30, max_positions=8192))
+    assert json.loads((shipped.HEADS / "medusa" / "config.json").read_text())["medusa_chained"] is True
+
+
+@pytest.mark.slow
+def test_the_default_model_answers_with_them() -> None:
+    """What is shipped is what the code computes: heads that were trained otherwise are seldom right."""
+    least = {"eagle3": 3.0, "medusa": 2.0, "draft": 2.0}
+    with LLM("default", drafter=[*least], device="cpu", planner="fixed", max_num_seqs=2, max_model_len=256) as llm:
+        prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+        def answered(how: SpeculationParams) -> list[CompletionOutput]:
+            params = SamplingParams(temperature=0, max_tokens=32, speculation=how)
+            return [output.outputs[0] for output in llm.generate(prompts, params)]
+
+        plain = answered(SpeculationParams(enabled=False))
+        for name, tau in least.items():
+            answers = answered(SpeculationParams(drafter=name))
+            assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+            did = [answer.speculation for answer in answers]
+            assert sum(one.emitted for one in did) > tau * sum(one.rounds for one in did), name

@@ -228,14 +228,15 @@ def test_an_open_engine_takes_weights_and_tree(
     assert sum(refreshed) > 0
 
 
+@pytest.mark.parametrize("rounds", ["eager", "queued"])  # which also guess where one token is left
 def test_an_open_engine_takes_weights_of_chained_heads(
-    teacher: Teacher, tiny_target: Path, tmp_path: Path, open_llm: Callable[..., LLM]
+    teacher: Teacher, tiny_target: Path, tmp_path: Path, open_llm: Callable[..., LLM], rounds: str
 ) -> None:
     recipe = make(teacher)
     recipe.export(tmp_path / "first")
     prompts = [{"prompt_token_ids": [10 + i, 20, 30 + i]} for i in range(3)]
     how = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    llm = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "first"), planner="fixed")
+    llm = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "first"), rounds=rounds, planner="fixed")
     said = llm.generate(prompts, how)
     recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
     learn(recipe, look(teacher, recipe), 20)
@@ -243,7 +244,7 @@ def test_an_open_engine_takes_weights_of_chained_heads(
     refreshed = [o.outputs[0].speculation.accepted for o in llm.generate(prompts, how)]
     assert refreshed != [o.outputs[0].speculation.accepted for o in said]
     recipe.export(tmp_path / "second")
-    other = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "second"), rounds="queued", planner="fixed")
+    other = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "second"), rounds=rounds, planner="fixed")
     assert [o.outputs[0].speculation.accepted for o in other.generate(prompts, how)] == refreshed
 
 

@@ -90,7 +90,7 @@ def test_from_prompts_to_a_drafter(
     drafter = open_llm(tiny_target, drafter=said["drafter"]).engine.drafting.drafters["medusa"]
     if chained:
         assert isinstance(drafter, ChainedMedusaDrafter)
-        assert (drafter.depth, drafter.width, drafter.most_nodes) == (3, 8, 63)
+        assert (drafter.depth, drafter.width, drafter.most_nodes) == (3, 16, 63)
     else:
         table = json.loads((out / "drafter" / "config.json").read_text())["medusa_acceptance"]
         assert table != [list(row) for row in usual_table(3)]  # it was measured

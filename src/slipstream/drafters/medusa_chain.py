@@ -23,6 +23,9 @@ from slipstream.models.heads.medusa import MedusaHeads
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
 
+WIDTH = 16
+"""Twice EAGLE's: heads are less sure, and a tree has few levels, so that it has room for what is next best."""
+
 
 class ChainedMedusaDrafter(DeviceDrafter):
     """Drafts trees with chained heads.
@@ -36,7 +39,9 @@ class ChainedMedusaDrafter(DeviceDrafter):
     default_draft_tokens: ClassVar[int] = MAX_NODES  # as many as `most_nodes` says
     makes_trees = grows = True
 
-    def __init__(self, heads: MedusaHeads, *, depth: int | None = None, width: int = 8, nodes: int = MAX_NODES) -> None:
+    def __init__(
+        self, heads: MedusaHeads, *, depth: int | None = None, width: int = WIDTH, nodes: int = MAX_NODES
+    ) -> None:
         assert heads.chained, "heads that do not know of one another draft by a table: `MedusaDrafter`"
         self.depth = heads.heads if depth is None else depth
         if not 1 <= self.depth <= heads.heads:
