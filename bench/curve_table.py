@@ -72,9 +72,9 @@ def _rate(found: Mapping[str, Any] | None, plain: float | None) -> str:
 
 def _rounds(results: Mapping[str, Any], temperature: str) -> str:
     """What a round of one request is made of, and what a planner brings that always drafts."""
-    head = f"one request, {temperature}"
-    rows = [[head, "tau", "accepted", "draft, ms", "verify, ms", "host, ms", "always drafting, tok/s", "its tau"]]
     fixed: Points = results.get("fixed", {}).get(temperature, {})
+    head = [f"one request, {temperature}", "tau", "accepted", "draft, ms", "verify, ms", "host, ms"]
+    rows = [head + (["always drafting, tok/s", "its tau"] if fixed else [])]
     for mode, points in results.get("curve", {}).get(temperature, {}).items():
         if (found := points.get("1")) is None:
             continue
@@ -85,14 +85,14 @@ def _rounds(results: Mapping[str, Any], temperature: str) -> str:
                 f"{found['tau']:.2f}",
                 _share(found["alpha"]),
                 *(f"{times[part]:.2f}" for part in ("draft", "verify", "host")),
-                *((f"{other['tok_s']:,.0f}", f"{other['tau']:.2f}") if other else (NOTHING, NOTHING)),
+                *((f"{other['tok_s']:,.0f}", f"{other['tau']:.2f}") if other else [NOTHING] * (len(rows[0]) - 6)),
             ]
         )
     for mode, found in results.get("vllm", {}).items():
         point = found.get(temperature, {}).get("1", {})
         if "tau" in point:
             name = f"vLLM, {_LABELS.get(mode, mode)}, chains of 5"
-            rows.append([name, f"{point['tau']:.2f}", _share(point["alpha"]), *[NOTHING] * 5])
+            rows.append([name, f"{point['tau']:.2f}", _share(point["alpha"]), *[NOTHING] * (len(rows[0]) - 3)])
     return table(rows) if len(rows) > 1 else ""
 
 
@@ -107,6 +107,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def _notes(results: Mapping[str, Any]) -> Iterable[str]:
     """What is one number or one sentence."""
+    for temperature, modes in results.get("curve", {}).items():
+        there = {size for points in modes.values() for size in points}
+        asked = {size for points in lines(results, temperature).values() for size in points}
+        if missing := ", ".join(sorted(asked - there, key=int)):
+            yield f"Not measured yet: ours at {temperature} with {missing} at once. What has a dash was not measured."
     every = [
         point
         for key in ("curve", "alone", "fixed")
