@@ -184,6 +184,15 @@ class TestPlans:
             late += len(found[1] - found[0])
         assert late <= 2
 
+    def test_rounds_without_trees_record_no_shape(self) -> None:
+        """Five requests are filled up to eight rows: a tree of theirs would have been taken for one that is there."""
+        game, texts = Game(5), [Text(0.0)] * 5
+        game.play(texts, 100)
+        drafted = sum(nodes > 0 for nodes, _ in game.plans)
+        shapes = {(PassCost.filled(5 * (1 + nodes)), levels) for nodes, levels in game.plans if nodes}
+        assert drafted < len(game.plans)
+        assert {shape[1:] for shape in game.planner._sizes._rounds} == shapes
+
     def test_a_step_beyond_the_best_and_then_no_new_one(self) -> None:
         sizes, levels = (3, 7, 15, 31, 63), [Levels(deep, 63) for deep in (2, 4, 8)]
         found = tree_choices(sizes, levels, [63], np.full((8, 1), 0.8).cumprod(0), NodeRanks().kept(63))

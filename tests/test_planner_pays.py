@@ -258,6 +258,20 @@ def test_costs_are_reckoned_anew_when_somebody_asks() -> None:
         assert cost.steps(1, 1).seconds[0] == cost.about(1) == pytest.approx(2.0)
 
 
+def test_reasons_are_told_without_reckoning_anew() -> None:
+    """Any thread may ask for them, in the middle of a round: nothing changes by it."""
+    planner = Game(roomy, lambda n: 0, padded=False).play(60, 4).planner
+    cost = planner._cost
+    for _ in range(9):
+        planner.observe_pass(4, 7.0)
+    before = cost._table
+    assert "d" in planner.reasons()
+    assert cost.about(len(before) + 5) > 0
+    assert cost._table is before
+    assert cost.seconds(4) == pytest.approx(7.0)
+    assert cost._table is not before
+
+
 def test_a_slow_newcomer_shows_itself_by_one_guess() -> None:
     game = Game(steep, lambda _: LONG, draft_s=2.0).play(200)
     assert game.drafted[1] <= 1

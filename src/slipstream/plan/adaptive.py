@@ -134,7 +134,8 @@ class AdaptivePlanner(HostPlans):
         deep = trees.levels[chosen.size] or probe.deep
         size = self._probes.size(drafter, trees.nodes[chosen.size], probe.nodes, rows, float(level_s[deep]))
         granted = self._granted(drafter, chosen, caps, size, deep)
-        self._sizes.plan(rows, sum(granted), deep)
+        if any(granted):
+            self._sizes.plan(rows, sum(granted), deep)
         return TreeBudget(granted, deep)
 
     def _paying(

@@ -212,8 +212,9 @@ class PassCost:
         return float(self._grown(rows)[rows - 1])
 
     def about(self, rows: int) -> float:
-        """The same, or what was reckoned last: where nearly is enough."""
-        return float(self._table[rows - 1]) if rows <= len(self._table) else self.seconds(rows)
+        """The same, or what was reckoned last: where nearly is enough. Any thread may ask: nothing changes by it."""
+        table = self._table
+        return float((table if rows <= len(table) else self._interpolated(rows))[rows - 1])
 
     def steps(self, low: int, high: int) -> Steps:
         """Sizes from `low` on, up to `high` rows and perhaps further: `curve` without what is not worth comparing."""
@@ -268,9 +269,9 @@ class PassCost:
             rows[len(_NEXT) :] = np.ceil(rows[len(_NEXT) :] / SIZES[-1]) * SIZES[-1]
         fixed, each = self.context.line(self._load)
         found = self._prior_of(rows)
-        if self._typical:
-            edges = sorted(self._typical)
-            found = found * np.interp(np.log(rows), _LOG_EDGES[edges], [self._typical[e] for e in edges])
+        if typical := dict(self._typical):  # any thread may ask
+            edges = sorted(typical)
+            found = found * np.interp(np.log(rows), _LOG_EDGES[edges], [typical[e] for e in edges])
         return np.asarray(found + fixed + each * rows, dtype=np.float64)
 
     @staticmethod

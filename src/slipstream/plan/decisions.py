@@ -29,7 +29,7 @@ class Decision(NamedTuple):
             deep = f" in {self.levels} levels" if self.levels else ""
             return f"{drafter} {self.nodes}{deep}: {self.gain:.2f}x expected"
         share = "" if alpha is None else f", {alpha:.0%} of its guesses are right"
-        two = cost.seconds(2 * self.requests) / cost.seconds(self.requests) - 1
+        two = cost.about(2 * self.requests) / cost.about(self.requests) - 1
         if two > _DEAR:
             return (
                 f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"

@@ -39,6 +39,8 @@ _DOUBT_DECAY, _DOUBT_FADES = 0.95, 0.99
 _TRUST, _MOST_DOUBT = 6.0, 1.5
 """Rounds that brought what they promised, which everybody starts with; and the most that is asked beyond the gain."""
 
+_UNKNOWN = Traits()
+
 
 class Turn(NamedTuple):
     """What a round was for one request."""
@@ -136,7 +138,8 @@ class Gains:
         self._last_plain: dict[int, int] = {}  # by requests: the round
         self._min_gain = min_gain
         self._kinds: dict[Kind, _Kind] = {}
-        self._resting: set[Kind] = set()  # those that are off, or were until lately
+        self._resting: set[Kind] = set()  # those that are off
+        self._off: set[tuple[Traits, tuple[str, ...]]] = set()  # of these, those of the round that is planned
         self._records: dict[int, dict[frozenset[str], _Record]] = {}  # by crowd and who drafted in the round
         self._crowd = 1  # of the round that is planned
         self._traits: dict[str, Traits] = {}
@@ -154,6 +157,9 @@ class Gains:
     def next_round(self, requests: int = 1) -> None:
         self._rounds += 1
         self._crowd = crowd_of(requests)
+        if self._resting:
+            self._resting = {kind for kind in self._resting if self._rounds < self._kinds[kind].until}
+            self._off = {(kind.traits, kind.drafters) for kind in self._resting if kind.crowd == self._crowd}
 
     def doubt(self, drafters: Sequence[str] = ()) -> float:
         """How many times the gain that is asked for a plan must promise in which these draft: by what became of their
@@ -163,12 +169,7 @@ class Gains:
 
     def drafts(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
         """May these draft for it? As long as that pays for its kind, and in trials."""
-        if not self._resting:
-            return True
-        name = Kind(self._traits.get(request_id, Traits()), self._crowd, drafters)
-        if name in self._resting and self._rounds >= self._kinds[name].until:
-            self._resting.remove(name)
-        return name not in self._resting
+        return not self._off or (self._traits.get(request_id, _UNKNOWN), drafters) not in self._off
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
@@ -186,7 +187,7 @@ class Gains:
 
     def off(self, request_id: str, drafter: str | None = None) -> str | None:
         """Why a drafter, or anybody, does not guess for it, alone or beside others; None: nobody is off."""
-        mine = (self._traits.get(request_id, Traits()), self._crowd)
+        mine = (self._traits.get(request_id, _UNKNOWN), self._crowd)
         off = [kind for kind in list(self._resting) if kind[:2] == mine and self._rounds < self._kinds[kind].until]
         name = next((kind for kind in off if drafter is None or kind.drafters[-1:] == (drafter,)), None)
         if name is None:
@@ -239,3 +240,5 @@ class Gains:
             kind.until = self._rounds + int(min(rest, _LONGEST_REST))
             kind.gain = Gain()  # a trial is judged by itself
             self._resting.add(name)
+            if name.crowd == self._crowd:
+                self._off.add((name.traits, name.drafters))
