@@ -168,6 +168,10 @@ class AdaptivePlanner(HostPlans):
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
         self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
+        count = int(rates[size].argmax()) if size else 0  # of requests, less one
+        took = float(pass_s[size, count] + draft_s[size]) if size else float(pass_s[0, 0])
+        if drafter not in self._waits:  # it guesses on the device
+            self._settle_beside(rows, float(rate[size]) * took, took, size > 0, others.nodes)
         return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
 
     def _size(self, drafter: str, rows: int, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
@@ -259,6 +263,7 @@ class AdaptivePlanner(HostPlans):
         return best
 
     def next_round(self, requests: int = 0, context: int = 0) -> None:
+        self._settle()
         self._rounds += 1
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)

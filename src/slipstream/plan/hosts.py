@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,18 @@ EXPLORE = 8
 
 NOTHING = Tree()
 
+_COMPARE = 32
+"""Every so many rounds nobody is waited for, where the device guesses as well."""
+_OLDER = 0.9
+"""Weight of what was known in a running figure."""
+
+
+class _Waited(NamedTuple):
+    """What a drafter brings that a round waits for, by itself."""
+
+    rows: int
+    rate: float  # tokens by the second, the wait counted
+
 
 class HostPlans(Planner):
     """The part of a planner that knows what host drafters cost beside their guesses."""
@@ -35,13 +48,19 @@ class HostPlans(Planner):
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._asking: dict[str, Asking] = {}
         self._waits: dict[str, Waits] = {}  # of the drafters that rounds wait for
+        self._waited: dict[str, _Waited] = {}  # … those that this round waits for
+        self._alone: dict[int, float] = {}  # by requests: how fast rounds are with guesses that nobody waits for
+        self._shared: set[int] = set()  # requests of rounds in which there were both
         self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
         self._hoped = 1.0  # the best gain that was expected of guesses of this round
         self._guessing: tuple[str, ...] = ()  # whose guesses are in it so far
         self._rounds = 0
 
     def rests(self, drafter: str, rows: int) -> bool:
-        return drafter in self._waits and self._waits[drafter].rests(self._rounds, rows)
+        if drafter not in self._waits:
+            return False
+        compares = rows in self._shared and self._rounds % _COMPARE == 0  # or nobody knows what the others bring alone
+        return compares or self._waits[drafter].rests(self._rounds, rows)
 
     def asks(self, drafter: str, rows: int) -> bool:
         asking = self._asking.get(drafter)
@@ -96,8 +115,36 @@ class HostPlans(Planner):
         return waits.seconds if waits is not None and self._cost.observed else 0.0
 
     def _weigh(self, drafter: str, rows: int, rate: float) -> None:
-        """With these guesses a round brings so many tokens by the second: more than one that waits for nobody?"""
-        waits = self._waits.get(drafter)
-        if waits is not None and self._cost.observed:
+        """With these guesses a round brings so many tokens by the second: more than one that waits for nobody?
+
+        That is not said before it is known who else guesses in it.
+        """
+        if drafter in self._waits and self._cost.observed:
+            self._waited[drafter] = _Waited(rows, rate)
+
+    def _settle(self) -> None:
+        """Nobody else guessed in the round: hold those that it waited for against plain ones."""
+        for drafter, (rows, rate) in self._waited.items():
             pass_s = self._cost.seconds(rows)
-            waits.weigh(rate * pass_s / rows, pass_s, self._rounds, rows)
+            self._waits[drafter].weigh(rate * pass_s / rows, pass_s, self._rounds, rows)
+        self._waited.clear()
+
+    def _settle_beside(self, rows: int, tokens: float, seconds: float, drafted: bool, others: int) -> None:
+        """The device guesses in the round as well, and it brings so many tokens in so long, the wait not counted.
+
+        So those that it waited for are held against rounds in which the device guesses alone, which wait for nobody.
+        drafted: does the device guess anything? others: nodes of theirs.
+        """
+        pass_s = self._cost.seconds(rows)
+        speed = tokens / seconds * pass_s / rows
+        if others:
+            self._shared.add(rows)
+        elif drafted:
+            self._alone[rows] = speed + _OLDER * (self._alone.get(rows, speed) - speed)
+        if not self._waited:
+            return
+        wait_s = max(self._wait(drafter) for drafter in self._waited)
+        alone = max(speed if not others else self._alone.get(rows, 1.0), 1.0)
+        for drafter in self._waited:
+            self._waits[drafter].weigh(speed * seconds / (seconds + wait_s) / alone, pass_s, self._rounds, rows)
+        self._waited.clear()

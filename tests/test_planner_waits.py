@@ -1,0 +1,72 @@
+"""Is a drafter on the host worth the wait where another guesses on the device, for which nobody waits?
+
+One request of a 7B model on an H200: a pass takes 4 ms, and a round that asks the host's drafter waits for it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.core.draft import Tree
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import SIZES, PassCost
+from slipstream.plan.planner import Beside
+
+DEEP = 5
+PASS_S, ROW_S, LEVEL_S = 4e-3, 1e-5, 0.1e-3
+
+
+def right_for(chance: float, nodes: int, dice: random.Random) -> int:
+    return next((depth for depth in range(nodes) if dice.random() >= chance), nodes)
+
+
+def asked_share(host: float, device: float | None, wait_s: float, rounds: int = 3000, nodes: int = 3) -> float:
+    """How often the host's drafter is asked, whose guesses are right with this chance, in the second half."""
+    planner, dice = AdaptivePlanner(PassCost(0.001)), random.Random(1)
+    planner.pad_passes()
+    promise: Sequence[float] = [host**depth for depth in range(1, nodes + 1)]
+    asked: list[bool] = []
+    for _ in range(rounds):
+        planner.next_round(1, 300)
+        asked.append(not planner.rests("ngram", 1))
+        guessed = depth = 0
+        if asked[-1]:
+            guessed = len(planner.trim("ngram", ["a"], [Tree.chain(range(nodes))], [promise], 1)[0])
+            planner.observe_wait("ngram", wait_s)
+        if device is not None:
+            beside = [[Beside("ngram", guessed)]] if guessed else [[]]
+            depth = planner.budget("eagle", ["a"], [DEEP], 1, beside)[0]
+        rows = next(size for size in SIZES if size > guessed + depth)
+        planner.observe_pass(rows, PASS_S + ROW_S * rows)
+        if depth:
+            assert device is not None
+            planner.observe_draft("eagle", depth, LEVEL_S * depth)
+            planner.observe("eagle", "a", depth, right_for(device, depth, dice))
+        if guessed:
+            planner.observe("ngram", "a", guessed, right_for(host, guessed, dice))
+    return sum(asked[rounds // 2 :]) / (rounds - rounds // 2)
+
+
+def test_alone_it_is_worth_a_wait() -> None:
+    assert asked_share(0.5, None, 0.8e-3) == 1.0
+
+
+@pytest.mark.parametrize("wait_s", [0.4e-3, 0.8e-3])
+def test_beside_a_better_one_it_is_not(wait_s: float) -> None:
+    """Half of its guesses are right, and the other's four of five: what it adds is less than the wait costs."""
+    assert asked_share(0.5, 0.8, wait_s) < 0.35
+
+
+def test_one_that_is_right_far_ahead_is_worth_it_all_the_same() -> None:
+    assert asked_share(0.97, 0.6, 0.4e-3, nodes=12) > 0.9
+
+
+def test_nobody_minds_a_wait_that_is_short() -> None:
+    assert asked_share(0.5, 0.8, 0.1e-3) > 0.95  # now and then it is left out, to compare
+
+
+def test_where_it_has_nothing_to_say_the_device_need_not_wait_for_that() -> None:
+    assert asked_share(0.0, 0.8, 0.8e-3) < 0.35
