@@ -29,7 +29,7 @@ RECORD: dict[str, Any] = {
         "seed": 0,
         "measure_prompts": 64,
         "measure_tokens": 128,
-        "options": {"heads": "3"},
+        "options": {"heads": "3", "start": "/somewhere/of/mine/first-draft"},
     },
     "data": {
         "made_of": {
@@ -78,6 +78,7 @@ def test_the_card_is_filled_in_from_the_records() -> None:
     assert "1,600 steps in 2.9 minutes on NVIDIA H200; kept: the weights of step 1,200." in card
     assert "| learning_rate | 0.002 |" in card
     assert "| --set heads | 3 |" in card
+    assert "| --set start | first-draft |" in card
     assert "weight_decay" not in card  # it was off
     assert "| tau by task | medusa, T=0 | medusa (a=1, b=2) + suffix, T=1 |" in card
     assert "| math | 2.90 | 2.10 |" in card

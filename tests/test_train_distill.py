@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from conftest import VOCAB, save_model, tiny_llama
@@ -260,6 +260,10 @@ def test_a_draft_goes_on_from_another(teacher: Teacher, tmp_path: Path) -> None:
     for other in ({"layers": 3}, {"inner": 16}, {"hidden": 16}):
         with pytest.raises(ConfigError, match="its tensors are not those of this draft"):
             make(teacher, start=str(tmp_path), **other)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor[None] for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="its tensors are not those of this draft"):
+        make(teacher, start=str(tmp_path))
 
 
 @pytest.mark.parametrize(

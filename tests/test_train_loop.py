@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CapacityError, ConfigError, NumericError
-from slipstream.train import loop
+from slipstream.train import loop, states
 from slipstream.train.batch import Batch
 from slipstream.train.checkpoint import load_checkpoint
 from slipstream.train.config import TrainConfig
@@ -187,6 +187,34 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def test_kept_states_make_room_for_a_step(
+    base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails for want of memory begins anew, with nothing of its first half; the run ends as it would have."""
+    monkeypatch.setattr(states, "worth_keeping", lambda *_: True)
+    loss, passes = TinyRecipe.loss, list[None]()
+
+    def short(self: TinyRecipe, batch: Batch) -> Losses:
+        passes.append(None)
+        if len(passes) == 6:  # the second pass of the third step
+            raise torch.OutOfMemoryError("no memory")
+        return loss(self, batch)
+
+    monkeypatch.setattr(TinyRecipe, "loss", short)
+    lines: list[str] = []
+    config = replace(base, out=base.out.parent / "room", rows=1, accumulate=2)
+    found = run(config, lines)
+    assert len(passes) == 2 * config.steps + 2
+    assert sum("are kept once they are made" in line for line in lines) == 1
+    assert sum("not kept any more" in line for line in lines) == 1
+    for name, tensor in whole.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
+    passes.clear()
+    monkeypatch.setattr(states, "worth_keeping", lambda *_: False)
+    with pytest.raises(CapacityError, match="halve rows and double accumulate=2"):
+        run(replace(config, out=base.out.parent / "no-room"))
 
 
 def test_bad_news_is_clear(base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

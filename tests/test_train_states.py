@@ -14,7 +14,8 @@ from slipstream.train.batch import Batch, Rows
 from slipstream.train.config import TrainConfig
 from slipstream.train.corpus import Sequences
 from slipstream.train.packing import RowPlan
-from slipstream.train.states import States, worth_keeping
+from slipstream.train.ranks import Ranks
+from slipstream.train.states import States, states_for, worth_keeping
 from slipstream.train.teacher import Teacher
 
 LENGTHS = (5, 9, 3, 12, 7, 4)
@@ -85,6 +86,19 @@ def test_kept_where_tokens_come_again_and_there_is_room(tmp_path: Path, monkeypa
     assert not worth_keeping(config, 2000, 500, gpu)  # seen once
     assert not worth_keeping(config, 1999, 501, gpu)  # half of what is free is the drafter's
     assert not worth_keeping(config, 1999, 500, torch.device("cpu"))
+
+
+def test_kept_by_a_process_that_is_alone(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several sees other sequences in every epoch: it would have the memory full and ask all the same."""
+    config = TrainConfig(recipe="draft", target="x", out=tmp_path, data="d", steps=10, rows=2, row_tokens=100)
+    teacher = Teacher.open(tiny_target, "cpu")
+    monkeypatch.setattr(states, "worth_keeping", lambda *_: True)
+    for ranks, kept in ((Ranks(), True), (Ranks(0, 2), False)):
+        said: list[str] = []
+        found = states_for(config, teacher, Taps(), 50, ranks, said.append)
+        assert found.let_go() is kept
+        assert len(said) == kept
+        assert not found.let_go()
 
 
 def test_bytes_are_those_of_the_plane(tiny_target: Path) -> None:

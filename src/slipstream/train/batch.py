@@ -26,7 +26,6 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         """On a GPU without waiting for it: what comes from the host goes through pinned memory."""
-
         given = {f.name: getattr(self, f.name) for f in fields(Rows)}
         pinned = device.type == "cuda" and self.ids.device.type == "cpu"
         moved = {

@@ -73,7 +73,7 @@ def _data(data: Record) -> str:
 def _recipe(record: Record) -> str:
     config = record["config"]
     settings = {name: config[name] for name in _SETTINGS if config.get(name) not in (None, 0, 0.0)}
-    settings |= {f"--set {name}": value for name, value in config["options"].items()}
+    settings |= {f"--set {name}": _short(str(value)) for name, value in config["options"].items()}
     minutes, device = record["training_seconds"] / 60, record["device"]
     text = f"`slipstream train {config['recipe']}`, {record['steps_done']:,} steps in {minutes:.1f} minutes on {device}"
     if best := record.get("best"):
@@ -133,7 +133,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _short(target: str) -> str:
-    """A folder's own name: where it lay is nobody's business."""
-    path = Path(target)
-    return path.name if path.is_absolute() else target
+def _short(name: str) -> str:
+    """Of a folder its own name: where it lay is nobody's business."""
+    path = Path(name)
+    return path.name if path.is_absolute() else name

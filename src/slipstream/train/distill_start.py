@@ -141,7 +141,8 @@ def _fit(module: DraftModule, teacher: Teacher, wanted: list[int]) -> bool:
 
 def _fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
     return theirs.keys() == ours.keys() and all(
-        all(small <= large for small, large in zip(theirs[name].shape, own.shape, strict=True))
+        theirs[name].dim() == own.dim()
+        and all(small <= large for small, large in zip(theirs[name].shape, own.shape, strict=True))
         and (".mlp." in f".{name}" or theirs[name].shape == own.shape)
         for name, own in ours.items()
     )

@@ -173,14 +173,18 @@ class Trainer:
 
     def _train_step(self) -> None:
         """Several passes, one step of the optimizer."""
-        config = self.config
-        count: Tensor | None = None
-        for turn in range(config.accumulate):
-            losses = self._pass(turn)
-            losses.total.backward()
-            count = _plus(count, losses.count)
-            self._sums.add(losses)
-        assert count is not None
+        config, count = self.config, None
+        try:
+            count = self._passes()
+        except torch.OutOfMemoryError:
+            if not self._states.let_go():
+                raise
+        if count is None:  # behind the handler: what the failed pass had made is gone by now
+            self._say("the target's states are not kept any more: a step needs their memory")
+            self._sums = _Sums()
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            count = self._passes()
         self._sums.norm = self._share(count)
         self._optimizer.step(learning_rate(config, self.step))
         if self._average:
@@ -190,6 +194,17 @@ class Trainer:
                 torch._foreach_lerp_(old, new, 1 - kept)
         self.step += 1
         self._sums.steps += 1
+
+    def _passes(self) -> Tensor:
+        """Those of one step, forward and backward. Returns how many positions they had."""
+        count: Tensor | None = None
+        for turn in range(self.config.accumulate):
+            losses = self._pass(turn)
+            losses.total.backward()
+            count = _plus(count, losses.count)
+            self._sums.add(losses)
+        assert count is not None
+        return count
 
     def _pass(self, turn: int) -> Losses:
         """One pass of this rank's rows, forward."""

@@ -59,7 +59,7 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
         parameters = sum(p.numel() for p in made.module.parameters() if p.requires_grad)
         tell(f"{config.recipe}: {parameters:,} parameters to train on {device}")
         plan = RowPlan(data.sequences, config.row_tokens, config.seed)
-        states = states_for(config, teacher, made.taps, len(data.sequences.tokens), tell)
+        states = states_for(config, teacher, made.taps, len(data.sequences.tokens), ranks, tell)
 
         def record(trainer: Trainer) -> Path:
             return write_record(

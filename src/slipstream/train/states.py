@@ -2,7 +2,8 @@
 
 A run sees its data ten times over, and the target, which is frozen, would say the same each time. On a GPU there is
 often room for what it said: 13 million tokens of one layer 576 wide are 15 GB. Where there is not, or nothing comes
-twice, all is made anew for every pass.
+twice, all is made anew for every pass. So it is where several processes train: each sees other sequences in every
+epoch, and nearly all of its rows would hold a new one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from slipstream.models.paths import Progress
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.config import TrainConfig
+from slipstream.train.ranks import Ranks
 from slipstream.train.teacher import Teacher
 
 _PART = 0.5
@@ -41,6 +43,11 @@ class States:
         numbers = taps.width(teacher.hidden) + (0 if taps.normed else teacher.hidden)
         return (tokens + 1) * numbers * teacher.dtype.itemsize
 
+    def let_go(self) -> bool:
+        """Keep nothing from now on, for somebody needs the memory. False: nothing was kept."""
+        kept, self._plane = self._plane is not None, None
+        return kept
+
     def look(self, rows: Rows) -> Batch:
         """The target's states at these rows, which lie on the host and say where each token is from."""
         moved, plane = rows.to(self.device), self._plane
@@ -59,10 +66,10 @@ class States:
         return made
 
 
-def states_for(config: TrainConfig, teacher: Teacher, taps: Taps, tokens: int, say: Progress) -> States:
+def states_for(config: TrainConfig, teacher: Teacher, taps: Taps, tokens: int, ranks: Ranks, say: Progress) -> States:
     """The states of a run on so many tokens: kept where that is worth it and there is room."""
     size = States.bytes(teacher, taps, tokens)
-    if not worth_keeping(config, tokens, size, teacher.device):
+    if ranks.world > 1 or not worth_keeping(config, tokens, size, teacher.device):
         return States(teacher, taps)
     say(f"the target's states are kept once they are made: {size / 1e9:.1f} GB for {tokens:,} tokens")
     return States(teacher, taps, tokens)
