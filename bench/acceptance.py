@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -111,6 +112,11 @@ def run(llm: LLM, groups: Mapping[str, Sequence[Sequence[int]]], temperature: fl
     }
 
 
+def told(drafter: str) -> str:
+    """As it was named, but of paths only the last name: where things lie is one machine's business."""
+    return re.sub(r"[^:+?]*/", "", drafter)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
@@ -147,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name, group in groups.items()
             }
             for temperature in options.temperature:
-                found = {"drafter": drafter, **run(llm, asked, temperature, options.max_tokens)}
+                found = {"drafter": told(drafter), **run(llm, asked, temperature, options.max_tokens)}
                 results.append(found)
                 tasks = ", ".join(f"{name} {part['tau']:.2f}" for name, part in found["categories"].items())
                 print(
@@ -163,6 +169,7 @@ def _write(options: argparse.Namespace, prompts: int, results: Sequence[Mapping[
     """Everything so far, as JSON: also into the file, after every temperature, should time run out."""
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "prompts", "model")}
     settings |= {"prompts": options.prompts.name, "model": Path(options.model).name}
+    settings["drafter"] = [told(drafter) for drafter in options.drafter]
     result = json.dumps({"settings": settings, "prompts": prompts, "results": results})
     if options.json is not None:
         options.json.write_text(result + "\n", encoding="utf-8")

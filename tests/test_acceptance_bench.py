@@ -52,3 +52,16 @@ def test_tau_by_task_and_temperature(
     # whole trees: in a crowd, and where few tokens are left; the first token of an answer, and a last one, need none
     assert medusa["drafted"] % 12 == 0
     assert medusa["rounds"] - 2 * medusa["prompts"] <= medusa["drafted"] / 12 < medusa["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("eagle3:?depth=6&width=8", "eagle3:?depth=6&width=8"),
+        ("medusa:/home/me/runs/medusa/drafter?width=8", "medusa:drafter?width=8"),
+        ("suffix+model:../runs/draft", "suffix+model:draft"),
+        ("draft", "draft"),
+    ],
+)
+def test_what_is_kept_says_nothing_of_the_machine(given: str, told: str) -> None:
+    assert acceptance.told(given) == told
