@@ -14,7 +14,6 @@ import pytest
 
 from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.asking import Asking
 from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
 from slipstream.plan.extras import RoundExtras, crowd_of
@@ -221,31 +220,6 @@ def test_many_follow_a_switch_and_back(curve: Curve, requests: int) -> None:
     assert sum(map(bool, game.drafted[140:160])) >= 15, "within 20 rounds it drafts again"
 
 
-@pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize("ask_s", [0.01, 0.06])
-def test_who_is_right_again_is_asked_again(requests: int, ask_s: float) -> None:
-    """Asking takes time, so a drafter that was wrong is asked rarely: yet it comes back soon."""
-    game = Game(steep, lambda n: LONG if n // 200 % 2 == 0 else 0, 0.95, ask_s=ask_s).play(600, requests)
-    back = [nodes > 0 for nodes in game.drafted[400:]]
-    assert back.index(True) < 10
-    assert sum(back[14:34]) >= 18
-    wrong = Game(steep, lambda _: 0, 0.95, ask_s=ask_s).play(1500, requests)
-    assert wrong.speed(requests) > 0.97
-
-
-def test_guesses_that_were_right_are_a_reason_to_ask_at_once() -> None:
-    asking = Asking(value=0.0)
-    asking.observe(0.0, 0.1)
-    asked = [asking.due(1.0) for _ in range(12)]
-    assert asked == [False, False, False, True] * 3
-    for right, due in (([True], True), ([False], False), ([True, False], False), ([True, True, False], True)):
-        while not asking.due(1.0):
-            pass
-        for one in right:
-            asking.hear(one)
-        assert asking.due(1.0) == due
-
-
 def test_costs_are_reckoned_anew_when_somebody_asks() -> None:
     for padded in (False, True):
         cost = PassCost(0.15)
@@ -341,46 +315,6 @@ def test_what_one_drafter_promised_is_not_asked_of_another() -> None:
         assert tree.tokens, f"round {i}: it brings 1.3 times as much, as it says"
         planner.observe("modest", "a", 1, i % 2)
         planner.observe_round([Turn("a", 1, 1 + i % 2, ("modest",))], 1.15)
-
-
-def test_a_drafter_that_loses_silences_nobody_else() -> None:
-    """The same kind of request: slow with one drafter, quick with another, and slow again with both together."""
-    gains = Gains(0.0)
-    gains.start("r", Traits())
-    gains.next_round()
-    gains.observe([Turn("r", 0, 1)], 1.0)
-    for _ in range(20):
-        gains.next_round()
-        gains.observe([Turn("r", 4, 1, ("ngram",))], 1.5, expected=1.3)
-        gains.observe([Turn("r", 4, 4, ("eagle",))], 1.5, expected=2.6)
-        gains.observe([Turn("r", 8, 2, ("suffix", "eagle"))], 3.0, expected=1.3)
-    assert not gains.drafts("r", ("ngram",))
-    assert gains.drafts("r", ("eagle",))
-    assert gains.drafts("r", ("suffix",)), "nothing was seen of it alone"
-    assert not gains.drafts("r", ("suffix", "eagle"))
-    assert gains.doubt(["ngram"]) > 1.1
-    assert gains.doubt(["eagle"]) == 1
-    assert "1 at once; ngram" in (gains.off("r", "ngram") or "")
-    assert "suffix + eagle" in (gains.off("r", "eagle") or ""), "beside the other it is off"
-    assert gains.off("r", "suffix") is None
-    assert {kind.drafters for kind in gains.kinds()} == {("ngram",), ("eagle",), ("suffix", "eagle")}
-    for _ in range(400):
-        gains.observe([Turn("r", 4, 4, ("eagle",))], 1.5, expected=2.6)
-    assert gains.doubt(["ngram"]) < 1.05, "it is forgotten while another drafts"
-
-
-def test_one_drafter_drafts_on_where_another_is_off() -> None:
-    """By whole rounds: one promises 0.9 and is slow for reasons that nobody is told, the other keeps its word."""
-    game = Game(roomy, lambda n: 1, promise=None, hidden_s=1.6, padded=True).play(300)
-    planner = game.planner
-    assert not planner.speculates("r0", ("d",)) or game.drafted[-20:].count(0) >= 18
-    for _ in range(8):
-        planner.next_round(1)
-        assert planner.speculates("r0", ("other",))
-        (tree,) = planner.trim("other", ["r0"], [Tree.chain(range(4))], [[0.9, 0.8, 0.7, 0.6]], 1)
-        assert tree.tokens
-        planner.observe("other", "r0", 4, 4)
-        planner.observe_round([Turn("r0", 4, 5, ("other",))], 1.0)
 
 
 def test_guesses_that_cannot_pay_need_not_be_made() -> None:

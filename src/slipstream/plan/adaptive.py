@@ -224,7 +224,9 @@ class AdaptivePlanner(HostPlans):
             factors.append(0.0 if promise is None else word.factor(request_id))
             said.append(shared_out(tree, self._estimate(drafter).alpha(request_id)) if promise is None else promise)
         ranked = (ManyNodes if nodes >= MANY else FewNodes)(trees, said, [factor or 1.0 for factor in factors])
-        best = self._best(drafter, rows, ranked.expected(rows), wait_s)
+        theirs = [request_id for request_id, tree in zip(request_ids, trees, strict=True) if tree.tokens]
+        stake = self._gains.stake(self._with(drafter), theirs, rows)
+        best = self._best(drafter, rows, ranked.expected(rows), wait_s, stake)
         if not self._unsent.is_heard(drafter):
             best = self._probes.size(drafter, best, self._probes.small(rows, nodes), rows)
         best = self._explore(rows, best)
@@ -240,26 +242,30 @@ class AdaptivePlanner(HostPlans):
                 word.promise(request_id, taken.promised[i] / factors[i])
         return taken.trees
 
-    def _best(self, drafter: str, rows: int, expected: Sequence[float] | Floats, wait_s: float) -> int:
+    def _best(self, drafter: str, rows: int, expected: Sequence[float] | Floats, wait_s: float, stake: float) -> int:
         """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes.
 
-        wait_s: what the round took already, whatever is taken of the guesses.
+        wait_s: what the round took already, whatever is taken of the guesses. stake: as in `Gains`.
         """
         most = len(expected) - 1
         steps = self._cost.steps(rows, rows + most)
         best, plain = 0, rows / (steps.seconds[0] + wait_s)
         top, drafted_s = plain, wait_s + self._extras.seconds(rows)
+        most_s, wanted = (1 + stake) * steps.seconds[0] + wait_s, plain
         for size, seconds in zip(steps.rows, steps.seconds, strict=True):
             nodes = min(size - rows, most)
             rate = float(expected[nodes]) / (seconds + drafted_s)
-            if nodes and rate > top:
-                best, top = nodes, rate
+            if nodes and rate > wanted:
+                wanted = rate
+                if seconds + drafted_s <= most_s:
+                    best, top = nodes, rate
             if nodes == most:
                 break
         self._weigh(drafter, rows, top)
-        pays = top > plain * self._margin * self._gains.doubt(self._with(drafter))
-        best = best if pays else 0
-        self._decide(drafter, Decision(rows, best, top / plain))
+        least = plain * self._margin * self._gains.doubt(self._with(drafter))
+        best = best if top > least else 0
+        waits = not best and wanted > least
+        self._decide(drafter, Decision(rows, best, (wanted if waits else top) / plain, waits=waits))
         return best
 
     def next_round(self, requests: int = 0, context: int = 0) -> None:
@@ -273,10 +279,11 @@ class AdaptivePlanner(HostPlans):
     def observe_round(
         self, turns: Sequence[Turn], seconds: float, context: int = 0, beyond_s: float | None = None
     ) -> None:
+        rows, nodes = len(turns), sum([turn.drafted for turn in turns])
         if beyond_s is not None and turns:
-            drafted = any(turn.drafted for turn in turns)
-            self._extras.observe(len(turns), drafted, beyond_s - self._guessed_s)
-        self._gains.observe(turns, seconds, self._hoped, context)
+            self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
+        usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
+        self._gains.observe(turns, seconds, self._hoped, context, usual)
 
     def gain(self, request_id: str) -> Gain:
         return self._gains.of(request_id)
@@ -318,6 +325,7 @@ class AdaptivePlanner(HostPlans):
         right = int(guess.token == token)
         if drafter in self._asking:
             self._asking[drafter].hear(right > 0)
+        self._gains.hear(drafter, request_id, right > 0)
         if guess.said is None:
             self._estimate(drafter).observe(request_id, 1, right)
         else:

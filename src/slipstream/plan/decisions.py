@@ -22,12 +22,15 @@ class Decision(NamedTuple):
     gain: float  # tokens a second by those of plain decoding, as expected of the best that could be drafted
     guess: float = 0.0  # what the guesses take, as a part of a plain pass
     levels: int = 0  # of trees
+    waits: bool = False  # one would pay, and yet more would be lost than may be if it were wrong
 
     def text(self, drafter: str, cost: PassCost, alpha: float | None) -> str:
         """In words, by what passes cost and how often the drafter's guesses are right."""
         if self.nodes:
             deep = f" in {self.levels} levels" if self.levels else ""
             return f"{drafter} {self.nodes}{deep}: {self.gain:.2f}x expected"
+        if self.waits:
+            return f"off: {self.gain:.2f}x expected, but more could be lost than was won of late; tried again later"
         share = "" if alpha is None else f", {alpha:.0%} of its guesses are right"
         two = cost.about(2 * self.requests) / cost.about(self.requests) - 1
         if two > _DEAR:

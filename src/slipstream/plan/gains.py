@@ -2,9 +2,10 @@
 
 Estimates can be wrong together: a clock that lies, a drafter that promises too much, a cost that nobody thought of. So
 every drafted round is compared with undrafted ones of as many requests. Where rounds bring less than was expected of
-them, more must be expected of the next (`doubt`). Where a kind of request is slower for its drafts all the same, they
-are off for it while about as many run, and tried again for a while, the more rarely the more they cost. Drafters are
-judged by themselves, and those that guess together by what they bring together: nobody is off for another's rounds.
+them, more must be expected of the next (`doubt`), and no draft may lose more than was won (`stake`). Where a kind of
+request is slower for its drafts all the same, they are off for it while about as many run, and tried again for a while,
+the more rarely the more they cost. Drafters are judged by themselves, and those that guess together by what they bring
+together: nobody is off for another's rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from slipstream.plan.context import ContextCost
 from slipstream.plan.cost import PassCost
 from slipstream.plan.extras import crowd_of
 from slipstream.plan.measured import Load
+from slipstream.plan.purses import Purses, Whose
 from slipstream.plan.traits import Traits
 
 _DECAY = 0.97
@@ -32,7 +34,8 @@ _LONGEST_REST = 2048
 _OLD = 512
 """Rounds after which there must be another plain one of as many requests to compare with: machines change."""
 _HICCUP = 4.0
-"""A round that lasts so many plain ones says nothing about drafts."""
+"""A round that lasts so many plain ones says nothing about drafts, unless it has so many rows that half of it is usual.
+"""
 
 _DOUBT_DECAY, _DOUBT_FADES = 0.95, 0.99
 """How drafted rounds count against what was expected of them, and how that is forgotten while nothing is drafted."""
@@ -141,6 +144,7 @@ class Gains:
         self._resting: set[Kind] = set()  # those that are off
         self._off: set[tuple[Traits, tuple[str, ...]]] = set()  # of these, those of the round that is planned
         self._records: dict[int, dict[frozenset[str], _Record]] = {}  # by crowd and who drafted in the round
+        self._purses = Purses()
         self._crowd = 1  # of the round that is planned
         self._traits: dict[str, Traits] = {}
         self._own: dict[str, Gain] = {}
@@ -166,6 +170,20 @@ class Gains:
         promises of late."""
         record = self._records.get(self._crowd, {}).get(frozenset(drafters))
         return 1.0 if record is None else record.doubt
+
+    def stake(self, drafters: Sequence[str], request_ids: Sequence[str], requests: int) -> float:
+        """How many plain rounds a round may take longer than a plain one in which these draft, if nothing is right.
+
+        What its requests won by drafts so far, and what is in the purse.
+        """
+        won = sum([max(0.0, own.tokens - own.plain) for r in request_ids if (own := self._own.get(r)) is not None])
+        traits = [self._traits.get(request_id, Traits()) for request_id in request_ids]
+        return won / requests + self._purses.left(Whose.of(self._crowd, drafters, traits), self._rounds)
+
+    def hear(self, drafter: str, request_id: str, right: bool) -> None:
+        """A guess that was not sent would have been right, or not."""
+        whose = Whose.of(self._crowd, (drafter,), (self._traits.get(request_id, Traits()),))
+        self._purses.hear(whose, right, max(len(self._traits), 1), self._rounds)
 
     def drafts(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
         """May these draft for it? As long as that pays for its kind, and in trials."""
@@ -197,8 +215,13 @@ class Gains:
         last = self._kinds[name].last
         return f"off: drafts made requests of its kind ({name}) {last:.2f}x as fast as none{this}; tried again later"
 
-    def observe(self, turns: Sequence[Turn], seconds: float, expected: float = 1.0, context: int = 0) -> None:
-        """A round is over, of which such a gain was expected; its requests have so many tokens in all."""
+    def observe(
+        self, turns: Sequence[Turn], seconds: float, expected: float = 1.0, context: int = 0, usual: float = 1.0
+    ) -> None:
+        """A round is over, of which such a gain was expected; its requests have so many tokens in all.
+
+        usual: how many plain rounds one with as many rows takes.
+        """
         self._told = True
         drafted = sum(turn.drafted for turn in turns)
         requests = len(turns)
@@ -214,10 +237,14 @@ class Gains:
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
             return
-        dearer = min(seconds / self._plain.seconds(requests), _HICCUP) - 1  # may be noise below 0
-        if expected > 1 and dearer < _HICCUP - 1:
-            measured = sum(turn.emitted for turn in turns) / requests / max(0.1, 1 + dearer)
-            self._records.setdefault(crowd, {}).setdefault(who, _Record()).add(expected, measured)
+        longest = max(_HICCUP, 2 * usual)
+        dearer = min(seconds / self._plain.seconds(requests), longest) - 1  # may be noise below 0
+        if expected > 1 and dearer < longest - 1:
+            brought = sum(turn.emitted for turn in turns) / requests
+            record = self._records.setdefault(crowd, {}).setdefault(who, _Record())
+            record.add(expected, brought / max(0.1, 1 + dearer))
+            traits = [self._traits.get(turn.request_id, Traits()) for turn in turns if turn.drafted]
+            self._purses.put(Whose.of(crowd, who, traits), brought - 1 - dearer, self._rounds)
         for request_id, nodes, emitted, drafters in turns:
             if nodes and request_id in self._traits:
                 plain = max(0.1, 1 + dearer * requests * nodes / drafted)  # who asks for more rows pays more
