@@ -18,8 +18,8 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
-from slipstream.drafters.growing import answer_of, check_sizes, grow_trees, wants_path
-from slipstream.drafters.head_rows import Standing, Stretch, head_batch, lane_state, read_along
+from slipstream.drafters.growing import answer_of, check_sizes, grow_trees, host_round, wants_path
+from slipstream.drafters.head_rows import Stretch, head_batch, read_along
 from slipstream.kernels.grow_tree import Growth, Level, candidates
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.last_rows import LastRows, last_rows
@@ -184,31 +184,13 @@ class FeatureDrafter(DeviceDrafter):
     def propose_trees(self, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
         assert self._services is not None
         assert self._cache is not None
-        pool, device = self._services.pool, self._cache.device
+        device = self._cache.device
         asked = [i for i, nodes in enumerate(budget) if nodes]
         views = [requests[i] for i in asked]
         behind = [view for view in views if self._known[view.id] < len(view.tokens) - self.rereads]
         self.catch_up(behind, [self._known[view.id] for view in behind])
-        standing = []
-        for view in views:
-            self._known[view.id] = len(view.tokens)
-            pages = self._services.page_table(view.id).pages
-            standing.append(Standing(view.slot, view.tokens, len(view.tokens) - view.prompt_length, pages))
-        longest = max(len(view.tokens) for view in views)
-        reach = max(pool.pages_for(longest + self.depth), max(len(one.pages) for one in standing))
-        lanes, nodes = self._services.sampling.num_slots, max(budget)
-        state = lane_state(standing, lanes, reach, self._trash_page, device)
-        slots = [view.slot for view in views]
-        made = self.draft(
-            DraftRound(
-                state=state,
-                lanes=torch.tensor(slots, dtype=torch.int64, device=device),
-                depth=min(nodes, levels),
-                keys=longest + self.depth,
-                features=self._services.sampling.features(slots),
-                nodes=nodes,
-            )
-        )
+        self._known.update({view.id: len(view.tokens) for view in views})
+        made = self.draft(host_round(self._services, views, max(budget), levels, device, self.depth, self._trash_page))
         return answer_of(made, asked, budget)
 
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.errors import ConfigError
-from slipstream.drafters.base import DeviceTree, DraftRound
+from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, Services
+from slipstream.drafters.head_rows import Standing, lane_state
 from slipstream.kernels.grow_tree import Growth, Level, candidates
 from slipstream.sampling.rank import Ranked
 from slipstream.sampling.rows import SampleRows
@@ -93,6 +94,37 @@ def grow_trees(
         rows = SampleRows(level.lanes, level.positions, level.generated, path if path.shape[1] else None)
         level = growth.grow(*offer(states, rows, step), level)
     return DeviceTree(*growth.tree(round.nodes))
+
+
+def host_round(
+    services: Services,
+    views: Sequence[DraftRequest],
+    nodes: int,
+    levels: int,
+    device: torch.device,
+    ahead: int = 0,
+    nobody: int = 0,
+) -> DraftRound:
+    """What a queued round would say of these requests, from what the host knows.
+
+    ahead: places behind a text that are written to. nobody: the page where none is.
+    """
+    tables = [services.page_table(view.id).pages for view in views]
+    standing = [
+        Standing(view.slot, view.tokens, len(view.tokens) - view.prompt_length, pages)
+        for view, pages in zip(views, tables, strict=True)
+    ]
+    slots = [view.slot for view in views]
+    keys = max(len(view.tokens) for view in views) + ahead
+    reach = max(services.pool.pages_for(keys), *[len(pages) for pages in tables])
+    return DraftRound(
+        state=lane_state(standing, services.sampling.num_slots, reach, nobody, device),
+        lanes=torch.tensor(slots, dtype=torch.int64, device=device),
+        depth=min(nodes, levels),
+        keys=keys,
+        features=services.sampling.features(slots),
+        nodes=nodes,
+    )
 
 
 def answer_of(made: Tensor | DeviceTree, asked: Sequence[int], budget: Sequence[int]) -> Draft:

@@ -100,3 +100,9 @@ def lane_state(standing: Sequence[Standing], lanes: int, reach: int, nobody: int
     columns[2, lanes] = 1  # nobody's lane has a token, as all have
     last, previous, length_of, generated = sent(columns, device).unbind(0)
     return LaneState(last, previous, length_of, generated, sent(pages, device), sent(recent, device))
+
+
+def slots_before_last(state: LaneState, lanes: Tensor, page_size: int) -> Tensor:  # [B]
+    """Where the target's hidden state lies that chose the last token of each of these lanes [B]."""
+    at = (state.length[lanes] - 1).clamp_min(0)
+    return state.pages[lanes, at // page_size].long() * page_size + at % page_size

@@ -20,6 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Opening, Services
 from slipstream.drafters.growing import parse_sizes
+from slipstream.drafters.head_rows import slots_before_last
 from slipstream.drafters.medusa_chain import ChainedMedusaDrafter
 from slipstream.drafters.medusa_tree import (
     RANKS,
@@ -121,11 +122,9 @@ class MedusaDrafter(DeviceDrafter):
 
     def draft(self, round: DraftRound) -> DeviceTree:
         assert self._services is not None
-        state, lanes, size = round.state, round.lanes, self._services.pool.page_size
-        length = state.length[lanes]  # [B]
-        at = (length - 1).clamp_min(0)
-        slots = state.pages[lanes, at // size].long() * size + at % size  # [B]
-        last, generated = state.last[lanes], state.generated[lanes]
+        state, lanes = round.state, round.lanes
+        slots = slots_before_last(state, lanes, self._services.pool.page_size)
+        length, last, generated = state.length[lanes], state.last[lanes], state.generated[lanes]
         tokens = self._guess(slots, last, lanes, length, generated, round.features, round.nodes)
         return DeviceTree(tokens, self._shape[2, : round.nodes].expand_as(tokens))
 

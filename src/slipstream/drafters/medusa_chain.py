@@ -16,8 +16,8 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
-from slipstream.drafters.growing import answer_of, check_sizes, grow_trees
-from slipstream.drafters.head_rows import Standing, lane_state
+from slipstream.drafters.growing import answer_of, check_sizes, grow_trees, host_round
+from slipstream.drafters.head_rows import slots_before_last
 from slipstream.kernels.grow_tree import Growth, Level, candidates
 from slipstream.models.heads.medusa import MedusaHeads
 from slipstream.sampling.rank import Ranked, rank
@@ -68,33 +68,18 @@ class ChainedMedusaDrafter(DeviceDrafter):
     def propose_trees(self, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
         assert self._services is not None
         asked = [i for i, nodes in enumerate(budget) if nodes]
-        standing = []
-        for view in (requests[i] for i in asked):
-            pages = self._services.page_table(view.id).pages
-            standing.append(Standing(view.slot, view.tokens, len(view.tokens) - view.prompt_length, pages))
-        slots, nodes, device = [one.lane for one in standing], max(budget), self._nowhere.device
-        reach = max(len(one.pages) for one in standing)
-        made = self.draft(
-            DraftRound(
-                state=lane_state(standing, self._services.sampling.num_slots, reach, 0, device),
-                lanes=torch.tensor(slots, dtype=torch.int64, device=device),
-                depth=min(nodes, levels),
-                keys=max(len(one.tokens) for one in standing),
-                features=self._services.sampling.features(slots),
-                nodes=nodes,
-            )
-        )
+        views = [requests[i] for i in asked]
+        made = self.draft(host_round(self._services, views, max(budget), levels, self._nowhere.device))
         return answer_of(made, asked, budget)
 
     def draft(self, round: DraftRound) -> DeviceTree:
         """A level a head; of a level nothing is kept but what its head made of each row."""
         assert self._services is not None
         assert self._services.taps is not None
-        state, lanes, size = round.state, round.lanes, self._services.pool.page_size
+        state, lanes = round.state, round.lanes
         table = self._services.sampling.apart(self.name, round.features)  # first nodes depend on what the last ones are
         length = state.length[lanes]  # [B]
-        at = (length - 1).clamp_min(0)
-        slots = state.pages[lanes, at // size].long() * size + at % size  # [B]
+        slots = slots_before_last(state, lanes, self._services.pool.page_size)
 
         def go_on(level: Level, made: Tensor, step: int) -> Tensor:
             return self.heads.go_on(step, made[level.rows], level.tokens)
