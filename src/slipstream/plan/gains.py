@@ -177,12 +177,12 @@ class Gains:
         What its requests won by drafts so far, and what is in the purse.
         """
         won = sum([max(0.0, own.tokens - own.plain) for r in request_ids if (own := self._own.get(r)) is not None])
-        traits = [self._traits.get(request_id, Traits()) for request_id in request_ids]
+        traits = [self._traits.get(request_id, _UNKNOWN) for request_id in request_ids]
         return won / requests + self._purses.left(Whose.of(self._crowd, drafters, traits), self._rounds)
 
     def hear(self, drafter: str, request_id: str, right: bool) -> None:
         """A guess that was not sent would have been right, or not."""
-        whose = Whose.of(self._crowd, (drafter,), (self._traits.get(request_id, Traits()),))
+        whose = Whose.of(self._crowd, (drafter,), (self._traits.get(request_id, _UNKNOWN),))
         self._purses.hear(whose, right, max(len(self._traits), 1), self._rounds)
 
     def drafts(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
@@ -243,7 +243,7 @@ class Gains:
             brought = sum(turn.emitted for turn in turns) / requests
             record = self._records.setdefault(crowd, {}).setdefault(who, _Record())
             record.add(expected, brought / max(0.1, 1 + dearer))
-            traits = [self._traits.get(turn.request_id, Traits()) for turn in turns if turn.drafted]
+            traits = [self._traits.get(turn.request_id, _UNKNOWN) for turn in turns if turn.drafted]
             self._purses.put(Whose.of(crowd, who, traits), brought - 1 - dearer, self._rounds)
         for request_id, nodes, emitted, drafters in turns:
             if nodes and request_id in self._traits:
