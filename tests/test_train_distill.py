@@ -46,11 +46,19 @@ def target(tiny_target: Path) -> Runner:
     return open_model(tiny_target, torch.float32, CPU)
 
 
+def config_of(**options: Any) -> TrainConfig:
+    kept = {"kept": "fp32", "layers": 2, **options}
+    return TrainConfig("draft", "t", Path("out"), self_prompts=1, options=kept)
+
+
 def make(teacher: Teacher, **options: Any) -> DraftRecipe:
     torch.manual_seed(5)
-    kept = {"kept": "fp32", "layers": 2, **options}
-    config = TrainConfig("draft", "t", Path("out"), self_prompts=1, options=kept)
-    return DraftRecipe.make(Setting(config, teacher, torch.ones(VOCAB, dtype=torch.int64)))
+    return DraftRecipe.make(Setting(config_of(**options), teacher, torch.ones(VOCAB, dtype=torch.int64)))
+
+
+def check(teacher: Teacher, **options: Any) -> None:
+    """As before anything is made."""
+    DraftRecipe.check(config_of(**options), teacher)
 
 
 def look(teacher: Teacher, recipe: DraftRecipe, rows: Rows | None = None) -> Batch:
@@ -258,8 +266,10 @@ def test_a_draft_goes_on_from_another(teacher: Teacher, tmp_path: Path) -> None:
     for more in ({}, {"inner": 80}):
         torch.testing.assert_close(logits_of(make(teacher, start=str(tmp_path), **more), teacher, rows), wanted)
     for other in ({"layers": 3}, {"inner": 16}, {"hidden": 16}):
-        with pytest.raises(ConfigError, match="its tensors are not those of this draft"):
-            make(teacher, start=str(tmp_path), **other)
+        for begin in (make, check):
+            with pytest.raises(ConfigError, match="its tensors are not those of this draft"):
+                begin(teacher, start=str(tmp_path), **other)
+    check(teacher, start=str(tmp_path), inner=80)
     stored = load_file(tmp_path / "model.safetensors")
     save_file({name: tensor[None] for name, tensor in stored.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="its tensors are not those of this draft"):

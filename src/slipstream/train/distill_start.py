@@ -86,10 +86,11 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
     if last is not None:
         size = last.pow(2).mean().sqrt()
         module.norm.weight.copy_(_MODEST * (size if shape.is_reduced else last))
-    check_start(options, teacher)
     if options.starts_as_draft:
-        _go_on_from(module, options.start_folder)
+        ours = module.state_dict()
+        _copy(ours, _stored(options.start_folder, ours))
         return []
+    check_start(options, teacher)
     wanted = options.start_layers or list(range(min(shape.num_layers, teacher.num_layers)))
     if options.start == NOTHING or not _fit(module, teacher, wanted):
         if options.start_layers:
@@ -103,8 +104,8 @@ def begin(module: DraftModule, options: DraftOptions, teacher: Teacher) -> list[
     return wanted
 
 
-def _go_on_from(module: DraftModule, folder: Path) -> None:
-    """Begin as the draft in `folder`, as it was exported. Its MLPs may be narrower."""
+def _stored(folder: Path, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The draft in `folder`, as it was exported, to begin as. Its MLPs may be narrower."""
     try:
         stored = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -112,16 +113,20 @@ def _go_on_from(module: DraftModule, folder: Path) -> None:
     theirs = {
         name.removeprefix("model."): tensor for name, tensor in stored.items() if name not in (EMBEDDING, LM_HEAD)
     }
-    ours = module.state_dict()
     if not _fits(theirs, ours):
         raise ConfigError(
             f"option start={str(folder)!r}: its tensors are not those of this draft; layers, hidden, heads, kv_heads "
             "and head_dim must be its own, inner at least, and both as wide as the target"
         )
-    _copy(ours, theirs)
+    return theirs
 
 
 def check_start(options: DraftOptions, target: TargetShape) -> None:
+    """Raise where a draft cannot begin with this: before there is data, which may take hours to make."""
+    if options.starts_as_draft:
+        with torch.device("meta"):
+            ours = DraftModule(draft_shape(options, target), nn.Identity()).state_dict()
+        _stored(options.start_folder, ours)
     wanted = options.start_layers
     if not wanted:
         return
