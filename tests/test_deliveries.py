@@ -4,8 +4,9 @@ for a crowd whose rounds are shorter than telling of them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -179,3 +180,48 @@ def test_first_tokens_and_ends_are_urgent_of_each_answer(llm: LLM) -> None:
     news = [[output.token_ids for output in request.outputs] for request in told]
     assert news == [[[1], []], [[2], [3]], [[5], [4]], [[], []]]
     assert [request.finished for request in told] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_a_crowd_in_an_engine_hears_all_of_its_answers(open_llm: Callable[..., LLM], rounds: str) -> None:
+    """With several answers each, stop strings and logprobs, more than run at once; nobody is told of nothing."""
+    llm = open_llm(rounds=rounds, max_num_seqs=8, drafter=None)
+    params = [
+        SamplingParams(
+            n=1 + i % 2,
+            max_tokens=40 + i,
+            seed=i,
+            ignore_eos=True,
+            stop=["b", "é"] if i % 3 else [],
+            logprobs=1 if i % 4 == 0 else None,
+            output_kind="delta",
+        )
+        for i in range(12)
+    ]
+    told: dict[int, list[RequestOutput]] = {}
+
+    async def listen(i: int) -> None:
+        told[i] = [output async for output in llm.generate_async([1 + i, 2], params[i])]
+
+    async def main() -> None:
+        deliveries = llm._deliveries_to(asyncio.get_running_loop())
+        deliveries._each_s = 1.0  # as if telling took ever so long
+        deliveries._handed_out = lambda *_: None  # type: ignore[method-assign]
+        await asyncio.wait_for(asyncio.gather(*[listen(i) for i in range(12)]), 120)
+        assert not deliveries._holding
+
+    asyncio.run(main())
+    whole = llm.generate([[1 + i, 2] for i in range(12)], [replace(p, output_kind="cumulative") for p in params])
+    merged = 0
+    for i, wanted in enumerate(whole):
+        for k, answer in enumerate(wanted.outputs):
+            parts = [part for output in told[i] for part in output.outputs if part.index == k]
+            assert "".join(part.text for part in parts) == answer.text
+            assert [token for part in parts for token in part.token_ids] == answer.token_ids
+            if answer.logprobs is not None:
+                assert [one for part in parts for one in part.logprobs or []] == answer.logprobs
+            assert parts[-1].finish_reason == answer.finish_reason
+            assert len(parts[0].token_ids) <= 1  # the first one does not wait
+            merged += sum(len(part.token_ids) > 1 for part in parts)
+        assert all(output.finished or any(part.token_ids for part in output.outputs) for output in told[i])
+    assert merged > 12
