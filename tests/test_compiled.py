@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import CPU, Passes, load_reference, path_to, plain_logits, random_tokens, save_random, tiny_config
+from families import (
+    CPU,
+    Passes,
+    load_reference,
+    path_to,
+    plain_logits,
+    random_tokens,
+    same_numbers,
+    save_random,
+    tiny_config,
+)
 from slipstream.kernels import compiled as code
 from slipstream.kernels.compiled import MOST_ROWS, can_compile
 from slipstream.models.fuse import FusedTrunk, in_torch
@@ -80,11 +90,10 @@ def test_a_row_has_the_same_bits_in_any_company(runner_of: Callable[[str], Runne
     steps = torch.cat([plain.run([(0, [nodes[node]])]) for node in branch])
     at_once = chain.run([(0, [nodes[node] for node in branch])])
     in_a_tree = tree.run([(0, nodes), (1, random_tokens(9, 6))], parents=TREE)[branch]
-    same = torch.equal if can_compile() else torch.allclose
-    assert same(steps, at_once)
-    assert same(steps, in_a_tree)
+    assert same_numbers(steps, at_once)
+    assert same_numbers(steps, in_a_tree)
     for layer in range(3):
-        assert same(plain.cache.keys(layer), chain.cache.keys(layer))
+        assert same_numbers(plain.cache.keys(layer), chain.cache.keys(layer))
 
 
 def test_one_thread_or_two_give_the_same_bits(runner_of: Callable[[str], Runner]) -> None:
@@ -96,7 +105,7 @@ def test_one_thread_or_two_give_the_same_bits(runner_of: Callable[[str], Runner]
         together = Passes(runner).run([(0, random_tokens(9, 1)), (1, random_tokens(4, 2))])
     finally:
         torch.set_num_threads(before)
-    assert (torch.equal if can_compile() else torch.allclose)(alone, together)
+    assert same_numbers(alone, together)
 
 
 def test_another_cache_is_noticed(runner_of: Callable[[str], Runner]) -> None:
