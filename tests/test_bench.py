@@ -267,6 +267,22 @@ def test_rejection_sampling_runs_beside_the_exact_verifier() -> None:
     assert [r.name for r in exact] == ["plain", "ngram"]
 
 
+def test_nobody_remembers_what_was_said_to_the_same_prompt(open_llm: Callable[..., LLM]) -> None:
+    """In another mode or repeat; what was said to other prompts may be remembered, as it is for users."""
+    llm = open_llm(drafter="suffix", planner="fixed")
+    plain, suffix = bench.engine_runners(llm, ["suffix"], SpeculationParams())
+    prompt, params = list(range(40, 70)), [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)]
+    plain.answer([prompt], params)
+    first, again = (suffix.answer([prompt], params).answers[0] for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert first.stats is not None
+    assert again.stats is not None
+    assert again.stats.accepted == first.stats.accepted
+    other = suffix.answer([[*prompt, first.token_ids[0]]], params).answers[0].stats
+    assert other is not None
+    assert other.accepted > first.stats.accepted  # it goes on as the other one did
+
+
 def test_memory_ratio() -> None:
     on_cpu = memory.MemoryReport(imports=100, peak=460, weights=200, draft_weights=40, cache=60)
     assert on_cpu.ratio == pytest.approx(1.2)

@@ -369,3 +369,17 @@ def test_a_kind_that_does_not_pay_is_off_and_another_is_not() -> None:
         gains.next_round()
         gains.observe([Turn("slow", 4, 3)], 1.5)
     assert gains.drafts("slow")
+
+
+def test_a_share_that_nobody_saw_is_not_told() -> None:
+    """Where nothing was put to the test, how often guesses are right is assumed."""
+    planner = AdaptivePlanner(PassCost(0.5))
+    for _ in range(20):
+        planner.next_round(1)
+        planner.observe_pass(1, 1.0)
+        planner.observe_pass(2, 2.0)
+        planner.trim("d", ["a"], [Tree.chain([1])], [None], 1)
+    assert planner.reasons()["d"].startswith("off: ")
+    assert "right" not in planner.reasons()["d"]
+    planner.observe("d", "a", 1, 0)
+    assert "of its guesses are right" in planner.reasons()["d"]

@@ -27,7 +27,7 @@ RECORD: dict[str, Any] = {
         "weight_decay": 0.0,
         "average": 0.99,
         "seed": 0,
-        "measure_prompts": 64,
+        "measure_prompts": 96,
         "measure_tokens": 128,
         "options": {"heads": "3", "start": "/somewhere/of/mine/first-draft"},
     },
@@ -68,6 +68,7 @@ ACCEPTANCE: dict[str, Any] = {
 
 def test_the_card_is_filled_in_from_the_records() -> None:
     card = model_card(RECORD, "medusa", acceptance=ACCEPTANCE, licence="Apache-2.0")
+    assert "On 64 held-out prompts" in card  # there are no more
     assert card.startswith("# medusa for tiny-model\n")
     assert "slipstream generate --model tiny-model --drafter 'medusa'" in card
     assert "Adds 2,874,624 parameters." in card

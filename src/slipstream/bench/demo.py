@@ -30,6 +30,11 @@ ROUNDS = 3
 FAVOURABLE = (
     "Code editing repeats much of its prompt, so guessing pays well here; `slipstream bench` shows other tasks."
 )
+UNFAVOURABLE = (
+    "Code editing repeats much of its prompt, and yet guessing hardly paid here: to check several tokens takes this "
+    "machine about as long as to say them, or it is busy. `slipstream explain` shows what passes cost."
+)
+WORTH_IT = 1.1
 
 PROMPT = """Copy the code below, and rename the class `Rectangle` to `Box`. Do not change anything else. Return only \
 the code.
@@ -113,9 +118,8 @@ def show(comparison: Comparison, console: Console) -> None:
     if not comparison.same:
         shown += [Text("with speculation:", style="red"), Text(drafted.text.strip()), Text()]
     title = f"{len(drafted.token_ids)} tokens, with and without speculation"
-    console.print(
-        Panel(Group(*shown, rates, verdict, Text(), Text(FAVOURABLE, style="dim")), title=title, padding=(1, 2))
-    )
+    remark = FAVOURABLE if comparison.speedup >= WORTH_IT else UNFAVOURABLE
+    console.print(Panel(Group(*shown, rates, verdict, Text(), Text(remark, style="dim")), title=title, padding=(1, 2)))
 
 
 def load(model: str, on_progress: Callable[[str], None]) -> LLM:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
@@ -57,16 +57,23 @@ class Runner(Protocol):
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineRunner:
-    """Slipstream with one drafter, or without any."""
+    """Slipstream with one drafter, or without any.
+
+    What drafters and caches remember of earlier answers they may use, as they may for users, but never of the same
+    prompt: where one comes again, or in another mode, nobody knows what was said to it.
+    """
 
     name: str
     llm: LLM
     speculation: SpeculationParams
+    _asked: set[tuple[int, ...]] = field(default_factory=set)  # prompts since a new tenant began
+    _tenants: int = 0
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
-        own = [replace(p, speculation=self.speculation) for p in params]
+        speculation = replace(self.speculation, tenant=self._tenant(prompts))
+        own = [replace(p, speculation=speculation) for p in params]
         start = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], own)
         wall_s = time.perf_counter() - start
@@ -78,6 +85,14 @@ class EngineRunner:
             timing = first.timing
             answers.append(Answer(tuple(first.token_ids), timing.first_token_s, timing.total_s, first.speculation))
         return Measured(tuple(answers), wall_s)
+
+    def _tenant(self, prompts: Sequence[Sequence[int]]) -> str:
+        asked = {tuple(ids) for ids in prompts}
+        if self._asked & asked:
+            self._asked.clear()
+            self._tenants += 1
+        self._asked |= asked
+        return f"{self.name}, {self._tenants}"
 
 
 def engine_runners(llm: LLM, drafters: Sequence[str], speculation: SpeculationParams) -> list[EngineRunner]:

@@ -161,9 +161,9 @@ class Common:
             "text already said; suffix: that, and earlier answers; lookahead: "
             "what the model says further on; prediction: the text of --prediction; "
             "model:PATH (or draft:PATH): a smaller model, best with the same tokenizer, such as model:path/to/small; "
-            "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3 and draft "
-            "without a path: the default model's own); mtp: the model's own modules for that; grammar: what the "
-            "form of an answer forces (comes by itself with one); A+B: both, "
+            "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3, "
+            "medusa and draft without a path: the default model's own); mtp: the model's own modules for that; "
+            "grammar: what the form of an answer forces (comes by itself with one); A+B: both, "
             f"their drafts merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None

@@ -91,6 +91,11 @@ class Acceptance:
         """Of everybody."""
         return self._shared.share
 
+    @property
+    def known(self) -> bool:
+        """Was any guess put to the test?"""
+        return any(self._course.tried)
+
     def alpha(self, request_id: str) -> float:
         """At any depth."""
         own = self._requests.get(request_id)

@@ -307,7 +307,8 @@ class AdaptivePlanner(HostPlans):
         self._acceptance[drafter] = chances
 
     def _alpha(self, drafter: str) -> float | None:
-        return self._acceptance[drafter].shared if drafter in self._acceptance else None
+        found = self._acceptance.get(drafter)
+        return found.shared if found is not None and found.known else None  # else it is only assumed
 
     def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
         self._cost.observe(rows, seconds, load)

@@ -87,10 +87,8 @@ def _held_out(record: Record) -> str:
         return ""
     taus = ", ".join(f"{tau:.2f} at temperature {temperature}" for temperature, tau in best["tau"].items())
     config = record["config"]
-    return (
-        f"On {config['measure_prompts']} held-out prompts of the training data, up to {config['measure_tokens']} "
-        f"tokens: tau {taus}."
-    )
+    count = min(config["measure_prompts"], record["data"]["made_of"]["held_out"])
+    return f"On {count} held-out prompts of the training data, up to {config['measure_tokens']} tokens: tau {taus}."
 
 
 def _by_task(acceptance: Record, recipe: str) -> str:
