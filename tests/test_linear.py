@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +40,8 @@ def test_any_number_of_rows(outs: int, ins: int, with_bias: bool) -> None:
 def test_a_row_is_the_same_to_the_bit_in_any_company(outs: int, ins: int, threads: int) -> None:
     product = PackedLinear(random(outs, ins))
     assert product.packed or not torch.backends.mkl.is_available()
-    same = torch.equal if product.packed else torch.allclose  # a plain product promises no more
+    # a plain product promises no more than its rounding
+    same = torch.equal if product.packed else partial(torch.allclose, atol=2e-6 * ins, rtol=1e-5)
     x = random(64, ins, seed=1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from families import CPU, save_random, tiny_config
+from slipstream.kernels.linear import packs
 from slipstream.models import fuse
 from slipstream.models.release import release
 from slipstream.models.resolve import resolve
@@ -22,11 +23,15 @@ def test_replaced_weights_are_given_back_as_they_are_replaced(tmp_path: Path, mo
     given: list[set[str]] = []
     runner = open_unchecked(save_random(tmp_path, tiny_config("llama")), torch.float32, CPU)
     names = {weight.data_ptr(): name for name, weight in runner.model.named_parameters()}
+    packed = packs(runner.model.get_output_embeddings().weight)
     monkeypatch.setattr(fuse, "release", lambda tensors: given.append({names[t.data_ptr()] for t in tensors}))
     runner.swap(fused=True)
     parts = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    assert given == [*({f"model.layers.{i}.{p}.weight" for p in parts} for i in range(3)), {"lm_head.weight"}]
-    assert {name for name, _ in runner.model.named_parameters()} == {"model.embed_tokens.weight"}
+    layers = [{f"model.layers.{i}.{p}.weight" for p in parts} for i in range(3)]
+    head = {"lm_head.weight"}  # is packed, where products can be
+    assert given == ([*layers, head] if packed else layers)
+    left = {name for name, _ in runner.model.named_parameters()}
+    assert left == {"model.embed_tokens.weight", *(() if packed else head)}
 
 
 def test_releasing_shared_or_unmapped_weights_changes_nothing(tmp_path: Path) -> None:
@@ -63,11 +68,15 @@ print(status("VmHWM") - before, status("VmRSS") - before, runner.weights_bytes)
 
 @pytest.mark.slow
 def test_opening_the_default_model_takes_little_more_than_its_weights(tmp_path: Path) -> None:
-    """The tied head is packed beside the embedding, a fifth of the weights; nothing else is ever there twice."""
+    """The tied head is packed beside the embedding, a fifth of the weights; nothing else is ever there twice.
+
+    But for what products without MKL keep by them while the model is checked against transformers.
+    """
+    most = 1.35 if torch.backends.mkl.is_available() else 1.45
     command = [sys.executable, "-c", MEASURE, str(resolve("default"))]
     surroundings = {**os.environ, "SLIPSTREAM_CACHE": str(tmp_path)}
     for _ in range(2):  # with the check against transformers, and without
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=surroundings)
         peak, after, weights = map(int, done.stdout.split())
-        assert peak < 1.35 * weights
+        assert peak < most * weights
         assert after < 1.3 * weights
