@@ -117,21 +117,25 @@ def told(drafter: str) -> str:
     return re.sub(r"[^:+?]*/", "", drafter)
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="default")
+    made.add_argument("--drafter", nargs="+", default=list(DRAFTERS))
+    made.add_argument("--prompts", type=Path, required=True)
+    made.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    made.add_argument("--max-tokens", type=int, default=256)
+    made.add_argument("--draft-tokens", type=int, help="of trees and chains; default: the drafter's own")
+    made.add_argument("--at-once", type=int, default=48)
+    made.add_argument("--limit", type=int, help="prompts, spread over the categories")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--dtype", default="auto")
+    made.add_argument("--memory")
+    made.add_argument("--json", type=Path)
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--drafter", nargs="+", default=list(DRAFTERS))
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--draft-tokens", type=int, help="of trees and chains; default: the drafter's own")
-    parser.add_argument("--at-once", type=int, default=48)
-    parser.add_argument("--limit", type=int, help="prompts, spread over the categories")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--memory")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     groups = by_category(select(load_prompts(options.prompts), (), options.limit))
     results: list[dict[str, Any]] = []
     written = ""

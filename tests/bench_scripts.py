@@ -7,6 +7,6 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
-acceptance, replay, ship, simulated, suffix_speed = (
-    import_module(name) for name in ("acceptance", "replay", "ship", "simulated", "suffix_speed")
+acceptance, figures, replay, ship, simulated, suffix_speed = (
+    import_module(name) for name in ("acceptance", "figures", "replay", "ship", "simulated", "suffix_speed")
 )
