@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from slipstream.serve.errors import ApiError
 from slipstream.serve.forms import form_of
 from slipstream.serve.nesting import check_nesting
+from slipstream.serve.prompts import PromptMaker
 from slipstream.serve.schemas import ChatRequest
 from slipstream.serve.tools import HermesParser, LlamaParser, NamedParser, RequiredParser, ToolParser, parser_for
 
@@ -104,6 +106,14 @@ def chat(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields}
     )
+
+
+def test_a_template_without_tools_says_what_to_do() -> None:
+    maker = PromptMaker(SimpleNamespace(chat_template="{{ messages[0].content }}", all_special_tokens=[]))
+    with pytest.raises(ApiError, match=r"^tools: this model's chat template knows no tools; leave them out") as refused:
+        maker.conversation(chat())
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+    assert "or serve a model whose template has tools, such as --model " in refused.value.message
 
 
 def test_forms_of_tools() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from conftest import VOCAB
+from slipstream.train import measure as measuring
 from slipstream.train.config import TrainConfig
 from slipstream.train.distill import DraftRecipe
 from slipstream.train.measure import Measure
+from slipstream.train.progress import watched
 from slipstream.train.recipe import Setting
 from slipstream.train.teacher import Teacher
 
@@ -35,3 +40,19 @@ def test_new_weights_are_measured_as_if_there_had_been_no_others(tiny_target: Pa
     assert after[0].alpha > 0.95
     with Measure(config, recipe, tiny_target, PROMPTS, "cpu", print) as fresh:
         assert fresh() == after
+
+
+def test_a_measurement_says_how_far_it_is(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "watched", partial(watched, every_s=0.001))
+    config = TrainConfig("draft", "t", tmp_path, self_prompts=1, measure_tokens=40, temperatures=(1.0,))
+    teacher = Teacher.open(tiny_target, "cpu")
+    recipe = DraftRecipe.make(Setting(config, teacher, torch.ones(VOCAB, dtype=torch.int64)))
+    lines: list[str] = []
+    with Measure(config, recipe, tiny_target, PROMPTS, "cpu", lines.append) as measure:
+        measure()
+    begun = lines.index("measuring tau on 3 held-out prompts, up to 40 tokens each, at T=0, T=1 ...")
+    told = [line for line in lines[begun + 1 :] if line.startswith("measuring at T=")]
+    left = [re.search(r"(\d) of 6 answers, (\d+) tokens, [\d,]+ tok/s, at most (\d+) s left$", line) for line in told]
+    known = [found for found in left if found]
+    assert known, lines
+    assert all(int(found[1]) <= 6 and 0 < int(found[2]) <= 240 for found in known)

@@ -50,7 +50,7 @@ class PromptMaker:
         if self._template is None:
             raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
         if asked.tools and not self.takes_tools:
-            raise refused("tools", "this model's chat template knows no tools")
+            raise refused("tools", f"this model's chat template knows no tools; {_WITHOUT_TOOLS}")
         mark = _mark()
         messages = [self._message(message, mark) for message in asked.messages or ()]
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
@@ -134,6 +134,10 @@ class PromptMaker:
         return list(getattr(self._tokenizer, "added_tokens_decoder", {}).values())
 
 
+_WITHOUT_TOOLS = (
+    "leave them out and say in a message what there is to call (response_format holds the answer to JSON of a schema), "
+    "or serve a model whose template has tools, such as --model Qwen/Qwen3-0.6B"
+)
 _OURS = {"messages", "conversation", "tools", "chat_template", "tokenize", "return_dict", "return_tensors", "padding"}
 _OURS |= {
     "add_generation_prompt",

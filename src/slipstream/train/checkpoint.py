@@ -57,6 +57,17 @@ def note_curves(out: Path, curves: Sequence[Mapping[str, Any]]) -> None:
     part.replace(file)
 
 
+def begun_with(out: Path) -> Mapping[str, Any] | None:
+    """The configuration of the run in this folder, without its weights; None: there is none, or it cannot be read,
+    which `load_checkpoint` says."""
+    recover(out / _NAME)
+    try:
+        found = json.loads((out / _NAME / _STATE).read_text())["config"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def load_checkpoint(out: Path, device: torch.device) -> Checkpoint | None:
     """The last one of a run; None: it has none. Raises `ConfigError` where it is damaged or too old."""
     folder = out / _NAME

@@ -5,6 +5,7 @@ The engine is opened once, from a first export, and stays; each time the weights
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.engine.llm import LLM
 from slipstream.models.paths import Progress
 from slipstream.train.config import TrainConfig
-from slipstream.train.progress import under_way
+from slipstream.train.progress import under_way, watched
 from slipstream.train.recipe import Listens, Recipe, Text
 
 _MEMORY = 4 * 2**30
@@ -39,6 +40,27 @@ class Measured:
         return f"tau {self.tau:.2f} at T={self.temperature:g}"
 
 
+class _Far:
+    """How far a measurement is, by what its engine counts from now on."""
+
+    def __init__(self, llm: LLM, answers: int, longest: int) -> None:
+        """longest: most tokens of an answer."""
+        self.at = ""  # what is being done
+        self._llm, self._answers, self._longest = llm, answers, longest
+        self._begun, self._before = time.perf_counter(), llm.snapshot()
+
+    def told(self) -> str:
+        now, before = self._llm.snapshot(), self._before
+        ended = sum(now.finished.values()) - sum(before.finished.values())
+        tokens = now.generated_tokens - before.generated_tokens
+        line = f"{self.at}: {ended:,} of {self._answers:,} answers, {tokens:,} tokens"
+        if not tokens:
+            return line
+        rate = tokens / (time.perf_counter() - self._begun)
+        most = min(self._answers * self._longest - tokens, (self._answers - ended) * self._longest)
+        return f"{line}, {rate:,.0f} tok/s, at most {most / rate:.0f} s left"
+
+
 class Measure(AbstractContextManager["Measure"]):
     """An engine with the drafter that is trained."""
 
@@ -51,7 +73,9 @@ class Measure(AbstractContextManager["Measure"]):
         device: str,
         say: Progress,
     ) -> None:
-        """say: hears that the engine is being opened, which takes as long as loading the target."""
+        """say: hears that the engine is being opened, which takes as long as loading the target, and every so often
+        how far a measurement is: on a CPU one takes minutes.
+        """
         self._config, self._recipe, self._target, self._device, self._say = config, recipe, target, device, say
         self._prompts = [list(ids) for ids in prompts[: config.measure_prompts]]
         self._llm: LLM | None = None
@@ -64,13 +88,26 @@ class Measure(AbstractContextManager["Measure"]):
         drafter = drafting.drafters.get(drafting.default or "")
         if drafter is None:
             raise DrafterError(f"recipe {self._recipe.name}: must name one drafter, not {drafting.default!r}")
-        if isinstance(self._recipe, Listens) and not self._told:
-            said = self._answers(llm, 0.0)
-            self._recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
-            self._told = True
-        self._recipe.refresh(drafter)
         temperatures = sorted({0.0, *self._config.temperatures})
-        return [self._at(llm, temperature) for temperature in temperatures]
+        listens = isinstance(self._recipe, Listens) and not self._told
+        longest = self._longest(llm)
+        far = _Far(llm, len(self._prompts) * (len(temperatures) + listens), longest)
+        self._say(
+            f"measuring tau on {len(self._prompts)} held-out prompts, up to {longest} tokens each, at "
+            f"{', '.join(f'T={temperature:g}' for temperature in temperatures)} ..."
+        )
+        with watched(self._say, far.told):
+            if isinstance(self._recipe, Listens) and not self._told:
+                far.at = "answers for the recipe to hear"
+                said = self._answers(llm, 0.0)
+                self._recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
+                self._told = True
+            self._recipe.refresh(drafter)
+            found = []
+            for temperature in temperatures:
+                far.at = f"measuring at T={temperature:g}"
+                found.append(self._at(llm, temperature))
+        return found
 
     def _at(self, llm: LLM, temperature: float) -> Measured:
         stats = [answer.speculation for output in self._answers(llm, temperature) for answer in output.outputs]
@@ -79,14 +116,16 @@ class Measure(AbstractContextManager["Measure"]):
         return Measured(temperature, tokens / max(passes, 1), accepted / max(drafted, 1), passes, tokens)
 
     def _answers(self, llm: LLM, temperature: float) -> list[RequestOutput]:
-        room = llm.max_model_len - max(map(len, self._prompts))
+        longest = self._longest(llm)
         params = [
-            SamplingParams(
-                temperature=temperature, seed=seed, max_tokens=max(1, min(self._config.measure_tokens, room))
-            )
-            for seed in range(len(self._prompts))
+            SamplingParams(temperature=temperature, seed=seed, max_tokens=longest) for seed in range(len(self._prompts))
         ]
         return llm.generate([{"prompt_token_ids": ids} for ids in self._prompts], params)
+
+    def _longest(self, llm: LLM) -> int:
+        """Tokens of an answer, at most."""
+        room = llm.max_model_len - max(map(len, self._prompts))
+        return max(1, min(self._config.measure_tokens, room))
 
     def _opened(self) -> LLM:
         if self._llm is None:

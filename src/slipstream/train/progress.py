@@ -1,9 +1,10 @@
-"""What a run is at while nothing else is heard of it: what is being loaded, and how long that took."""
+"""What a run is at while nothing else is heard of it: what is being loaded, written or measured, and how far it is."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +21,24 @@ def under_way(say: Progress, what: str) -> Iterator[None]:
     say(f"{what} ...")
     yield
     say(f"{what}: {time.perf_counter() - begun:.1f} s")
+
+
+@contextmanager
+def watched(say: Progress, tell: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
+    """Say every so often how far something is that says nothing itself. tell: in words; asked on another thread."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(every_s):
+            say(tell())
+
+    thread = threading.Thread(target=watch, name="slipstream-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def sized(model: Path) -> str:

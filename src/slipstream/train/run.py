@@ -14,6 +14,7 @@ from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
 from slipstream.train.best import copy_best
 from slipstream.train.card import model_card
+from slipstream.train.checkpoint import begun_with
 from slipstream.train.config import TrainConfig
 from slipstream.train.data import gather
 from slipstream.train.loop import Trainer
@@ -42,6 +43,8 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
     ranks = Ranks.join(config.device)
     tell = say if ranks.leads else _nobody
     try:
+        if (begun := begun_with(config.out)) is not None:  # said before the target loads, which takes minutes
+            config.check_same_run(TrainConfig.from_dict(begun))
         target = resolve(config.target, tell, trust_remote_code=config.trust_remote_code)
         kind.check(config, ToldShape(load_config(target, config.trust_remote_code)))
         device = pick_device(ranks.device(config.device))
