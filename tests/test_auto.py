@@ -29,6 +29,13 @@ def test_every_target_has_suffix(tiny_target: Path) -> None:
     assert auto_specs(tiny_target, "cuda", {}) == (DrafterSpec("suffix"),)
 
 
+def test_it_is_the_default(open_llm: Open) -> None:
+    llm = open_llm(planner="fixed")
+    assert llm.engine.drafting.default == "auto"
+    assert llm.engine.drafting.auto == ("suffix",)
+    assert set(llm.generate(ECHO, params())[0].outputs[0].speculation.by_drafter) == {"suffix"}
+
+
 def test_the_default_model_has_its_head_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.drafters.auto._has_modules", lambda folder: False)
     head = DrafterSpec("eagle3", str(HEADS / "eagle3"))

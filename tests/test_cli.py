@@ -58,7 +58,7 @@ def test_generate_streams_text_to_stdout_and_the_summary_to_stderr(run: Run, llm
     assert isinstance(prompt, list)
     assert params.greedy
     assert params.max_tokens == 256
-    assert llm.made_with["drafters"] == ("ngram",)
+    assert llm.made_with["drafters"] == ("auto",)
 
 
 def test_generate_json_is_one_object(run: Run, llm: FakeLLM) -> None:
@@ -226,10 +226,12 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
             "generate Hi --drafter draft --model .",
             "drafter 'draft' without a path: weights that come with Slipstream are",
         ),
-        ("generate Hi --material x", "--material x: only suffix drafts from it; add --drafter suffix"),
+        ("generate Hi --material x --drafter ngram", "--material x: only suffix drafts from it; add --drafter suffix"),
         ("generate Hi --drafter prediction", "there is no prediction to follow; give `generate` one with --prediction"),
         ("chat --drafter prediction", "there is no prediction to follow"),
         ("bench --drafter ngram --drafter prediction", "there is no prediction to follow"),
+        ("serve --drafter prediction", "--drafter prediction: a request brings its own"),
+        ("serve --drafter auto+prediction", "leave it out, or name another drafter, such as auto"),
         ("generate Hi --prediction x --no-speculation", "--prediction x with --no-speculation: nothing would guess"),
         ("generate Hi --prediction x --drafter none", "--prediction x with --drafter none: nothing would guess"),
         ("generate Hi --threads 0", "--threads"),
@@ -345,13 +347,13 @@ def test_bench_prints_a_table_and_a_last_line_of_json(run: Run, llm: FakeLLM, tm
     done = run("bench", "--limit", "3", "--max-tokens", "8", "--json", str(kept))
     assert done.code == 0
     result = done.json
-    assert result["modes"] == ["plain", "ngram"]
+    assert result["modes"] == ["plain", "auto"]
     assert list(result["categories"]) == ["chat", "code", "code_editing"]
     assert result["prompts"] == 3
     assert result["settings"]["max_tokens"] == 8
-    assert result["all"]["ngram"]["tokens"] == 12
-    assert result["all"]["ngram"]["same_tokens"] == result["all"]["ngram"]["compared"] == 3
-    assert result["all"]["ngram"]["tau"] == 2.0
+    assert result["all"]["auto"]["tokens"] == 12
+    assert result["all"]["auto"]["same_tokens"] == result["all"]["auto"]["compared"] == 3
+    assert result["all"]["auto"]["tau"] == 2.0
     assert result["differences"] == []
     assert result["memory"]["weights_bytes"] == 2**20
     assert result["prefill"]["tokens_per_s"]["plain"] == pytest.approx(result["prefill"]["prompt_tokens"] / 0.5)
@@ -362,7 +364,7 @@ def test_bench_prints_a_table_and_a_last_line_of_json(run: Run, llm: FakeLLM, tm
     assert len(whole.pop("samples")) == 6
     assert whole == result
     assert llm.made_with["max_num_seqs"] == 1
-    assert {p.speculation.drafter for _, p in llm.asked} == {None, "ngram"}
+    assert {p.speculation.drafter for _, p in llm.asked} == {None, "auto"}
 
 
 @pytest.mark.parametrize(("load", "warned"), [(1000.0, True), (0.0, False)])
@@ -387,5 +389,6 @@ def test_material_goes_along_with_the_request(run: Run, llm: FakeLLM, tmp_path: 
     for file in files:
         file.write_text(f"in {file.stem}")
     asked = " ".join(f"--material {file}" for file in files)
-    assert run(*f"generate Hi --drafter ngram+suffix {asked}".split()).code == 0
-    assert llm.asked[0][1].speculation.material == ("in one", "in two")
+    for drafter in ("--drafter ngram+suffix", "--drafter auto", ""):
+        assert run(*f"generate Hi {drafter} {asked}".split()).code == 0
+        assert llm.asked[-1][1].speculation.material == ("in one", "in two")

@@ -52,6 +52,22 @@ def test_long_contexts_make_rows_dear_on_a_cpu() -> None:
     assert short.nodes > long.nodes
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ((10.0, 11.0, 14.0, 25.0), ""),
+        ((10.0, 18.5, 30.0, 50.0), "1.9 times as long as over one, so a single guess must be right 85% of the time"),
+        ((10.0, 24.0, 36.0, 44.0), "2.4 times as long as over one, so drafts pay from 3 guesses on, if nearly all"),
+        ((10.0, 24.0, 50.0, 90.0), "so no guesses can pay, however right they are"),
+    ],
+)
+def test_why_guesses_do_not_pay_where_rows_are_dear(seconds: tuple[float, ...], said: str) -> None:
+    told = MeasuredCosts(Curve(SIZES[:4], seconds)).why_dear()
+    assert said in told
+    assert bool(said) == told.startswith("Rows are dear on this machine: ")
+    assert not MeasuredCosts(Curve((1,), (10.0,))).why_dear(), "nobody knows"
+
+
 def test_tables_and_words() -> None:
     choices = [
         Choice("d", 1, 0.3, 0, 1.0, "off: x"),
@@ -91,6 +107,7 @@ def test_the_command(tiny_target: Path, tiny_draft: Path, capsys: pytest.Capture
     assert {choice["drafter"] for choice in told["choices"]} == {"suffix", "model"}
     assert len(told["choices"]) == 2 * len(BATCHES) * len(ALPHAS)
     assert told["costs"]["passes"][0][0] == 1
+    assert told["why_dear"] is None or told["why_dear"].startswith("Rows are dear")
     assert "model" in told["costs"]["drafts"]
     text = run(capsys, *options)
     for words in ("x one row", "█", "batch 64", "64 at once", "What would be drafted with suffix", "Guesses of model"):

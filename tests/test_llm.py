@@ -156,6 +156,14 @@ class TestDrafters:
         assert ids(model.generate("a", params)[0]) == ids(ngram.generate("a", params)[0])
 
     @pytest.mark.parametrize(
+        "more", [{"drafter": "auto"}, {"drafter": "ngram"}, {"drafter": None}, {"draft_tokens": 3}]
+    )
+    def test_one_way_to_name_a_drafter(self, open_llm: Callable[..., LLM], more: dict[str, Any]) -> None:
+        """Also where what is named is what would be taken anyway."""
+        with pytest.raises(ConfigError, match="speculative_config: give either it, or drafter and draft_tokens"):
+            open_llm(speculative_config={"method": "ngram"}, **more)
+
+    @pytest.mark.parametrize(
         ("config", "message"),
         [
             ({"method": "psychic"}, "method='psychic'"),

@@ -117,7 +117,7 @@ class TestPrompts:
             (SamplingParams(stop_token_ids=[-1]), "stop_token_ids: token id -1 must be"),
             (
                 SamplingParams(speculation=SpeculationParams(drafter="oracle")),
-                "speculation.drafter='oracle' is not loaded: must be one of ngram, prediction",
+                "speculation.drafter='oracle' is not loaded: must be one of auto, suffix, prediction",
             ),
         ],
     )

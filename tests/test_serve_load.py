@@ -281,3 +281,4 @@ def test_a_server_that_is_told_to_end_lets_answers_finish(roomy: Path, tmp_path:
     assert [entry["event"] for entry in logged] == ["draining", "request"]
     assert logged[1]["completion_tokens"] == 1500
     assert "abc" not in said
+    assert "leaked" not in said, "what libraries were loaded is taken down in order"

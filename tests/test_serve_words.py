@@ -80,7 +80,10 @@ def format_of(schema: Any) -> dict[str, Any]:
             {"speculation": {"drafters": "a"}},
             "speculation.drafters: unknown or unsupported field 'drafters'; leave it out",
         ),
-        ({"speculation": {"drafter": "eagle3"}}, "speculation.drafter='eagle3' is not loaded: must be one of ngram,"),
+        (
+            {"speculation": {"drafter": "eagle3"}},
+            "speculation.drafter='eagle3' is not loaded: must be one of auto, suffix,",
+        ),
         (
             {"response_format": {"type": "xml"}},
             "response_format.type=\"xml\": must be one of 'text', 'json_object', 'json_s",

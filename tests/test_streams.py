@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.errors import CapacityError
 from slipstream.engine import loop
 from slipstream.engine.loop import EngineLoop
@@ -23,15 +23,19 @@ def collect(llm: LLM, **changes: Any) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_deltas_add_up_to_the_whole(llm: LLM, n: int) -> None:
-    whole = collect(llm, n=n)[-1]
-    news = collect(llm, n=n, output_kind="delta")
+    whole = collect(llm, n=n, speculation=SpeculationParams(tenant="one"))[-1]
+    news = collect(llm, n=n, speculation=SpeculationParams(tenant="two"), output_kind="delta")
     assert len(news) > 5
     assert [output.finished for output in news] == [False] * (len(news) - 1) + [True]
     for answer in whole.outputs:
         parts = [output.outputs[answer.index] for output in news]
         assert "".join(part.text for part in parts) == answer.text
         assert [token for part in parts for token in part.token_ids] == answer.token_ids
-        assert [entry for part in parts for entry in part.logprobs or ()] == answer.logprobs
+        logprobs = [entry for part in parts for entry in part.logprobs or ()]
+        assert [list(entry) for entry in logprobs] == [list(entry) for entry in answer.logprobs or ()]
+        for entry, same in zip(logprobs, answer.logprobs or (), strict=True):
+            for token, found in entry.items():  # up to rounding: other guesses may have stood beside it
+                assert found.logprob == pytest.approx(same[token].logprob, abs=1e-4)
         assert max(len(part.token_ids) for part in parts) < len(answer.token_ids)
         assert parts[-1].finish_reason == answer.finish_reason
         assert [part.speculation.emitted for part in parts][-1] == len(answer.token_ids), "counts are of all so far"

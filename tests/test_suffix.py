@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from slipstream.core.draft import ROOT, Tree
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.core.verdict import Verdict
+from slipstream.drafters import suffix_compile
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.suffix import _BY_LENGTH, _BY_VOTES, SuffixDrafter
 from slipstream.drafters.suffix_code import LONGEST
@@ -336,3 +339,16 @@ def test_a_round_of_32_is_quick() -> None:
         took.append(time.perf_counter() - begin)
     assert all(trees)
     assert min(took) < 0.0015  # five times the aim, for slow machines
+
+
+def test_whoever_waits_for_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    opening, target = cast(Any, SimpleNamespace(say=said.append)), cast(Any, None)
+    SuffixDrafter.open(opening, target)
+    said.clear()
+    SuffixDrafter.open(opening, target)
+    assert not said or suffix_compile._folder() is None, "it is compiled by now"
+    monkeypatch.setattr(suffix_compile, "numba", object())
+    monkeypatch.setattr(suffix_compile, "_folder", lambda: tmp_path)
+    SuffixDrafter.open(opening, target)
+    assert "(once)" in said[-1]

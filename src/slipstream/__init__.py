@@ -2,7 +2,7 @@
 
 from slipstream import LLM, SamplingParams
 
-llm = LLM("default", drafter="ngram")
+llm = LLM("default")
 print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
 """
 

@@ -11,17 +11,19 @@ from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import drafters_of, simulate, traces_of
 from slipstream.bench.traffic import Coming
 from slipstream.bench.tune import Tuned
-from slipstream.drafters import merged_name, parse_merged
+from slipstream.drafters import merged_name, names_of, parse_merged
 
 
-def predicted(recording: Recording, rows: Sequence[Tuned]) -> list[Tuned]:
-    """Each with the tokens a second that a simulation of as many requests at once gives."""
+def predicted(recording: Recording, rows: Sequence[Tuned], auto: Sequence[str] = ()) -> list[Tuned]:
+    """Each with the tokens a second that a simulation of as many requests at once gives. auto: whom `auto` means."""
     if not recording.traces:
         return list(rows)
     known = drafters_of(recording)
     found: list[Tuned] = []
     for row in rows:
-        drafter = None if row.drafter is None else merged_name(parse_merged(row.drafter))
+        drafter = None
+        if row.drafter is not None:
+            drafter = "+".join(names_of(merged_name(parse_merged(row.drafter)), auto))
         if drafter is not None and drafter not in known:
             found.append(row)
             continue

@@ -51,6 +51,7 @@ def explain(
         found = {
             "costs": costs.as_json(),
             "spread": costs.spread,
+            "why_dear": costs.why_dear() or None,
             "context": context,
             "choices": [asdict(choice) for choice in choices],
         }
@@ -59,7 +60,7 @@ def explain(
     console = Console()
     console.print("A pass of the target, by rows (a request's own, and its guesses):")
     console.print(pass_table(costs))
-    for line in [*spread_lines(costs), *context_lines(costs)]:
+    for line in [*spread_lines(costs), *context_lines(costs), *filter(None, [costs.why_dear()])]:
         console.print(line, highlight=False)
     for name, seen in costs.drafts.items():
         unit = " levels" if name in deep else ""
@@ -80,13 +81,9 @@ def explain(
 
 
 def _costs(llm: LLM) -> MeasuredCosts:
-    from slipstream.plan.adaptive import AdaptivePlanner
-
-    planner = llm.engine.drafting.planner
-    found = planner.costs.measured if isinstance(planner, AdaptivePlanner) else None
-    if found is None:
+    if llm.costs is None:
         raise ConfigError("explain: the cache has no room to time passes in; give more --memory")
-    return found
+    return llm.costs
 
 
 def _choices(llm: LLM, costs: MeasuredCosts, context: int) -> list[Choice]:

@@ -20,6 +20,7 @@ from slipstream.core.errors import ConfigError, InvalidRequest, RequestError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
 from slipstream.core.structured import StructuredOutputsParams, renamed
+from slipstream.drafters import AUTO
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -57,8 +58,8 @@ def generate(
         option(
             metavar="FILE",
             panel=SPECULATION,
-            help="With --drafter suffix: a text that the answer may quote from though it is not in the prompt, such as "
-            "a file that a tool found. May be repeated.",
+            help="A text that the answer may quote from though it is not in the prompt, such as a file that a tool "
+            "found. May be repeated. Only the drafters auto and suffix guess from it.",
         ),
     ] = None,
     n: Annotated[
@@ -124,7 +125,7 @@ def generate(
         raise ConfigError("--system with --raw: a raw prompt has no roles; put the text into the prompt")
     if prompt == "-" and prediction == "-":
         raise ConfigError("--prediction -: stdin already holds the prompt; name a file")
-    if material and not any("suffix" in name.split("+") for name in common.drafters):
+    if material and not any({"suffix", AUTO}.intersection(name.split("+")) for name in common.drafters):
         raise ConfigError(f"--material {material[0]}: only suffix drafts from it; add --drafter suffix")
     if logprobs is not None and not as_json:
         raise ConfigError(f"--logprobs {logprobs}: log probabilities are shown in the JSON only; add --json")

@@ -16,6 +16,7 @@ import typer
 
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
+from slipstream.drafters import AUTO as AUTO_DRAFTERS
 from slipstream.drafters import parse_specs, places
 from slipstream.drafters.places import naming
 from slipstream.drafters.shipped import with_shipped
@@ -23,7 +24,11 @@ from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes, par
 from slipstream.models.names import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
 
-DEFAULT_DRAFTER = "ngram"
+DEFAULT_DRAFTER = AUTO_DRAFTERS
+WITHOUT_PREDICTION = (
+    "there is no prediction to follow; give `generate` one with --prediction FILE, or name another drafter, such as "
+    "ngram, suffix or auto"
+)
 
 MODEL = "Model"
 SPECULATION = "Speculation (changes the speed, never the tokens, unless rejection sampling judges them)"
@@ -310,15 +315,15 @@ class Common:
         """The planner that was asked for, or what the command usually takes."""
         return usual if self.planner is None else cast(PlannerName, self.planner)  # which `EngineConfig` checks
 
-    def check(self, prediction: str | None) -> None:
-        """Refuse what is wrong without torch having to say so: its import takes seconds."""
+    def check(self, prediction: str | None, without: str = WITHOUT_PREDICTION) -> None:
+        """Refuse what is wrong without torch having to say so: its import takes seconds.
+
+        without: why the drafter `prediction` is refused where there is none, and what to do instead.
+        """
         with naming("--drafter"):
             specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
         if prediction is None and any(spec.name == "prediction" for spec in specs):
-            raise ConfigError(
-                "--drafter prediction: there is no prediction to follow; give `generate` one with --prediction FILE, "
-                "or name another drafter, such as ngram, suffix or auto"
-            )
+            raise ConfigError(f"--drafter prediction: {without}")
         if prediction is not None and not specs:
             why = "--no-speculation" if self.no_speculation else "--drafter none"
             raise ConfigError(

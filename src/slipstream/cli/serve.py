@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Annotated, Any, cast
 
 from slipstream.bench.tune import read_engine
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import DEFAULT_DRAFTER, MODEL, OUTPUT, SPECULATION, Common, option
+from slipstream.cli.options import MODEL, OUTPUT, SPECULATION, Common, option
 from slipstream.cli.shared import with_common
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
@@ -39,9 +40,13 @@ _OPTIONS = {
 }
 """Settings that have another name on the command line."""
 _OF_REQUESTS = (*_SAMPLING, "verifier")
+_WITHOUT_PREDICTION = (
+    'a request brings its own ("prediction": {"type": "content", "content": …}) and is drafted from it whoever else '
+    "drafts; leave it out, or name another drafter, such as auto"
+)
 
 
-@functools.partial(with_common, hidden=_OF_REQUESTS)
+@functools.partial(with_common, hidden=_OF_REQUESTS, without=_WITHOUT_PREDICTION)
 def serve(
     common: Common,
     host: Annotated[
@@ -206,7 +211,8 @@ def serve(
             )
         note(f"serving {settings.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
         server.serve_forever()
-    gc.freeze()  # the program ends: Python would look through all of torch for garbage once more, for seconds
+    if "triton" not in sys.modules:  # what is frozen its bindings take for leaked, and say so line by line
+        gc.freeze()  # the program ends: Python would look through all of torch for garbage once more, for seconds
 
 
 @contextmanager
@@ -243,7 +249,7 @@ def _with_config(common: Common, path: Path) -> Common:
             found["draft_tokens"] = engine.get("draft_tokens")
     changed = replace(common, **found)
     with naming(f"--config {path}"):
-        changed.check(None)
+        changed.check(None, _WITHOUT_PREDICTION)
     return changed
 
 
@@ -256,8 +262,8 @@ def _with_speculative_config(common: Common, written: str) -> Common:
         raise ConfigError(f"--speculative-config {written}: is not JSON ({error})") from error
     with naming(f"--speculative-config {written}"):
         named = from_vllm(config)
-        changed = replace(common, drafter=[named.drafter or DEFAULT_DRAFTER], draft_tokens=named.draft_tokens)
-        changed.check(None)
+        changed = replace(common, drafter=[named.drafter], draft_tokens=named.draft_tokens)
+        changed.check(None, _WITHOUT_PREDICTION)
     return changed
 
 

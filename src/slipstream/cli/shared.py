@@ -9,13 +9,16 @@ from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Annotated, Any, get_args, get_type_hints
 
-from slipstream.cli.options import Common
+from slipstream.cli.options import WITHOUT_PREDICTION, Common
 
 
-def with_common(command: Callable[..., None], hidden: Collection[str] = ()) -> Callable[..., None]:
+def with_common(
+    command: Callable[..., None], hidden: Collection[str] = (), without: str = WITHOUT_PREDICTION
+) -> Callable[..., None]:
     """Replace the command's parameter `common: Common` by one option for each field of `Common`.
 
     hidden: options that the command refuses in its own words; its help does not list them.
+    without: see `Common.check`.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
     hints = get_type_hints(Common, include_extras=True)
@@ -35,7 +38,7 @@ def with_common(command: Callable[..., None], hidden: Collection[str] = ()) -> C
     @functools.wraps(command)
     def run(**values: Any) -> None:
         common = Common(**{name: values.pop(name) for name in names})
-        common.check(values.get("prediction"))
+        common.check(values.get("prediction"), without)
         command(common=common, **values)
 
     del run.__wrapped__  # typer must see the new signature, not the old one

@@ -75,7 +75,7 @@ def tune_command(
         tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
         rows = tune.measure(options, ids, each, levels, repeats=repeats)
-        rows = predicted(tape.stop(), rows)
+        rows = predicted(tape.stop(), rows, llm.engine.drafting.auto)
     console = Console()
     console.print(table(rows))
     best = tune.best(rows)

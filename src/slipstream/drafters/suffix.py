@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import unpack_from
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -18,11 +18,15 @@ from slipstream.core.draft import MAX_NODES, ROOT, Tree, chain_parents
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
-from slipstream.drafters.base import DraftRequest, HostDrafter, Needs
+from slipstream.drafters.base import DraftRequest, HostDrafter, Needs, Opening
 from slipstream.drafters.promise import PromiseTable
 from slipstream.drafters.suffix_code import LONGEST, take_out
+from slipstream.drafters.suffix_compile import is_kept
 from slipstream.drafters.suffix_store import SuffixIndex, SuffixStore
 from slipstream.drafters.suffix_tree import FIELDS, STATES, draft_round
+
+if TYPE_CHECKING:
+    from slipstream.models.runner import Runner
 
 # The chance of a token before anything was seen: by its origin (near where the answer was copying, elsewhere in its
 # text, in past outputs) and by how many tokens agree before it, times a factor for the votes.
@@ -88,6 +92,12 @@ class SuffixDrafter(HostDrafter):
         self._table = PromiseTable(_PRIORS)
         self._chances: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
         self._warm_up()
+
+    @classmethod
+    def open(cls, opening: Opening, target: Runner) -> SuffixDrafter:
+        if not is_kept(draft_round.__name__):
+            opening.say("compiling what the suffix drafter runs (once): some seconds")
+        return cls()
 
     def start(self, request: DraftRequest) -> None:
         self.stop(request.id)

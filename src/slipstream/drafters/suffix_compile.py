@@ -69,6 +69,12 @@ def _folder() -> Path | None:
     return folder if ours else None
 
 
+def is_kept(name: str) -> bool:
+    """Was this function compiled at an earlier start? True, too, where nothing is compiled."""
+    folder = None if numba is None else _folder()
+    return numba is None or (folder is not None and any(folder.rglob(f"*.{name}-*.nbi")))  # as numba calls them
+
+
 @cache
 def _digest() -> str:
     """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls."""

@@ -32,6 +32,15 @@ from slipstream.models.support import SHARES, check_supported
 DrafterChoice = str | Drafter | Sequence[str | Drafter] | None
 
 
+class _Unsaid(str):
+    """A default: told by its identity from the same text that a caller gives."""
+
+    __slots__ = ()
+
+
+USUAL_DRAFTER: DrafterChoice = _Unsaid(AUTO)
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     engine: Engine

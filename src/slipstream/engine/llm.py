@@ -19,7 +19,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
 from slipstream.drafters.vllm_names import from_vllm
 from slipstream.engine.bar import progress_bar
-from slipstream.engine.build import Built, DrafterChoice, build
+from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes, parse_share
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake, Prompt, check_text
@@ -28,6 +28,8 @@ from slipstream.engine.state import Job
 from slipstream.engine.streams import Deliveries, OutputStream
 from slipstream.models.default import add_remedy
 from slipstream.models.names import check_device_name, check_dtype_name
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.measured import MeasuredCosts
 
 Message = Mapping[str, str]
 Found = TypeVar("Found")
@@ -37,9 +39,10 @@ class LLM:
     """A language model that speculates.
 
     model: `default`, a folder or hub id in Hugging Face format, or a GGUF file.
-    drafter: `auto` (all that make sense for the model), `ngram`, `suffix`, `prediction`, `model:PATH`, several of them,
-        a `Drafter` of your own, or None for plain decoding. `A+B` merges the drafts of two (`auto+model:PATH`). The
-        first is used unless a request names another; a request with a prediction drafts from that.
+    drafter: `auto` (all that make sense for the model, each where it pays), `ngram`, `suffix`, `prediction`,
+        `model:PATH`, several of them, a `Drafter` of your own, or None for plain decoding. `A+B` merges the drafts of
+        two (`auto+model:PATH`). The first is used unless a request names another; a request with a prediction drafts
+        from that, too.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
@@ -59,7 +62,7 @@ class LLM:
         self,
         model: str | Path = "default",
         *,
-        drafter: DrafterChoice = "ngram",
+        drafter: DrafterChoice = USUAL_DRAFTER,
         draft_tokens: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
@@ -93,7 +96,7 @@ class LLM:
         check_dtype_name(dtype)
         check_device_name(device)
         if speculative_config is not None:
-            if drafter != "ngram" or draft_tokens is not None:
+            if drafter is not USUAL_DRAFTER or draft_tokens is not None:
                 raise ConfigError("speculative_config: give either it, or drafter and draft_tokens")
             named = from_vllm(speculative_config)
             drafter, draft_tokens = named.drafter, named.draft_tokens
@@ -152,6 +155,12 @@ class LLM:
     def remarks(self) -> tuple[str, ...]:
         """What there is to know of how its drafters were opened: that one has another vocabulary, say."""
         return tuple(drafter.remark for drafter in self.engine.drafting.drafters.values() if drafter.remark)
+
+    @property
+    def costs(self) -> MeasuredCosts | None:
+        """What passes and drafts cost here, as measured before the first request; None: that was not done."""
+        planner = self.engine.drafting.planner
+        return planner.costs.measured if isinstance(planner, AdaptivePlanner) else None
 
     def generate(
         self,

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+_DEAR = 1.8
+"""A pass over two rows, by one over one: few guesses are right four times of five."""
+
 VERSION = 3
 """Of the JSON form and of how things are timed: files of another version are measured again."""
 
@@ -67,6 +70,26 @@ class MeasuredCosts:
     is_steady: bool = field(default=True, compare=False)  # the machine was not busy with other things meanwhile
     spread: float = field(default=1.0, compare=False)  # the slowest by the fastest of the same pass, timed some times
     is_whole: bool = field(default=True, compare=False)  # there was time for all of it
+
+    def why_dear(self) -> str:
+        """Why guesses hardly pay by these costs, in a line; nothing where a row beside the first is cheap enough.
+
+        A pass brings at most as many tokens as it has rows, and so many only where all guesses are right.
+        """
+        rows = np.arange(1, self.passes.sizes[-1] + 1)
+        times = self.passes.at(rows.astype(np.float64)) / self.passes.seconds[0]  # by a pass over one row
+        if len(rows) < 2 or times[1] < _DEAR:
+            return ""
+        paying = rows[times < rows]
+        if not len(paying):
+            so = "no guesses can pay, however right they are"
+        elif paying[0] == 2:
+            so = f"a single guess must be right {times[1] - 1:.0%} of the time to pay"
+        else:
+            so = f"drafts pay from {paying[0] - 1} guesses on, if nearly all of them are right"
+        return (
+            f"Rows are dear on this machine: a pass over two takes {times[1]:.1f} times as long as over one, so {so}."
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
