@@ -131,3 +131,8 @@ def test_the_verdict_does_not_write_to_its_inputs() -> None:
     before = (draft.tokens.clone(), draft.parents.clone(), choices.clone())
     verify_exact(draft, choices)
     assert all(torch.equal(a, b) for a, b in zip(before, (draft.tokens, draft.parents, choices), strict=True))
+
+
+def test_how_deep_a_tree_is() -> None:
+    trees = (Tree(), Tree.chain((5, 6, 7)), Tree((1, 2, 3), (-1, -1, -1)), Tree((1, 2, 3, 4, 5), (-1, 0, -1, 1, 2)))
+    assert [tree.depth for tree in trees] == [0, 3, 1, 3]

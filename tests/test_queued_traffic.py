@@ -113,3 +113,28 @@ def test_the_same_answers_as_plain_rounds_give(tiny_target: Path, tiny_draft: Pa
     found = answers(queue, wishes, names, seed, aborts=dice.random() < 0.5)
     queue.check_lanes()
     assert found == {index: plain[index] for index in found}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafts_begun_ahead_of_their_rounds(tiny_target: Path, tiny_draft: Path, seed: int) -> None:
+    """Host and device guess together, so that the device begins first: whoever comes, goes or is aborted meanwhile."""
+    dice = random.Random(1000 + seed)
+    wishes = [wish(dice) for _ in range(dice.randrange(3, 6))]
+    wishes = [Wish(w.prompt, {**w.params, "max_tokens": 40, "logprobs": None}) for w in wishes]
+    config: dict[str, Any] = {
+        "page_size": 4,
+        "max_num_seqs": dice.choice([2, 4]),
+        "max_batch_tokens": dice.choice([64, 160]),
+        "planner": dice.choice(["fixed", "adaptive"]),
+        "max_model_len": LONGEST,
+    }
+    if dice.random() < 0.5:
+        config["pages"] = -(-LONGEST // 4) + dice.randrange(1, 24)
+    plain = answers(Stepper(tiny_target, None, prefix_caching=False, **config), wishes, [None], seed, aborts=False)
+    drafters = [f"model:{tiny_draft}", Echo(), Letters(), "suffix"]
+    queue = Queue(tiny_target, drafters, **config)
+    found = answers(queue, wishes, ["letters+model", "suffix+model+echo"], seed, aborts=dice.random() < 0.5)
+    queue.check_lanes()
+    assert found == {index: plain[index] for index in found}
+    seen = queue.engine.snapshot()
+    assert config["planner"] == "adaptive" or seen.ahead_taken + seen.ahead_wasted > 0

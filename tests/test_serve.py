@@ -323,6 +323,7 @@ def test_metrics(client: OpenAI, server: HttpServer) -> None:
         "spec_decode_num_drafts_total",
         "spec_decode_num_accepted_tokens_per_pos_total",
         "spec_decode_gain",
+        "spec_decode_drafts_ahead_total",
         "time_to_first_token_seconds_bucket",
         "request_success_total",
     ):

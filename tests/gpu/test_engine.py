@@ -131,3 +131,17 @@ def test_log_probabilities(bench: Bench) -> None:
         for mine, other in zip(ours, theirs, strict=True):
             assert list(mine) == list(other)
             assert [e.logprob for e in mine.values()] == pytest.approx([e.logprob for e in other.values()], abs=1e-5)
+
+
+def test_drafts_begun_before_the_host_has_heard(bench: Bench) -> None:
+    """One request at a time, so that nobody joins: most of them are what the plan then wants."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    both = replace(params, speculation=SpeculationParams(drafter="ngram+model"))
+    before = bench.llm.snapshot()
+    for prompt in ([5, 6, 7, 8], [9] * 12):
+        (want,) = bench.llm.generate([prompt], replace(params, speculation=OFF))[0].outputs
+        (have,) = bench.llm.generate([prompt], both)[0].outputs
+        assert have.token_ids == want.token_ids
+    after = bench.llm.snapshot()
+    assert after.ahead_taken - before.ahead_taken > 20
+    assert after.ahead_wasted - before.ahead_wasted < 10

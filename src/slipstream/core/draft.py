@@ -47,6 +47,14 @@ class Tree:
     def is_chain(self) -> bool:
         return self.parents == chain_parents(len(self.parents))
 
+    @property
+    def depth(self) -> int:
+        """Nodes of its longest path."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent != ROOT else 0))
+        return max(depths, default=0)
+
     def check(self, vocab_size: int, budget: int) -> None:
         """Raise `DrafterError` unless this is a tree that a round can verify."""
         if len(self.tokens) != len(self.parents):

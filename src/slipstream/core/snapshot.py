@@ -48,6 +48,8 @@ class Snapshot:
     late: Mapping[str, int] = field(default_factory=dict)  # by host drafter: rounds that did not wait for it
     unrecorded: Mapping[str, int] = field(default_factory=dict)
     """By device drafter: shapes of its drafts that are no graph, and take longer; the log says why."""
+    ahead_taken: int = 0  # drafts that the device began before their round was planned, and that it then had
+    ahead_wasted: int = 0  # … and that it did not want after all
     dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that nobody asks any more, and why
     decisions: Mapping[str, int] = field(default_factory=dict)
     """By drafter and round: how often it drafted for an answer ("drafted"), and why it did not (`Undrafted`)."""

@@ -226,7 +226,8 @@ class DeviceDrafter(Drafter):
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:  # [B, depth] int64, or trees of `round.nodes`
         """Guess for each request, without looking at a value: on a GPU this is captured in a graph.
 
-        Writes only the drafter's own cache, behind the committed length less one.
+        Writes only the drafter's own cache, behind the committed length less one. It may be asked twice for the same
+        place, and for requests that have ended meanwhile: nothing but `round` and that cache may decide the guesses.
         """
         raise NotImplementedError(f"drafter {self.name!r} cannot draft inside a queued round")
 

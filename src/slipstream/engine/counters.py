@@ -21,6 +21,7 @@ class Counters:
         self.host_s = 0.0
         self.draft_tokens = 0
         self.unrecorded: dict[str, int] = {}  # by device drafter: loops of it that are no graphs
+        self.ahead_taken = self.ahead_wasted = 0  # drafts begun before their round was planned
         self._accepted = [0] * (MAX_NODES + 1)  # drafts of which so many nodes were accepted
 
     def draft(self, drafted: int, accepted: int) -> None:

@@ -72,13 +72,18 @@ class DraftLoop:
         ]  # None: chains
         asked = rooms if shape.features.rejection else {}
         self.q = [asked[name].part(shape.requests, nodes) if name in asked else None for name, nodes, _ in shape.drafts]
-        self._shape, self._state, self._drafters = shape, state, drafters
+        self.shape = shape
+        self._state, self._drafters = state, drafters
         self._replay: Callable[[], None] = self._work
 
     def run(self, lanes: Tensor) -> None:
         """Guess for these requests [B]; `guesses` and `parents` have one tensor a drafter."""
         self._lanes.copy_(lanes)
         self._replay()
+
+    def serves(self, shape: LoopShape) -> bool:
+        """Are its guesses those of this shape as well? More keys than there are change nothing."""
+        return self.shape.keys >= shape.keys and self.shape._replace(keys=shape.keys) == shape
 
     def record(self, pool: Any) -> Exception | None:
         """As one launch from now on; as it stands where a drafter looks at values on the host, say: returns why."""
@@ -92,7 +97,7 @@ class DraftLoop:
         return None
 
     def _work(self) -> None:
-        shape = self._shape
+        shape = self.shape
         parts = zip(shape.drafts, self.guesses, self.parents, self.q, strict=True)
         for (name, nodes, levels), guesses, parents, q in parts:
             drafter = self._drafters[name]
@@ -141,8 +146,7 @@ class DraftLoops:
 
     def of(self, shape: LoopShape) -> DraftLoop:
         """Raises `DraftFailed` where a drafter cannot. Trees may have more nodes than was asked for."""
-        if any(size.levels for size in shape.drafts):
-            shape = shape._replace(drafts=tuple(map(self._made, shape.drafts)))
+        shape = self.made(shape)
         found = self._loops.pop(shape, None)
         if found is None:
             found = DraftLoop(shape, self._state, self._drafters, self._rooms)
@@ -153,6 +157,16 @@ class DraftLoops:
             self._loops = dict(kept[1 - _MOST :])
         self._loops[shape] = found  # the last is the one used last
         return found
+
+    def find(self, shape: LoopShape) -> DraftLoop | None:
+        """The same where it was made before."""
+        return self._loops.get(self.made(shape))
+
+    def made(self, shape: LoopShape) -> LoopShape:
+        """The shape of the loop that serves this one: trees come in few sizes."""
+        if any(size.levels for size in shape.drafts):
+            return shape._replace(drafts=tuple(map(self._made, shape.drafts)))
+        return shape
 
     def _complain(self, names: list[str], why: Exception) -> None:
         """They draft on, launch by launch: slower, which nobody would understand who is not told. Once is enough."""

@@ -4,6 +4,7 @@ The device knows where every request stands (`lanes.py`), so the next round can 
 the last one gave. What the host needs to know first makes it wait: drafts made on the host, and log probabilities. A
 request that turns out to have ended is in one round too many; what that round says of it is not listened to. Pages
 that it gives back may be written by that round still, but whoever gets them writes to them later in the same queue.
+Where nothing but drafts of the host keep the device waiting, its own drafts are begun meanwhile (`draft_ahead.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
+from slipstream.engine.draft_ahead import Ahead, DraftAhead
 from slipstream.engine.draft_loops import DraftFailed, Drafts
 from slipstream.engine.engine import Engine
 from slipstream.engine.followers import QueuedFollowers
@@ -52,6 +54,7 @@ class Guessed(NamedTuple):
     run: Round
     caught_up: bool  # a drafter had to read what it had missed first
     begun: Any  # a mark where the device begins with it: what the host guesses is not its work
+    ahead: Ahead | None  # what it had begun before
 
 
 class QueuedEngine(Engine):
@@ -80,6 +83,14 @@ class QueuedEngine(Engine):
         self._free_marks: list[Any] = []  # events, to be used again
         self._heard_at: float | None = None  # since when the device waits for the host
         self._waits_for_drafts = False  # … and for nothing but drafts
+        self._ahead = DraftAhead(
+            self.drafting,
+            self.lanes,
+            self.scheduler.reserve_draft,
+            self._mark,
+            self.plan.max_model_len,
+            self.counters,
+        )
         self.drafting.planner.pad_passes()
         self._idle_since = time.perf_counter()
 
@@ -89,6 +100,7 @@ class QueuedEngine(Engine):
 
     def fail_all(self, error: BaseException) -> None:
         self._tickets.clear()  # nobody is left to hear
+        self._ahead.drop()
         if self.target.device.type == "cuda":
             with suppress(RuntimeError):  # it may be the device that failed
                 torch.cuda.synchronize()
@@ -103,6 +115,8 @@ class QueuedEngine(Engine):
         """
         self.expire()
         waits = self._must_wait()
+        if waits and self._waits_for_drafts:
+            self._draft_ahead()
         heard = self._hear_all() if waits else []
         self._heard_at = self._idle_since if heard else None
         if any(part.ticket.reads_logits for part in heard):
@@ -115,6 +129,7 @@ class QueuedEngine(Engine):
             if not self._tickets:
                 self._idle_since = time.perf_counter()
             self._tickets.append(self._queue(schedule))
+        self._ahead.drop()
         self._tell(heard)
         while len(self._tickets) > (1 if schedule else 0):
             self._tell([self._hear(self._tickets.popleft())])
@@ -131,6 +146,13 @@ class QueuedEngine(Engine):
         self._waits_for_drafts = drafts and not others
         return bool(running) and (drafts or others)
 
+    def _draft_ahead(self) -> None:
+        """Let the device guess on behind the round under way, if those in it will most likely go on together."""
+        run, members = self._tickets[-1].round, self._tickets[-1].members[: self._tickets[-1].decodes]
+        decodes = [answer for answer in self.scheduler.running if answer.decoding and not answer.will_end]
+        if run is not None and decodes == [m.answer for m in members] and all(m.listens for m in members):
+            self._ahead.begin(run, decodes)
+
     def _hear_all(self) -> list[Heard]:
         heard = [self._hear(ticket) for ticket in self._tickets]
         self._tickets.clear()
@@ -146,10 +168,11 @@ class QueuedEngine(Engine):
         waited_s = None
         caught_up = False
         known = len(self.rounds)
+        ahead = None
         drafting = self._draft(schedule.decodes) if schedule.decodes else None
         begun = drafted = self._mark() if drafting is None else drafting.begun
         if drafting is not None:
-            plan, run, caught_up, _ = drafting
+            plan, run, caught_up, _, ahead = drafting
             drafted = self._mark()
             if self._heard_at is not None and self._waits_for_drafts:
                 waited_s = time.perf_counter() - self._heard_at
@@ -188,6 +211,7 @@ class QueuedEngine(Engine):
             owners,
             self.drafting.guessed_s if drafting is not None else 0.0,
             sum(chunk.rows for chunk in schedule.chunks),
+            ahead,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -197,14 +221,14 @@ class QueuedEngine(Engine):
         """
         self.lanes.place(decodes)
         plan = self.drafting.plan(decodes)
-        lagging = _lagging(decodes, plan)
+        lagging = plan.lagging(decodes)
         if lagging:
             self._tell(self._hear_all())  # what their drafter missed, the host must know
             alive = [i for i, answer in enumerate(decodes) if answer.phase is Phase.RUNNING]
             decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
             if not decodes:
                 return None
-            self.drafting.catch_up(_lagging(decodes, plan))
+            self.drafting.catch_up(plan.lagging(decodes))
             for name in {name for answer in decodes for name in answer.drafters if name in answer.refused}:
                 plan = plan.without(name)  # it could not
         self.lanes.send_pages(decodes)
@@ -212,6 +236,7 @@ class QueuedEngine(Engine):
         longest = max([len(answer.tokens) + answer.coming for answer in decodes])
         is_tree = plan.merges or any(tree.tokens and not tree.is_chain for tree in plan.trees)
         is_tree = is_tree or self.drafting.makes_trees(plan.drafts)
+        in_hand = self._ahead.loop_for(() if lagging else decodes)
         while True:
             self.drafting.follows(decodes, plan)
             drafts = plan.drafts
@@ -229,15 +254,13 @@ class QueuedEngine(Engine):
             run = self.rounds.of(shape)
             run.load(slots, plan.trees, plan.shares)
             begun = self._mark()
-            if not drafts:
-                return Guessed(plan, run, bool(lagging), begun)
             try:
-                run.draft(drafts)
+                loop = run.draft(drafts, in_hand) if drafts else None
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
             else:
-                return Guessed(plan, run, bool(lagging), begun)
+                return Guessed(plan, run, bool(lagging), begun, self._ahead.settle(loop, plan.trees))
 
     def _allowed_rows(self, decodes: Sequence[Answer], plan: Plan, run: Round) -> Tensor:  # [R, W]
         """What each row may choose. Guesses of device drafters are read back first: the host follows grammars."""
@@ -321,12 +344,12 @@ class QueuedEngine(Engine):
     def _times(self, heard: Heard) -> RoundTimes:
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
         ticket, lasted_s = heard.ticket, heard.lasted_s
+        waited_s = ticket.idle_s
         if ticket.marks:
-            draft_s, verify_s = ticket.seconds(0), ticket.seconds(1) + ticket.seconds(2)
+            draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
             times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows)
-            self._free_marks += {id(mark): mark for mark in ticket.marks}.values()
-            ticket.marks = ()
+            self._free_marks += ticket.free_marks()
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
@@ -334,9 +357,9 @@ class QueuedEngine(Engine):
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]
             observe_round(self.drafting, answers, heard.verdicts, times, load, lasted_s)
-            if ticket.waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
+            if waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
                 for name in ticket.hosts:
-                    self.drafting.planner.observe_wait(name, max(0.0, ticket.waited_s - ticket.guessed_s))
+                    self.drafting.planner.observe_wait(name, max(0.0, waited_s - ticket.guessed_s))
             for size in ticket.drafts:
                 self.drafting.observe_draft(size, times.draft / len(ticket.drafts), ticket.decodes)
         return times
@@ -368,14 +391,3 @@ class QueuedEngine(Engine):
         answer.on_device = False
         super()._released(answer)
         answer.behind.clear()
-
-
-def _lagging(decodes: Sequence[Answer], plan: Plan) -> dict[str, list[Answer]]:
-    """By device drafter: those for whom it is to guess, though it has not read all that they said."""
-    lagging: dict[str, list[Answer]] = {}
-    for answer, shares in zip(decodes, plan.shares, strict=True):
-        if answer.behind:
-            for name, _ in shares:
-                if name in answer.behind:
-                    lagging.setdefault(name, []).append(answer)
-    return lagging

@@ -57,11 +57,19 @@ class RoundShape(NamedTuple):
         requests = _bucket(len(counts), _REQUESTS)
         width = _bucket(max(counts), _DRAWN_WIDTHS if features.rejection else _WIDTHS)
         rows = _bucket(len(counts) + sum(counts), SIZES)
-        keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
-        while keys < longest + 1 + width:
-            keys *= 4
-        keys = min(keys, -(-most_keys // SPLIT_KEYS) * SPLIT_KEYS)
+        keys = _keys(requests, longest + 1 + width, most_keys)
         return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices, draws)
+
+    def keys_behind(self, longest: int, most_keys: int) -> int:
+        """Keys of the same requests with as many nodes, once none of them has more than `longest` tokens."""
+        return _keys(self.requests, longest + 1 + self.width, most_keys)
+
+
+def _keys(requests: int, seen: int, most: int) -> int:
+    keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
+    while keys < seen:
+        keys *= 4
+    return min(keys, -(-most // SPLIT_KEYS) * SPLIT_KEYS)
 
 
 def _bucket(size: int, sizes: Sequence[int]) -> int:

@@ -145,12 +145,17 @@ class Round:
             begin += width
         self._inputs.copy_(staged.tensor, non_blocking=True)
 
-    def draft(self, drafts: Drafts) -> None:
-        """Let these device drafters guess, each so much. Raises `DraftFailed` where one of them cannot."""
-        shape = self.shape
-        features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
-        loop = self._loops.of(LoopShape(shape.requests, shape.keys, features, shape.version, drafts))
-        loop.run(self.lanes)
+    def draft(self, drafts: Drafts, ahead: DraftLoop | None = None) -> DraftLoop:
+        """Let these device drafters guess, each so much; tells where. Raises `DraftFailed` where one of them cannot.
+
+        ahead: guesses for the same requests, made or under way: where they are what is wanted, nobody guesses again.
+        """
+        wanted = self._loop_shape(drafts, self.shape.keys)
+        if ahead is not None and ahead.serves(wanted):
+            loop = ahead
+        else:
+            loop = self._loops.of(wanted)
+            loop.run(self.lanes)
         if self._merges:
             self._loaded = None  # the drafts become others than were sent
         if self._odds is not None:
@@ -171,6 +176,16 @@ class Round:
                 torch.where(mine, parents[:, :nodes], above, out=above)
             if self._odds is not None and q is not None:
                 self._odds.take(q[:, :nodes], mine)
+        return loop
+
+    def loop_behind(self, drafts: Drafts, keys: int) -> DraftLoop | None:
+        """What would guess for the same requests once this round is over; None: no such loop was made yet."""
+        return self._loops.find(self._loop_shape(drafts, keys))
+
+    def _loop_shape(self, drafts: Drafts, keys: int) -> LoopShape:
+        shape = self.shape
+        features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
+        return self._loops.made(LoopShape(shape.requests, keys, features, shape.version, drafts))
 
     def drafted(self, requests: int) -> list[Tree]:
         """The drafts of these as they will be verified, read back: waits for what device drafters are at."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.verdict import Authors, Verdict
+from slipstream.engine.draft_ahead import Ahead
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.plans import resolved
 from slipstream.engine.rounds import Round
@@ -67,6 +68,7 @@ class Ticket:
     owners: NDArray[np.int64] | None = None  # [D, K]: who proposed each node, where drafts were merged on the device
     guessed_s: float = 0.0  # what guesses on the host took that the planner counts by themselves
     read_rows: int = 0  # of prompts that were computed beside
+    ahead: Ahead | None = None  # the draft that was begun before it was planned
 
     def wait(self) -> None:
         if self.marks:
@@ -115,6 +117,23 @@ class Ticket:
 
     def seconds(self, part: int) -> float:
         return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
+
+    @property
+    def draft_s(self) -> float:
+        """What guesses on the device took, those included that were begun before."""
+        return self.seconds(0) + (self.ahead.seconds if self.ahead is not None else 0.0)
+
+    @property
+    def idle_s(self) -> float | None:
+        """How long the device did nothing of use before the round; None: it was queued in time."""
+        if self.waited_s is None or self.ahead is None or not self.marks:
+            return self.waited_s
+        return self.ahead.idle_until(self.marks[0])
+
+    def free_marks(self) -> list[Any]:
+        """Its events, which nobody asks any more."""
+        marks, self.marks = (*self.marks, *(self.ahead.marks if self.ahead is not None else ())), ()
+        return list({id(mark): mark for mark in marks}.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,8 @@ class _EngineCollector(Collector):
         yield self._by("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late.items())
         about = "Shapes of drafts that are no graph."
         yield self._by("spec_decode_drafter_unrecorded", about, "drafter", now.unrecorded.items())
+        fates = (("taken", now.ahead_taken), ("wasted", now.ahead_wasted))
+        yield self._by("spec_decode_drafts_ahead", "Drafts begun before their round was planned.", "fate", fates)
         yield self._by("spec_decode_decisions", "Drafted or not, and why.", "reason", now.decisions.items())
         gains = GaugeMetricFamily(
             "slipstream:spec_decode_gain",
