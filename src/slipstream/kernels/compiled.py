@@ -1,7 +1,7 @@
 """Compiled CPU code, found or made: the one place that knows whether it can run here.
 
-It needs numba, AVX-512, and the team of threads that torch computes with (libgomp): a second team on the same cores
-would put the first to sleep after every product. What is missing costs speed and nothing else.
+It needs numba, AVX-512 or an ARM CPU, and the team of threads that torch computes with (libgomp): a second team on the
+same cores would put the first to sleep after every product. What is missing costs speed and nothing else.
 
 numba keeps what it compiled in a folder of the user's own cache, named by the code that it was made from, so that
 only the first start compiles. (Those files are pickles: they must never come from anywhere else.)
@@ -149,8 +149,7 @@ def can_compile() -> bool:
     """Is everything there that the compiled code needs? Quick: loads nothing."""
     return (
         sys.platform == "linux"
-        and platform.machine() == "x86_64"
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and (platform.machine() == "aarch64" or torch.backends.cpu.get_cpu_capability() == "AVX512")
         and _gomp().exists()
         and importlib.util.find_spec("numba") is not None
     )

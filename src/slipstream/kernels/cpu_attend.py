@@ -12,11 +12,11 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from slipstream.kernels.codes import LANES
-from slipstream.kernels.cpu_vectors import F32, I64, VECTOR, Vectors, body, number, zeros
+from slipstream.kernels.cpu_vectors import F32, I64, MASKS, VECTOR, Vectors, body, number, zeros
 
 KEYS = 4
 """Keys that are scored at once."""
-MIXED = 4 * LANES
+MIXED = 4 * LANES if MASKS else 2 * LANES
 """Numbers of a value that are added up at once."""
 
 
@@ -27,15 +27,18 @@ def score_keys(typing: Any, query: Any, key0: Any, key1: Any, key2: Any, key3: A
     def emit(v: Vectors, query: Any, key0: Any, key1: Any, key2: Any, key3: Any, size: Any, scores: Any) -> None:
         b = v.b
 
-        def along(step: Any, *sums: Any) -> list[Any]:
-            at = b.mul(step, number(4 * LANES))
-            lanes = v.first_lanes(b.sub(size, b.mul(step, number(LANES))))
-            value = v.load_some(b.add(query, at), lanes)
-            keys = [v.load_some(b.add(key, at), lanes) for key in (key0, key1, key2, key3)]
-            return [v.fma(value, key, total) for key, total in zip(keys, sums, strict=True)]
+        def score(load_some: Any, _: Any) -> None:
+            def along(step: Any, *sums: Any) -> list[Any]:
+                at = b.mul(step, number(4 * LANES))
+                lanes = v.first_lanes(b.sub(size, b.mul(step, number(LANES))))
+                value = load_some(b.add(query, at), lanes)
+                keys = [load_some(b.add(key, at), lanes) for key in (key0, key1, key2, key3)]
+                return [v.fma(value, key, total) for key, total in zip(keys, sums, strict=True)]
 
-        steps = b.udiv(b.add(size, number(LANES - 1)), number(LANES))
-        v.store(v.totals(v.repeat(steps, [zeros()] * KEYS, along)), scores)
+            steps = b.udiv(b.add(size, number(LANES - 1)), number(LANES))
+            v.store(v.totals(v.repeat(steps, [zeros()] * KEYS, along)), scores)
+
+        v.either(b.icmp_unsigned("==", b.urem(size, number(LANES)), number(0)), score)
 
     return body(7, emit)
 
@@ -56,7 +59,7 @@ def largest_of(typing: Any, scores: Any, vectors: Any, out: Any) -> Any:
 
 @intrinsic
 def mix_values(typing: Any, values: Any, stride: Any, seen: Any, count: Any, weights: Any, size: Any, out: Any) -> Any:
-    """out [size, at most 64] = the sum over j below count of weights[j] times the value of slot seen[j].
+    """out [size, at most `MIXED`] = the sum over j below count of weights[j] times the value of slot seen[j].
 
     `stride` bytes lie between the values of two slots.
     """
@@ -66,15 +69,18 @@ def mix_values(typing: Any, values: Any, stride: Any, seen: Any, count: Any, wei
         parts = range(MIXED // LANES)
         lanes = [v.first_lanes(b.sub(size, number(LANES * part))) for part in parts]
 
-        def one(turn: Any, *sums: Any) -> list[Any]:
-            slot = v.load(b.add(seen, b.mul(turn, number(8))), I64)
-            at = b.add(values, b.mul(slot, stride))
-            weight = v.spread(v.load(b.add(weights, b.mul(turn, number(4))), F32))
-            found = [v.load_some(b.add(at, number(4 * LANES * part)), lanes[part]) for part in parts]
-            return [v.fma(weight, value, total) for value, total in zip(found, sums, strict=True)]
+        def mix(load_some: Any, store_some: Any) -> None:
+            def one(turn: Any, *sums: Any) -> list[Any]:
+                slot = v.load(b.add(seen, b.mul(turn, number(8))), I64)
+                at = b.add(values, b.mul(slot, stride))
+                weight = v.spread(v.load(b.add(weights, b.mul(turn, number(4))), F32))
+                found = [load_some(b.add(at, number(4 * LANES * part)), lanes[part]) for part in parts]
+                return [v.fma(weight, value, total) for value, total in zip(found, sums, strict=True)]
 
-        sums = v.repeat(count, [zeros()] * len(parts), one)
-        for part in parts:
-            v.store_some(sums[part], b.add(out, number(4 * LANES * part)), lanes[part])
+            sums = v.repeat(count, [zeros()] * len(parts), one)
+            for part in parts:
+                store_some(sums[part], b.add(out, number(4 * LANES * part)), lanes[part])
+
+        v.either(b.icmp_unsigned(">=", size, number(MIXED)), mix)
 
     return body(7, emit)

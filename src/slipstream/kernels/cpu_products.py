@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.kernels.codes import BLOCK, TILE
+from slipstream.kernels.codes import BLOCK, LANES, TILE
 from slipstream.kernels.cpu_address import floats, inner
 from slipstream.kernels.cpu_tile import decoder, tile
+from slipstream.kernels.cpu_vectors import STRIP
 
 _DIRECT = 8
 """Rows of the input up to which codes are decoded in registers. With more, they are decoded into a panel first."""
+_MOST = 6 if STRIP == LANES else 4
+"""Rows of the input in a tile of plain weights: the sums of more do not fit the registers."""
 
 
 @inner()
@@ -98,7 +101,7 @@ def _plain_block(weight: int, k: int, x: int, rows: int, out: int, ld_out: int, 
     while done < rows:
         left = rows - done
         # rather 4 + 4 than 6 + 2: small tiles wait for their operands
-        size = left - left // 2 if 6 < left < 10 else min(left, 6)
+        size = left - left // 2 if _MOST < left <= _MOST * 3 // 2 else min(left, _MOST)
         a, c = x + done * k * 4, out + done * ld_out * 4
         if size == 6:
             _six(weight, a, k, c, ld_out, ahead)

@@ -6,13 +6,14 @@ panel of 4 rows that stays in the core's first cache, and taken from there. Same
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.extending import intrinsic
 
 from slipstream.kernels.codes import BLOCK, LANES, block_bytes
-from slipstream.kernels.cpu_vectors import F32, NARROW, VECTOR, WIDE, Vectors, body, number, zeros
+from slipstream.kernels.cpu_vectors import F32, LOOKS_UP, NARROW, STRIP, SUM, VECTOR, WIDE, Vectors, body, number, zeros
 
 
 def tile(height: int, rows: int, bits: int) -> Any:
@@ -37,15 +38,16 @@ def tile(height: int, rows: int, bits: int) -> Any:
             at, x_at = b.mul(step, number(step_bytes)), b.mul(step, number(4 * LANES * vectors))
             for address in weights:
                 v.ask_for(b.add(b.add(address, at), ahead))
-            taken = [_weights(v, b.add(address, at), bits) for address in weights]
-            for m in range(rows):
-                for part in range(vectors):
-                    value = v.load(b.add(b.add(inputs[m], x_at), number(4 * LANES * part)))
+            decoded = [_strips(v, b.add(address, at), bits) for address in weights]
+            for part in range(vectors * LANES // STRIP):
+                taken = [strips(part) for strips in decoded]
+                for m in range(rows):
+                    value = v.load(b.add(b.add(inputs[m], x_at), number(4 * STRIP * part)), SUM)
                     for n in range(height):
-                        grown[m * height + n] = v.fma(taken[n][part], value, grown[m * height + n])
+                        grown[m * height + n] = v.fma(taken[n], value, grown[m * height + n])
             return grown
 
-        sums = v.repeat(steps, [zeros()] * (height * rows), along_k)
+        sums = v.repeat(steps, [zeros(SUM)] * (height * rows), along_k)
         places = [
             b.add(b.add(out, b.mul(number(4 * m), ld_out)), number(4 * n)) for m in range(rows) for n in range(height)
         ]
@@ -84,17 +86,25 @@ def decoder(bits: int) -> Any:
     return decode
 
 
-def _weights(v: Vectors, address: ir.Value, bits: int) -> list[ir.Value]:
-    """The weights of one step of one row, as vectors: 16 numbers, or the 32 of a block of codes."""
+def _strips(v: Vectors, address: ir.Value, bits: int) -> Callable[[int], ir.Value]:
+    """The weights of one step of one row, register by register. Plain ones are loaded when they are asked for."""
     if bits == 32:
-        return [v.load(address)]
+        return lambda part: v.load(v.b.add(address, number(4 * STRIP * part)), SUM)
+    return [strip for vector in _weights(v, address, bits) for strip in v.strips(vector)].__getitem__
+
+
+def _weights(v: Vectors, address: ir.Value, bits: int) -> list[ir.Value]:
+    """The weights of a block of codes, as two vectors of 16."""
     b = v.b
     scale, low = (v.spread(v.load(b.add(address, number(4 * i)), F32)) for i in range(2))
     codes = b.add(address, number(8))
     if bits == 4:
-        # a block has 16 different numbers: fewer instructions to look them up than to compute all 32
-        table = v.fma(ir.Constant(VECTOR, [float(code) for code in range(16)]), scale, low)
-        both = b.zext(v.load(codes, NARROW), WIDE)
-        return [v.looked_up(table, both), v.looked_up(table, b.lshr(both, ir.Constant(WIDE, [4] * LANES)))]
+        if LOOKS_UP:  # a block has 16 different numbers: fewer instructions than to compute all 32
+            table = v.fma(ir.Constant(VECTOR, [float(code) for code in range(16)]), scale, low)
+            both = b.zext(v.load(codes, NARROW), WIDE)
+            return [v.looked_up(table, both), v.looked_up(table, b.lshr(both, ir.Constant(WIDE, [4] * LANES)))]
+        both = v.load(codes, NARROW)
+        halves = b.and_(both, ir.Constant(NARROW, [15] * LANES)), b.lshr(both, ir.Constant(NARROW, [4] * LANES))
+        return [v.fma(b.uitofp(b.zext(half, WIDE), VECTOR), scale, low) for half in halves]
     parts = [b.sext(v.load(b.add(codes, number(LANES * part)), NARROW), WIDE) for part in range(BLOCK // LANES)]
     return [v.fma(b.sitofp(part, VECTOR), scale, low) for part in parts]

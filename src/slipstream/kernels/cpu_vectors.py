@@ -6,6 +6,7 @@ asking for what comes next while this is being used. numba compiles what is writ
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ NARROW = ir.VectorType(ir.IntType(8), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
 _BYTES = ir.IntType(8).as_pointer()
 _READ, _SECOND_CACHE, _DATA = 0, 2, 1
+
+LOOKS_UP = MASKS = platform.machine() == "x86_64"
+"""Has the machine instructions that look 16 numbers up in a register, and that load some lanes of a vector? Without the
+latter each lane is loaded by itself."""
+STRIP = LANES if MASKS else 4
+"""Lanes of a register. A vector of 16 may be several of them: sums that must stay in registers are no wider."""
+SUM = ir.VectorType(F32, STRIP)
 
 
 class Vectors:
@@ -53,6 +61,20 @@ class Vectors:
         store = self._declared("llvm.masked.store.v16f32.p0", ir.VoidType(), [VECTOR, _BYTES, I32, _BITS])
         self.b.call(store, [value, self.b.inttoptr(address, _BYTES), ir.Constant(I32, 1), lanes])
 
+    def either(self, whole: ir.Value, emit: Callable[[Callable[..., ir.Value], Callable[..., None]], None]) -> None:
+        """emit(load_some, store_some) where some lanes of the last vector may not count.
+
+        Where masks are dear it is written twice, and the function chooses when it runs; whole: do all lanes count?
+        """
+        if MASKS:
+            emit(self.load_some, self.store_some)
+            return
+        with self.b.if_else(whole) as (then, otherwise):
+            with then:
+                emit(lambda address, _: self.load(address), lambda value, address, _: self.store(value, address))
+            with otherwise:
+                emit(self.load_some, self.store_some)
+
     def spread(self, value: ir.Value) -> ir.Value:
         """One number in every lane."""
         one = self.b.insert_element(
@@ -61,7 +83,7 @@ class Vectors:
         return self.b.shuffle_vector(one, one, ir.Constant(WIDE, [0] * LANES))
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        return self.b.call(self._declared("llvm.fma.v16f32", VECTOR, [VECTOR] * 3), [a, b, c])
+        return self.b.call(self._declared(f"llvm.fma.v{a.type.count}f32", a.type, [a.type] * 3), [a, b, c])
 
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.b.call(self._declared("llvm.maxnum.v16f32", VECTOR, [VECTOR] * 2), [a, b])
@@ -83,18 +105,31 @@ class Vectors:
         hints = [ir.Constant(I32, hint) for hint in (_READ, _SECOND_CACHE, _DATA)]
         self.b.call(prefetch, [self.b.inttoptr(address, _BYTES), *hints])
 
+    def strips(self, vector: ir.Value) -> list[ir.Value]:
+        """A vector of 16 in registers."""
+        return [vector] if STRIP == LANES else [self.part(vector, at, STRIP) for at in range(0, LANES, STRIP)]
+
     def totals(self, sums: Sequence[ir.Value]) -> ir.Value:
         """The totals of 4 vectors as one vector of 4: halves, then quarters are added, the four side by side."""
+        quarters = self._quarters(sums) if sums[0].type.count == LANES else self._side_by_side(sums)
+        for swap in (2, 1):
+            quarters = self.b.fadd(quarters, self._pick(quarters, quarters, [lane ^ swap for lane in range(LANES)]))
+        return self._pick(quarters, quarters, [0, 4, 8, 12])
+
+    def _side_by_side(self, sums: Sequence[ir.Value]) -> ir.Value:
+        """4 vectors of 4 as one of 16."""
+        both = list(range(8))
+        return self._pick(self._pick(sums[0], sums[1], both), self._pick(sums[2], sums[3], both), list(range(LANES)))
+
+    def _quarters(self, sums: Sequence[ir.Value]) -> ir.Value:
+        """4 vectors of 16 added up to 4 lanes each."""
         b = self.b
         low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
         first = b.fadd(self._pick(sums[0], sums[1], low), self._pick(sums[0], sums[1], high))  # 8 lanes each of 0, 1
         second = b.fadd(self._pick(sums[2], sums[3], low), self._pick(sums[2], sums[3], high))  # 8 lanes each of 2, 3
         even = [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)]
         odd = [lane + 4 for lane in even]
-        quarters = b.fadd(self._pick(first, second, even), self._pick(first, second, odd))  # 4 lanes each of 0, 1, 2, 3
-        for swap in (2, 1):
-            quarters = b.fadd(quarters, self._pick(quarters, quarters, [lane ^ swap for lane in range(LANES)]))
-        return self._pick(quarters, quarters, [0, 4, 8, 12])
+        return b.fadd(self._pick(first, second, even), self._pick(first, second, odd))  # 4 lanes each of 0, 1, 2, 3
 
     def part(self, vector: ir.Value, start: int, size: int) -> ir.Value:
         """Neighbouring lanes of a vector."""
@@ -142,5 +177,5 @@ def number(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
 
-def zeros() -> ir.Constant:
-    return ir.Constant(VECTOR, [0.0] * LANES)
+def zeros(kind: ir.VectorType = VECTOR) -> ir.Constant:
+    return ir.Constant(kind, [0.0] * kind.count)

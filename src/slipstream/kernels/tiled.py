@@ -5,6 +5,7 @@ For the few rows of a decoding pass only: with more, torch's product is the bett
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,9 @@ from slipstream.kernels.codes import LANES, TILE, Codes
 from slipstream.kernels.compiled import MOST_ROWS, Compiled, compiled
 from slipstream.kernels.linear import PackedLinear, joined_bias
 
+CODES_PAY = platform.machine() == "x86_64"
+"""Is it faster to read codes than numbers? Where they cannot be looked up in a register, decoding takes longer than
+reading five times as much."""
 _SLAB = 4096
 """Rows of a weight that are turned from codes to numbers at a time."""
 
@@ -46,7 +50,7 @@ class TiledLinear(PackedLinear):
         self.in_features = weights[0].shape[1]
         self.out_features = sum(weight.shape[0] for weight in weights)
         weights = [weight.detach() for weight in weights]
-        self.tiles: Tensor | Codes = code.encode(weights, arena) or _joined(weights, arena)
+        self.tiles: Tensor | Codes = _kept(code, weights, arena)
         self.bias = None if bias is None else bias.detach().clone()  # so that nothing of the old weights stays in use
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +74,7 @@ class TiledLinear(PackedLinear):
             self.tiles.copy_(weight)
         else:  # codes that fit the old weight
             arena = Arena()
-            self.tiles = self.code.encode([weight], arena) or _joined([weight], arena)
+            self.tiles = _kept(self.code, [weight], arena)
 
     def extra_repr(self) -> str:
         form = f"{self.tiles.bits}-bit codes" if isinstance(self.tiles, Codes) else "plain"
@@ -88,6 +92,11 @@ def join(*linears: nn.Linear, arena: Arena) -> PackedLinear:
     if code is not None:
         return TiledLinear(code, weights, bias, arena)
     return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+
+def _kept(code: Compiled, weights: Sequence[Tensor], arena: Arena) -> Tensor | Codes:
+    """As codes where that pays and they are made of codes, else as they are; rows end to end."""
+    return (code.encode(weights, arena) if CODES_PAY else None) or _joined(weights, arena)
 
 
 def _joined(weights: Sequence[Tensor], arena: Arena) -> Tensor:

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from slipstream.kernels.arena import Arena
 from slipstream.kernels.compiled import compiled, keep_in, make_apart, needs_compiling
 from slipstream.kernels.linear import packs
-from slipstream.kernels.tiled import TiledLinear, join
+from slipstream.kernels.tiled import TiledLinear, join, tiler
 from slipstream.models.attention import PassContext, running_pass
 from slipstream.models.compiled import CompiledTrunk
 from slipstream.models.paths import Progress, cache_folder
@@ -181,7 +181,7 @@ def pack(model: nn.Module) -> int:
     swapped, arena = 0, Arena()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and packs(child.weight):
+            if type(child) is nn.Linear and (packs(child.weight) or tiler(child.weight) is not None):
                 old, product = child.weight.detach(), join(child, arena=arena)
                 setattr(parent, name, product)
                 swapped += 1
