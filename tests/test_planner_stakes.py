@@ -87,6 +87,25 @@ def test_no_more_is_lost_than_was_won_and_a_little_beside() -> None:
     assert other < 6, "but not by others"
 
 
+def test_a_kind_that_is_new_to_a_poor_drafter_begins_with_less() -> None:
+    """Requests of many kinds must not each pay for the same lesson; nobody is silenced for it."""
+    gains = Gains(0.0)
+    gains.start("r", Traits())
+    gains.start("sampled", Traits(warm=True))
+    gains.next_round()
+    gains.observe([Turn("r", 0, 1)], 1.0)
+    first = gains.stake(["d"], ["sampled"], 1)
+    for _ in range(2):
+        gains.observe([Turn("r", 6, 1, ("d",))], 2.5, expected=1.5)
+    assert gains.stake(["d"], ["sampled"], 1) == 1
+    assert gains.stake(["other"], ["sampled"], 1) == first
+    for _ in range(250):
+        gains.next_round()
+    assert 1 < gains.stake(["d"], ["sampled"], 1) < first, "it is forgotten slowly"
+    gains.observe([Turn("sampled", 6, 5, ("d",))], 2.0, expected=1.5)
+    assert gains.stake(["d"], ["sampled"], 1) > first, "from then on it has a purse of its own"
+
+
 def test_surely_wrong_once_in_every_answer() -> None:
     """Mostly it has nothing to say, and then is sure and wrong: by its record elsewhere that pays, and here never."""
     planner = AdaptivePlanner(PassCost(0.15))

@@ -15,6 +15,8 @@ from slipstream.plan.traits import Traits
 
 _FIRST, _MOST = 3.0, 5.0
 """Plain rounds in a purse at first, and at the most."""
+_WARNED = 1.0
+"""At first where its drafters have lost all that they had with requests of other kinds."""
 _ALLOWANCE = 0.01
 """What every round adds."""
 _HEARD = 0.25
@@ -48,7 +50,12 @@ class Purses:
     def left(self, whose: Whose, now: int) -> float:
         """Plain rounds that may be lost."""
         purse = self._purses.get(whose)
-        return _FIRST if purse is None else min(purse.rounds + _ALLOWANCE * (now - purse.at), _MOST)
+        return self._first(whose, now) if purse is None else _filled(purse, now)
+
+    def _first(self, whose: Whose, now: int) -> float:
+        """What a kind of requests begins with: less, where others of as many requests made its drafters poor."""
+        others = [_filled(purse, now) for one, purse in self._purses.items() if one[:2] == whose[:2]]
+        return min(_FIRST, max(_WARNED, sum(others) / len(others))) if others else _FIRST
 
     def put(self, whose: Whose, won: float, now: int) -> None:
         """So many rounds were won, or lost where it is below 0."""
@@ -58,3 +65,7 @@ class Purses:
         """A guess for one of so many requests was not sent."""
         if whose in self._purses:  # else nothing was lost yet
             self.put(whose, (_HEARD if right else -_HEARD) / requests, now)
+
+
+def _filled(purse: _Purse, now: int) -> float:
+    return min(purse.rounds + _ALLOWANCE * (now - purse.at), _MOST)
