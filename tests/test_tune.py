@@ -115,6 +115,16 @@ def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
         assert llm.generate("one two")[0].finished
 
 
+def test_what_auto_would_do_is_predicted_as_well(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"tune --model {tiny_target} --prompts {prompts(tmp_path)} --concurrency 2 --max-tokens 8"
+    rows = run(capsys, *given.split())["rows"]
+    assert isinstance(rows, list)
+    assert [row["name"] for row in rows] == ["plain", "auto"]
+    assert all(row["predicted"] > 0 for row in rows)
+
+
 def test_serve_takes_the_file_and_options_win(tiny_target: Path, tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     chosen = configuration(str(tiny_target), [*told((1, "plain", 1.0)), Tuned(1, "x", "suffix", 6, "exact", 9.0)])
