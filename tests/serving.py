@@ -5,19 +5,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
 
-from slipstream import LLM
+import inside
+from slipstream.engine.host import EngineHost
+from slipstream.engine.remote.process import EngineProcess
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.server import HttpServer
 
 MODEL = "tiny"
+WAYS = ("thread", "process")
+"""Where a server's engine may run."""
 
 
 @contextmanager
-def serving(llm: LLM, **options: Any) -> Iterator[HttpServer]:
+def engine_process(model: Path, **options: Any) -> Iterator[EngineProcess]:
+    """A tiny engine in a process of its own, which is found whole at the end."""
+    with EngineProcess(
+        model, **{"device": "cpu", "max_num_seqs": 8, "memory": "64MiB", "threads": 1, **options}
+    ) as made:
+        yield made
+        made.call(inside.everything_is_free)
+
+
+@contextmanager
+def serving(llm: EngineHost, **options: Any) -> Iterator[HttpServer]:
     """A server that runs in a thread of its own, and is drained at the end."""
     server = HttpServer(llm, ServeConfig(**{"models": (MODEL,), "port": 0, **options}))
     thread = threading.Thread(target=server.serve_forever, name="http")

@@ -36,13 +36,7 @@ class Stepper:
             built = self._build(model, drafter, {**options, "memory": plan.workspace_bytes + cache})
             assert built.engine.pool.num_pages == pages
         self.engine = built.engine
-        self._intake = Intake(
-            built.tokenizer,
-            self.engine.target.vocab_size,
-            built.eos_ids,
-            self.engine.drafting.drafters,
-            default=self.engine.drafting.default,
-        )
+        self._intake = Intake(built.tokenizer, built.eos_ids, built.loaded)
 
     @staticmethod
     def _build(model: Path, drafter: DrafterChoice, options: dict[str, Any]) -> building.Built:

@@ -13,8 +13,9 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import RequestOutput
+from slipstream.engine.pacing import LONGEST_S
 from slipstream.engine.state import Answer, Job
-from slipstream.engine.streams import _LONGEST_S, _SHARE, Deliveries, OutputStream
+from slipstream.engine.streams import SHARE, Deliveries, OutputStream
 
 
 class Loop:
@@ -97,7 +98,7 @@ def test_a_crowd_hears_of_every_round_that_is_long_beside_the_telling() -> None:
     assert all(request.told == [1] * 40 for request in requests)
 
 
-@pytest.mark.parametrize(("each", "wait"), [(10e-6, 0.008), (200e-6, _LONGEST_S)])
+@pytest.mark.parametrize(("each", "wait"), [(10e-6, 0.008), (200e-6, LONGEST_S)])
 def test_a_crowd_hears_of_several_short_rounds_together(each: float, wait: float) -> None:
     """So far apart that telling takes a share of the time, but nobody waits for long."""
     loop, requests = a_crowd(32, each)
@@ -109,7 +110,7 @@ def test_a_crowd_hears_of_several_short_rounds_together(each: float, wait: float
     assert all(other.told == first.told for other in others)
     assert loop.woken < 400 / first.told[-1] + 30  # it takes some rounds to see how long they and the telling take
     spent = 32 * each * (loop.woken - 1)
-    assert spent < 2 * _SHARE * 0.4 or wait == _LONGEST_S
+    assert spent < 2 * SHARE * 0.4 or wait == LONGEST_S
 
 
 def test_the_end_comes_at_once_with_all_that_was_held() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from serving import MODEL, client_of, serving
+from serving import MODEL, WAYS, client_of, engine_process, serving
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.serve.server import HttpServer
 
@@ -25,10 +26,13 @@ def llm(tiny_target: Path) -> Iterator[LLM]:
         assert made.engine.pool.free_pages == made.engine.pool.num_pages
 
 
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[HttpServer]:
-    with serving(llm) as made:
-        yield made
+@pytest.fixture(scope="module", params=WAYS)
+def server(llm: LLM, tiny_target: Path, request: pytest.FixtureRequest) -> Iterator[HttpServer]:
+    """Around the library's own engine, and around one of the same kind in a process of its own."""
+    with ExitStack() as stack:
+        apart = request.param == "process"
+        host = stack.enter_context(engine_process(tiny_target, drafter=["ngram", "suffix"])) if apart else llm
+        yield stack.enter_context(serving(host))
 
 
 @pytest.fixture(scope="module")

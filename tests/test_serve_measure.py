@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from conftest import save_model, tiny_llama
-from serving import serving
+from serving import WAYS, serving
 from slipstream import LLM
-from slipstream.serve.measure import FEWEST, FIRST_TOKENS, WARM_UP, Asked, Http, Library, measure
+from slipstream.serve.measure import FEWEST, FIRST_TOKENS, WARM_UP, Http, measure
+from slipstream.serve.unserved import Asked, Library
 
 
 class Scripted:
@@ -84,10 +85,11 @@ def test_answers_longer_than_the_readers_window(tmp_path: Path) -> None:
             http.close()
 
 
-def test_the_command_writes_one_json(tiny_target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", WAYS)
+def test_the_command_writes_one_json(tiny_target: Path, tmp_path: Path, engine: str) -> None:
     written = tmp_path / "cost.json"
     options = ["--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB", "--json", str(written)]
-    counts = ["--requests", "2", "--max-tokens", "4", "--repeats", "1"]
+    counts = ["--requests", "2", "--max-tokens", "4", "--repeats", "1", "--engine", engine]
     command = [sys.executable, "-m", "slipstream.serve.measure", *options, *counts]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -95,5 +97,5 @@ def test_the_command_writes_one_json(tiny_target: Path, tmp_path: Path) -> None:
     assert told == json.loads(written.read_text())
     assert told["throughput"]["ratio"] == pytest.approx(1 - told["throughput"]["lost"])
     assert told["first_token"]["pairs"] == FIRST_TOKENS
-    assert {"requests": 2, "max_tokens": 4, "repeats": 1}.items() <= told.items()
+    assert {"requests": 2, "max_tokens": 4, "repeats": 1, "engine": engine}.items() <= told.items()
     assert told["machine"]["httptools"] is True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -18,8 +18,12 @@ from slipstream.models.resolve import WAYS, resolve
 if TYPE_CHECKING:
     from slipstream.drafters.base import Drafter
     from slipstream.engine.llm import LLM
+    from slipstream.engine.remote.process import EngineProcess
 
     Named = str | Drafter  # as on the command line, or made by the command itself
+    from slipstream.serve.config import EngineName
+
+    Opened = TypeVar("Opened", bound=LLM | EngineProcess)
 
 
 def fetch(common: Common, name: str, on_fetch: Progress, ways: str = WAYS) -> str:
@@ -54,25 +58,67 @@ def use_threads(count: int | None) -> None:
 def open_llm(
     common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress | None, **more: Any
 ) -> LLM:
-    """Load the engine. The one place where the command line does, so tests put a stand-in here."""
-    model = fetch(common, common.model, on_fetch)
-    named = [fetch_draft(common, drafter, on_fetch) for drafter in drafters]
+    """Load the engine. The one place where most commands do, so tests put a stand-in here."""
+    options = _options(common, drafters, on_fetch, more)
     use_threads(common.threads)
     from slipstream.engine.llm import LLM
 
-    return LLM(
-        model,
-        drafter=named or None,
-        draft_tokens=common.draft_tokens,
-        dtype=common.dtype,
-        device=common.device,
-        memory=common.memory,
-        max_model_len=common.max_model_len,
-        trust_remote_code=common.trust_remote_code,
-        graphs=not common.no_graphs,
-        on_progress=on_load,
-        **{"planner": common.planner_or("adaptive"), **common.planning, **more, **common.caching},
-    )
+    return LLM(**options, on_progress=on_load)
+
+
+def open_process(
+    common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress | None, **more: Any
+) -> EngineProcess:
+    """Load the engine in a process of its own, which imports what it needs while this one does."""
+    from slipstream.engine.remote.spawn import spawn
+
+    options = _options(common, drafters, on_fetch, more)
+    spawned = spawn()
+    from slipstream.engine.remote.process import EngineProcess
+
+    return EngineProcess(**options, spawned=spawned, threads=common.threads, on_progress=on_load)
+
+
+def open_host(
+    common: Common,
+    drafters: Sequence[Named],
+    on_fetch: Progress,
+    on_load: Progress | None,
+    *,
+    engine: EngineName,
+    **more: Any,
+) -> LLM | EngineProcess:
+    """A server's engine, where it is to run."""
+    apart = engine == "process" or (engine == "auto" and _on_gpu(common, on_fetch))
+    return (open_process if apart else open_llm)(common, drafters, on_fetch, on_load, **more)
+
+
+def _on_gpu(common: Common, on_fetch: Progress) -> bool:
+    if common.device == "cpu":
+        return False
+    fetch(common, common.model, on_fetch)  # before torch is imported, which alone knows what there is
+    from slipstream.models.load import pick_device
+
+    return pick_device(common.device).type == "cuda"
+
+
+def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `LLM`. What it needs is fetched here."""
+    return {
+        "model": fetch(common, common.model, on_fetch),
+        "drafter": [fetch_draft(common, drafter, on_fetch) for drafter in drafters] or None,
+        "draft_tokens": common.draft_tokens,
+        "dtype": common.dtype,
+        "device": common.device,
+        "memory": common.memory,
+        "max_model_len": common.max_model_len,
+        "trust_remote_code": common.trust_remote_code,
+        "graphs": not common.no_graphs,
+        "planner": common.planner_or("adaptive"),
+        **common.planning,
+        **more,
+        **common.caching,
+    }
 
 
 def plain_line(message: str) -> None:
@@ -87,18 +133,32 @@ def line_of_long_steps(message: str) -> None:
 
 @contextmanager
 def loaded(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[LLM]:
-    """The engine, closed at the end.
+    """The engine, closed at the end."""
+    with _shown(common, drafters, open_llm, more) as llm:
+        yield llm
 
-    On a terminal stderr shows what is being done; elsewhere only what may take long, line by line: what is fetched, and
-    what is compiled, checked and measured when a model is opened for the first time.
+
+@contextmanager
+def hosted(
+    common: Common, drafters: Sequence[Named], *, engine: EngineName, **more: Any
+) -> Iterator[LLM | EngineProcess]:
+    """A server's engine, closed at the end."""
+    with _shown(common, drafters, open_host, {"engine": engine, **more}) as host:
+        yield host
+
+
+@contextmanager
+def _shown(
+    common: Common, drafters: Sequence[Named], opened: Callable[..., Opened], more: Mapping[str, Any]
+) -> Iterator[Opened]:
+    """On a terminal stderr shows what is being done; elsewhere only what may take long, line by line: what is fetched,
+    and what is compiled, checked and measured when a model is opened for the first time.
     """
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(f"loading {common.model}") as status:
-            llm = open_llm(common, drafters, status.update, status.update, **more)
+            engine = opened(common, drafters, status.update, status.update, **more)
     else:
-        llm = open_llm(common, drafters, plain_line, line_of_long_steps, **more)
-    try:
-        yield llm
-    finally:
-        llm.close()
+        engine = opened(common, drafters, plain_line, line_of_long_steps, **more)
+    with closing(engine):
+        yield engine

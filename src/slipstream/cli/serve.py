@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from slipstream.bench.tune import read_engine
-from slipstream.cli.loading import loaded
+from slipstream.cli.loading import hosted
 from slipstream.cli.options import MODEL, OUTPUT, SPECULATION, Common, option
 from slipstream.cli.shared import with_common
 from slipstream.cli.show import note
@@ -22,7 +22,7 @@ from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters.places import naming
 from slipstream.drafters.vllm_names import from_vllm
-from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat
+from slipstream.serve.config import ApiKey, EngineName, Limits, LogFormat, ServeConfig, ToolFormat
 
 SERVER = "Server"
 LIMITS = "Limits"
@@ -37,6 +37,7 @@ _OPTIONS = {
     "trial_s": "--compile-trial",
     "tool_format": "--tool-call-parser",
     "log_format": "--log-format",
+    "engine": "--engine",
 }
 """Settings that have another name on the command line."""
 _OF_REQUESTS = (*_SAMPLING, "verifier")
@@ -87,6 +88,15 @@ def serve(
     max_num_seqs: Annotated[
         int, option(metavar="N", min=1, panel=MODEL, help="Most answers that are made at once.")
     ] = 32,
+    engine: Annotated[
+        str,
+        option(
+            metavar="WHERE",
+            panel=SERVER,
+            help="Where the model runs: process (one of its own, which loses no time to HTTP), thread (of the server's "
+            "process), or auto: process on a GPU, thread on a CPU.",
+        ),
+    ] = _USUAL.engine,
     speculative_config: Annotated[
         str | None,
         option(
@@ -177,6 +187,7 @@ def serve(
     with _naming_options():
         settings = ServeConfig(
             models=tuple(served_model_name or (common.model,)),
+            engine=cast(EngineName, engine),  # which it checks
             host=host,
             port=port,
             keys=keys,
@@ -185,7 +196,7 @@ def serve(
             max_queue=max_queue,
             chunk_chars=stream_chunk_chars,
             drain_s=drain_timeout,
-            tool_format=cast(ToolFormat, tool_call_parser),  # which it checks
+            tool_format=cast(ToolFormat, tool_call_parser),
             log_format=cast(LogFormat, log_format),
             telemetry=otel,
             compiling=CompileLimits(trial_s=compile_trial),
@@ -196,7 +207,8 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'slipstream-llm[serve]'") from error
-    with loaded(common, () if common.no_speculation else common.drafters, max_num_seqs=max_num_seqs) as llm:
+    drafters = () if common.no_speculation else common.drafters
+    with hosted(common, drafters, engine=settings.engine, max_num_seqs=max_num_seqs) as llm:
         from slipstream.serve.logs import set_up
         from slipstream.serve.server import HttpServer
 

@@ -12,7 +12,8 @@
     │   ├── QueueFull           too many wait already; it says when to come again
     │   ├── NumericError        the model gave NaN or no possible token
     │   ├── TimedOut            its time was over before it was
-    │   └── Aborted             cancelled by its owner
+    │   ├── Aborted             cancelled by its owner
+    │   └── EngineDied          the engine's process ended, and every request with it
     └── DrafterError        a drafter cannot be used with this target
 
 A message names the key, the value, and what would be right.
@@ -64,6 +65,10 @@ class QueueFull(RequestError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[type[QueueFull], tuple[str, float]]:
+        """As an exception is pickled, it would be made of its message alone."""
+        return type(self), (str(self), self.retry_after_s)
+
 
 class NumericError(RequestError):
     """The model gave NaN, or left no possible token."""
@@ -75,6 +80,10 @@ class TimedOut(RequestError):
 
 class Aborted(RequestError):
     """The request was cancelled by its owner."""
+
+
+class EngineDied(RequestError):
+    """The engine's process ended by itself, and every request with it. A new one must be started."""
 
 
 class DrafterError(SlipstreamError):

@@ -21,6 +21,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.measuring import known_costs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.requests import Loaded
 from slipstream.kernels.jit import has_kernels
 from slipstream.models.load import load_config, load_tokenizer, pick_device, pick_dtype
 from slipstream.models.parity import open_model
@@ -47,6 +48,14 @@ class Built:
     tokenizer: Any
     model_path: Path
     eos_ids: frozenset[int]
+
+    @property
+    def loaded(self) -> Loaded:
+        """What those must know who check requests."""
+        drafting = self.engine.drafting
+        takes_material = {name: drafter.needs.material for name, drafter in drafting.drafters.items()}
+        vocab_size = self.engine.target.vocab_size
+        return Loaded(vocab_size, self.engine.plan, takes_material, drafting.default, drafting.auto)
 
 
 def build(

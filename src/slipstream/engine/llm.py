@@ -22,8 +22,9 @@ from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes, parse_share
 from slipstream.engine.engine import Engine
-from slipstream.engine.intake import Intake, Prompt, check_text
+from slipstream.engine.intake import Intake
 from slipstream.engine.loop import EngineLoop, Pulse
+from slipstream.engine.requests import Prompt, check_text
 from slipstream.engine.state import Job
 from slipstream.engine.streams import Deliveries, OutputStream
 from slipstream.models.default import add_remedy
@@ -140,16 +141,17 @@ class LLM:
         self.tokenizer: Any = built.tokenizer
         self.memory_plan = built.engine.plan
         self.max_model_len = built.engine.plan.max_model_len
-        self._intake = Intake(
-            built.tokenizer,
-            built.engine.target.vocab_size,
-            built.eos_ids,
-            built.engine.drafting.drafters,
-            built.engine.plan,
-            built.engine.drafting.default,
-            built.engine.drafting.auto,
-        )
+        self._intake = Intake(built.tokenizer, built.eos_ids, built.loaded)
         return built.engine
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.engine.config.max_num_seqs
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The names of those that are loaded."""
+        return tuple(self.engine.drafting.drafters)
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -25,10 +25,14 @@ _running: set[EngineLoop] = set()  # those whose thread has not ended
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Whether the engine lives, and for how long it has been at one and the same thing; 0: it has nothing to do."""
+    """Whether the engine lives, and for how long it has been at one and the same thing; 0: it has nothing to do.
+
+    why: it does not, and cannot be had again; empty: it lives, or was closed.
+    """
 
     alive: bool
     busy_s: float
+    why: str = ""
 
 
 class EngineLoop:

@@ -2,8 +2,7 @@
 
 Waking a loop costs a system call and hands it the interpreter in the middle of a round. So the engine's thread only
 puts outputs down, and wakes the loop once, when its turn is over. While the loop tells its clients, the engine waits
-for the interpreter: some microseconds for each of a crowd, nothing beside the round of a large model, but as long as
-the round of a small one. There the crowd hears of several rounds together: its outputs are not even made until then.
+for the interpreter: that is what telling costs here (`pacing.py`).
 """
 
 from __future__ import annotations
@@ -13,21 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import RequestOutput
+from slipstream.engine.pacing import CROWD, Pacing
 
-_CROWD = 8
-"""Fewer streams hear of every round."""
 _PART = 0.25
 """Of a round: telling everybody may take so long before it is too long. The device has a round in hand meanwhile."""
-_SHARE = 0.04
+SHARE = 0.04
 """Of all time, that telling takes where it is too long for every round."""
-_LONGEST_S = 0.025
-"""Nobody waits longer to hear what is there, but for the round that runs by then."""
-_NEWEST = 0.2
-"""Weight of the last figure in a running one."""
 
 Arrival = RequestOutput | Exception  # what came of a request, or why it was refused
 
@@ -98,14 +91,7 @@ class OutputStream:
             self._waiter.set_result(None)
 
 
-class Reporter(Protocol):
-    """A request whose output can wait."""
-
-    def report(self) -> None:
-        """Put down all that was not told yet."""
-
-
-class Deliveries:
+class Deliveries(Pacing):
     """Between one engine and one event loop. clock, cpu: seconds of the wall, and of the calling thread's own work."""
 
     def __init__(
@@ -114,17 +100,11 @@ class Deliveries:
         clock: Callable[[], float] = time.perf_counter,
         cpu: Callable[[], float] = time.thread_time,
     ) -> None:
+        super().__init__(_PART, SHARE, clock)
         self.loop = loop
-        self._clock, self._cpu = clock, cpu
+        self._cpu = cpu
         self._waiting: deque[tuple[OutputStream, Arrival]] = deque()
         self._called = False  # the loop was woken, and has not looked yet
-        self._each_s = 0.0  # what telling one stream costs the loop, as far as that was seen; the loop alone writes it
-        # the rest is the engine's thread's
-        self._holding: dict[Reporter, None] = {}  # those with something to tell
-        self._asked = self._crowd = 0  # who wanted to tell something in this round, and in the last one
-        self._telling = False  # now it is time
-        self._round_s = 0.0
-        self._last = self._next = 0.0  # the last round's end; when a crowd may hear again
 
     def put(self, stream: OutputStream, arrival: Arrival) -> None:
         """On the engine's thread."""
@@ -132,41 +112,9 @@ class Deliveries:
             raise RequestError("the event loop that asked is closed")
         self._waiting.append((stream, arrival))
 
-    def holds(self, request: Reporter, urgent: bool) -> bool:
-        """On the engine's thread: is what this request has to tell to wait? Then it is asked again when it is time.
-
-        urgent: it tells now, whatever is said here.
-        """
-        if self._telling:
-            return False
-        self._asked += not urgent
-        if urgent or not self._pace_s:
-            self._holding.pop(request, None)  # all that it has to tell is told now
-            return False
-        self._holding[request] = None
-        return True
-
-    @property
-    def _pace_s(self) -> float:
-        """How far apart a crowd's news are; 0: they come with every round."""
-        telling = self._crowd * self._each_s
-        if self._crowd < _CROWD or telling <= _PART * self._round_s:
-            return 0.0
-        return min(telling / _SHARE, _LONGEST_S)
-
     def flush(self) -> None:
         """On the engine's thread, when its turn is over."""
-        now = self._clock()
-        if self._asked:
-            self._round_s += _NEWEST * (min(now - self._last, _LONGEST_S) - self._round_s)
-            self._last = now
-            self._crowd, self._asked = self._asked, 0
-        if self._holding and now >= self._next:
-            self._next = now + self._pace_s
-            self._telling = True
-            for request in self._holding:
-                request.report()
-            self._telling, self._holding = False, {}
+        self.end_turn()
         if self._waiting and not self._called:
             self._called = True
             with suppress(RuntimeError):  # the loop is closed: `put` says so to whoever comes next
@@ -181,9 +129,8 @@ class Deliveries:
                 stream, arrival = self._waiting.popleft()
                 stream._hear(arrival)
                 count += 1
-        if count >= _CROWD:  # those who wait for it come next, and what they write goes out behind them
+        if count >= CROWD:  # those who wait for it come next, and what they write goes out behind them
             self.loop.call_soon(self.loop.call_soon, self._handed_out, began, count)
 
     def _handed_out(self, began: float, count: int) -> None:
-        each = (self._cpu() - began) / count
-        self._each_s += _NEWEST * (each - self._each_s)
+        self.note_cost(self._cpu() - began, count)

@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from slipstream import __version__
 from slipstream.core.errors import SlipstreamError
-from slipstream.engine.llm import LLM
+from slipstream.engine.host import EngineHost
 from slipstream.serve.complaints import from_validation
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, for_log, from_exception
@@ -115,7 +115,7 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def make_gate(llm: LLM, config: ServeConfig) -> tuple[Gate, Service]:
+def make_gate(llm: EngineHost, config: ServeConfig) -> tuple[Gate, Service]:
     """The whole service as one ASGI application."""
     service = Service(llm, config)
     app = make_app(service)

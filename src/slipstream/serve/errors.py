@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from slipstream.core.errors import Aborted, CapacityError, InvalidRequest, QueueFull
+from slipstream.core.errors import Aborted, CapacityError, EngineDied, InvalidRequest, QueueFull
 
 _NAMED = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)[=:]|(structured_outputs(?:\.\w+)?)")
 _PROMPT_IDS = "prompt_token_ids: "
@@ -95,6 +95,8 @@ def from_exception(error: Exception) -> ApiError:
         return ApiError(429, f"too many requests: {error}", code="rate_limit_exceeded", headers=wait)
     if isinstance(error, Aborted):
         return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+    if isinstance(error, EngineDied):
+        return ApiError(503, "the engine has ended, and the server with it; ask another", code="engine_dead")
     return ApiError(500, "internal error: the server's log has it under this request's id", code="internal_error")
 
 

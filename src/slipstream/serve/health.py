@@ -22,7 +22,7 @@ class Health:
 
 def judge(pulse: Pulse, *, draining: bool, stall_s: float) -> Health:
     if not pulse.alive:
-        return Health("dead", "the engine's thread has ended: start the server again")
+        return Health("dead", f"{pulse.why or 'the engine has ended'}: start the server again")
     if pulse.busy_s > stall_s:
         return Health("stalled", f"the engine has been at one round for {pulse.busy_s:.0f} s")
     if draining:

@@ -2,18 +2,17 @@
 
     python -m slipstream.serve.measure --model default --requests 32 --json FILE
 
-Both run in turn, in one process, and each is compared with the one beside it: a machine that is faster or slower for a
-while is so for both. The client has a process of its own, as clients do. The last line is JSON, with the two bars that
-a server is held to: at most a twentieth of the throughput, and 2 ms before a first token.
+Both ask one engine in turn, and each is compared with the one beside it: a machine that is faster or slower for a while
+is so for both. The library asks beside the engine, in the same process (`unserved.py`); with `--engine process` that
+is not the server's. The client has a process of its own, as clients do. The last line is JSON, with the two bars that a
+server is held to: at most a twentieth of the throughput, and 2 ms before a first token.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from slipstream.serve.unserved import Asked, Library
 
 WARM_UP = 2
 FIRST_TOKENS = 20
@@ -78,46 +79,6 @@ class Cost:
         """As JSON has it."""
         parts = (("throughput", self.throughput), ("first_token", self.first_token))
         return {name: {**asdict(part), "met": part.met} for name, part in parts}
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """seconds: no further pair of runs begins behind them, once there are a few."""
-
-    requests: int
-    max_tokens: int
-    repeats: int
-    seconds: float = 40.0
-
-    def prompt(self, index: int) -> str:
-        return f"Write {index + 3} sentences about the number {index}."
-
-
-class Library:
-    """The engine, asked by this process."""
-
-    def __init__(self, llm: Any, asked: Asked) -> None:
-        from slipstream.core.params import SamplingParams
-
-        self._llm, self._asked = llm, asked
-        self._params = SamplingParams(max_tokens=asked.max_tokens, temperature=0, ignore_eos=True)
-        self._short = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-
-    def all(self) -> float:
-        """Seconds of all requests together."""
-        begun = time.perf_counter()
-        self._llm.generate([self._asked.prompt(i) for i in range(self._asked.requests)], self._params)
-        return time.perf_counter() - begun
-
-    def first(self, index: int) -> float:
-        """Seconds to the first token of one."""
-        begun = time.perf_counter()
-        stream = self._llm.stream(self._asked.prompt(index), self._short)
-        next(stream)
-        took = time.perf_counter() - begun
-        for _ in stream:
-            pass
-        return took
 
 
 class Http:
@@ -221,24 +182,6 @@ async def _ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], pr
     return first
 
 
-def machine(llm: Any) -> dict[str, Any]:
-    """What was measured on: an event loop and a parser of pure Python cost several times as much."""
-    import fastapi
-    import torch
-    import uvicorn
-
-    gpu = llm.engine.target.device.type == "cuda"
-    parts = {name: importlib.util.find_spec(name) is not None for name in ("uvloop", "httptools")}
-    return {
-        "device": torch.cuda.get_device_name() if gpu else f"{platform.processor() or platform.machine()} CPU",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fastapi": fastapi.__version__,
-        "uvicorn": uvicorn.__version__,
-        **parts,
-    }
-
-
 def main() -> None:
     begun = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -251,6 +194,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="most pairs of runs")
     parser.add_argument("--seconds", type=float, default=40.0, help="no further pair begins behind so many")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    parser.add_argument(
+        "--engine", default="thread", choices=("process", "thread"), help="as `slipstream serve` has it"
+    )
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     asked = Asked(options.requests, options.max_tokens, options.repeats, options.seconds)
@@ -258,10 +204,12 @@ def main() -> None:
         asyncio.run(serve_pairs(options.client, asked))
         return
     from slipstream.engine.llm import LLM
+    from slipstream.engine.remote.process import EngineProcess
     from slipstream.serve.config import ServeConfig
     from slipstream.serve.server import HttpServer
 
-    with LLM(
+    opened = EngineProcess if options.engine == "process" else LLM
+    with opened(
         options.model,
         drafter=options.drafter,
         device=options.device,
@@ -273,18 +221,18 @@ def main() -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            http = Http(server.url, asked)
+            library, http = Library(llm, asked), Http(server.url, asked)
             try:
-                found = measure(Library(llm, asked), http, asked)
+                found = measure(library, http, asked)
             finally:
                 http.close()
-            where = machine(llm)
+            where = library.machine()
         finally:
             server.drain()
             thread.join()
     took = {"load": round(loaded_s, 1), "all": round(time.perf_counter() - begun, 1)}
-    what = {"model": options.model, "drafter": options.drafter, **asdict(asked), "took_s": took, "machine": where}
-    told = json.dumps({**found.told(), **what})
+    what = {"model": options.model, "drafter": options.drafter, "engine": options.engine, **asdict(asked)}
+    told = json.dumps({**found.told(), **what, "took_s": took, "machine": where})
     if options.json is not None:
         options.json.write_text(told + "\n")
     print(told)

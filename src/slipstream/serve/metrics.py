@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import Snapshot
-from slipstream.engine.llm import LLM
+from slipstream.engine.host import EngineHost
 from slipstream.serve.admission import Admission
 from slipstream.serve.record import Record
 
@@ -49,7 +49,7 @@ _TOKENS = tuple(float(2**n) for n in range(18))
 class Metrics:
     """One engine's. Its registry is its own, so that several servers can live in one process."""
 
-    def __init__(self, llm: LLM, model: str, admission: Admission) -> None:
+    def __init__(self, llm: EngineHost, model: str, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(llm, model, admission))
         self._model = model
@@ -95,7 +95,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine when somebody asks."""
 
-    def __init__(self, llm: LLM, model: str, admission: Admission) -> None:
+    def __init__(self, llm: EngineHost, model: str, admission: Admission) -> None:
         self._llm = llm
         self._model = model
         self._admission = admission

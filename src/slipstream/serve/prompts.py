@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from slipstream.engine.intake import check_text
+from slipstream.engine.requests import check_text
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.nesting import check_nesting
 from slipstream.serve.sampling import text_of

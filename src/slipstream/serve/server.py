@@ -12,8 +12,8 @@ from types import FrameType
 
 import uvicorn
 
-from slipstream.core.errors import ConfigError
-from slipstream.engine.llm import LLM
+from slipstream.core.errors import ConfigError, EngineDied
+from slipstream.engine.host import EngineHost
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import log
@@ -31,8 +31,10 @@ _LOOK_S = 0.02
 class HttpServer(uvicorn.Server):
     """One engine behind one port. The socket is bound when it is made, so that its address is known."""
 
-    def __init__(self, llm: LLM, config: ServeConfig) -> None:
+    def __init__(self, llm: EngineHost, config: ServeConfig) -> None:
         gate, self.service = make_gate(llm, config)
+        self._llm = llm
+        self._died = ""  # why the engine is no more, where nobody closed it
         super().__init__(
             uvicorn.Config(
                 gate,
@@ -51,7 +53,7 @@ class HttpServer(uvicorn.Server):
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def serve_forever(self) -> None:
-        """Until SIGTERM or SIGINT; then what runs has time to end."""
+        """Until SIGTERM or SIGINT; then what runs has time to end. Raises `EngineDied` where the engine ended first."""
         before = sys.getswitchinterval()
         sys.setswitchinterval(min(before, _SWITCH_S))
         gc.collect()
@@ -62,6 +64,8 @@ class HttpServer(uvicorn.Server):
             gc.unfreeze()
             sys.setswitchinterval(before)
             self.socket.close()
+        if self._died:
+            raise EngineDied(self._died)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal; a second Ctrl-C does not wait. uvicorn would raise it again, with the engine still open."""
@@ -77,6 +81,10 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: is it time to end?"""
         drain, inside = self.service.drain, self.service.admission.inside
+        if not self._died and (why := self._llm.pulse().why):
+            self._died = why
+            log.error("engine died", extra={"fields": {"why": why}})
+            drain.hurry()
         if drain.begun:
             drain.watchers_end.set()
         if drain.due and (cut := drain.cut_off()):

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from slipstream.core.params import SamplingParams
-from slipstream.engine.llm import LLM
-from slipstream.engine.state import Job
+from slipstream.engine.host import EngineHost, Prepared
 from slipstream.serve.admission import Admission
 from slipstream.serve.answering import EngineResponse, Work
 from slipstream.serve.chat import ChatWording
@@ -45,12 +44,12 @@ Made = TypeVar("Made")
 class Service:
     """One engine for many clients."""
 
-    def __init__(self, llm: LLM, config: ServeConfig) -> None:
+    def __init__(self, llm: EngineHost, config: ServeConfig) -> None:
         self.llm = llm
         self.config = config
         self.prompts = PromptMaker(llm.tokenizer)
         self.drain = Drain(config.drain_s)
-        self.admission = Admission(llm.engine.config.max_num_seqs, config.max_queue, self.drain)
+        self.admission = Admission(llm.max_num_seqs, config.max_queue, self.drain)
         self.metrics = Metrics(llm, config.models[0], self.admission)
         self.started = int(time.time())
         self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
@@ -80,7 +79,7 @@ class Service:
                 return self.prompts.encode(prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens)
             return prompt
 
-        def make() -> tuple[list[Job], Wording]:
+        def make() -> tuple[list[Prepared], Wording]:
             with about("prompt"):
                 jobs = [self._job(ids(prompt), params, record, i, asked) for i, prompt in enumerate(prompts)]
             echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
@@ -99,7 +98,7 @@ class Service:
         parser = self._tool_parser(asked)
         manner = self._manner(asked, params, record, "chatcmpl")
 
-        def make() -> tuple[list[Job], Wording]:
+        def make() -> tuple[list[Prepared], Wording]:
             with about("messages"):
                 job = self._job(self._conversation(asked), params, record, 0, asked, "messages")
             return [job], ChatWording(manner, parser, params.logprobs or 0)
@@ -144,7 +143,7 @@ class Service:
 
     @property
     def _drafts(self) -> bool:
-        return bool(self.llm.engine.drafting.drafters)
+        return bool(self.llm.drafters)
 
     def _off(self, params: SamplingParams) -> str | None:
         """Why nothing can be drafted for such a request; None: something may be."""
@@ -238,14 +237,14 @@ class Service:
         index: int,
         asked: CompletionRequest | ChatRequest,
         param: str = "prompt",
-    ) -> Job:
+    ) -> Prepared:
         self._check_length(param, len(ids), "tokens", 1)
         self._check_room(asked, len(ids))
         streaming = params.output_kind == "delta"
         name = f"{record.id}-{index}"
         job = self.llm.prepare(ids, params, request_id=name, streaming=streaming, compiling=self.config.compiling)
-        self._check_length("prediction", len(job.answers[0].prediction), "tokens", 1)
-        self._check_length("speculation.material", sum(map(len, job.answers[0].material)), "tokens", 1)
+        self._check_length("prediction", len(job.prediction), "tokens", 1)
+        self._check_length("speculation.material", sum(map(len, job.material)), "tokens", 1)
         return job
 
     def _check_sources(self, params: SamplingParams) -> None:
@@ -255,7 +254,7 @@ class Service:
 
     async def _response(
         self,
-        make: Callable[[], tuple[list[Job], Wording]],
+        make: Callable[[], tuple[list[Prepared], Wording]],
         asked: CompletionRequest | ChatRequest,
         params: SamplingParams,
         record: Record,

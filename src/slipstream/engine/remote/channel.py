@@ -1,0 +1,73 @@
+"""Messages between the two processes: pickles, one behind the other, on a pair of sockets that nobody else has.
+
+The pair has no name, and its ends are inherited: no stranger can connect, so what is read here was written by us.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+CUT_OFF = (EOFError, OSError, pickle.UnpicklingError)
+"""What `receive` raises when the other process has ended, in the middle of a message perhaps."""
+_BUFFER = 1 << 18
+
+
+class Channel:
+    """One end. Any thread may send; one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._incoming = end.makefile("rb", _BUFFER)
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def of(number: int) -> Channel:
+        """The end that was inherited under this file number."""
+        return Channel(socket.socket(fileno=number))
+
+    def send(self, message: Any) -> None:
+        """Waits while the other process does not read. Raises `OSError` where it has ended."""
+        written = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            self._socket.sendall(written)
+
+    def receive(self) -> Any:
+        """The next message; waits for it. Raises one of `CUT_OFF` where none will come."""
+        return pickle.load(self._incoming)
+
+    def finish(self) -> None:
+        """Nothing more will be sent: the other process reads to the end, and hears of it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._incoming.close()
+        self._socket.close()
+
+
+class Sender:
+    """Sends from a thread of its own: who has something to say never waits for the other process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="to-engine", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Any) -> None:
+        self._waiting.put(message)
+
+    def finish(self) -> None:
+        """Send what is waiting, and nothing after it."""
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        with suppress(OSError):  # whoever reads from the channel finds out as well, and says so
+            while (message := self._waiting.get()) is not None:
+                self._channel.send(message)
+        self._channel.finish()

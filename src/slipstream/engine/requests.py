@@ -1,0 +1,159 @@
+"""What a caller asks for, checked and in tokens. Plain data, and everything that can be refused without an engine: a
+server may check requests in one process and run them in another.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any
+
+from slipstream.core.errors import InvalidRequest
+from slipstream.core.params import SamplingParams
+from slipstream.drafters import AUTO, chosen_for, loaded_as, names_of
+from slipstream.engine.memory import MemoryPlan
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and its parameters, in tokens. seed: the request's own, or one that was drawn for it."""
+
+    id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    streaming: bool
+    seed: int
+    prediction: tuple[int, ...] = ()
+    material: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    arrived: float = field(default_factory=time.perf_counter)  # a clock of the whole machine
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What there is to know of an engine before it is asked: names and numbers.
+
+    drafters: by name: does it draft from material?
+    default: who drafts where a request names nobody.
+    auto: who is meant by this name.
+    """
+
+    vocab_size: int
+    plan: MemoryPlan
+    drafters: Mapping[str, bool] = field(default_factory=dict)
+    default: str | None = None
+    auto: tuple[str, ...] = ()
+
+
+class Requests:
+    """Makes requests out of what callers give. Any thread may call it."""
+
+    def __init__(self, tokenizer: Any, loaded: Loaded) -> None:
+        self._tokenizer = tokenizer
+        self._loaded = loaded
+
+    def make(
+        self, prompt: Prompt, params: SamplingParams, *, streaming: bool, request_id: str | None = None
+    ) -> Request:
+        """Raises `InvalidRequest` where there is something wrong with it."""
+        text, ids = self._prompt(prompt)
+        self._loaded.plan.check_prompt(len(ids))
+        params = self._named(params)
+        self._check(params)
+        bad_words = self._bad_words(params.bad_words)
+        self._check_ids("bad_words", (token for word in bad_words for token in word))
+        return Request(
+            request_id or f"req-{uuid.uuid4().hex[:16]}",
+            text,
+            ids,
+            params,
+            streaming,
+            secrets.randbits(64) if params.seed is None else int(params.seed),
+            tuple(self._encode(params.prediction)) if params.prediction else (),
+            tuple(tuple(self._encode(text)) for text in params.speculation.material),
+            bad_words,
+        )
+
+    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or len(prompt) != 1:
+                raise InvalidRequest(f"prompt has the keys {sorted(prompt)}: give one of prompt, prompt_token_ids")
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            text, ids = prompt, self._encode(prompt, special=True)
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
+            text, ids = None, list(prompt)
+        else:
+            raise InvalidRequest(f"prompt={prompt!r}: must be a text, or a sequence of token ids")
+        if not ids:
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
+        self._check_ids("prompt_token_ids", ids)
+        return text, [int(token) for token in ids]
+
+    def _named(self, params: SamplingParams) -> SamplingParams:
+        """With the drafter by the name under which it was loaded, where the request has another name for it."""
+        wanted = params.speculation.drafter
+        own = wanted if wanted is None else loaded_as(wanted, self._loaded.drafters)
+        return params if own == wanted else replace(params, speculation=replace(params.speculation, drafter=own))
+
+    def _check(self, params: SamplingParams) -> None:
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        wanted = params.speculation.drafter
+        if params.speculation.enabled:
+            self._check_material(params)
+        if not params.speculation.enabled or wanted is None:
+            return
+        names, auto, drafters = wanted.split("+"), self._loaded.auto, self._loaded.drafters
+        if not set(names_of(wanted, auto)) <= set(drafters):
+            loaded = ", ".join([*[AUTO] * bool(auto), *drafters]) or "none"
+            several = ", or several, as A+B" if len(drafters) > 1 else ""
+            plainly = "; for plain decoding give enabled=False" if wanted == "none" else ""
+            raise InvalidRequest(
+                f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}{several}{plainly}"
+            )
+        if len(set(names)) < len(names):
+            raise InvalidRequest(f"speculation.drafter={wanted!r}: must name each drafter once")
+
+    def _check_material(self, params: SamplingParams) -> None:
+        """Material that nobody drafts from would be of no use, and nobody would know."""
+        loaded = self._loaded
+        named = params.speculation.drafter or chosen_for(loaded.default, params.prediction is not None) or ""
+        names = [name for name in names_of(named, loaded.auto) if name in loaded.drafters]
+        if params.speculation.material and not any(loaded.drafters[name] for name in names):
+            taking = [name for name, takes in loaded.drafters.items() if takes]
+            remedy = f"name one that does: {', '.join(taking)}" if taking else "load one that does, such as suffix"
+            who = f"{named} does not draft from it" if named else "there is no drafter to draft from it"
+            raise InvalidRequest(f"speculation.material: {who}; {remedy}, or leave it out")
+
+    def _check_ids(self, key: str, ids: Iterable[object]) -> None:
+        size = self._loaded.vocab_size
+        for token in ids:
+            is_number = type(token) is int or (isinstance(token, Integral) and not isinstance(token, bool))
+            if not (is_number and 0 <= int(token) < size):  # type: ignore[call-overload]
+                raise InvalidRequest(f"{key}: token id {token!r} must be a whole number, 0 to {size - 1}")
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each as it is tokenized at the beginning of a text and behind a space: both are the same word."""
+        found = dict.fromkeys(tuple(self._encode(form)) for word in words for form in (word, " " + word.lstrip()))
+        return tuple(ids for ids in found if ids)
+
+    def _encode(self, text: str, special: bool = False) -> list[int]:
+        check_text(text)
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+
+def check_text(text: str) -> None:
+    """Refuse text that holds bytes of no character, as Python reads them from a file of another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text is not UTF-8 at character {error.start}: mend its encoding") from None

@@ -1,0 +1,91 @@
+"""The engine asked without HTTP, by its own process: what `measure.py` compares a server with."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.params import SamplingParams
+
+if TYPE_CHECKING:  # the client of a measurement has no use for torch
+    from slipstream.engine.llm import LLM
+    from slipstream.engine.remote.process import EngineProcess
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """seconds: no further pair of runs begins behind them, once there are a few."""
+
+    requests: int
+    max_tokens: int
+    repeats: int
+    seconds: float = 40.0
+
+    def prompt(self, index: int) -> str:
+        return f"Write {index + 3} sentences about the number {index}."
+
+
+class Library:
+    """An engine, asked beside it: in this process, or in the one that it has for itself."""
+
+    def __init__(self, engine: LLM | EngineProcess, asked: Asked) -> None:
+        self._engine, self._asked = engine, asked
+
+    def all(self) -> float:
+        """Seconds of all requests together."""
+        return float(self._call(_all, self._asked))
+
+    def first(self, index: int) -> float:
+        """Seconds to the first token of one."""
+        return float(self._call(_first, self._asked, index))
+
+    def machine(self) -> dict[str, Any]:
+        """What was measured on: an event loop and a parser of pure Python cost several times as much."""
+        return dict(self._call(_machine))
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        from slipstream.engine.llm import LLM
+
+        if isinstance(self._engine, LLM):
+            return function(self._engine, *arguments)
+        return self._engine.call(function, *arguments)
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+def _all(llm: LLM, asked: Asked) -> float:
+    begun = time.perf_counter()
+    llm.generate([asked.prompt(i) for i in range(asked.requests)], _params(asked.max_tokens))
+    return time.perf_counter() - begun
+
+
+def _first(llm: LLM, asked: Asked, index: int) -> float:
+    begun = time.perf_counter()
+    stream = llm.stream(asked.prompt(index), _params(2))
+    next(stream)
+    took = time.perf_counter() - begun
+    for _ in stream:
+        pass
+    return took
+
+
+def _machine(llm: LLM) -> dict[str, Any]:
+    import fastapi
+    import torch
+    import uvicorn
+
+    gpu = llm.engine.target.device.type == "cuda"
+    parts = {name: importlib.util.find_spec(name) is not None for name in ("uvloop", "httptools")}
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"{platform.processor() or platform.machine()} CPU",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastapi": fastapi.__version__,
+        "uvicorn": uvicorn.__version__,
+        **parts,
+    }

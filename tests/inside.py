@@ -1,0 +1,57 @@
+"""What tests do in the engine's own process: `EngineProcess.call` takes these. Nothing here may need pytest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from slipstream import LLM
+
+_open = threading.Event()
+_reached = threading.Event()
+
+
+def everything_is_free(llm: LLM) -> None:
+    llm._loop.call(lambda: None)  # behind whatever was asked for before
+    assert not llm.engine.jobs
+    assert not llm.engine.busy
+    assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+
+
+def hold(llm: LLM) -> None:
+    """From now on the engine stops before a pass, until it is released."""
+    forward = llm.engine.target.forward
+    _open.clear()
+    _reached.clear()
+
+    def held(batch: Any, cache: Any) -> Any:
+        _reached.set()
+        assert _open.wait(120)
+        return forward(batch, cache)
+
+    llm.engine.target.forward = held  # type: ignore[method-assign]
+
+
+def reached(llm: LLM) -> bool:
+    """Waits until a pass was stopped."""
+    return _reached.wait(60)
+
+
+def release(llm: LLM) -> None:
+    _open.set()
+
+
+def kept(llm: LLM) -> tuple[int, int]:
+    """Jobs that this process keeps for its parent: those that run, and those with forms that nobody has started."""
+    outbox: Any = llm._loop._after_turn[0].__self__  # type: ignore[attr-defined]
+    child = outbox._look.__self__
+    return len(child._running), len(child._compiled)
+
+
+def raises(llm: LLM, error: BaseException) -> None:
+    raise error
+
+
+def process_id(llm: LLM) -> int:
+    return os.getpid()

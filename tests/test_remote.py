@@ -1,0 +1,319 @@
+"""An engine in a process of its own, without a server: it answers as the library does, and says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import inside
+from conftest import EOS
+from serving import engine_process
+from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams, StructuredOutputsParams
+from slipstream.constrain.limits import CompileLimits
+from slipstream.core import errors
+from slipstream.core.errors import EngineDied, InvalidRequest, ModelError, QueueFull, RequestError
+from slipstream.core.outputs import CompletionOutput
+from slipstream.engine.host import EngineHost
+from slipstream.engine.remote.channel import CUT_OFF, Channel, Sender
+from slipstream.engine.remote.messages import Beat, News, line_of
+from slipstream.engine.remote.outbox import SHARE, Outbox
+from slipstream.engine.remote.process import EngineProcess
+from slipstream.engine.requests import Request
+
+EVERYTHING = SamplingParams(
+    n=2,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.01,
+    presence_penalty=0.1,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    logit_bias={65: 1.5},
+    bad_words=["zz"],
+    min_tokens=3,
+    max_tokens=30,
+    stop=["é", "\x00"],
+    stop_token_ids=[9],
+    include_stop_str_in_output=True,
+    ignore_eos=True,
+    skip_special_tokens=False,
+    seed=2**64 - 1,
+    logprobs=2,
+    prediction="abc abc",
+    output_kind="delta",
+    cache_salt="salt",
+    timeout_s=100.0,
+    speculation=SpeculationParams(
+        drafter="suffix", draft_tokens=3, verifier="rejection", tenant="ann", material=("x y", "z"), origins=True
+    ),
+)
+"""No field has its usual value but the form, which does not go with some of the others."""
+
+FORM = StructuredOutputsParams(regex="[ab]{3,9}")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_target: Path) -> Iterator[LLM]:
+    with LLM(tiny_target, device="cpu", max_num_seqs=8, memory="64MiB", drafter=["ngram", "suffix"]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def process(tiny_target: Path) -> Iterator[EngineProcess]:
+    with engine_process(tiny_target, drafter=["ngram", "suffix"]) as made:
+        yield made
+
+
+def answered(host: EngineHost, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
+    """All that a stream brings of requests that start together."""
+
+    async def main() -> list[RequestOutput]:
+        jobs = [await asyncio.to_thread(host.prepare, prompt, params) for prompt, params in asked]
+        stream = host.start(*jobs)
+        try:
+            return [output for arrived in iter_until_empty(stream) for output in await arrived]
+        finally:
+            stream.close()
+
+    def iter_until_empty(stream: Any) -> Iterator[Any]:
+        while not (stream.finished and not stream._arrived):
+            yield stream.take()
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_every_parameter_travels() -> None:
+    usual, usual_speculation = SamplingParams(), SpeculationParams()
+    for params, plain in ((EVERYTHING, usual), (EVERYTHING.speculation, usual_speculation)):
+        same = [f.name for f in fields(params) if getattr(params, f.name) == getattr(plain, f.name)]
+        assert same in (["structured_outputs"], ["enabled"])
+    for params in (EVERYTHING, SamplingParams(structured_outputs=FORM)):
+        request = Request("r", "abc", [1, 2], params, True, 7, (1,), ((2,), (3,)), ((4,),))
+        assert pickle.loads(pickle.dumps(request)) == request
+
+
+def test_every_error_of_ours_travels() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) > 10
+    for kind in kinds:
+        error = kind("wrong", 2.5) if kind is QueueFull else kind("wrong")
+        found = pickle.loads(pickle.dumps(error))
+        assert (type(found), str(found), vars(found)) == (kind, "wrong", vars(error))
+
+
+def test_a_channel_that_is_cut_off_says_so() -> None:
+    ours, theirs = socket.socketpair()
+    one, other = Channel(ours), Channel(theirs)
+    sender = Sender(one)
+    for message in ("a", ["b" * 1_000_000]):
+        sender.put(message)
+        assert other.receive() == message
+    other.send({"c": 1})
+    assert one.receive() == {"c": 1}
+    sender.finish()
+    with pytest.raises(CUT_OFF):
+        other.receive()
+    theirs.sendall(pickle.dumps("half a message")[:-5])
+    other.close()
+    with pytest.raises(CUT_OFF):
+        one.receive()
+    one.close()
+
+
+class Clock:
+    """A channel that takes `each` seconds of work for every line that is written to it."""
+
+    def __init__(self, each: float) -> None:
+        self.each, self.now, self.worked = each, 100.0, 0.0
+        self.sent: list[News] = []
+        self.outbox = Outbox(self.send, lambda: None, lambda: self.now, lambda: self.worked)  # type: ignore[arg-type, return-value]
+
+    def send(self, news: News) -> None:
+        self.sent.append(news)
+        self.worked += self.each * len(news.lines)
+
+
+class Saying:
+    """A request that says a token in every round."""
+
+    def __init__(self, outbox: Outbox, number: int) -> None:
+        self._outbox, self._number, self._new = outbox, number, 0
+
+    def say(self, *, last: bool = False) -> None:
+        self._new += 1
+        self.report(last=last)
+
+    def report(self, *, last: bool = False) -> None:
+        if not self._outbox.holds(self, last):
+            answer = CompletionOutput(0, "a" * self._new, [1] * self._new)
+            self._outbox.put(self._number, RequestOutput("r", None, [], [answer], last))
+            self._new = 0
+
+
+@pytest.mark.parametrize(("streams", "round_s", "together"), [(7, 0.001, 1), (32, 0.008, 1), (32, 0.001, 5)])
+def test_a_crowd_with_short_rounds_is_told_of_several_in_one_message(
+    streams: int, round_s: float, together: int
+) -> None:
+    clock = Clock(each=3e-6)
+    saying = [Saying(clock.outbox, number) for number in range(streams)]
+    for _ in range(400):
+        clock.now += round_s
+        for one in saying:
+            one.say()
+        clock.outbox.flush()
+    assert {len(news.lines) for news in clock.sent} == {streams}  # one message for all of them
+    assert len(clock.sent) == pytest.approx(400 / together, abs=40)
+    if together > 1:
+        assert clock.worked == pytest.approx(SHARE * 400 * round_s, rel=0.3)
+    for one in saying:
+        one.say(last=True)
+    clock.outbox.flush()
+    parts = [part for news in clock.sent for _, told, _, _ in news.lines if isinstance(told, list) for part in told]
+    assert sum(len(part[2]) for part in parts) == 401 * streams  # tokens: nothing is lost
+    assert [finished for *_, finished, _ in clock.sent[-1].lines] == [True] * streams
+
+
+def test_plain_text_is_told_in_plain_tuples() -> None:
+    text = CompletionOutput(1, "ab", [3, 4])
+    ended = CompletionOutput(0, "c", [5], finish_reason="stop")
+    assert line_of(7, RequestOutput("r", "p", [1], [ended, text])) == (7, [ended, (1, "ab", [3, 4])], False, 0)
+
+
+def test_answers_are_the_librarys(process: EngineProcess, llm: LLM) -> None:
+    asked = [
+        ("abc abc", SamplingParams(max_tokens=20, seed=5, temperature=0.8, logprobs=2)),
+        ([97, 98, 99], SamplingParams(n=3, max_tokens=12, seed=1, stop=["e", "é"], bad_words=["a"])),
+        ("abab" * 8, SamplingParams(max_tokens=30, temperature=0, prediction="abab", logit_bias={65: 4.0})),
+        ("xy", SamplingParams(max_tokens=20, seed=2, structured_outputs=FORM)),
+        ("xy", replace(EVERYTHING, speculation=replace(EVERYTHING.speculation, verifier="exact"))),
+    ]
+    for prompt, params in asked:
+        here, there = answered(llm, (prompt, params)), answered(process, (prompt, params))
+        for index in range(params.n):
+            ours, theirs = ([p for o in outputs for p in o.outputs if p.index == index] for outputs in (here, there))
+            if params.output_kind == "delta":
+                assert "".join(part.text for part in theirs) == "".join(part.text for part in ours)
+                assert [t for part in theirs for t in part.token_ids] == [t for part in ours for t in part.token_ids]
+            assert theirs[-1].text == ours[-1].text or params.output_kind == "delta"
+            assert theirs[-1].finish_reason == ours[-1].finish_reason
+            assert theirs[-1].stop_reason == ours[-1].stop_reason
+            assert theirs[-1].timing.total_s > 0
+            assert theirs[-1].speculation.emitted > 0
+            for name in ("logprobs", "origins"):
+                found = [getattr(part, name) for part in theirs]
+                assert (None in found) == (None in [getattr(part, name) for part in ours])
+        assert there[-1].finished
+        assert there[-1].prompt_token_ids == here[-1].prompt_token_ids
+
+
+def test_requests_start_together_and_are_counted(process: EngineProcess) -> None:
+    before = process.snapshot().finished.get("length", 0)
+    asked = [(f"x{i}", SamplingParams(max_tokens=5, ignore_eos=True, output_kind="delta")) for i in range(4)]
+    outputs = answered(process, *asked)
+    assert sum(output.finished for output in outputs) == 4
+    assert process.snapshot().finished["length"] == before + 4  # who heard of the end finds it counted
+    assert process.pulse().alive
+
+
+def test_what_is_wrong_is_refused_as_in_the_library(process: EngineProcess, llm: LLM) -> None:
+    form = StructuredOutputsParams(regex="a{")
+    for prompt, params in (
+        ("", SamplingParams()),
+        ([EOS + 1000], SamplingParams()),
+        ([1] * 5000, SamplingParams()),
+        ("a", SamplingParams(speculation=SpeculationParams(drafter="nobody"))),
+        ("a", SamplingParams(logit_bias={10_000: 1.0})),
+        ("a", SamplingParams(structured_outputs=form)),
+    ):
+        with pytest.raises(InvalidRequest) as ours:
+            llm.prepare(prompt, params, compiling=CompileLimits())
+        with pytest.raises(InvalidRequest, match=f"^{re.escape(str(ours.value))}$"):
+            process.prepare(prompt, params, compiling=CompileLimits())
+
+
+def test_two_of_one_name_are_refused_by_the_engine(process: EngineProcess) -> None:
+    async def main() -> None:
+        params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind="delta")
+        first, second = (process.start(process.prepare("a", params, request_id="same")) for _ in range(2))
+        await first.take()
+        with pytest.raises(InvalidRequest, match="'same' is running already"):
+            await second.take()
+        first.close()
+        assert await first.take() == []
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    process.call(inside.everything_is_free)
+
+
+def test_a_form_that_nobody_starts_is_forgotten(process: EngineProcess) -> None:
+    job = process.prepare("a", SamplingParams(structured_outputs=FORM))
+    assert process.call(inside.kept) == (0, 1)
+    del job
+    gc.collect()
+    assert process.call(inside.kept) == (0, 0)
+
+
+def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
+    assert process.call(inside.process_id) == process._process.pid
+    with pytest.raises(QueueFull) as full:
+        process.call(inside.raises, QueueFull("come again", 3.0))
+    assert full.value.retry_after_s == 3.0
+    with pytest.raises(RequestError, match="KeyError: 'x'"):
+        process.call(inside.raises, KeyError("x"))
+
+
+def test_silence_is_a_sign_of_trouble(process: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own."""
+    now = time.perf_counter()
+    monkeypatch.setattr(process, "_note", lambda beat: None)
+    monkeypatch.setattr(process, "_beat", Beat(process.pulse(), process.snapshot()))
+    monkeypatch.setattr(process, "_heard_at", now)
+    assert process._beat.pulse.busy_s == 0
+    monkeypatch.setattr("slipstream.engine.remote.process.time.perf_counter", lambda: now + 1.0)
+    assert process.pulse().busy_s == 0  # it has nothing to do
+    monkeypatch.setattr("slipstream.engine.remote.process.time.perf_counter", lambda: now + 50.0)
+    assert process.pulse().busy_s == 50.0
+    assert process.pulse().alive
+
+
+def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError) as ours:
+        LLM(tmp_path, device="cpu")
+    with pytest.raises(type(ours.value), match=f"^{re.escape(str(ours.value))}$"):
+        EngineProcess(tmp_path, device="cpu")
+
+
+def test_a_closed_one_says_so(tiny_target: Path) -> None:
+    """And what ran is told, and whoever waits."""
+    process = EngineProcess(tiny_target, device="cpu", memory="64MiB", drafter="none", threads=1)
+
+    async def main() -> None:
+        params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind="delta")
+        process.call(inside.hold)
+        stream = process.start(process.prepare("a", params))
+        await asyncio.to_thread(process.call, inside.reached)
+        process.call(inside.release)
+        await asyncio.to_thread(process.close)
+        outputs = [output for output in await stream.take() if output.finished]
+        assert [output.outputs[0].finish_reason for output in outputs] == ["abort"]
+        with pytest.raises(RequestError, match="closed") as closed:
+            process.start(process.prepare("a"))
+        assert not isinstance(closed.value, EngineDied)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    process.close()
+    assert process._process.returncode == 0
+    assert not process.pulse().alive
+    assert process.pulse().why == ""

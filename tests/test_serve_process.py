@@ -1,0 +1,216 @@
+"""A server whose engine has a process of its own: clients go away, it hangs, it is told to end, it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import inside
+from conftest import save_model, tiny_llama
+from serving import MODEL, engine_process, serving
+from slipstream.core.errors import EngineDied
+from slipstream.engine.remote.process import EngineProcess
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.server import HttpServer
+from test_serve_load import LONG, leave, post
+
+STREAMED = {**LONG, "stream": True}
+FAR = 60.0
+"""Seconds that nothing takes here, on whatever machine."""
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """A tiny model with a long context: its answers can take a while."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "roomy", tiny_llama(max_position_embeddings=8192))
+    with engine_process(folder, max_num_seqs=16) as made:
+        yield made
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + FAR
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def health(server: HttpServer) -> tuple[int, str]:
+    found = httpx.get(f"{server.url}/health", timeout=FAR)
+    return found.status_code, found.json()["status"]
+
+
+def test_clients_that_go_away_leave_nothing_behind(process: EngineProcess) -> None:
+    body = json.dumps({**STREAMED, "max_tokens": 4000}).encode()
+    form = json.dumps({**STREAMED, "ignore_eos": False, "max_tokens": 4000, "guided_regex": "[ab]{3000}"}).encode()
+    with serving(process, max_queue=64) as server:
+
+        async def crowd() -> None:
+            waiting = asyncio.Semaphore(24)
+
+            async def one(i: int) -> None:
+                async with waiting:
+                    await leave(server.url, form if i % 5 == 0 else body, i % 3)
+
+            await asyncio.gather(*(one(i) for i in range(100)))
+
+        asyncio.run(asyncio.wait_for(crowd(), 120))
+        until(lambda: server.service.admission.inside == 0)
+        process.call(inside.everything_is_free)
+        gc.collect()  # who left before its answer began has left something that was compiled
+        assert process.call(inside.kept) == (0, 0)
+        assert not process._streams
+        assert post(server, {**LONG, "max_tokens": 3}).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["in a round", "altogether"])
+def test_health_tells_one_that_hangs(process: EngineProcess, how: str) -> None:
+    """And nobody who asks waits for it."""
+    with serving(process, stall_s=0.5) as server:
+        waiting = threading.Thread(target=post, args=(server, LONG))
+        if how == "in a round":
+            process.call(inside.hold)
+            waiting.start()
+            assert process.call(inside.reached)
+        else:
+            process._process.send_signal(signal.SIGSTOP)
+            waiting.start()
+        until(lambda: health(server) == (503, "stalled"))
+        assert httpx.get(f"{server.url}/live", timeout=FAR).json()["health"] == "stalled"
+        assert "slipstream:num_requests_running" in httpx.get(f"{server.url}/metrics", timeout=FAR).text
+        if how == "in a round":
+            process.call(inside.release)
+        else:
+            process._process.send_signal(signal.SIGCONT)
+        waiting.join(FAR)
+        assert not waiting.is_alive()
+        until(lambda: health(server) == (200, "ok"))
+
+
+def test_streams_go_on_while_it_drains(process: EngineProcess) -> None:
+    with (
+        serving(process) as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=STREAMED, timeout=FAR) as stream,
+    ):
+        events = stream.iter_lines()
+        assert next(events).startswith("data: {")
+        process.call(inside.hold)
+        server.drain()
+        assert health(server) == (503, "draining")
+        assert post(server, LONG).status_code == 503
+        process.call(inside.release)
+        rest = [line for line in events if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+
+
+def test_one_that_is_killed_ends_all_streams_and_the_server(
+    tiny_target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "slipstream.serve")
+    raised: list[BaseException] = []
+    whole: list[httpx.Response] = []
+    with EngineProcess(tiny_target, device="cpu", memory="64MiB", drafter="none", threads=1) as process:
+        process.call(inside.hold)
+        server = HttpServer(process, ServeConfig(models=(MODEL,), port=0))
+
+        def serve() -> None:
+            try:
+                server.serve_forever()
+            except EngineDied as error:
+                raised.append(error)
+
+        serving_thread = threading.Thread(target=serve)
+        serving_thread.start()
+        asking = threading.Thread(target=lambda: whole.append(post(server, LONG)))
+        asking.start()
+        process.call(inside.reached)
+        process.call(inside.release)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=STREAMED, timeout=FAR) as stream:
+            events = stream.iter_lines()
+            assert next(events).startswith("data: {")
+            process.call(inside.hold)  # before one of them has all its tokens, or behind: then it says so
+            process._process.kill()
+            rest = [line for line in events if line]
+        asking.join(FAR)
+        serving_thread.join(FAR)
+        assert not serving_thread.is_alive()
+        found = server.service.health()
+        assert (found.status, found.http_status) == ("dead", 503)
+        assert "SIGKILL" in found.reason
+        with pytest.raises(EngineDied):
+            process.call(inside.process_id)
+    assert rest[-1] == "data: [DONE]"
+    if '"finish_reason":"length"' not in rest[-2]:
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+    if whole[0].status_code != 200:
+        assert (whole[0].status_code, whole[0].json()["error"]["code"]) == (503, "engine_dead")
+    (error,) = raised
+    assert "the engine's process was ended by SIGKILL" in str(error)
+    assert [record.getMessage() for record in caplog.records].count("engine died") == 1
+
+
+def ended(process_id: int) -> bool:
+    """Where nobody waits for it, something is left of it that does nothing any more."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def run(*command: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_it_ends_when_its_parent_is_killed() -> None:
+    code = "import time; from slipstream.engine.remote.spawn import spawn; print(spawn().process.pid, flush=True); "
+    with run(sys.executable, "-c", code + "time.sleep(1000)") as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert not ended(child)
+        parent.kill()
+        until(lambda: ended(child))
+
+
+def test_signals_for_both_processes_let_answers_finish(tiny_target: Path) -> None:
+    """As a terminal and a service manager send them."""
+    options = ["--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB", "--threads", "1"]
+    options += ["--served-model-name", MODEL, "--port", "0", "--log-format", "json"]
+    with run(sys.executable, "-m", "slipstream", "serve", "--engine", "process", *options) as server:
+        assert server.stderr is not None
+        lines: list[str] = []
+        while not lines or "serving" not in lines[-1]:
+            lines.append(server.stderr.readline())
+            assert lines[-1], "".join(lines)
+        url = next(word for word in lines[-1].split() if word.startswith("http")).removesuffix("/v1")
+        (child,) = map(int, Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split())
+        asked: dict[str, Any] = {**STREAMED, "max_tokens": 240}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=FAR) as stream:
+            events = stream.iter_lines()
+            assert next(events).startswith("data: {")
+            for signalled in (child, server.pid):
+                os.kill(signalled, signal.SIGINT)
+                os.kill(signalled, signal.SIGTERM)
+            rest = [line for line in events if line]
+        said = server.stderr.read()
+        assert server.wait(FAR) == 0, said
+        assert ended(child)
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2] or '"shutting_down"' in rest[-2]
+    logged = [json.loads(line)["event"] for line in said.splitlines() if line.startswith("{")]
+    assert logged[0] == "draining"
+    assert "Traceback" not in said
