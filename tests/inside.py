@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from typing import Any
@@ -19,15 +20,16 @@ def everything_is_free(llm: LLM) -> None:
     assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
 
 
-def hold(llm: LLM) -> None:
-    """From now on the engine stops before a pass, until it is released."""
-    forward = llm.engine.target.forward
+def hold(llm: LLM, passes: int = 0) -> None:
+    """The engine stops before a pass, when it has made so many more, until it is released."""
+    forward, made = llm.engine.target.forward, itertools.count()
     _open.clear()
     _reached.clear()
 
     def held(batch: Any, cache: Any) -> Any:
-        _reached.set()
-        assert _open.wait(120)
+        if next(made) >= passes:
+            _reached.set()
+            assert _open.wait(120)
         return forward(batch, cache)
 
     llm.engine.target.forward = held  # type: ignore[method-assign]
