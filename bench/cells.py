@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=2, help="measurements of each setting in a cell, in turn")
     made.add_argument("--max-tokens", type=int, default=128, help="of an answer; then the next request begins")
     made.add_argument("--prompts-each", type=int, default=16, help="prompts of a task, at least as many as at once")
-    made.add_argument("--auto", help="what is planned: default auto, and auto+eagle where there is a --target")
+    made.add_argument("--auto", help="what is planned: default auto, with a --target auto+eagle+model")
     made.add_argument("--trials", help="requests at once of adversaries and switches; default: fewest and most")
     made.add_argument("--trial-seconds", type=float, default=3.0, help="of each measurement with an adversary")
     made.add_argument("--phase", type=int, default=50, help="rounds between two switches")
@@ -87,7 +87,7 @@ def temperatures(text: str) -> tuple[float, ...]:
 def checked(options: argparse.Namespace) -> dict[str, Any]:
     """The lists among the options. Sets what depends on the device or the target."""
     kind = "cuda" if options.device.startswith("cuda") else "cpu"
-    options.auto = options.auto or ("auto+eagle" if options.target else "auto")
+    options.auto = options.auto or ("auto+eagle+model" if options.target else "auto")
     known = list(by_task(options.prompts))
     tasks = chosen("--tasks", options.tasks, known) if options.tasks else tuple(known)
     at_once = curve.sizes("--at-once", options.at_once) if options.at_once else LOADS[kind]

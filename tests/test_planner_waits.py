@@ -14,6 +14,8 @@ from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import SIZES, PassCost
 from slipstream.plan.planner import Beside
+from slipstream.plan.traits import Traits
+from slipstream.plan.waits import Waits
 
 DEEP = 5
 PASS_S, ROW_S, LEVEL_S = 4e-3, 1e-5, 0.1e-3
@@ -23,13 +25,21 @@ def right_for(chance: float, nodes: int, dice: random.Random) -> int:
     return next((depth for depth in range(nodes) if dice.random() >= chance), nodes)
 
 
-def asked_share(host: float, device: float | None, wait_s: float, rounds: int = 3000, nodes: int = 3) -> float:
-    """How often the host's drafter is asked, whose guesses are right with this chance, in the second half."""
+def asked_share(
+    host: float, device: float | None, wait_s: float, rounds: int = 3000, nodes: int = 3, each: int = 1 << 30
+) -> float:
+    """How often the host's drafter is asked, whose guesses are right with this chance, in the second half.
+
+    each: rounds of a request; then the next one comes.
+    """
     planner, dice = AdaptivePlanner(PassCost(0.001)), random.Random(1)
     planner.pad_passes()
     promise: Sequence[float] = [host**depth for depth in range(1, nodes + 1)]
     asked: list[bool] = []
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number % each == 0:
+            planner.forget("a")
+            planner.start("a", Traits())
         planner.next_round(1, 300)
         asked.append(not planner.rests("ngram", 1))
         guessed = depth = 0
@@ -70,3 +80,22 @@ def test_nobody_minds_a_wait_that_is_short() -> None:
 
 def test_where_it_has_nothing_to_say_the_device_need_not_wait_for_that() -> None:
     assert asked_share(0.0, 0.8, 0.8e-3) < 0.35
+
+
+def test_newcomers_are_no_reason_to_wait_again_and_again() -> None:
+    """Answers of 30 rounds, shorter than a trial: it was in vain for those before them."""
+    assert asked_share(0.0, 0.8, 0.8e-3, each=30) < 0.35
+    assert asked_share(0.97, 0.6, 0.4e-3, nodes=12, each=30) > 0.9
+
+
+def test_with_many_requests_a_few_rounds_tell() -> None:
+    """A wait of a third of a pass costs much in 16 rounds, and 64 requests show in eight what they have to show."""
+    for rows, rounds in ((64, 8), (16, 16), (4, 25)):
+        waits = Waits()
+        waits.observe(1.3e-3)
+        while not waits.rests(waits.asked, rows):
+            waits.weigh(0.8, 4e-3, waits.asked, rows)
+            if not waits.asked:
+                break
+            rounds -= 1
+        assert rounds == 1, rows

@@ -27,7 +27,7 @@ from slipstream.bench.recording import (
     Recording,
     Trace,
 )
-from slipstream.bench.replayed import Walk, made_prompt
+from slipstream.bench.replayed import ReplayedDevice, Walk, Walks, made_prompt
 from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import drafters_of, simulate, traces_of
 from slipstream.bench.traffic import poisson, poisson_times, read_traffic, replay
@@ -336,3 +336,51 @@ def test_the_planner_of_a_simulation_hears_of_rounds_and_kinds() -> None:
     assert min(gains.values()) > 3, "four of five guesses are right, and rows are nearly free"
     for length, part in ((200, 0.0), (200, 0.7), (50, 0.3)):
         assert overlap(made_prompt(length, part)) == pytest.approx(part, abs=0.03)
+
+
+def test_of_a_recorded_tree_the_surest_nodes_are_guessed_as_deep_as_was_asked() -> None:
+    """Its right path is 0, 2, 3; node 1 is a wrong first guess, node 4 the second of the second level."""
+    tree = Offer(0, 5, (0, 2, 3), None, (-1, -1, 0, 2, 0))
+    walks = Walks()
+    walks.begin("a", Walk(Trace(4, 20, 0, 0, 0, ("head",), {"head": (tree,)}), {}, random.Random(0)))
+    head = ReplayedDevice(DrafterKind("head", True, 5, levels=3, most_nodes=5, width=2), walks)
+    assert head.grows
+    assert [head.most_at(levels) for levels in (1, 2)] == [2, 5]
+    whole = head.guess("a", 0, 5, 3)
+    assert (whole.parents, [whole.tokens[n] for n in (0, 2, 3)]) == ((-1, -1, 0, 2, 0), [0, 1, 2])
+    flat = head.guess("a", 0, 4, 2)
+    assert flat.parents == (-1, -1, 0, 0)
+    assert flat.tokens[:3:2] == (0, 1), "of two levels, what stands deeper makes room"
+    assert head.guess("a", 0, 3, 1).parents == (-1, -1, -1), "it has no more of them: what is lacking is wrong"
+
+
+def queued_engine(host: bool) -> Replica:
+    """Passes take 10 ms, and a round that waits for the host 2 ms more."""
+    recording = made_up(0.0, queued=True)
+    kind = DrafterKind("ngram", False, 5) if host else DrafterKind("ngram", True, 5)
+    costs = replace(recording.costs, host=(HostSeen(1, 0.0, 9),), waits=(HostSeen(1, 0.002, 9),))
+    recording = replace(recording, drafters=(kind,), costs=costs)
+    engine = Replica(recording, RoundCosts(costs, apart=True), Setting("planned", "ngram"))
+    engine.add(Served(0.0, 50, 100), Walk(recording.traces[0], {}, random.Random(0)))
+    return engine
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_a_queued_round_waits_for_the_host_and_else_is_planned_before_the_last_is_heard_of(
+    monkeypatch: pytest.MonkeyPatch, host: bool
+) -> None:
+    engine = queued_engine(host)
+    planner = engine.drafting.planner
+    told: list[str] = []
+    for name in ("next_round", "observe_round", "observe_wait"):
+        monkeypatch.setattr(planner, name, lambda *_, _name=name, **__: told.append(_name))
+    engine.step(0.0)  # its prompt
+    for _ in range(3):
+        begun = engine.busy_until
+        engine.step(begun)
+        assert engine.busy_until - begun == pytest.approx(0.012 if host else 0.010)
+    rounds = ["next_round", "next_round", "next_round", "next_round"]
+    if host:
+        assert told == [*rounds[:2], *(2 * ["observe_wait", "observe_round", "next_round"])]
+    else:
+        assert told == [*rounds[:3], "observe_round", "next_round", "observe_round"]

@@ -73,6 +73,7 @@ class RoundCosts:
             (seen.read_rows + (0 if apart else seen.rows), self._reading_s(seen), seen.count) for seen in reading
         )
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
+        self._waits = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.waits)
         self._drafts = _draft_curves(costs)
 
     def pass_s(self, rows: int, read_rows: int, context: int) -> float:
@@ -98,6 +99,10 @@ class RoundCosts:
 
     def host_s(self, requests: int) -> float:
         return self._host.at(requests)
+
+    def wait_s(self, requests: int) -> float:
+        """What the device waits where drafters on the host must know a round's result first; 0: not told apart."""
+        return self._waits.at(requests)
 
     def _bare(self, seen: PassSeen) -> float:
         """Without what the length of the context adds."""

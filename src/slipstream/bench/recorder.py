@@ -201,4 +201,7 @@ def _kind(name: str, drafter: Drafter) -> DrafterKind:
         return DrafterKind(name, False, drafter.default_draft_tokens, drafter.costly, drafter.whole)
     assert isinstance(drafter, DeviceDrafter)
     levels = drafter.depth if drafter.makes_trees else 0
-    return DrafterKind(name, True, drafter.default_draft_tokens, levels=levels, most_nodes=drafter.most_nodes)
+    width = getattr(drafter, "width", 0) if drafter.grows else 0
+    return DrafterKind(
+        name, True, drafter.default_draft_tokens, levels=levels, most_nodes=drafter.most_nodes, width=width
+    )

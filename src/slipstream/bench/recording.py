@@ -31,7 +31,7 @@ class PassSeen:
 
 @dataclass(frozen=True, slots=True)
 class DraftSeen:
-    """Drafts of one drafter, `nodes` deep, for so many requests at once."""
+    """Drafts of one drafter, `nodes` deep, for so many requests at once; of trees that grow, the levels."""
 
     drafter: str
     requests: int
@@ -54,6 +54,7 @@ class Costs:
     passes: tuple[PassSeen, ...] = ()
     drafts: tuple[DraftSeen, ...] = ()
     host: tuple[HostSeen, ...] = ()
+    waits: tuple[HostSeen, ...] = ()  # the same of queued rounds that waited for drafts of the host; (): not told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class DrafterKind:
     whole: bool = False
     levels: int = 0  # of the trees that it makes on the device
     most_nodes: int = 63
+    width: int = 0  # of trees that grow level by level: rows that are gone on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Recording:
         whole = {"slipstream_recording": VERSION, **asdict(self), "traces": traces}
         whole["costs"] = {
             name: [list(asdict(one).values()) for one in getattr(self.costs, name)]
-            for name in ("passes", "drafts", "host")
+            for name in ("passes", "drafts", "host", "waits")
         }
         path.write_text(json.dumps(whole, separators=(",", ":")) + "\n", encoding="utf-8")
 
@@ -158,6 +160,7 @@ class Recording:
                     tuple(PassSeen(*one) for one in costs["passes"]),
                     tuple(DraftSeen(*one) for one in costs["drafts"]),
                     tuple(HostSeen(*one) for one in costs["host"]),
+                    tuple(HostSeen(*one) for one in costs.get("waits", ())),
                 ),
                 tuple(_unpacked(trace) for trace in whole["traces"]),
             )

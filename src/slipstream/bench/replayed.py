@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from slipstream.bench.recording import DrafterKind, Offer, Trace
-from slipstream.core.draft import MAX_NODES, Draft, Tree, chain_parents
-from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
+from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree, chain_parents
+from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter, Needs
 
 NEVER = 1 << 40
-"""Tokens from here on never come."""
+_WRONG = NEVER + 2 * MAX_NODES
+"""Tokens from here on never come; of device drafters, whose wrong guesses are no host drafter's."""
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Walk:
     trace: Trace
     alphas: Mapping[str, float]
     dice: random.Random
+    begin: int = 0  # where in the recorded one it begins
     _places: dict[str, list[int]] = field(default_factory=dict)
 
     def offer(self, drafter: str, position: int) -> Offer | None:
@@ -40,7 +42,7 @@ class Walk:
         offers = self.trace.offers.get(drafter, ())
         if not offers:
             return None
-        position %= max(1, self.trace.output_tokens)
+        position = (self.begin + position) % max(1, self.trace.output_tokens)
         if drafter not in self._places:
             self._places[drafter] = [offer.position for offer in offers]
         last = bisect_right(self._places[drafter], position) - 1
@@ -141,18 +143,29 @@ class ReplayedDevice(DeviceDrafter):
     """Stands for a drafter on the device: the engine's rules ask what it is, the simulation knows what it guesses."""
 
     name: ClassVar[str] = "replayed"
+    needs: ClassVar[Needs] = Needs(device=True, own_cache=True)
 
     def __init__(self, kind: DrafterKind, walks: Walks) -> None:
         self.name = kind.name  # type: ignore[misc]
         self.default_draft_tokens = kind.default_draft_tokens  # type: ignore[misc]
         self.makes_trees, self.depth = bool(kind.levels), kind.levels
+        self.grows, self.width = kind.width > 1, kind.width
         self.most_nodes = min(kind.most_nodes, MAX_NODES)
+        self.rereads = self.depth + 1 if self.grows else 2
         self._walks = walks
 
-    def guess(self, answer_id: str, position: int, nodes: int) -> Tree:
-        """A chain that is right as deep as the recorded drafts were; of a tree, too, only the right path matters."""
-        right = self._walks.of(answer_id).depth(self.name, position, nodes, self.depth)
-        tokens = tuple(position + step if step < right else NEVER + step for step in range(nodes))
+    def most_at(self, levels: int) -> int:
+        return min(self.most_nodes, self.width + (levels - 1) * self.width**2) if self.grows else self.most_nodes
+
+    def guess(self, answer_id: str, position: int, nodes: int, levels: int = 0) -> Tree:
+        """The surest nodes of a recorded tree, so many levels deep. Where its nodes were not recorded, a chain that is
+        right as deep as the recorded drafts were; of a tree, too, only the right path matters then."""
+        walk = self._walks.of(answer_id)
+        offer = walk.offer(self.name, position)
+        if offer is not None and offer.parents is not None:
+            return _surest(offer, position, nodes, levels or self.depth)
+        right = walk.depth(self.name, position, nodes, levels or self.depth)
+        tokens = tuple(position + step if step < right else _WRONG + step for step in range(nodes))
         if not self.makes_trees:
             return Tree(tokens, chain_parents(nodes))
         # what is not right hangs side by side below the root: it costs rows and brings nothing
@@ -160,6 +173,24 @@ class ReplayedDevice(DeviceDrafter):
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         raise NotImplementedError("a simulation asks `guess`: it has no device")
+
+
+def _surest(offer: Offer, position: int, nodes: int, levels: int) -> Tree:
+    """The first nodes of a tree of so many levels; what it lacks to their number is wrong."""
+    assert offer.parents is not None
+    right = {node: depth for depth, node in enumerate(offer.path)}
+    depths: list[int] = []
+    places: dict[int, int] = {ROOT: ROOT}  # by recorded node: which it is here
+    tokens: list[int] = []
+    parents: list[int] = []
+    for node, parent in enumerate(offer.parents):
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+        if depths[node] < levels and len(tokens) < nodes:
+            places[node] = len(tokens)
+            tokens.append(position + right[node] if node in right else _WRONG + node)
+            parents.append(places[parent])
+    lacking = range(len(tokens), nodes)
+    return Tree((*tokens, *[_WRONG + MAX_NODES + n for n in lacking]), (*parents, *[ROOT for _ in lacking]))
 
 
 def replayed(kind: DrafterKind, walks: Walks) -> Drafter:

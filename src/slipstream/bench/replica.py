@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from slipstream.core.outputs import CompletionOutput, RequestOutput
 from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.core.verdict import Authors, Verdict, author
 from slipstream.engine.chunks import ChunkRule
+from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.listening import RoundTimes
 from slipstream.engine.plans import Plan
@@ -31,6 +33,7 @@ from slipstream.engine.turns import observe_round
 from slipstream.kv.pages import PagePool
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.gains import Waited
 from slipstream.plan.measured import Load
 from slipstream.plan.planner import Planner
 
@@ -84,6 +87,9 @@ class Replica:
     _walks: Walks = field(init=False, default_factory=Walks)
     _served: dict[str, Served] = field(init=False, default_factory=dict)
     _count: int = field(init=False, default=0)
+    _news: list[Callable[[], None]] = field(init=False, default_factory=list)
+    """What drafters and planner are to be told of the last round: behind the next plan, where rounds are queued and
+    nobody waits."""
 
     def __post_init__(self) -> None:
         machine = self.recording.machine
@@ -148,39 +154,59 @@ class Replica:
                 f"a simulated request does not fit the {self.recording.machine.num_pages} cache pages of the recorded "
                 "engine: record one with more --memory"
             )
-        planner = self.drafting.planner
+        planner, queued = self.drafting.planner, self.recording.machine.queued
         if isinstance(planner, _TimedPlanner):
             planner.requests = max(1, len(decodes))
-        if self.recording.machine.queued:
-            self.drafting.waits(decodes)
+        waits = queued and self.drafting.waits(decodes)
+        news, self._news = self._news, []
+        if waits or not queued:
+            _tell(news)
         plan = self.drafting.plan(decodes)
+        lagging = plan.lagging(decodes) if queued else {}
+        if queued and not waits:  # it was planned while the device was still at work on the round before
+            _tell(news)
+        if lagging:
+            self.drafting.catch_up(lagging)
+        self.drafting.follows(decodes, plan)
         drafts = [self._draft(plan, i, answer) for i, answer in enumerate(decodes)]
         draft_s = sum(self.costs.draft_s(name, len(decodes), MAX_NODES) for name in self._free(plan))
-        on_device = [(size.drafter, size.nodes) for size in plan.drafts]
+        on_device = [(size.drafter, size.levels or size.nodes) for size in plan.drafts]
         for name, nodes in [*on_device, *self._costly(plan)]:
             draft_s += self.costs.draft_s(name, len(decodes), nodes)
         rows = len(decodes) + sum(len(tree) for tree, _ in drafts)
+        if queued and decodes:
+            rows = PassCost.filled(len(decodes) + sum(plan.counts))
         read_rows = sum(chunk.rows for chunk in chunks)
         load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
         verify_s = self.costs.pass_s(rows, read_rows, load.context)
-        for size in plan.drafts:
-            took = self.costs.draft_s(size.drafter, len(decodes), size.nodes)
-            self.drafting.observe_draft(size, took, len(decodes))
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:
             self.scheduler.commit(chunk)
-        times = RoundTimes(self.costs.host_s(len(decodes) + len(completing)), draft_s, verify_s, rows, read_rows)
+        host_s = self.costs.host_s(len(decodes) + len(completing))
+        wait_s = self.costs.wait_s(len(decodes)) if waits and plan.hosts else 0.0
+        if lagging:  # what they missed must be known and read first
+            host_s += sum(self.costs.draft_s(name, len(decodes), 1) for name in lagging)
+            host_s += 0.0 if waits else self.costs.wait_s(len(decodes))
+        times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows)
         lasted_s = times.host + times.draft + times.verify
         self.busy_until = now + lasted_s
         self.rounds += 1
-        done = self._emit(decodes, verdicts, completing)
+        done = self._emit(decodes, verdicts, completing, plan.drafts)
+        if queued and (chunks or lagging):
+            return done  # a round like no other: what it took is not told
+        for size in plan.drafts:
+            took = self.costs.draft_s(size.drafter, len(decodes), size.levels or size.nodes)
+            self._news.append(partial(self.drafting.observe_draft, size, took, len(decodes)))
+        if wait_s:
+            self._news += [partial(planner.observe_wait, name, wait_s) for name in plan.hosts]
         if not chunks:
-            observe_round(self.drafting, decodes, verdicts, times, load, lasted_s)
+            told = (self.drafting, decodes, verdicts, times, load, lasted_s, None, Waited(plan.hosts, wait_s))
+            self._news.append(partial(observe_round, *told))
         return done
 
     def _emit(
-        self, decodes: Sequence[Answer], verdicts: Sequence[Verdict], completing: Sequence[Answer]
+        self, decodes: Sequence[Answer], verdicts: Sequence[Verdict], completing: Sequence[Answer], drafts: Drafts
     ) -> list[Served]:
         done: list[Served] = []
         told = [*verdicts, *(Verdict(answer.id, (answer.generated,), 0, 0, ()) for answer in completing)]
@@ -203,8 +229,16 @@ class Replica:
             self.scheduler.release(answer)
             self._walks.end(answer.id)
             done.append(self._served.pop(answer.id))
-        self.drafting.observe([answer for answer, _ in running], [verdict for _, verdict in running])
+        grown = {size.drafter: size.levels for size in drafts if size.levels}
+        self._news.append(partial(self._observe, running, grown))
         return done
+
+    def _observe(self, running: Sequence[tuple[Answer, Verdict]], grown: Mapping[str, int]) -> None:
+        """Whoever ended meanwhile does not listen any more."""
+        heard = [(answer, verdict) for answer, verdict in running if answer.phase is not Phase.ENDED]
+        for answer, verdict in heard:
+            self.drafting.falls_behind(answer, verdict)
+        self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard], grown)
 
     def _draft(self, plan: Plan, index: int, answer: Answer) -> tuple[Tree, Authors]:
         """A request's whole draft: the host drafters' tree, and what device drafters make of their shares."""
@@ -212,14 +246,15 @@ class Replica:
         for name, nodes in plan.shares[index]:
             drafter = self.drafting.drafters[name]
             assert isinstance(drafter, ReplayedDevice)
-            guess = drafter.guess(answer.id, answer.generated, nodes)
+            guess = drafter.guess(answer.id, answer.generated, nodes, plan.levels.get(name, 0))
             if not tree.tokens:
                 tree, authors = guess, author(name)
                 continue
             merged = merge_trees((tree, guess), MAX_NODES)
             known = [n for n in authors.names if n != name][: len(authors.places) or 1]
             places = authors.places or (merged.places[0],)
-            tree, authors = merged.tree, Authors((*known, name), (*places, merged.places[1]))
+            mixed = frozenset((name,)) if self.recording.machine.queued and drafter.makes_trees else frozenset()
+            tree, authors = merged.tree, Authors((*known, name), (*places, merged.places[1]), mixed)
         return tree, authors
 
     def _costly(self, plan: Plan) -> list[tuple[str, int]]:
@@ -245,6 +280,11 @@ def _judged(answer: Answer, tree: Tree, authors: Authors) -> Verdict:
         path.append(node)
     tokens = tuple(range(place, place + len(path) + 1))
     return Verdict(answer.id, tokens, len(tree), len(path), tuple(path)).by(authors)
+
+
+def _tell(news: Sequence[Callable[[], None]]) -> None:
+    for told in news:
+        told()
 
 
 def _nobody(output: RequestOutput) -> None:

@@ -9,6 +9,9 @@ from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
 from slipstream.engine.odds import judged_nodes, made_for
 from slipstream.engine.state import Answer
 
+_ON_DEVICE = 2
+"""The turn of those on the device."""
+
 
 class NodeCaps:
     """The caps of an engine's drafters. What is always the same for a drafter is found out once."""
@@ -34,11 +37,13 @@ class NodeCaps:
         self._max_len = max_len
         self._places = places
 
-    def of(self, name: str, answers: Sequence[Answer], used: Sequence[int], requests: int) -> list[int]:
+    def of(
+        self, name: str, answers: Sequence[Answer], used: Sequence[int], requests: int, *, exclusive: bool = False
+    ) -> list[int]:
         """Most nodes that are of any use: limits of the requests, of the context and of the pass.
 
         used: nodes that others gave already. Of several drafters each has a part of the request's nodes, by what it
-        is made for, and what those before it left of theirs.
+        is made for, and what those before it left of theirs. exclusive: as in `Planner`.
         """
         drafter = self._drafters[name]
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
@@ -66,7 +71,7 @@ class NodeCaps:
             if not wide:
                 useful = min(useful, left)
             if several:
-                useful -= before + self._others(name, answer, useful)
+                useful -= before + self._others(name, answer, useful, exclusive)
             useful = min(useful, own if ends is None else min(own, ends - length - answer.coming))
             caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
@@ -75,17 +80,21 @@ class NodeCaps:
         """Nodes that all of a request's drafters together are made for."""
         return sum(self._made_for[name] for name in answer.drafters)
 
-    def _others(self, name: str, answer: Answer, nodes: int) -> int:
+    def _others(self, name: str, answer: Answer, nodes: int, exclusive: bool) -> int:
         """How many of the request's nodes are kept for drafters that are asked after this one."""
         order = sorted(answer.drafters, key=self.turns.__getitem__)
-        later = [self._made_for[n] for n in order[order.index(name) + 1 :] if n not in answer.refused]
+        names = [n for n in order[order.index(name) + 1 :] if n not in answer.refused]
+        later = [self._made_for[n] for n in names]
+        if exclusive:  # of those on the device one guesses, and nothing is kept for the others
+            hosts = [self._made_for[n] for n in names if self.turns[n] < _ON_DEVICE]
+            later = hosts if self.turns[name] == _ON_DEVICE else [*hosts, *sorted(later[len(hosts) :])[-1:]]
         least = 1 if nodes >= len(order) else 0
         return sum(max(least, nodes * made_for // self._usual(answer)) for made_for in later)
 
 
 def _turn(drafter: Drafter) -> int:
     """When it is asked: on the host before on the device, and first of all what takes no time."""
-    return int(drafter.costly) if isinstance(drafter, HostDrafter) else 2
+    return int(drafter.costly) if isinstance(drafter, HostDrafter) else _ON_DEVICE
 
 
 def _is_wide(drafter: Drafter) -> bool:

@@ -160,12 +160,14 @@ class Drafting:
                 self.undrafted["declined"] += len(mine)
                 continue
             answers = [decodes[i] for i in mine]
-            used = [gathered.used(i) for i in mine]
-            caps = self._caps.of(name, answers, used, len(decodes))
+            used, exclusive = [gathered.used(i) for i in mine], self.planner.exclusive
+            rivals = [gathered.granted(i) if exclusive else 0 for i in mine]
+            left = [nodes - others for nodes, others in zip(used, rivals, strict=True)]
+            caps = self._caps.of(name, answers, left, len(decodes), exclusive=exclusive)
             self.undrafted["limited"] += caps.count(0)
             if not any(caps):
                 continue
-            group = Group(name, answers, caps, used, gathered.beside(mine), len(decodes))
+            group = Group(name, answers, caps, used, rivals, gathered.beside(mine), len(decodes))
             if name in self._on_device:
                 budgets = self._budgets(group, gathered.levels)
                 for i, nodes in zip(mine, budgets, strict=True):
@@ -293,7 +295,7 @@ class Drafting:
         name, nodes, levels = size
         self.planner.observe_draft(name, levels or nodes, seconds, requests, is_tree=bool(levels))
         if self.listener is not None:
-            self.listener.drew(name, nodes, seconds)
+            self.listener.drew(name, levels or nodes, seconds)
 
     def tells_q(self, drafts: Drafts) -> bool:
         """Does one of these device drafters tell what it draws from?"""
@@ -308,13 +310,14 @@ class Drafting:
 
         Notes in `grown` how many levels its trees are to have.
         """
-        name, answers, caps, used, beside, rows = group
+        name, answers, caps, used, rivals, beside, rows = group
         ids, choices, levels = [answer.id for answer in answers], self._levels[name], 0
         if choices:
             budget, levels = self.planner.budget_trees(name, ids, caps, rows, beside, levels=choices)
         else:
             budget = self.planner.budget(name, ids, caps, rows, beside)
         self._declined(name, answers, caps, budget)
+        budget = [min(nodes, max(0, cap - theirs)) for nodes, cap, theirs in zip(budget, caps, rivals, strict=True)]
         granted = [self.room.nodes(*parts) for parts in zip(answers, used, budget, strict=True)]
         if levels and any(granted):
             grown[name] = no_deeper(choices, levels, max(granted))
@@ -322,7 +325,7 @@ class Drafting:
 
     def _trees(self, group: Group) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""
-        name, answers, caps, used, beside, rows = group
+        name, answers, caps, used, _, beside, rows = group
         views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
         costly = self.guards[name].drafter.costly
         if costly:

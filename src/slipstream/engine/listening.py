@@ -44,7 +44,7 @@ class RoundListener(Protocol):
         """A drafter on the host guessed this."""
 
     def drew(self, drafter: str, nodes: int, seconds: float) -> None:
-        """A drafter on the device took so long to guess so many nodes for each of a round's requests."""
+        """A drafter on the device took so long to guess so many nodes, or levels, for each of a round's requests."""
 
     def round(
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes

@@ -38,6 +38,7 @@ class Group(NamedTuple):
     answers: Sequence[Answer]
     caps: Sequence[int]  # most nodes of each
     used: Sequence[int]  # nodes that others gave already
+    rivals: Sequence[int]  # … of these, what others on the device may guess, where one at a time is enough
     beside: Sequence[Sequence[Beside]]  # … and who
     rows: int  # requests of the round, all drafters' and none's
 
@@ -123,8 +124,12 @@ class Gathered:
 
     def used(self, request: int) -> int:
         """Nodes that the request has or may get so far."""
+        return len(self.trees[request].tokens) + self.granted(request)
+
+    def granted(self, request: int) -> int:
+        """Of these, what device drafters may guess."""
         shares = self.shares[request]
-        return len(self.trees[request].tokens) + (sum([share.nodes for share in shares]) if shares else 0)
+        return sum([share.nodes for share in shares]) if shares else 0
 
     def beside(self, requests: Sequence[int]) -> list[tuple[Beside, ...]]:
         """Who drafts for these already; nothing where nobody does for any of them."""

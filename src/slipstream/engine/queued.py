@@ -38,6 +38,7 @@ from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
 from slipstream.engine.turns import observe_round
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
+from slipstream.plan.gains import NO_WAIT, Waited
 from slipstream.plan.measured import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
@@ -356,10 +357,12 @@ class QueuedEngine(Engine):
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]
-            observe_round(self.drafting, answers, heard.verdicts, times, load, lasted_s)
+            waited = NO_WAIT
             if waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
-                for name in ticket.hosts:
-                    self.drafting.planner.observe_wait(name, max(0.0, waited_s - ticket.guessed_s))
+                waited = Waited(ticket.hosts, max(0.0, waited_s - ticket.guessed_s))
+            observe_round(self.drafting, answers, heard.verdicts, times, load, lasted_s, waited=waited)
+            for name in waited.drafters:
+                self.drafting.planner.observe_wait(name, waited.seconds)
             for size in ticket.drafts:
                 self.drafting.observe_draft(size, times.draft / len(ticket.drafts), ticket.decodes)
         return times

@@ -8,7 +8,7 @@ from slipstream.core.verdict import Verdict
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.listening import RoundTimes
 from slipstream.engine.state import Answer
-from slipstream.plan.gains import Turn
+from slipstream.plan.gains import NO_WAIT, Turn, Waited
 from slipstream.plan.measured import Load
 
 
@@ -20,12 +20,13 @@ def observe_round(
     load: Load,
     lasted_s: float,
     beyond_s: float | None = None,
+    waited: Waited = NO_WAIT,
 ) -> None:
     """A round without prompts is over. load: of its pass; lasted_s: all of it, drafts and host included.
 
-    beyond_s: what of that was not the pass, where rounds do not overlap.
+    beyond_s: what of that was not the pass, where rounds do not overlap. waited: what of it the device waited for whom.
     """
     drafting.round_s = times.draft + times.verify
     drafting.planner.observe_pass(times.rows, times.verify, load)
     turns = [Turn(a.id, v.drafted, len(v.tokens), v.authors.names) for a, v in zip(answers, verdicts, strict=True)]
-    drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s)
+    drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s, waited)

@@ -19,7 +19,7 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.costs import Costs
 from slipstream.plan.cutting import shared_out
 from slipstream.plan.decisions import Decision
-from slipstream.plan.gains import Gain, Turn
+from slipstream.plan.gains import NO_WAIT, Gain, Turn, Waited
 from slipstream.plan.hosts import EXPLORE, NOTHING, HostPlans
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.others import Others, others_of
@@ -27,7 +27,8 @@ from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
 from slipstream.plan.probes import Probes
 from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
 from slipstream.plan.ranks import NodeRanks
-from slipstream.plan.sizes import CapturedSizes
+from slipstream.plan.rivals import Rivals
+from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
 from slipstream.plan.unsent import Unsent
@@ -49,6 +50,8 @@ class _Chosen(NamedTuple):
 class AdaptivePlanner(HostPlans):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
+    exclusive = True
+
     def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
         super().__init__(cost, min_gain)
         self.costs = Costs(cost)
@@ -62,7 +65,9 @@ class AdaptivePlanner(HostPlans):
         self._unsent = Unsent()
         self._guessed_s = 0.0  # what guesses took in this round, of drafters that take time
         self._sizes = CapturedSizes()
+        self._rivals = Rivals()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
+        self._busy: set[str] = set()  # … in the last plan, too
 
     def start(self, request_id: str, traits: Traits) -> None:
         for asking in self._asking.values():
@@ -96,7 +101,7 @@ class AdaptivePlanner(HostPlans):
             return list(caps)
         depths = np.arange(deepest + 1)[:, None]  # [K + 1, 1]
         drafted = np.minimum(depths, np.array(caps))  # [K + 1, B]
-        others = others_of(request_ids, beside, deepest, self._estimate)
+        others = others_of(request_ids, self._rivals.beside(beside), deepest, self._estimate)
         gained = np.zeros(drafted.shape)  # [K + 1, B]
         chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])
         gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
@@ -123,7 +128,7 @@ class AdaptivePlanner(HostPlans):
         most, deepest = max(caps, default=0), levels[-1].deep
         if most == 0:
             return TreeBudget(list(caps), deepest)
-        others = others_of(request_ids, beside, deepest, self._estimate)
+        others = others_of(request_ids, self._rivals.beside(beside), deepest, self._estimate)
         chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])  # [L, B]
         ranks = self._ranks_of(drafter)
         sizes = self._sizes.choices(drafter, most)[1:] if self._cost.padded else range(1, most + 1)
@@ -163,14 +168,15 @@ class AdaptivePlanner(HostPlans):
         rates = (brought + tokens) / (pass_s + draft_s[:, None])
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
-        size = self._size(drafter, rows, rate, trees)
+        has_turn = self._rivals.has_turn(drafter, rows, float(rate.max() / rate[0]), self._rounds)
+        size = self._size(drafter, rows, rate, trees) if has_turn else 0
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
         self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
         count = int(rates[size].argmax()) if size else 0  # of requests, less one
         took = float(pass_s[size, count] + draft_s[size]) if size else float(pass_s[0, 0])
-        if drafter not in self._waits:  # it guesses on the device
+        if has_turn and drafter not in self._waits:  # it guesses on the device
             self._settle_beside(rows, float(rate[size]) * took, took, size > 0, others.nodes)
         return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
 
@@ -181,7 +187,8 @@ class AdaptivePlanner(HostPlans):
             best = self._sizes.best(drafter, rate)
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        if rate[best] <= rate[0] * self._margin * self._gains.doubt(self._with(drafter)):
+        again = MARGIN if self._cost.padded and drafter in self._begun - self._busy else 1.0  # it has to catch up
+        if rate[best] <= rate[0] * self._margin * again * self._gains.doubt(self._with(drafter)):
             return 0
         if trees is None:
             return best
@@ -195,8 +202,10 @@ class AdaptivePlanner(HostPlans):
     def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], size: int, levels: int = 0) -> list[int]:
         """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
         if not size:
+            self._busy.discard(drafter)
             return [0] * len(caps)
         self._begun.add(drafter)
+        self._busy.add(drafter)
         self._sizes.use(drafter, size, levels)
         granted = [0] * len(caps)
         for i in chosen.members.tolist() if chosen.size else range(len(caps)):
@@ -277,13 +286,18 @@ class AdaptivePlanner(HostPlans):
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
 
     def observe_round(
-        self, turns: Sequence[Turn], seconds: float, context: int = 0, beyond_s: float | None = None
+        self,
+        turns: Sequence[Turn],
+        seconds: float,
+        context: int = 0,
+        beyond_s: float | None = None,
+        waited: Waited = NO_WAIT,
     ) -> None:
         rows, nodes = len(turns), sum([turn.drafted for turn in turns])
         if beyond_s is not None and turns:
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
-        self._gains.observe(turns, seconds, self._hoped, context, usual)
+        self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
 
     def gain(self, request_id: str) -> Gain:
         return self._gains.of(request_id)

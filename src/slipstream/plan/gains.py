@@ -10,7 +10,7 @@ together: nobody is off for another's rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ from slipstream.plan.purses import Purses, Whose
 from slipstream.plan.traits import Traits
 
 _DECAY = 0.97
-"""The last 30 drafts or so of a kind speak for it."""
+"""The last 30 rounds or so with drafts of a kind speak for it: of many requests, one round is a single throw, in which
+those that stand last are no better evidence than the others."""
 _EVIDENCE = 16
 """Drafts of a kind before it is judged, also after each rest."""
 _SLACK = 0.97
@@ -43,6 +44,16 @@ _TRUST, _MOST_DOUBT = 6.0, 1.5
 """Rounds that brought what they promised, which everybody starts with; and the most that is asked beyond the gain."""
 
 _UNKNOWN = Traits()
+
+
+class Waited(NamedTuple):
+    """What of a round the device waited for drafters on the host: whoever guesses without them has no part in it."""
+
+    drafters: Sequence[str] = ()
+    seconds: float = 0.0
+
+
+NO_WAIT = Waited()
 
 
 class Turn(NamedTuple):
@@ -84,7 +95,7 @@ class Gain:
 
     def lacks(self, least: float) -> bool:
         """Is it below so many times plain decoding, and hardly by chance?"""
-        return self.tokens < least * self.plain and least * self.plain - self.tokens > self.scatter**0.5
+        return bool(least * self.plain - self.tokens > 2 * self.scatter**0.5)
 
 
 class Kind(NamedTuple):
@@ -216,11 +227,17 @@ class Gains:
         return f"off: drafts made requests of its kind ({name}) {last:.2f}x as fast as none{this}; tried again later"
 
     def observe(
-        self, turns: Sequence[Turn], seconds: float, expected: float = 1.0, context: int = 0, usual: float = 1.0
+        self,
+        turns: Sequence[Turn],
+        seconds: float,
+        expected: float = 1.0,
+        context: int = 0,
+        usual: float = 1.0,
+        waited: Waited = NO_WAIT,
     ) -> None:
         """A round is over, of which such a gain was expected; its requests have so many tokens in all.
 
-        usual: how many plain rounds one with as many rows takes.
+        usual: how many plain rounds one with as many rows takes. waited: what of the seconds was a wait.
         """
         self._told = True
         drafted = sum(turn.drafted for turn in turns)
@@ -231,28 +248,39 @@ class Gains:
                 record.fade()
         if not drafted:
             if requests:
-                self._plain.observe(requests, seconds, Load(requests, context))
+                self._plain.observe(requests, seconds - waited.seconds, Load(requests, context))
                 self._last_plain[requests] = self._rounds
             return
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
             return
         longest = max(_HICCUP, 2 * usual)
-        dearer = min(seconds / self._plain.seconds(requests), longest) - 1  # may be noise below 0
+        plain_s = self._plain.seconds(requests)
+
+        def lasted(drafters: Iterable[str]) -> float:
+            """In plain rounds, for those who guess so."""
+            own_s = seconds if not waited.seconds or set(waited.drafters) & set(drafters) else seconds - waited.seconds
+            return min(own_s / plain_s, longest)
+
+        dearer = lasted(who) - 1  # may be noise below 0
         if expected > 1 and dearer < longest - 1:
             brought = sum(turn.emitted for turn in turns) / requests
             record = self._records.setdefault(crowd, {}).setdefault(who, _Record())
             record.add(expected, brought / max(0.1, 1 + dearer))
             traits = [self._traits.get(turn.request_id, _UNKNOWN) for turn in turns if turn.drafted]
             self._purses.put(Whose.of(crowd, who, traits), brought - 1 - dearer, self._rounds)
+        seen: dict[Kind, _Kind] = {}  # of this round
         for request_id, nodes, emitted, drafters in turns:
             if nodes and request_id in self._traits:
-                plain = max(0.1, 1 + dearer * requests * nodes / drafted)  # who asks for more rows pays more
+                # who asks for more rows pays more
+                plain = max(0.1, 1 + (lasted(drafters) - 1) * requests * nodes / drafted)
                 self._own.setdefault(request_id, Gain()).add(emitted, plain, expected)
                 name = Kind(self._traits[request_id], crowd, drafters)
                 kind = self._kinds.setdefault(name, _Kind())
-                kind.gain.add(emitted, plain, expected, _DECAY)
-                self._judge(name, kind)
+                kind.gain.add(emitted, plain, expected, 1.0 if name in seen else _DECAY)
+                seen[name] = kind
+        for name, kind in seen.items():
+            self._judge(name, kind)
 
     def _judge(self, name: Kind, kind: _Kind) -> None:
         if kind.gain.drafts < _EVIDENCE - 2.5 or self._rounds < kind.until:  # decayed, 16 of them weigh 13

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.core.draft import Tree
-from slipstream.plan.gains import Gain, Turn
+from slipstream.plan.gains import NO_WAIT, Gain, Turn, Waited
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.traits import Traits
 
@@ -47,6 +47,10 @@ class Planner:
     rows: how many requests decode in the pass, those with other drafters or none included: each emits a token anyway.
     beside: of each request, who drafts for it already; (): nobody for any of them.
     """
+
+    exclusive = False
+    """Of several on the device that may guess for a request, does one guess in a round? Then each is asked as if it
+    were alone."""
 
     def budget(
         self,
@@ -125,11 +129,16 @@ class Planner:
         """A target pass over this many rows took this long. load: None: that of the round that was planned last."""
 
     def observe_round(
-        self, turns: Sequence[Turn], seconds: float, context: int = 0, beyond_s: float | None = None
+        self,
+        turns: Sequence[Turn],
+        seconds: float,
+        context: int = 0,
+        beyond_s: float | None = None,
+        waited: Waited = NO_WAIT,
     ) -> None:
         """A round of these requests, with so many tokens in all, took this long, drafts and host included.
 
-        beyond_s: what of it was not the pass; None: that is not known, because rounds overlap.
+        beyond_s: what of it was not the pass; None: that is not known, because rounds overlap. waited: for whom.
         """
 
     def gain(self, request_id: str) -> Gain:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 _TRIAL = 16
 _EVIDENCE = 128
 _PAID = 8.0
-"""Rounds over which a drafter on the host must have been worth the wait for it: these at least. Texts repeat themselves
-in stretches, so few requests are listened to for longer, a round of each being a piece of evidence, but not when the
-waits come to so many passes."""
+"""Rounds over which a drafter on the host must have been worth the wait for it: these at least, but of many requests as
+few as make four times the evidence, a round of each being a piece of it. Texts repeat themselves in stretches, so few
+requests are listened to for longer, but not when the waits come to so many passes."""
 _FREE = 0.04
 """A wait that is a smaller part of the pass is always borne: texts change, and a good guess brings far more."""
 _WASTE = 0.01
 _LONGEST_REST = 512
 """What trials may cost of the time, and the most rounds that go without a drafter which was not worth the wait."""
+_MOST_FAILED = 5
+"""Trials in vain, each of which doubles the number of newcomers for whom there is another before its time."""
 
 
 @dataclass(slots=True)
@@ -22,7 +24,8 @@ class Waits:
     """What waiting for one drafter costs and brings. Where it does not pay, rounds go on without, and nobody waits.
 
     A drafter that is asked learns from its guesses even where none is drafted; so it is asked again for some rounds now
-    and then, the more rarely the longer the wait, and when half of the requests have gone.
+    and then, the more rarely the longer the wait, and when half of the requests have gone: at first. Where it was not
+    worth it for those who came then either, twice as many must have gone the next time.
     """
 
     seconds: float = 0.0  # a round's wait, lately
@@ -31,6 +34,7 @@ class Waits:
     until: int = 0  # the round before which nobody asks
     rows: int = 0  # requests when that was decided
     gone: int = 0  # requests that ended since
+    failed: int = 0  # trials in a row in which it was not worth the wait
     _seen: bool = False
 
     def observe(self, seconds: float) -> None:
@@ -38,14 +42,16 @@ class Waits:
         self._seen = True
 
     def rests(self, now: int, rows: int) -> bool:
-        return now < self.until and 2 * rows > self.rows and 2 * self.gone < self.rows
+        return now < self.until and 2 * rows > self.rows and self.gone < self.rows * 2 ** (self.failed - 2)
 
     def weigh(self, speed: float, pass_s: float, now: int, rows: int) -> None:
         self.worth += speed
         self.asked += 1
         share = self.seconds / pass_s
-        if self.asked < _TRIAL or (self.asked * rows < _EVIDENCE and self.asked * share < _PAID):
+        seen = self.asked * rows
+        if (self.asked < _TRIAL and seen < 4 * _EVIDENCE) or (seen < _EVIDENCE and self.asked * share < _PAID):
             return
-        if self.worth <= self.asked and share > _FREE:
+        self.failed = min(self.failed + 1, _MOST_FAILED) if self.worth <= self.asked else 0
+        if self.failed and share > _FREE:
             self.until, self.rows, self.gone = now + min(_LONGEST_REST, int(self.asked * share / _WASTE)), rows, 0
         self.worth, self.asked = 0.0, 0

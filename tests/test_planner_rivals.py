@@ -1,0 +1,128 @@
+"""Two drafters on the device for the same requests: the better one guesses, by what each would bring alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from slipstream.core.params import SamplingParams
+from slipstream.drafters.base import DeviceDrafter, Needs
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.engine.caps import NodeCaps
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import SIZES, PassCost
+from slipstream.plan.forecast import Engine, Guesser, _Assumed, forecast
+from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
+from slipstream.plan.planner import Beside
+from slipstream.plan.rivals import Rivals
+from slipstream.plan.traits import Traits
+
+DEEP = 5
+PASSES = Curve((1, 64, 256), (4.0, 4.9, 9.0))
+LEVEL = {"head": 0.22, "small": 0.08}
+"""Milliseconds of passes of a 7B-class target on a GPU, and of a guess."""
+
+
+class Game:
+    """Rounds of one request with two drafters, each of which has so many guesses right."""
+
+    def __init__(self) -> None:
+        self.planner = AdaptivePlanner(PassCost(0.001))
+        self.planner.pad_passes()
+        drafts = {name: (DraftSeen(1, Curve((1, DEEP), (ms, DEEP * ms))),) for name, ms in LEVEL.items()}
+        self.planner.adopt(MeasuredCosts(PASSES, drafts=drafts))
+        self.planner.start("a", Traits())
+        self.plans: list[dict[str, int]] = []
+
+    def play(self, rounds: int, **right: int) -> None:
+        for _ in range(rounds):
+            self.planner.next_round(1, 300)
+            plan: dict[str, int] = {}
+            for name in ("small", "head"):
+                beside = [[Beside(other, nodes) for other, nodes in plan.items() if nodes]]
+                plan[name] = self.planner.budget(name, ["a"], [DEEP], 1, beside if any(plan.values()) else ())[0]
+            self.plans.append(plan)
+            rows = next(size for size in SIZES if size > sum(plan.values()))
+            self.planner.observe_pass(rows, float(PASSES.at(cast(Any, float(rows)))))
+            for name, nodes in plan.items():
+                if nodes:
+                    self.planner.observe_draft(name, nodes, LEVEL[name] * nodes)
+                    self.planner.observe(name, "a", nodes, min(nodes, right[name]))
+
+    def share(self, name: str, last: int) -> float:
+        """Of rounds in which it alone guesses."""
+        return sum(bool(plan[name]) and sum(map(bool, plan.values())) == 1 for plan in self.plans[-last:]) / last
+
+
+def test_the_better_one_guesses_alone_and_the_turn_goes_over_when_the_text_changes() -> None:
+    game = Game()
+    game.play(200, head=5, small=1)
+    assert game.share("head", 100) > 0.9
+    game.play(300, head=0, small=4)
+    assert game.share("small", 100) > 0.9
+    game.play(600, head=5, small=1)
+    assert game.share("head", 100) > 0.9
+
+
+def test_whoever_is_hardly_better_does_not_take_the_turn() -> None:
+    rivals = Rivals()
+    assert rivals.has_turn("one", 4, 1.50, 1)
+    assert not rivals.has_turn("two", 4, 1.52, 1)
+    assert rivals.has_turn("one", 4, 1.50, 2)
+    assert rivals.has_turn("two", 4, 1.60, 2)
+    assert not rivals.has_turn("one", 4, 1.58, 3)
+    assert rivals.has_turn("one", 64, 1.1, 3), "with more requests somebody else may be the better one"
+    assert rivals.has_turn("one", 4, 1.58, 30), "the other has not been heard of for long"
+    assert rivals.beside([[Beside("two", 3), Beside("free", 2)]]) == [[Beside("free", 2)]]
+
+
+class _Device(DeviceDrafter):
+    needs = Needs(device=True)
+
+    def __init__(self, name: str, nodes: int) -> None:
+        self.call(name)
+        vars(self)["default_draft_tokens"] = nodes
+
+    def propose(self, requests: Any, budget: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_nothing_is_kept_for_those_whose_turn_it_is_not() -> None:
+    """Of 64 requests each has room for three nodes: whoever guesses may have all of them."""
+    drafters = {"ngram": NgramDrafter(), "small": _Device("small", 5), "head": _Device("head", 63)}
+    caps = NodeCaps(drafters, draft_tokens=None, max_rows=256, max_len=2048)
+    answer = SimpleNamespace(
+        params=SamplingParams(max_tokens=100), tokens=[1] * 20, prompt_length=10, drafters=tuple(drafters), queued=0
+    )
+    answer.coming, answer.doubted, answer.refused, answer.constraint = 0, False, {}, None
+    answers = cast(Any, [answer])
+    assert caps.of("small", answers, [0], 64, exclusive=True) == [3]
+    assert caps.of("head", answers, [0], 64, exclusive=True) == [3]
+    assert caps.of("head", answers, [2], 64, exclusive=True) == [1], "what the host guessed takes room"
+    assert caps.of("ngram", answers, [0], 64, exclusive=True) == [1], "one of them will guess"
+    assert caps.of("ngram", answers, [0], 64) == [0]
+    assert caps.of("small", answers, [0], 64) == [1], "together, each has a part"
+
+
+@pytest.mark.parametrize(("gain", "drafts"), [(1.03, False), (1.06, True)])
+def test_who_stopped_has_to_catch_up_and_so_must_promise_more(gain: float, drafts: bool) -> None:
+    costs = MeasuredCosts(PASSES, drafts={"head": (DraftSeen(1, Curve((1, DEEP), (0.22, 1.1))),)})
+    engine = Engine(costs, 0.001, is_padded=True, rows=64, context=0)
+    found = (forecast(engine, Guesser("head", DEEP, is_free=False), 1, n / 2000) for n in range(2000))
+    alpha = next(one.alpha for one in found if one.gain >= gain)
+
+    def planned(*alphas: float) -> bool:
+        planner = AdaptivePlanner(PassCost(0.001))
+        planner.pad_passes()
+        planner.adopt(costs)
+        for chance in alphas:
+            planner.next_round(1, 0)
+            planner.assume("head", cast(Any, _Assumed(chance)))
+            nodes = planner.budget("head", ["a"], [DEEP], 1)
+        return nodes != [0]
+
+    assert planned(alpha)
+    assert planned(0.9, alpha), "who guesses goes on"
+    assert planned(0.9, 0.0, alpha) == drafts
