@@ -23,9 +23,9 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.rounds import Round
 from slipstream.engine.state import Answer
 
-_PURSE, _PRICE = 9, 3
-"""A draft that was begun in vain costs what about so many others save; so many may be saved up."""
-_REST = 64
+_PURSE, _PRICE = 8, 2
+"""A draft in vain costs what about two others save: what of it is longer than the wait. So many may be saved up."""
+_REST = 32
 """Rounds without, when the purse is empty. Then a single draft shows whether it is any better."""
 
 
