@@ -21,6 +21,7 @@ from families import (
     save_random,
     tiny_config,
 )
+from slipstream.drafters import suffix_compile
 from slipstream.kernels import compiled as code
 from slipstream.kernels.compiled import MOST_ROWS, can_compile
 from slipstream.models.fuse import FusedTrunk, in_torch
@@ -169,3 +170,16 @@ def test_code_is_not_kept_where_others_can_write(tmp_path: Path, monkeypatch: py
     (tmp_path / "cache" / shared).chmod(0o775)
     code.keep_in(folder)
     assert code._folder is None
+
+
+def test_code_of_another_kind_of_machine_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home may be shared between several: what one of them compiled leaves the others to compile theirs."""
+    monkeypatch.setattr(code, "_folder", None)
+    kept: list[object] = []
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        suffix_compile._digest.cache_clear()
+        code.keep_in(tmp_path / "compiled")
+        kept += [code._folder, suffix_compile._digest()]
+    suffix_compile._digest.cache_clear()
+    assert len(set(kept)) == 4

@@ -16,7 +16,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from functools import cached_property
 
 from slipstream.constrain.source import Source
 from slipstream.constrain.trial_process import FINE, WRONG
+from slipstream.core import interpreter
 from slipstream.core.errors import QueueFull
 
 _SAMPLE = 1536
@@ -144,14 +144,13 @@ class Workshop:
     def _started(self) -> subprocess.Popen[bytes]:
         """It sees no GPU, says nothing on the terminal, and ends with us, because nobody writes to it then."""
         self._known.clear()
-        found = os.pathsep.join(filter(None, sys.path))
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "slipstream.constrain.trial_process"],
+            interpreter.command("-W", "ignore", "-m", "slipstream.constrain.trial_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env={**os.environ, "PYTHONPATH": found, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=interpreter.surroundings(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
             start_new_session=True,  # Ctrl-C is for us
         )
         assert process.stdin is not None

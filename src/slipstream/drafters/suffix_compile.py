@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import platform
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -77,8 +78,11 @@ def is_kept(name: str) -> bool:
 
 @cache
 def _digest() -> str:
-    """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls."""
-    content = hashlib.sha256(f"{np.__version__} {MAX_NODES}".encode())
+    """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls.
+
+    And of the kind of machine: a home may be shared between several.
+    """
+    content = hashlib.sha256(f"{np.__version__} {MAX_NODES} {platform.machine()}".encode())
     for file in sorted(Path(__file__).parent.glob("suffix_*.py")):
         content.update(file.read_bytes())
     return content.hexdigest()[:16]

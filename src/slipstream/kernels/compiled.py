@@ -3,8 +3,8 @@
 It needs numba, AVX-512 or an ARM CPU, and the team of threads that torch computes with (libgomp): a second team on the
 same cores would put the first to sleep after every product. What is missing costs speed and nothing else.
 
-numba keeps what it compiled in a folder of the user's own cache, named by the code that it was made from, so that
-only the first start compiles. (Those files are pickles: they must never come from anywhere else.)
+numba keeps what it compiled in a folder of the user's own cache, named by the code that it was made from and the kind
+of machine, so that only the first start compiles. (Those files are pickles: they must never come from anywhere else.)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.core import interpreter
 from slipstream.kernels.arena import Arena
 from slipstream.kernels.codes import BLOCK, TILE, Codes, block_bytes
 from slipstream.kernels.crew import Crew
@@ -165,10 +166,9 @@ def make_apart() -> None:
         return
     program = "import sys; from pathlib import Path; from slipstream.kernels import compiled as c; "
     program += "c.keep_in(Path(sys.argv[1])); c.compiled()"
-    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with suppress(OSError, subprocess.SubprocessError):
-        command = [sys.executable, "-c", program, str(_folder.parent)]
-        subprocess.run(command, env=surroundings, capture_output=True, timeout=_PATIENCE_S)
+        command = interpreter.command("-c", program, str(_folder.parent))
+        subprocess.run(command, env=interpreter.surroundings(), capture_output=True, timeout=_PATIENCE_S)
 
 
 def keep_in(folder: Path) -> None:
@@ -203,8 +203,11 @@ def _gomp() -> Path:
 
 
 def _digest() -> str:
-    """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls."""
-    content = hashlib.sha256(np.__version__.encode())
+    """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls.
+
+    And of the kind of machine, which numba knows as well: what another one keeps in the same home is nothing to find.
+    """
+    content = hashlib.sha256(f"{np.__version__} {platform.machine()}".encode())
     for file in sorted(Path(__file__).parent.glob("cpu_*.py")):
         content.update(file.read_bytes())
     return content.hexdigest()[:16]
