@@ -45,25 +45,27 @@ class Purses:
     """All of an engine's."""
 
     def __init__(self) -> None:
-        self._purses: dict[Whose, _Purse] = {}
+        self._purses: dict[tuple[int, frozenset[str]], dict[frozenset[Traits], _Purse]] = {}  # as in `Whose`
 
     def left(self, whose: Whose, now: int) -> float:
         """Plain rounds that may be lost."""
-        purse = self._purses.get(whose)
-        return self._first(whose, now) if purse is None else _filled(purse, now)
-
-    def _first(self, whose: Whose, now: int) -> float:
-        """What a kind of requests begins with: less, where others of as many requests made its drafters poor."""
-        others = [_filled(purse, now) for one, purse in self._purses.items() if one[:2] == whose[:2]]
-        return min(_FIRST, max(_WARNED, sum(others) / len(others))) if others else _FIRST
+        purses = self._purses.get(whose[:2])
+        if not purses:
+            return _FIRST
+        if (purse := purses.get(whose.traits)) is not None:
+            return _filled(purse, now)
+        # a kind of requests begins with less, where others of as many requests made its drafters poor
+        others = [_filled(purse, now) for purse in purses.values()]
+        return min(_FIRST, max(_WARNED, sum(others) / len(others)))
 
     def put(self, whose: Whose, won: float, now: int) -> None:
         """So many rounds were won, or lost where it is below 0."""
-        self._purses[whose] = _Purse(max(min(self.left(whose, now) + won, _MOST), 0.0), now)
+        left = _Purse(max(min(self.left(whose, now) + won, _MOST), 0.0), now)
+        self._purses.setdefault(whose[:2], {})[whose.traits] = left
 
     def hear(self, whose: Whose, right: bool, requests: int, now: int) -> None:
         """A guess for one of so many requests was not sent."""
-        if whose in self._purses:  # else nothing was lost yet
+        if whose.traits in self._purses.get(whose[:2], ()):  # else nothing was lost yet
             self.put(whose, (_HEARD if right else -_HEARD) / requests, now)
 
 
