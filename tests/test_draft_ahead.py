@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from torch import Tensor
 
 from conftest import EOS
@@ -21,10 +18,8 @@ from slipstream import CompletionOutput, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DraftRequest, DraftRound
 from slipstream.drafters.features import FeatureDrafter
-from slipstream.engine import draft_ahead, queued
+from slipstream.engine import draft_ahead
 from slipstream.engine.draft_ahead import DraftAhead
-from slipstream.engine.listening import RoundTimes
-from slipstream.engine.tickets import Heard
 from slipstream.plan.planner import Planner
 from stepping import Arrival, Stepper
 from tiny_heads import DoubtingHead, save_forgetful
@@ -330,75 +325,3 @@ class TestCaches:
         assert [a.speculation.by_drafter["fails"].failures for a in got] == [1, 1]
         assert all(a.speculation.by_drafter["fails"].drafts == failed[0] for a in got)
         assert bench.taken > 5  # the other goes on
-
-
-class Clock:
-    """Time that passes only where a test says so: a draft takes 5 s, a pass 10, and the host thinks for 2."""
-
-    now = 0.0
-
-
-class Event:
-    """As CUDA's."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.at = clock, -1.0
-
-    def record(self) -> None:
-        self.at = self.clock.now
-
-    def synchronize(self) -> None:
-        assert self.at >= 0
-
-    def elapsed_time(self, other: Event) -> float:
-        return (other.at - self.at) * 1e3
-
-
-class TestTimes:
-    @pytest.fixture
-    def bench(self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-        """An engine with a clock."""
-        clock, bench = Clock(), Bench(tiny_target, [Letters(), Echo()])
-
-        def taking(seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*given: Any) -> Any:
-                clock.now += seconds
-                return real(*given)
-
-            return call
-
-        monkeypatch.setattr(Echo, "draft", taking(5, Echo.draft))
-        monkeypatch.setattr(Letters, "propose", taking(2, Letters.propose))
-        monkeypatch.setattr(bench.engine.target, "run", taking(10, bench.engine.target.run))
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
-        monkeypatch.setattr(queued, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-        monkeypatch.setattr(bench.queued, "_has_clock", True)
-        return bench
-
-    def test_the_device_waits_only_behind_a_draft_in_hand(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        """And that draft is the round's own: it may be in vain, and then its time was lost by waiting."""
-        waits: list[float] = []
-        parts: list[tuple[bool | None, float, RoundTimes]] = []  # was it taken; what the planner heard; …
-        times = bench.queued._times
-        monkeypatch.setattr(Planner, "observe_wait", lambda _, drafter, seconds: waits.append(seconds))
-
-        def note(heard: Heard) -> RoundTimes:
-            found, ahead = times(heard), heard.ticket.ahead
-            if heard.ticket.steady:
-                parts.append((None if ahead is None else ahead.taken, waits[-1], found))
-            return found
-
-        monkeypatch.setattr(bench.queued, "_times", note)
-        bench.engine.drafting.planner = Sizes(3, 3, 3, 3, 3, 1, 1, 1)
-        bench.add([1, 2, 3], LONG)
-        bench.drain()
-        taken = [(wait, t.draft, t.verify) for was, wait, t in parts if was]
-        wasted = [(wait, t.draft, t.verify) for was, wait, t in parts if was is False]
-        assert len(taken) > 5
-        assert taken == [(2, 5, 10)] * len(taken)
-        assert wasted == [(7, 5, 10)] * len(wasted) != []
-        # between two rounds that are heard behind the next draft lies all that a round takes
-        sums = [t.draft + t.verify + t.host for (was, _, t), (after, *_) in pairwise(parts) if was and after]
-        assert sums == [17] * len(sums) != []
-        marks = bench.queued._free_marks
-        assert len({id(mark) for mark in marks}) == len(marks) < 16  # all of them are used again

@@ -125,6 +125,19 @@ def test_a_loop_serves_all_rounds_of_as_many_requests(open_llm: Callable[..., LL
     assert len(noted) == 2
 
 
+def test_loops_that_drafts_ahead_use_are_kept(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of too many those go that were not used for longest: also where somebody else than the round asked for them."""
+    monkeypatch.setattr(draft_loops, "_MOST", 2)
+    found, _ = loops(Counting(), open_llm(rounds="queued", drafter=None))
+    first, second, third = (LoopShape(2, 64, Features(), 0, (DraftSize("model", nodes),)) for nodes in (1, 2, 3))
+    kept = found.of(first)
+    found.of(second)
+    assert found.find(first) is kept
+    found.of(third)
+    assert found.find(first) is kept
+    assert found.find(second) is None
+
+
 def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph_and_says_so_once(
     open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,11 +130,13 @@ class DraftAhead:
             self._count(begun.taken)
         return begun
 
-    def drop(self) -> None:
-        """What was begun and not settled has no round to be in."""
-        if self._begun is not None:
-            self._begun = None
-            self._count(False)
+    def drop(self) -> tuple[Any, ...]:
+        """What was begun and not settled has no round to be in. Gives back its events."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return ()
+        self._count(False)
+        return begun.marks
 
     def _count(self, taken: bool) -> None:
         self._counters.ahead_taken += taken

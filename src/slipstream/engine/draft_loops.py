@@ -159,8 +159,12 @@ class DraftLoops:
         return found
 
     def find(self, shape: LoopShape) -> DraftLoop | None:
-        """The same where it was made before."""
-        return self._loops.get(self.made(shape))
+        """The same where it was made before. It is used, too, and so kept: a draft begun ahead asks for no other."""
+        shape = self.made(shape)
+        found = self._loops.pop(shape, None)
+        if found is not None:
+            self._loops[shape] = found
+        return found
 
     def made(self, shape: LoopShape) -> LoopShape:
         """The shape of the loop that serves this one: trees come in few sizes."""

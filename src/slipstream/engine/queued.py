@@ -130,7 +130,7 @@ class QueuedEngine(Engine):
             if not self._tickets:
                 self._idle_since = time.perf_counter()
             self._tickets.append(self._queue(schedule))
-        self._ahead.drop()
+        self._free_marks += self._ahead.drop()
         self._tell(heard)
         while len(self._tickets) > (1 if schedule else 0):
             self._tell([self._hear(self._tickets.popleft())])

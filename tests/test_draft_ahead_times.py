@@ -1,0 +1,114 @@
+"""What drafts that were begun ahead take of a round's time, by the device's clock, and what becomes of its events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import EOS
+from exactness import FEW
+from queueing import Echo, Letters
+from slipstream.engine import queued
+from slipstream.engine.listening import RoundTimes
+from slipstream.engine.tickets import Heard
+from slipstream.plan.planner import Planner
+from test_draft_ahead import LONG, Bench, Sizes
+
+
+class Clock:
+    """Time that passes only where a test says so: a draft takes 5 s, a pass 10, and the host thinks for 2."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+
+class Event:
+    """As CUDA's."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.at = clock, -1.0
+        clock.events.append(self)
+
+    def record(self) -> None:
+        self.at = self.clock.now
+
+    def synchronize(self) -> None:
+        assert self.at >= 0
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+class TestTimes:
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def bench(self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Bench:
+        """An engine with a clock."""
+        bench = Bench(tiny_target, [Letters(), Echo()])
+
+        def taking(seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any) -> Any:
+                clock.now += seconds
+                return real(*given)
+
+            return call
+
+        monkeypatch.setattr(Echo, "draft", taking(5, Echo.draft))
+        monkeypatch.setattr(Letters, "propose", taking(2, Letters.propose))
+        monkeypatch.setattr(bench.engine.target, "run", taking(10, bench.engine.target.run))
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
+        monkeypatch.setattr(queued, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        monkeypatch.setattr(bench.queued, "_has_clock", True)
+        return bench
+
+    def test_the_device_waits_only_behind_a_draft_in_hand(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And that draft is the round's own: it may be in vain, and then its time was lost by waiting."""
+        waits: list[float] = []
+        parts: list[tuple[bool | None, float, RoundTimes]] = []  # was it taken; what the planner heard; …
+        times = bench.queued._times
+        monkeypatch.setattr(Planner, "observe_wait", lambda _, drafter, seconds: waits.append(seconds))
+
+        def note(heard: Heard) -> RoundTimes:
+            found, ahead = times(heard), heard.ticket.ahead
+            if heard.ticket.steady:
+                parts.append((None if ahead is None else ahead.taken, waits[-1], found))
+            return found
+
+        monkeypatch.setattr(bench.queued, "_times", note)
+        bench.engine.drafting.planner = Sizes(3, 3, 3, 3, 3, 1, 1, 1)
+        bench.add([1, 2, 3], LONG)
+        bench.drain()
+        taken = [(wait, t.draft, t.verify) for was, wait, t in parts if was]
+        wasted = [(wait, t.draft, t.verify) for was, wait, t in parts if was is False]
+        assert len(taken) > 5
+        assert taken == [(2, 5, 10)] * len(taken)
+        assert wasted == [(7, 5, 10)] * len(wasted) != []
+        # between two rounds that are heard behind the next draft lies all that a round takes
+        sums = [t.draft + t.verify + t.host for (was, _, t), (after, *_) in pairwise(parts) if was and after]
+        assert sums == [17] * len(sums) != []
+
+    def test_every_event_is_given_back_once(self, bench: Bench, clock: Clock) -> None:
+        """Also those of a draft that has no round to be in, since its request turns out to have ended."""
+        ending = replace(LONG, ignore_eos=False, logit_bias={**FEW, EOS: 6.0})
+        for seed in range(6):
+            _, heard = bench.add([1, 2, 3], replace(ending, seed=seed))
+            bench.drain()
+            ended = [answer.finish_reason for output in heard for answer in output.outputs]
+            if ended == ["stop"] and bench.wasted:
+                break
+        else:
+            pytest.fail("none of them ended by itself")
+        assert sorted(map(id, bench.queued._free_marks)) == sorted(map(id, clock.events))
+        assert len(clock.events) < 16  # they are used again
