@@ -129,7 +129,8 @@ WORDS = ["<|im_start|>user", "```", "x", "=", "1", "```", "<|im_start|>assistant
 @pytest.mark.parametrize(
     ("said", "guess", "where"),
     [
-        (["so"], ["x", "=", "1"], "matches an earlier answer"),
+        (["so"], ["x", "=", "1"], "matches an earlier text"),
+        (["x"], ["=", "z"], "matches code of turn 1"),
         (["x"], ["=", "1"], "matches code of turn 1"),
         (["so"], ["y"], "matches turn 1"),
         (["k", "l", "m", "k"], ["l", "m"], "matches its own answer"),

@@ -67,7 +67,7 @@ def test_heads_are_timed(open_llm: Open, tmp_path: Path, rounds: str) -> None:
     costs = measure(open_llm(drafter=drafters, rounds=rounds).engine, None, said.append)
     assert costs is not None
     what = ["passes of the target", "drafts by eagle3", "drafts by medusa"]
-    assert said == [f"measuring what {one} cost (once)" for one in what], "none failed"
+    assert said == [f"measuring what {one} cost (once, unless the machine is busy)" for one in what], "none failed"
     assert {name: [seen.requests for seen in times] for name, times in costs.drafts.items()} == {
         "eagle3": [1, 4],
         "medusa": [1, 4],

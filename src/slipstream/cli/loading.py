@@ -127,7 +127,7 @@ def plain_line(message: str) -> None:
 
 def line_of_long_steps(message: str) -> None:
     """What is done once on a machine may take a minute, and who waits should know for what; the rest is quick."""
-    if "(once)" in message:
+    if "(once" in message:
         plain_line(message)
 
 
@@ -142,7 +142,9 @@ def loaded(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[L
 def hosted(
     common: Common, drafters: Sequence[Named], *, engine: EngineName, **more: Any
 ) -> Iterator[LLM | EngineProcess]:
-    """A server's engine, closed at the end."""
+    """A server's engine, closed at the end. Servers mostly write to a log, where silence looks like a failure."""
+    if not Console(stderr=True).is_terminal:
+        plain_line(f"loading {common.model}")
     with _shown(common, drafters, open_host, {"engine": engine, **more}) as host:
         yield host
 

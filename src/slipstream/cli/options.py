@@ -164,7 +164,7 @@ class Common:
             panel=SPECULATION,
             help="Who guesses ahead. auto: all that make sense for the model, each where it pays; ngram: what the "
             "text already said; suffix: that, and earlier answers; lookahead: "
-            "what the model says further on; prediction: the text of --prediction; "
+            "what the model says further on; prediction: a text that the request brings along (--prediction); "
             "model:PATH (or draft:PATH): a smaller model, best with the same tokenizer, such as model:path/to/small; "
             "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3, "
             "medusa and draft without a path: the default model's own); mtp: the model's own modules for that; "
@@ -379,4 +379,6 @@ def read_text(source: str, option: str) -> str:
     try:
         return Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {source}: cannot be read as text ({error})") from error
+        raise ConfigError(
+            f"{option} {source}: cannot be read as text ({error}); name a file that is there, or - for stdin"
+        ) from error

@@ -51,6 +51,7 @@ _STEADY = 1.3
 """The same pass, timed at the beginning and at the end: where they differ by more, nothing is remembered."""
 _SMALL_MODEL = 2**25
 """Bytes of weights below which nothing is measured by itself: such passes are shorter than what surrounds them."""
+_KEPT = "(once, unless the machine is busy)"
 _CROWDS = {"cpu": (1, 4), "cuda": (1, 8, 64)}
 """Numbers of requests that drafters are timed with."""
 
@@ -97,7 +98,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     if most_context(engine, 1) < _SHORT:
         return None
     if progress:
-        progress("measuring what passes of the target cost (once)")
+        progress(f"measuring what passes of the target cost {_KEPT}")
     most_s = limit_s if kind == "cpu" else None
     time_left = _TimeLeft(None if kind == "cpu" else limit_s)
     with posed(engine, 1, _SHORT) as alone:
@@ -174,7 +175,7 @@ def _drafts(
     """
     sizes = _draft_sizes(name, drafter, min(made_for(drafter), engine.config.draft_tokens or _ROWS))
     if progress:
-        progress(f"measuring what drafts by {name} cost (once)")
+        progress(f"measuring what drafts by {name} cost {_KEPT}")
     seen: list[DraftSeen] = []
     ends = _SHORT + _ROWS if drafter.max_positions is None else drafter.max_positions
     for requests in _CROWDS[engine.target.device.type]:

@@ -48,7 +48,7 @@ def _words(answer: Answer, last: Copied, decode: Decode) -> str:
         return last.source
     place = copied_from(answer.tokens[: last.length], last.tokens)
     if place is None:
-        return "matches an earlier answer"
+        return "matches an earlier text"
     if place >= answer.prompt_length:
         own = answer.tokens[answer.prompt_length : place]
         return f"matches {_code(decode(own)) if len(own) <= _READ else ''}its own answer"
@@ -66,8 +66,8 @@ def _code(before: str) -> str:
 
 def copied_from(tokens: Sequence[int], guess: Sequence[int]) -> int | None:
     """Where in the text the guess stood before, the latest place first; None: nowhere."""
-    for before in range(min(_AGREES - 1, len(tokens)), 0, -1):
-        wanted = [*tokens[len(tokens) - before :], *guess[: _AGREES - before]]
+    for before, behind in ((_AGREES - 1, 1), (1, _AGREES - 1), (1, 1)):  # a guess may be put together from two places
+        wanted = [*tokens[max(0, len(tokens) - before) :], *guess[:behind]]
         first = wanted[0]
         for at in range(len(tokens) - 1 - before, -1, -1):
             if tokens[at] == first and list(tokens[at : at + len(wanted)]) == wanted:
