@@ -68,14 +68,49 @@ def test_the_better_one_guesses_alone_and_the_turn_goes_over_when_the_text_chang
 
 def test_whoever_is_hardly_better_does_not_take_the_turn() -> None:
     rivals = Rivals()
-    assert rivals.has_turn("one", 4, 1.50, 1)
-    assert not rivals.has_turn("two", 4, 1.52, 1)
-    assert rivals.has_turn("one", 4, 1.50, 2)
-    assert rivals.has_turn("two", 4, 1.60, 2)
-    assert not rivals.has_turn("one", 4, 1.58, 3)
-    assert rivals.has_turn("one", 64, 1.1, 3), "with more requests somebody else may be the better one"
-    assert rivals.has_turn("one", 4, 1.58, 30), "the other has not been heard of for long"
+    assert rivals.has_turn("one", ["a"], 4, 1.50, 1)
+    assert not rivals.has_turn("two", ["a"], 4, 1.52, 1)
+    assert rivals.has_turn("one", ["a"], 4, 1.50, 2)
+    assert rivals.has_turn("two", ["a"], 4, 1.60, 2)
+    assert not rivals.has_turn("one", ["a"], 4, 1.58, 3)
+    assert rivals.has_turn("one", ["a"], 64, 1.1, 3), "with more requests somebody else may be the better one"
+    assert rivals.has_turn("one", ["a"], 4, 1.58, 30), "the other has not been heard of for long"
     assert rivals.beside([[Beside("two", 3), Beside("free", 2)]]) == [[Beside("free", 2)]]
+
+
+def test_drafters_of_different_requests_are_no_rivals() -> None:
+    """Each request named a drafter of its own: none of them goes without because the other's is better."""
+    rivals = Rivals()
+    for now in range(1, 4):
+        slow, fast = (
+            rivals.has_turn(*asked, 4, speed, now) for *asked, speed in (("one", "a", 1.2), ("two", "b", 1.8))
+        )
+        assert (slow, fast) == (True, True)
+    assert rivals.has_turn("one", "c", 4, 1.2, 4), "these requests are new, but that they were apart is known"
+    assert rivals.has_turn("two", "cd", 4, 1.8, 4)
+    assert not rivals.has_turn("one", "c", 4, 1.2, 5), "now both may guess for one of them"
+
+
+def test_a_turn_outlives_the_requests() -> None:
+    rivals = Rivals()
+    assert rivals.has_turn("one", "a", 1, 1.5, 1)
+    assert rivals.has_turn("two", "a", 1, 1.8, 1)
+    assert not rivals.has_turn("one", "b", 1, 1.5, 2)
+    assert rivals.has_turn("two", "b", 1, 1.8, 2)
+
+
+def test_each_request_has_the_drafter_that_it_named() -> None:
+    planner = Game().planner
+    planner.start("b", Traits())
+    granted: dict[str, int] = {"head": 0, "small": 0}
+    for _ in range(100):
+        planner.next_round(2, 300)
+        for name, request in (("small", "a"), ("head", "b")):
+            (nodes,) = planner.budget(name, [request], [DEEP], 2)
+            granted[name] += nodes > 0
+            planner.observe(name, request, nodes, nodes)
+        planner.observe_pass(16, float(PASSES.at(cast(Any, 16.0))))
+    assert min(granted.values()) > 90
 
 
 class _Device(DeviceDrafter):

@@ -106,7 +106,7 @@ class AdaptivePlanner(HostPlans):
         chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])
         gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
         draft_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
-        chosen = self._paying(drafter, rows, others, gained, drafted, draft_s)
+        chosen = self._paying(drafter, request_ids, rows, others, gained, drafted, draft_s)
         small = min(2, deepest)
         size = self._probes.size(drafter, chosen.size, small, rows, self.costs.guess_s(drafter, small, rows))
         return self._granted(drafter, chosen, caps, size)
@@ -134,7 +134,8 @@ class AdaptivePlanner(HostPlans):
         sizes = self._sizes.choices(drafter, most)[1:] if self._cost.padded else range(1, most + 1)
         trees = tree_choices(sizes, levels, caps, chances, ranks.kept(levels[-1].nodes))
         level_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
-        chosen = self._paying(drafter, rows, others, trees.gained, trees.drafted, level_s[trees.levels], trees)
+        parts = trees.gained, trees.drafted, level_s[trees.levels], trees
+        chosen = self._paying(drafter, request_ids, rows, others, *parts)
         probe = probe_of(levels, most)
         deep = trees.levels[chosen.size] or probe.deep
         size = self._probes.size(drafter, trees.nodes[chosen.size], probe.nodes, rows, float(level_s[deep]))
@@ -146,6 +147,7 @@ class AdaptivePlanner(HostPlans):
     def _paying(
         self,
         drafter: str,
+        request_ids: Sequence[str],
         rows: int,
         others: Others,
         gained: NDArray[np.float64],  # [K + 1, B]
@@ -168,7 +170,7 @@ class AdaptivePlanner(HostPlans):
         rates = (brought + tokens) / (pass_s + draft_s[:, None])
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
-        has_turn = self._rivals.has_turn(drafter, rows, float(rate.max() / rate[0]), self._rounds)
+        has_turn = self._rivals.has_turn(drafter, request_ids, rows, float(rate.max() / rate[0]), self._rounds)
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])

@@ -23,6 +23,7 @@ _BETTER = 1.03
 class _Promise:
     speed: float  # times that of a round without it
     round: int
+    requests: frozenset[str]  # for whom
 
 
 class Rivals:
@@ -31,6 +32,7 @@ class Rivals:
     def __init__(self) -> None:
         self._promises: dict[int, dict[str, _Promise]] = {}  # by crowd and drafter
         self._turns: dict[int, str] = {}  # by crowd: whose it is
+        self._apart: set[frozenset[str]] = set()  # two who were asked for quite other requests, the last time
 
     def beside(self, beside: Sequence[Sequence[Beside]]) -> Sequence[Sequence[Beside]]:
         """Those who guess already, without rivals."""
@@ -39,12 +41,20 @@ class Rivals:
             return beside
         return [[one for one in theirs if one.drafter not in known] for theirs in beside]
 
-    def has_turn(self, drafter: str, rows: int, speed: float, now: int) -> bool:
-        """It promises to make this round so many times as fast. Is no other one better?"""
-        crowd = crowd_of(rows)
+    def has_turn(self, drafter: str, request_ids: Sequence[str], rows: int, speed: float, now: int) -> bool:
+        """It promises to make this round so many times as fast by guesses for these requests. Is no other one better?
+
+        Whoever guesses for other requests takes nobody's turn.
+        """
+        crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault(crowd, {})
-        promises[drafter] = _Promise(speed, now)
-        fresh = {name: one.speed for name, one in promises.items() if now - one.round <= _OLD}
+        promises[drafter] = _Promise(speed, now, requests)
+        for name, one in promises.items():
+            if one.round == now and name != drafter:
+                pair = frozenset((name, drafter))
+                (self._apart.add if one.requests.isdisjoint(requests) else self._apart.discard)(pair)
+        recent = [name for name, one in promises.items() if now - one.round <= _OLD]
+        fresh = {name: promises[name].speed for name in recent if frozenset((name, drafter)) not in self._apart}
         best, last = max(fresh, key=fresh.__getitem__), self._turns.get(crowd, drafter)
         if last not in fresh or fresh[best] > _BETTER * fresh[last]:
             last = best
