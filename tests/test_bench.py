@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from rich.console import Console
 
-from slipstream.bench import baseline, demo, memory, report
+from slipstream.bench import baseline, memory, report
 from slipstream.bench import run as bench
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli import options
 from slipstream.cli.bench import closing_lines, startup_options
-from slipstream.core.errors import CapacityError, ConfigError, ModelError, ModelNotFound
-from slipstream.core.outputs import CompletionOutput, DrafterStats, RequestOutput, SpeculationStats, Timing, parting
+from slipstream.core.errors import CapacityError, ConfigError, ModelError
+from slipstream.core.outputs import DrafterStats, SpeculationStats, parting
 from slipstream.core.params import SamplingParams, SpeculationParams
-from slipstream.plan.measured import Curve, MeasuredCosts
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -316,98 +315,6 @@ def test_a_peer_that_cannot_load_says_so(tmp_path: Path) -> None:
         baseline.TransformersPeer(config)
 
 
-DEAR = MeasuredCosts(Curve((1, 2, 4), (0.010, 0.022, 0.030)))
-
-
-@dataclass
-class DemoLLM:
-    """Four tokens a second plainly, sixteen with speculation."""
-
-    tokens_with: tuple[int, ...] = (1, 2, 3, 4, 5)
-    drafted_s: float = 1.25
-    costs: MeasuredCosts | None = None
-    tenants: list[str] = field(default_factory=list)
-
-    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        return [1, 2, 3]
-
-    def generate(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
-        drafts = params.speculation.enabled
-        self.tenants.append(params.speculation.tenant)
-        tokens = list(self.tokens_with) if drafts else [1, 2, 3, 4, 5]
-        timing = Timing(0.0, 1.0, self.drafted_s if drafts else 2.0)
-        stats = SpeculationStats(rounds=2, emitted=5) if drafts else SpeculationStats(rounds=5, emitted=5)
-        answer = CompletionOutput(0, "class Rectangle", tokens, timing=timing, speculation=stats)
-        return [RequestOutput("0", None, [1, 2, 3], [answer], True)]
-
-    def __enter__(self) -> DemoLLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("tokens", "code", "said"), [((1, 2, 3, 4, 5), 0, "yes"), ((1, 2, 9, 4, 5), 1, "NO")])
-def test_demo_compares_and_exits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tokens: tuple[int, ...], code: int, said: str
-) -> None:
-    monkeypatch.setattr(demo, "load", lambda model, progress: DemoLLM(tokens))
-    assert demo.main([]) == code
-    out = capsys.readouterr().out
-    assert f"same tokens: {said}" in out
-    assert "4.0 tok/s" in out
-    assert "16.0 tok/s" in out
-    assert "4.00x" in out
-    assert "tau 2.50" in out
-
-
-def test_nobody_remembers_the_demos_answers() -> None:
-    llm = DemoLLM()
-    demo.compare(cast(Any, llm), 5)
-    assert len(set(llm.tenants)) == len(llm.tenants) == 2 * (demo.ROUNDS + 1)
-
-
-@pytest.mark.parametrize(
-    ("drafted_s", "costs", "said"),
-    [
-        (1.25, DEAR, "so guessing pays well here"),
-        (2.0, DEAR, "hardly paid here: rows are dear on this machine: a pass over two takes 2.2 times as long"),
-        (2.0, None, "hardly paid here: to check several tokens takes this machine about as long as to say them"),
-    ],
-)
-def test_demo_says_why_guessing_did_not_pay(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    drafted_s: float,
-    costs: MeasuredCosts | None,
-    said: str,
-) -> None:
-    monkeypatch.setattr(demo, "load", lambda model, progress: DemoLLM(drafted_s=drafted_s, costs=costs))
-    assert demo.main([]) == 0
-    assert said in " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-
-def test_demo_says_what_it_does_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def load(model: str, progress: Callable[[str], None]) -> DemoLLM:
-        progress("downloading [it] (93 MB)")
-        return DemoLLM()
-
-    monkeypatch.setattr(demo, "load", load)
-    assert demo.main([]) == 0
-    assert capsys.readouterr().err == "downloading [it] (93 MB)\nanswering, with and without speculation\n"
-
-
-def test_demo_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def load(model: str, progress: Callable[[str], None]) -> DemoLLM:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "load", load)
-    assert demo.main([]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 def test_a_fresh_process_is_timed_with_the_same_options() -> None:
     common = options.Common(threads=3, memory="1GiB", max_model_len=64, planner="fixed", trust_remote_code=True)
     given = " ".join(startup_options(common, ()))
@@ -415,12 +322,3 @@ def test_a_fresh_process_is_timed_with_the_same_options() -> None:
         "--model default --dtype auto --device auto --drafter none --memory 1GiB --max-model-len 64 "
         "--planner fixed --threads 3 --trust-remote-code"
     )
-
-
-def test_demo_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def load(model: str, progress: object) -> DemoLLM:
-        raise ModelNotFound("no network")
-
-    monkeypatch.setattr(demo, "load", load)
-    assert demo.main([]) == 1
-    assert capsys.readouterr().err.strip() == "error: no network"
