@@ -82,10 +82,8 @@ def test_drafters_of_different_requests_are_no_rivals() -> None:
     """Each request named a drafter of its own: none of them goes without because the other's is better."""
     rivals = Rivals()
     for now in range(1, 4):
-        slow, fast = (
-            rivals.has_turn(*asked, 4, speed, now) for *asked, speed in (("one", "a", 1.2), ("two", "b", 1.8))
-        )
-        assert (slow, fast) == (True, True)
+        assert rivals.has_turn("one", "a", 4, 1.2, now)
+        assert rivals.has_turn("two", "b", 4, 1.8, now)
     assert rivals.has_turn("one", "c", 4, 1.2, 4), "these requests are new, but that they were apart is known"
     assert rivals.has_turn("two", "cd", 4, 1.8, 4)
     assert not rivals.has_turn("one", "c", 4, 1.2, 5), "now both may guess for one of them"
