@@ -55,5 +55,9 @@ def raises(llm: LLM, error: BaseException) -> None:
     raise error
 
 
+def gives_what_cannot_be_sent(llm: LLM) -> Any:
+    return threading.Lock()
+
+
 def process_id(llm: LLM) -> int:
     return os.getpid()

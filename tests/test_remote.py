@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -24,10 +27,12 @@ from slipstream.core import errors
 from slipstream.core.errors import EngineDied, InvalidRequest, ModelError, QueueFull, RequestError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.engine.host import EngineHost
+from slipstream.engine.remote import process as remote
 from slipstream.engine.remote.channel import CUT_OFF, Channel, Sender
 from slipstream.engine.remote.messages import Beat, News, line_of
 from slipstream.engine.remote.outbox import SHARE, Outbox
 from slipstream.engine.remote.process import EngineProcess
+from slipstream.engine.remote.spawn import Spawned, spawn
 from slipstream.engine.requests import Request
 
 EVERYTHING = SamplingParams(
@@ -271,6 +276,10 @@ def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
     assert full.value.retry_after_s == 3.0
     with pytest.raises(RequestError, match="KeyError: 'x'"):
         process.call(inside.raises, KeyError("x"))
+    with pytest.raises(RequestError, match="FileNotFoundError: no such file"):
+        process.call(inside.raises, FileNotFoundError("no such file"))
+    with pytest.raises(RequestError, match="pickle"):
+        process.call(inside.gives_what_cannot_be_sent)
 
 
 def test_silence_is_a_sign_of_trouble(process: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +302,47 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
         LLM(tmp_path, device="cpu")
     with pytest.raises(type(ours.value), match=f"^{re.escape(str(ours.value))}$"):
         EngineProcess(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (["-c", "raise SystemExit(3)"], "ended with the code 3 while it opened"),
+        (["-c", "import os; os.kill(os.getpid(), 9)"], "ended by SIGKILL, .* memory while it opened"),
+        (["-c", "import threading; threading.Event().wait()"], "hung up without ending, and was killed"),
+    ],
+)
+def test_a_process_that_does_not_even_listen(
+    program: list[str], why: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "Event" in program[1]:
+        monkeypatch.setattr(remote, "_GRACE_S", 0.1)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    process = subprocess.Popen([sys.executable, *program])
+    with pytest.raises(EngineDied, match=why):
+        EngineProcess(tiny_target, spawned=Spawned(process, Channel(ours)))
+    assert process.returncode is not None
+
+
+def test_whatever_lies_in_the_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "socket.py").write_text("raise SystemExit('from the folder')\n")
+    monkeypatch.chdir(tmp_path)
+    started = spawn()
+    started.channel.finish()
+    assert started.process.wait(120) == 0
+    started.channel.close()
+
+
+def test_the_channel_is_inherited_once() -> None:
+    """Else a process that the engine's starts would keep it open, and nobody would hear that the engine has ended."""
+    ours, theirs = socket.socketpair()
+    theirs.set_inheritable(True)
+    number = theirs.detach()
+    other = Channel.of(number)
+    assert not os.get_inheritable(number)
+    other.close()
+    ours.close()
 
 
 def test_a_closed_one_says_so(tiny_target: Path) -> None:

@@ -5,6 +5,7 @@ The pair has no name, and its ends are inherited: no stranger can connect, so wh
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import socket
@@ -27,11 +28,12 @@ class Channel:
 
     @staticmethod
     def of(number: int) -> Channel:
-        """The end that was inherited under this file number."""
+        """The end that was inherited under this file number. No further process inherits it: it would keep it open."""
+        os.set_inheritable(number, False)
         return Channel(socket.socket(fileno=number))
 
     def send(self, message: Any) -> None:
-        """Waits while the other process does not read. Raises `OSError` where it has ended."""
+        """Waits while the other process does not read. Raises `OSError` where it has ended, and what pickle does."""
         written = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
             self._socket.sendall(written)

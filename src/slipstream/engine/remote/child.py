@@ -188,12 +188,17 @@ class Child:
         self._compiled[number] = self._opened.job_of(request, limits)
 
     def _answer(self, number: int, make: Callable[[], Any]) -> None:
+        try:
+            returned = Returned(number, make())
+        except BaseException as error:
+            returned = Returned(number, error=sendable(error))
         with suppress(OSError):
             try:
-                returned = Returned(number, make())
-            except BaseException as error:
-                returned = Returned(number, error=sendable(error))
-            self._channel.send(returned)
+                self._channel.send(returned)
+            except OSError:
+                raise
+            except Exception as error:  # it cannot be pickled, and nothing was written: whoever waits must hear of it
+                self._channel.send(Returned(number, error=sendable(error)))
 
 
 def _not_opened(error: BaseException) -> SlipstreamError:

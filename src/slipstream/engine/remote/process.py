@@ -94,7 +94,8 @@ class EngineProcess:
         self._closing = False
         self._ended: RequestError | None = None  # why nothing more will come
         try:
-            self._channel.send(Opening({"model": str(model), **options}, threads))
+            with suppress(OSError):  # it has ended already: that nothing is heard of it says so, and why
+                self._channel.send(Opening({"model": str(model), **options}, threads))
             ready = self._opened(on_progress or (lambda _: None))
             self.tokenizer: Any = load_tokenizer(ready.model_path, bool(options.get("trust_remote_code")))
         except BaseException:
@@ -285,16 +286,20 @@ class EngineProcess:
         for deliveries in list(self._deliveries.values()):
             deliveries.flush()
 
-    def _end_process(self, patience_s: float) -> None:
+    def _end_process(self, patience_s: float) -> bool:
+        """Did it end by itself?"""
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            return False
+        return True
 
     def _how_it_ended(self) -> str:
         """It hung up: if it has not ended, it is of no use any more."""
-        self._end_process(_GRACE_S)
+        if not self._end_process(_GRACE_S):
+            return "the engine's process hung up without ending, and was killed"
         code = self._process.returncode
         if code >= 0:
             return f"the engine's process ended with the code {code}"

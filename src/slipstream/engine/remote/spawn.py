@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 
+from slipstream.core import interpreter
 from slipstream.engine.remote.channel import Channel
 
 
@@ -23,10 +22,10 @@ def spawn() -> Spawned:
     number = str(theirs.fileno())
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.engine.remote", number],
+            interpreter.command("-m", "slipstream.engine.remote", number),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=interpreter.surroundings(),
             start_new_session=True,  # Ctrl-C is for us
         )
     return Spawned(process, Channel(ours))
