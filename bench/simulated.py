@@ -84,16 +84,8 @@ class ByOwnTime:
     def __init__(self, model: str, drafter: str) -> None:
         config = EngineConfig(prefix_caching=False)
         built = build(model, drafter, config, dtype="auto", device="cpu", trust_remote_code=False, progress=None)
-        self.engine = engine = built.engine
-        self._intake = Intake(
-            built.tokenizer,
-            engine.target.vocab_size,
-            built.eos_ids,
-            engine.drafting.drafters,
-            engine.plan,
-            engine.drafting.default,
-            engine.drafting.auto,
-        )
+        self.engine = built.engine
+        self._intake = Intake(built.tokenizer, built.eos_ids, built.loaded)
         self.tokenizer = built.tokenizer
         self._clock = OwnTime()  # one for all runs, so that it never goes back
 
