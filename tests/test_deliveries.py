@@ -205,7 +205,7 @@ def test_a_crowd_in_an_engine_hears_all_of_its_answers(open_llm: Callable[..., L
         told[i] = [output async for output in llm.generate_async([1 + i, 2], params[i])]
 
     async def main() -> None:
-        deliveries = llm._deliveries_to(asyncio.get_running_loop())
+        deliveries = llm._listeners.to(asyncio.get_running_loop())
         deliveries._each_s = 1.0  # as if telling took ever so long
         deliveries._handed_out = lambda *_: None  # type: ignore[method-assign]
         await asyncio.wait_for(asyncio.gather(*[listen(i) for i in range(12)]), 120)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -26,7 +25,7 @@ from slipstream.engine.intake import Intake
 from slipstream.engine.loop import EngineLoop, Pulse
 from slipstream.engine.requests import Prompt, check_text
 from slipstream.engine.state import Job
-from slipstream.engine.streams import Deliveries, OutputStream
+from slipstream.engine.streams import Listeners, OutputStream
 from slipstream.models.default import add_remedy
 from slipstream.models.names import check_device_name, check_dtype_name
 from slipstream.plan.adaptive import AdaptivePlanner
@@ -127,13 +126,13 @@ class LLM:
             trust_remote_code=trust_remote_code,
             progress=on_progress,
         )
-        self._lock = threading.Lock()  # over the event loops that listen
-        self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
+        self._listeners = Listeners()
         try:
             self._loop = EngineLoop(lambda: self._adopt(make()))
         except ModelError as error:
             add_remedy(error)
             raise
+        self._loop.tell_after_turns(self._listeners.flush)
 
     def _adopt(self, built: Built) -> Engine:
         self.engine = built.engine
@@ -308,20 +307,12 @@ class LLM:
             for job in jobs:
                 self._loop.drop(job)
 
-        deliveries = self._deliveries_to(asyncio.get_running_loop())
+        deliveries = self._listeners.to(asyncio.get_running_loop())
         stream = OutputStream(deliveries, drop, len(jobs))
         for job in jobs:
             job.sink, job.holds = stream.put, deliveries.holds
         self._loop.post(jobs, stream.put)  # no waiting: a task that is cancelled meanwhile would leave them running
         return stream
-
-    def _deliveries_to(self, loop: asyncio.AbstractEventLoop) -> Deliveries:
-        with self._lock:
-            if loop not in self._deliveries:
-                self._deliveries = {one: d for one, d in self._deliveries.items() if not one.is_closed()}
-                self._deliveries[loop] = Deliveries(loop)
-                self._loop.tell_after_turns(*(d.flush for d in self._deliveries.values()))
-            return self._deliveries[loop]
 
     def pulse(self) -> Pulse:
         """Does the engine live, and does it get on?"""

@@ -8,6 +8,7 @@ for the interpreter: that is what telling costs here (`pacing.py`).
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -134,3 +135,24 @@ class Deliveries(Pacing):
 
     def _handed_out(self, began: float, count: int) -> None:
         self.note_cost(self._cpu() - began, count)
+
+
+class Listeners:
+    """The event loops that listen to one engine, and what is on its way to each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}  # replaced, not changed
+
+    def to(self, loop: asyncio.AbstractEventLoop) -> Deliveries:
+        """On any thread."""
+        with self._lock:
+            if loop not in self._deliveries:
+                kept = {one: deliveries for one, deliveries in self._deliveries.items() if not one.is_closed()}
+                self._deliveries = {**kept, loop: Deliveries(loop)}
+            return self._deliveries[loop]
+
+    def flush(self) -> None:
+        """On the thread that puts things down, when its turn is over."""
+        for deliveries in self._deliveries.values():
+            deliveries.flush()

@@ -47,7 +47,7 @@ from slipstream.engine.remote.messages import (
 )
 from slipstream.engine.remote.spawn import Spawned, spawn
 from slipstream.engine.requests import Prompt, Request, Requests
-from slipstream.engine.streams import Deliveries, OutputStream
+from slipstream.engine.streams import Listeners, OutputStream
 from slipstream.models.load import load_tokenizer
 
 SILENCE_S = 3.0
@@ -90,7 +90,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[OutputStream, Request]] = {}  # of those that run
         self._waiting: dict[int, Future[Any]] = {}  # for what calls return
-        self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}
+        self._listeners = Listeners()
         self._closing = False
         self._ended: RequestError | None = None  # why nothing more will come
         try:
@@ -134,9 +134,8 @@ class EngineProcess:
 
     def start(self, *jobs: RemoteJob) -> OutputStream:
         numbers = [job.number for job in jobs]
-        stream = OutputStream(
-            self._deliveries_to(asyncio.get_running_loop()), partial(self._drop, numbers), len(numbers)
-        )
+        deliveries = self._listeners.to(asyncio.get_running_loop())
+        stream = OutputStream(deliveries, partial(self._drop, numbers), len(numbers))
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -222,13 +221,6 @@ class EngineProcess:
     def _forget(self, number: int) -> None:
         self._sender.put(Forget(number))
 
-    def _deliveries_to(self, loop: asyncio.AbstractEventLoop) -> Deliveries:
-        with self._lock:
-            if loop not in self._deliveries:
-                kept = {one: deliveries for one, deliveries in self._deliveries.items() if not one.is_closed()}
-                self._deliveries = {**kept, loop: Deliveries(loop)}
-            return self._deliveries[loop]
-
     def _read(self) -> None:
         """On a thread of its own, until the other process has ended."""
         try:
@@ -250,7 +242,7 @@ class EngineProcess:
         for stream in streams:
             with suppress(RequestError):  # nobody listens any more
                 stream.put(why)
-        self._flush()
+        self._listeners.flush()
 
     def _hear(self, message: object) -> None:
         match message:
@@ -259,7 +251,7 @@ class EngineProcess:
                     self._note(beat)
                 for line in lines:
                     self._deliver(line)
-                self._flush()
+                self._listeners.flush()
             case Beat() as beat:
                 self._note(beat)
             case Returned(number, value, error):
@@ -281,10 +273,6 @@ class EngineProcess:
             stream.put(news if isinstance(news, Exception) else output_of(request, news, finished, cached))
         except RequestError:  # nobody listens any more
             self._drop([number])
-
-    def _flush(self) -> None:
-        for deliveries in list(self._deliveries.values()):
-            deliveries.flush()
 
     def _end_process(self, patience_s: float) -> bool:
         """Did it end by itself?"""
