@@ -13,6 +13,15 @@ STEPS, ROWS, HIDDEN, VOCAB = 2, 7, 6, 20
 IDS = torch.tensor([0, 3, 4, 9, 11, 12, 18])
 
 
+SAID = torch.tensor([3, 9, 18, 0, 5, 11, 4])  # the fifth of them is not among IDS
+
+
+def met(p: Tensor, q: Tensor, said: Tensor) -> Tensor:
+    """Chance that a draw from q [n, V] is the token [n] which a draw from p with the same noise was."""
+    at = said[:, None]
+    return 1 / torch.maximum(p, q * p.gather(1, at) / q.gather(1, at)).sum(1)
+
+
 def written_out(hidden: Tensor, head: Tensor, seen: Tensor, weights: Tensor, aim: Aim) -> Tensor:
     ids = torch.arange(VOCAB) if aim.ids is None else aim.ids
     p = seen.softmax(1)
@@ -23,14 +32,20 @@ def written_out(hidden: Tensor, head: Tensor, seen: Tensor, weights: Tensor, aim
         logq = (hidden[step] @ head.T).log_softmax(1)
         divergence = (torch.special.xlogy(goal, goal) - goal * logq).sum(1)
         variation = 1 - torch.minimum(p[:, ids], logq.exp()).sum(1)
-        total = total + (weights[step] * (divergence + aim.variation * variation)).sum()
+        q = torch.zeros_like(p).index_copy(1, ids, logq.exp())
+        named = torch.isin(SAID, ids)
+        missed = torch.where(named, 1 - met(p, q, torch.where(named, SAID, ids[0])), 1)
+        total = total + (weights[step] * (divergence + aim.variation * variation + aim.keyed * missed)).sum()
     return total
 
 
 @pytest.mark.parametrize("ids", [None, IDS])
-@pytest.mark.parametrize(("variation", "sharpen"), [(0.0, 0.0), (0.7, 0.0), (0.3, 0.25)])
+@pytest.mark.parametrize(
+    ("variation", "sharpen", "keyed"),
+    [(0.0, 0.0, 0.0), (0.7, 0.0, 0.0), (0.3, 0.25, 0.0), (0.0, 0.0, 2.0), (0.3, 0.25, 0.7)],
+)
 def test_in_pieces_as_written_out(
-    ids: Tensor | None, variation: float, sharpen: float, monkeypatch: pytest.MonkeyPatch
+    ids: Tensor | None, variation: float, sharpen: float, keyed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(module._NUMBERS, "cpu", 3 * VOCAB)  # three rows at a time
     torch.manual_seed(1)
@@ -40,9 +55,9 @@ def test_in_pieces_as_written_out(
     states, theirs = torch.randn(ROWS, HIDDEN), 2 * torch.randn(VOCAB, HIDDEN)
     weights = torch.rand(STEPS, ROWS)
     weights[1, :2] = 0
-    aim = Aim(lambda x: x @ theirs.T, VOCAB, ids, variation, sharpen)
+    aim = Aim(lambda x: x @ theirs.T, VOCAB, ids, variation, sharpen, keyed)
 
-    found = soft_loss(hidden, head, states, weights, weights > 0, aim)
+    found = soft_loss(hidden, head, states, weights, weights > 0, aim, SAID)
     wanted = written_out(hidden, head, states @ theirs.T, weights, aim)
     torch.testing.assert_close(found.total, wanted)
     ours = torch.autograd.grad(3 * found.total, (hidden, head))
@@ -64,3 +79,15 @@ def test_a_perfect_guesser_is_seen_as_one() -> None:
     found.total.backward()
     assert hidden.grad is not None
     assert hidden.grad.abs().max() < 1e-6
+
+
+def test_the_chance_that_keyed_draws_meet() -> None:
+    """By drawing: noise that is shared, and the guesses that the target's draw was also."""
+    made = torch.Generator().manual_seed(3)
+    p, q = (torch.randn(2, 8, generator=made) * 1.5).softmax(1)
+    arrival = torch.empty(200_000, 8).exponential_(generator=made)
+    theirs, ours = (arrival / p).argmin(1), (arrival / q).argmin(1)
+    chances = met(p.expand(8, 8), q.expand(8, 8), torch.arange(8))
+    for token in p.topk(4).indices.tolist():
+        seen = (ours[theirs == token] == token).float().mean()
+        torch.testing.assert_close(seen, chances[token], atol=0.01, rtol=0)

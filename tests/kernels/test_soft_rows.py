@@ -29,13 +29,16 @@ def test_totals(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("wish", [Wish(), Wish(variation=0.7), Wish(sharpen=0.25), Wish(0.3, 0.5)])
+@pytest.mark.parametrize(
+    "wish", [Wish(), Wish(variation=0.7), Wish(sharpen=0.25), Wish(0.3, 0.5), Wish(keyed=2), Wish(0.3, 0.5, 0.7)]
+)
 @pytest.mark.parametrize("names", [64, 100, 170])
 def test_judging(names: int, wish: Wish, dtype: torch.dtype) -> None:
     seen, ids = target(200, names)
     best = torch.full((200,), -1, device=DEVICE)
     best[ids] = torch.arange(names, device=DEVICE)
-    wanted = Wanted(seen[:, ids], seen.logsumexp(1), best[seen.argmax(1)])
+    said = torch.tensor([2, -1, 7], device=DEVICE)  # one cannot be named
+    wanted = Wanted(seen[:, ids], seen.logsumexp(1), best[seen.argmax(1)], said)
     wanted.best[1] = -1  # its best token cannot be named
     guesses = (2 * torch.randn(STEPS * ROWS, names, generator=torch.Generator().manual_seed(1))).to(DEVICE, dtype)
     weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0], device=DEVICE)
@@ -45,3 +48,4 @@ def test_judging(names: int, wish: Wish, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, twin, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(mine, theirs)
     assert twin.hit.tolist()[1] == 0
+    assert [chance > 0 for chance in twin.met.tolist()] == [wish.keyed > 0 and row % ROWS != 1 for row in range(6)]

@@ -15,6 +15,8 @@ from torch import Tensor
 from slipstream.kernels.jit import jit, on_gpu, tl
 
 _BLOCK = 4096
+_FAR = 30.0
+"""Logarithm of how much faster a rival counts: beyond, nothing is won, and squares would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Wanted:
     logits: Tensor  # [n, Vd] fp32
     total: Tensor  # [n] fp32: logarithm of the sum over all tokens, nameable or not
     best: Tensor  # [n] int64: the guesses' id of its best token; -1: it has none
+    said: Tensor  # [n] int64: the guesses' id of the text's token; -1: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Wish:
 
     variation: float = 0.0  # weight of the total variation, beside a divergence of weight 1
     sharpen: float = 0.0  # share of the aim that is the target's best token, the rest its distribution
+    keyed: float = 0.0  # weight of the chance that a keyed draw misses the text's token
 
 
 class Judged(NamedTuple):
@@ -40,6 +44,7 @@ class Judged(NamedTuple):
     divergence: Tensor  # [m]
     shared: Tensor  # [m]: sum of min(p, q), what sampling accepts
     hit: Tensor  # [m]: 1 where the best guess is the target's best token
+    met: Tensor  # [m]: chance that a guess drawn with the target's noise is the text's token; 0 where nobody asks
 
 
 class Total(NamedTuple):
@@ -58,6 +63,10 @@ def judge_(logits: Tensor, wanted: Wanted, weight: Tensor, wish: Wish) -> Judged
     """Judge guesses [m, Vd], and put the gradient of the loss by each logit in its place.
 
     Row r is held to what is wanted at r modulo n; `weight` [m] fp32 is that of each row in the loss.
+
+    Draws with one noise are a race: token j arrives at an exponential time divided by its probability. Where the target
+    drew i, a guess is i too with the chance 1 / sum over j of max(p_j, q_j p_i / q_i): the others must come later in
+    both races. The sum is 1 + that of q_j p_i / q_i - p_j over those which the guesses favour against i.
     """
     run = _launch_judge if on_gpu(logits) else judge_twin_
     return run(logits, wanted, weight, wish)
@@ -80,8 +89,18 @@ def judge_twin_(logits: Tensor, wanted: Wanted, weight: Tensor, wish: Wish) -> J
     if wish.variation:
         short = q * (q < p)
         pull -= wish.variation * (short - q * short.sum(2, keepdim=True))
+    met = torch.zeros_like(shared)
+    if wish.keyed:
+        said, known = wanted.said.clamp_min(0)[:, None], wanted.said >= 0  # [n, 1], [n]
+        mine = logits.float().view(-1, *p.shape)
+        own = mine.gather(2, said.expand(len(mine), -1, 1)) - (wanted.logits.gather(1, said) - wanted.total[:, None])
+        rival = (mine - own).clamp_max(_FAR).exp()
+        rival *= (rival > p).scatter(2, said.expand(len(mine), -1, 1), False)
+        met = known / (1 + (rival - p * (rival > 0)).sum(2))
+        push = wish.keyed * met.square()[:, :, None] * rival
+        pull += push.scatter_add(2, said.expand(len(mine), -1, 1), -push.sum(2, keepdim=True))
     logits.copy_(pull.flatten(0, 1).mul_(weight[:, None]))
-    return Judged(divergence.flatten(), shared.flatten(), hit.flatten())
+    return Judged(divergence.flatten(), shared.flatten(), hit.flatten(), met.flatten())
 
 
 @jit(sizes=["vocab", "stride"])
@@ -115,15 +134,19 @@ def _judge_kernel(
     wanted_ptr: tl.tensor,  # [n, Vd]
     total_ptr: tl.tensor,  # [n]
     best_ptr: tl.tensor,  # [n]
+    said_ptr: tl.tensor,  # [n]
     weight_ptr: tl.tensor,  # [m]
-    found_ptr: tl.tensor,  # [3, m]
+    found_ptr: tl.tensor,  # [4, m]
     rows: tl.tensor,  # n
     vocab: tl.tensor,  # Vd
     stride: tl.tensor,
     wanted_stride: tl.tensor,
     sharpen: tl.tensor,
     variation: tl.tensor,
+    keyed: tl.tensor,
+    far: tl.tensor,
     VARIATION: tl.constexpr,
+    KEYED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -132,6 +155,14 @@ def _judge_kernel(
     total = tl.load(total_ptr + like)
     best = tl.load(best_ptr + like)
     weight = tl.load(weight_ptr + row)
+    said = tl.load(said_ptr + like)
+    met = 0.0
+    own = 0.0  # how far the logit of the text's token is above the logarithm of its probability
+    if KEYED:
+        known = said >= 0
+        own = tl.load(logits_ptr + row * stride + said, mask=known, other=0.0).to(tl.float32)
+        own -= tl.load(wanted_ptr + like * wanted_stride + said, mask=known, other=0.0) - total
+        met = tl.where(known, 1.0, 0.0)
     top = -float("inf")
     sums = 0.0
     guess = 0
@@ -154,6 +185,8 @@ def _judge_kernel(
     ours = top + tl.log(sums)
     shared = 0.0
     short = 0.0
+    rivals = 0.0
+    ahead = 0.0
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         real = at < vocab
@@ -164,11 +197,19 @@ def _judge_kernel(
         shared += tl.sum(tl.minimum(p, q), 0)
         if VARIATION:
             short += tl.sum(tl.where(q < p, q, 0.0), 0)
-        else:
+        if KEYED:
+            rival = tl.exp(tl.minimum(x - own, far))
+            favoured = (rival > p) & (at != said) & real
+            rivals += tl.sum(tl.where(favoured, rival, 0.0), 0)
+            ahead += tl.sum(tl.where(favoured, rival - p, 0.0), 0)
+        if not (VARIATION or KEYED):
             goal = p * (1.0 - sharpen) + tl.where(at == best, sharpen, 0.0)
             pull = (q * mass - goal) * weight
             tl.store(logits_ptr + row * stride + at, pull.to(logits_ptr.dtype.element_ty), mask=real)
-    if VARIATION:
+    if KEYED:
+        met = met / (1.0 + ahead)
+    if VARIATION or KEYED:
+        push = keyed * met * met
         for begin in range(0, vocab, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             real = at < vocab
@@ -177,11 +218,17 @@ def _judge_kernel(
             p = tl.exp(want - total)
             q = tl.exp(x - ours)
             goal = p * (1.0 - sharpen) + tl.where(at == best, sharpen, 0.0)
-            pull = q * mass - goal - variation * (tl.where(q < p, q, 0.0) - q * short)
+            pull = q * mass - goal
+            if VARIATION:
+                pull -= variation * (tl.where(q < p, q, 0.0) - q * short)
+            if KEYED:
+                rival = tl.exp(tl.minimum(x - own, far))
+                pull += push * tl.where(at == said, -rivals, tl.where(rival > p, rival, 0.0))
             tl.store(logits_ptr + row * stride + at, (pull * weight).to(logits_ptr.dtype.element_ty), mask=real)
     tl.store(found_ptr + row, inner + mass * ours)
     tl.store(found_ptr + count + row, shared)
     tl.store(found_ptr + 2 * count + row, tl.where(guess == best, 1.0, 0.0))
+    tl.store(found_ptr + 3 * count + row, met)
 
 
 def _launch_totals(logits: Tensor, block: int = _BLOCK) -> Total:
@@ -195,13 +242,14 @@ def _launch_totals(logits: Tensor, block: int = _BLOCK) -> Total:
 
 def _launch_judge(logits: Tensor, wanted: Wanted, weight: Tensor, wish: Wish, block: int = _BLOCK) -> Judged:
     count, vocab = logits.shape
-    found = torch.empty((3, count), device=logits.device)
+    found = torch.empty((4, count), device=logits.device)
     if count:
         _judge_kernel[(count,)](
             logits,
             wanted.logits,
             wanted.total,
             wanted.best,
+            wanted.said,
             weight,
             found,
             wanted.logits.shape[0],
@@ -210,7 +258,10 @@ def _launch_judge(logits: Tensor, wanted: Wanted, weight: Tensor, wish: Wish, bl
             wanted.logits.stride(0),
             float(wish.sharpen),
             float(wish.variation),
+            float(wish.keyed),
+            _FAR,
             VARIATION=wish.variation != 0,
+            KEYED=wish.keyed != 0,
             BLOCK=block,
             num_warps=8,
         )

@@ -96,9 +96,10 @@ class DraftRecipe:
         normed = self._module(rows, Sequences.of(rows))[chosen]  # [n, h]
         hidden = self._module.widened(normed)[None]  # [1, n, H]
         weights = weights[chosen][None]  # [1, n]
-        aim = Aim(teacher.logits, teacher.vocab_size, None, options.variation, options.sharpen)
+        aim = Aim(teacher.logits, teacher.vocab_size, None, options.variation, options.sharpen, options.keyed)
         counted = weights == 1  # answers only
-        found = soft_loss(hidden, teacher.lm_head, batch.normed.flatten(0, 1)[chosen], weights, counted, aim)
+        said = torch.roll(rows.ids, -1, dims=1).flatten()[chosen]
+        found = soft_loss(hidden, teacher.lm_head, batch.normed.flatten(0, 1)[chosen], weights, counted, aim, said)
         positions, count = counted.sum(1).float(), weights.sum()
         scale = count / positions.clamp_min(1)  # parts are divided by the count
         parts = {"agreed": found.agreed * scale, "divergence": found.divergence * scale}

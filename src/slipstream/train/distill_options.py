@@ -22,6 +22,7 @@ class DraftOptions:
     head_dim: int = 0
     start: str = ""  # what it begins with: the target's layers, as 0,1,2; a draft's folder; none: fresh weights
     variation: float = 1.0  # weight of the total variation beside the divergence
+    keyed: float = 0.0  # weight of the chance that a keyed draw misses the text's token
     sharpen: float = 0.0  # share of the aim that is the target's best token alone
     prompt_weight: float = 0.0  # of rows that guess a prompt's tokens, against an answer's; above 0 they cost as much
     shares: bool = True  # stored without embedding and LM head; False: with both, and the tokenizer
@@ -33,7 +34,8 @@ class DraftOptions:
             check_option(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("sharpen", "prompt_weight"):
             check_option(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        check_option("variation", self.variation, 0 <= self.variation < 100, "between 0 and 100")
+        for name in ("variation", "keyed"):
+            check_option(name, getattr(self, name), 0 <= getattr(self, name) < 100, "between 0 and 100")
         check_one_of("kept", self.kept, Kept)
         named = self.start in ("", NOTHING) or self.start_layers or self.start_folder.is_dir()
         check_option("start", self.start, bool(named), "layers such as 0,1,2, the folder of a draft, or none")

@@ -30,13 +30,14 @@ class Aim:
     ids: Tensor | None = None  # [Vd] int64: the target's id of each guessable id; None: all are, in order
     variation: float = 0.0  # weight of the total variation, beside a divergence of weight 1
     sharpen: float = 0.0  # share of the aim that is the target's best token, the rest its distribution
+    keyed: float = 0.0  # weight of the chance that a keyed draw misses the text's token
 
 
 @dataclass(frozen=True, slots=True)
 class SoftLoss:
     """Sums over rows, for S steps; but for the total, over the rows that count."""
 
-    total: Tensor  # scalar fp32 with a gradient: divergence and variation, by the weights that were given
+    total: Tensor  # scalar fp32 with a gradient: divergence, variation and misses, by the weights that were given
     divergence: Tensor  # [S]
     accepted: Tensor  # [S]: sum of min(p, q), what sampling accepts
     agreed: Tensor  # [S]: rows whose best token is the target's
@@ -49,15 +50,25 @@ def soft_loss(
     weights: Tensor,  # [S, N] fp32: of each row in the loss
     counted: Tensor,  # [S, N] bool: rows that the other sums are over
     aim: Aim,
+    said: Tensor | None = None,  # [N] int64: the text's tokens, by the target's ids; where `aim.keyed` asks for them
 ) -> SoftLoss:
     """Kullback-Leibler divergence of the guesses from the target. What the guesses cannot name, they need not."""
-    return SoftLoss(*_Soft.apply(hidden, lm_head, states, weights, counted, aim))  # type: ignore[no-untyped-call]
+    if said is None:
+        said = torch.zeros_like(states[:, 0], dtype=torch.int64)
+    return SoftLoss(*_Soft.apply(hidden, lm_head, states, weights, counted, aim, said))  # type: ignore[no-untyped-call]
 
 
 class _Soft(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, states: Tensor, weights: Tensor, counted: Tensor, aim: Aim
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        states: Tensor,
+        weights: Tensor,
+        counted: Tensor,
+        aim: Aim,
+        said: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         steps, rows, _ = hidden.shape
         device = hidden.device
@@ -70,19 +81,20 @@ class _Soft(torch.autograd.Function):
         total = torch.zeros((), device=device)
         sums = torch.zeros((3, steps), device=device)
         ours = _inverse(aim, device)
-        wish = Wish(aim.variation, aim.sharpen)
+        wish = Wish(aim.variation, aim.sharpen, aim.keyed)
         few = max(_NUMBERS.get(device.type, _MANY) // aim.vocab, 1)
         with torch.autocast(device.type, enabled=False):
             for at in range(0, rows, few):
                 part = slice(at, at + few)
-                wanted = _wanted(aim, states[part], ours)
+                wanted = _wanted(aim, states[part], ours, said[part])
                 weight = weights[:, part].flatten()  # [S * n]
                 read = hidden[:, part].to(dtype).flatten(0, 1)  # [S * n, H]
                 logits = read @ head.T
                 found = judge_(logits, wanted, weight, wish)  # and now they are the gradient
-                total += (weight * (found.divergence + aim.variation * (1 - found.shared))).sum()
+                missed = aim.variation * (1 - found.shared) + aim.keyed * (1 - found.met)
+                total += (weight * (found.divergence + missed)).sum()
                 counts = counted[:, part].float()
-                sums += (torch.stack(found).view(3, steps, -1) * counts).sum(2)
+                sums += (torch.stack(found[:3]).view(3, steps, -1) * counts).sum(2)
                 if grad_hidden is not None:
                     grad_hidden[:, part] = (logits @ head).view(steps, -1, hidden.shape[2]).to(hidden.dtype)
                 if grad_head is not None:
@@ -96,14 +108,14 @@ class _Soft(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0]
         found = (None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors)
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
-def _wanted(aim: Aim, states: Tensor, ours: Tensor) -> Wanted:
-    """What the target says behind these states [n, H]. ours: see `_inverse`."""
+def _wanted(aim: Aim, states: Tensor, ours: Tensor, said: Tensor) -> Wanted:
+    """What the target says behind these states [n, H], and what it said there [n]. ours: see `_inverse`."""
     seen = aim.logits(states)
     total, best = row_totals(seen)
-    return Wanted(seen if aim.ids is None else seen[:, aim.ids], total, ours[best])
+    return Wanted(seen if aim.ids is None else seen[:, aim.ids], total, ours[best], ours[said])
 
 
 def _inverse(aim: Aim, device: torch.device) -> Tensor:  # [V] int64
