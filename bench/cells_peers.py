@@ -67,8 +67,8 @@ def run(
     llm: Any, cell: Cell, prompts: Sequence[list[int]], max_tokens: int, seconds: float, names: Iterator[int]
 ) -> Window:
     """One window: when one request ends the next begins, and when time is up all end."""
-    from vllm import SamplingParams  # type: ignore[import-not-found]
-    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     engine, numbers, running = llm.llm_engine, count(), set[str]()
     params = SamplingParams(

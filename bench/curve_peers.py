@@ -56,7 +56,7 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
     # its counters are of the statistics that it would log
     vllm = opened(task.model, task.mode, task.draft, LONGEST, disable_log_stats=False)
     llm, context = vllm.llm, vllm.context
-    from vllm import SamplingParams  # type: ignore[import-not-found]
+    from vllm import SamplingParams
 
     found: dict[str, Any] = {"version": vllm.version, "open_s": round(vllm.open_s, 1)}
 

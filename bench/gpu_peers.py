@@ -97,7 +97,7 @@ def opened(model: str, mode: str, draft: str | None, longest: int, **more: Any) 
     """vLLM in one of its modes; longest: the context, where the model's is not shorter."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     from transformers import AutoConfig
-    from vllm import LLM, __version__  # type: ignore[import-not-found]
+    from vllm import LLM, __version__
 
     context = min(longest, AutoConfig.from_pretrained(model).max_position_embeddings)
     options = {"gpu_memory_utilization": 0.4, "max_num_seqs": 64, "enable_prefix_caching": False, **more}

@@ -17,6 +17,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,9 @@ def main() -> None:
             def of(make: Callable[[], HostDrafter], own: Sequence[Recorded] = answers, most: int = nodes) -> float:
                 return round(tau(make(), own, most), 3)
 
-            ngram = {match: of(lambda match=match: NgramDrafter(min_match=match)) for match in MATCHES}
+            ngram = {match: of(partial(NgramDrafter, min_match=match)) for match in MATCHES}
             best = max(ngram, key=ngram.__getitem__)
-            alone, whole = of(lambda: SuffixDrafter(store_tokens=0)), of(SuffixDrafter)
+            alone, whole = of(partial(SuffixDrafter, store_tokens=0)), of(SuffixDrafter)
             rows.append(
                 {
                     "task": task,

@@ -29,7 +29,7 @@ LICENCE = "Apache-2.0, as the target's"
 def ship(run: Path, into: Path, acceptance: Path | None) -> Path:
     """The drafter's folder in the package. Raises `ValueError` for one that is too large or too precise."""
     record: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    name = record["config"]["recipe"]
+    name: str = record["config"]["recipe"]
     found = [file for pattern in FILES for file in sorted((run / "drafter").glob(pattern))]
     if wide := [file.name for file in found if file.suffix == ".safetensors" and _is_wide(file)]:
         raise ValueError(f"{wide[0]}: has fp32 weights; train with --set kept=fp16")

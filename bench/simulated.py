@@ -98,8 +98,8 @@ class ByOwnTime:
                 if not self.engine.busy:
                     clock.skip_to(begun + times[coming])
                 while coming < len(prompts) and begun + times[coming] <= clock():
-                    prompt: dict[str, list[int]] = {"prompt_token_ids": prompts[coming]}
-                    job = self._intake.job(prompt, params, sinks[coming].append, streaming=False)  # type: ignore[arg-type]
+                    prompt = {"prompt_token_ids": prompts[coming]}
+                    job = self._intake.job(prompt, params, sinks[coming].append, streaming=False)
                     job.arrived = begun + times[coming]  # while the engine was at work
                     self.engine.add(job)
                     coming += 1

@@ -29,14 +29,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 def wide_config(small: LlamaConfig, *, hidden: int, layers: int, heads: int, kv_heads: int, inner: int) -> LlamaConfig:
     """What the wide model is. Raises `ValueError` where the small one does not fit into it."""
-    dim = small.head_dim or small.hidden_size // small.num_attention_heads
-    if heads * small.num_key_value_heads != kv_heads * small.num_attention_heads:
-        group = small.num_attention_heads // small.num_key_value_heads
+    small_kv_heads = small.num_key_value_heads or small.num_attention_heads
+    if heads * small_kv_heads != kv_heads * small.num_attention_heads:
+        group = small.num_attention_heads // small_kv_heads
         raise ValueError(f"--heads {heads} --kv-heads {kv_heads}: there must be {group} heads to each head of keys")
     for option, wide, narrow in (
         ("--hidden", hidden, small.hidden_size),
         ("--layers", layers, small.num_hidden_layers),
-        ("--kv-heads", kv_heads, small.num_key_value_heads),
+        ("--kv-heads", kv_heads, small_kv_heads),
         ("--inner", inner, small.intermediate_size),
     ):
         if wide < narrow:
@@ -46,7 +46,7 @@ def wide_config(small: LlamaConfig, *, hidden: int, layers: int, heads: int, kv_
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": dim,
+        "head_dim": head_dim(small),
         "intermediate_size": inner,
         "tie_word_embeddings": False,
         # the mean of the squares is over more numbers, of which all that are new are zero
@@ -55,6 +55,10 @@ def wide_config(small: LlamaConfig, *, hidden: int, layers: int, heads: int, kv_
         "dtype": "bfloat16",
     }
     return LlamaConfig(**{**small.to_dict(), **changes})
+
+
+def head_dim(config: LlamaConfig) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
 def widened(small: Mapping[str, Tensor], config: LlamaConfig, hidden: int, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -80,7 +84,8 @@ def widened(small: Mapping[str, Tensor], config: LlamaConfig, hidden: int, dtype
 def names(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a Llama, and their shapes."""
     width, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    query, kept = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    query, kept = heads * head_dim(config), kv_heads * head_dim(config)
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, width),
         "lm_head.weight": (vocab, width),
@@ -105,7 +110,8 @@ def names(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def write(source: Path, folder: Path, shape: dict[str, int], dtype: torch.dtype, shard_bytes: int = 4 << 30) -> int:
     """The wide model in Hugging Face's format; returns its bytes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device)
+    small: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    small.to(device)
     config = wide_config(small.config, **shape)
     config.dtype = dtype
     folder.mkdir(parents=True, exist_ok=True)

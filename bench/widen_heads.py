@@ -157,7 +157,7 @@ def write_draft(folder: Path, small: Path, out: Path, dtype: torch.dtype) -> Non
     tensors = load_file(folder / "model.safetensors")
     source = folder
     if shares_embeddings(folder):
-        model = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
         tensors[EMBEDDING] = model.get_input_embeddings().weight.detach()
         tensors[LM_HEAD] = model.get_output_embeddings().weight.detach().clone()
         del config[SHARES]
