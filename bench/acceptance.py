@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from kept import settings, told
 
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench.prompts import by_category, load_prompts, select
@@ -112,11 +113,6 @@ def run(llm: LLM, groups: Mapping[str, Sequence[Sequence[int]]], temperature: fl
     }
 
 
-def told(drafter: str) -> str:
-    """As it was named, but of paths only the last name: where things lie is one machine's business."""
-    return re.sub(r"[^:+?]*/", "", drafter)
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="default")
@@ -171,10 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _write(options: argparse.Namespace, prompts: int, results: Sequence[Mapping[str, Any]]) -> str:
     """Everything so far, as JSON: also into the file, after every temperature, should time run out."""
-    settings = {name: value for name, value in vars(options).items() if name not in ("json", "prompts", "model")}
-    settings |= {"prompts": options.prompts.name, "model": Path(options.model).name}
-    settings["drafter"] = [told(drafter) for drafter in options.drafter]
-    result = json.dumps({"settings": settings, "prompts": prompts, "results": results})
+    result = json.dumps({"settings": settings(options), "prompts": prompts, "results": results})
     if options.json is not None:
         options.json.write_text(result + "\n", encoding="utf-8")
     return result

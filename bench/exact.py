@@ -19,14 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kept import command_line
+
 from slipstream import LLM, SamplingParams
 from slipstream.audit.answers import AuditPrompt, Mode, ask, with_seeds
 from slipstream.bench.prompts import load_prompts
 from slipstream.core.outputs import parting
 from slipstream.drafters import merged_name, parse_merged
+from slipstream.models.load import load_config
+from slipstream.models.resolve import resolve
 
 TEMPERATURES = (0.0, 1.0)
 AT_ONCE = 32
+CONTEXT = 4096
 
 
 def answers(
@@ -46,32 +51,14 @@ def differences(found: Sequence[list[int]], reference: Sequence[list[int]]) -> l
     return [{"prompt": index, "position": at} for index, at in enumerate(places) if at is not None]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--drafters", default="ngram", help="by comma, as on the command line of slipstream")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    drafters = [name for name in options.drafters.split(",") if name]
-    llm = LLM(
-        options.model,
-        drafter=drafters or None,
-        dtype=options.dtype,
-        device=options.device,
-        max_model_len=4096,
-        prefix_caching=False,
-    )
+def compared(llm: LLM, drafters: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Every mode in company beside plain decoding alone, at each temperature."""
     prompts = []
     for prompt in load_prompts(options.prompts)[: options.limit]:
         ids = llm.chat_prompt([{"role": "user", "content": prompt.text}])
-        prompts.append(AuditPrompt(prompt.id, tuple(ids[: 4095 - options.max_tokens])))
+        prompts.append(AuditPrompt(prompt.id, tuple(ids[: llm.max_model_len - 1 - options.max_tokens])))
     result: dict[str, Any] = {
-        "command": " ".join(sys.argv),
+        "command": command_line(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "prompts": len(prompts),
         "dtype": options.dtype,
@@ -87,7 +74,30 @@ def main() -> None:
             same = len(prompts) - len(wrong)
             result[f"T={temperature:g} {mode.name} x{AT_ONCE}"] = {"same": same, "wrong": wrong}
             print(f"T={temperature:g} {mode.name}: {same} of {len(prompts)} the same", flush=True)
-    llm.close()
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--drafters", default="ngram", help="by comma, as on the command line of slipstream")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    drafters = [name for name in options.drafters.split(",") if name]
+    with LLM(
+        options.model,
+        drafter=drafters or None,
+        dtype=options.dtype,
+        device=options.device,
+        max_model_len=min(CONTEXT, load_config(resolve(options.model)).max_position_embeddings),
+        prefix_caching=False,
+    ) as llm:
+        result = compared(llm, drafters, options)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -150,8 +150,6 @@ def run(asked: Asked, parts: Sequence[Part], budget: float, clock: Callable[[], 
 def _one(asked: Asked, part: Part, most_s: float) -> int:
     """Its exit code. In a group of its own, so that whatever it started ends with it."""
     surroundings = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if part.peer:
-        surroundings.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     with (asked.out / f"{part.name}.txt").open("w") as log:
         command = [sys.executable, *part.command(asked)]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=surroundings, start_new_session=True)

@@ -2,7 +2,7 @@
 
     python bench/gpu.py --target DIR --draft DIR --small DIR --prompts spec_bench.jsonl --json results.json
                         [--plot results.png] [--peers plain,ngram,draft] [--peer-path DIR] [--parts tokens,tree]
-    python bench/gpu.py --show results.json
+    python bench/gpu.py --show results.json [--plot results.png]
 
     tokens     whole answers, greedy, up to 256 tokens, prefill included: one at a time, then 8 and 32 at once, in every
                mode. The prompts are a spread of a Spec-Bench file: four of its multi-turn group and two of each other
@@ -31,12 +31,15 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import gpu_peers
 import gpu_table
 from gpu_report import Report
+from gpu_tokens import spread
+from kept import command_line
 
 from slipstream.core.errors import ConfigError
 
@@ -92,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peer-timeout", type=float, default=300, help="seconds that a mode of vLLM may take")
     made.add_argument("--json", type=Path, help="where the results go")
     made.add_argument("--add", action="store_true", help="keep what the JSON file has of other parts, of this machine")
-    made.add_argument("--plot", type=Path, help="where a picture of them goes")
+    made.add_argument("--plot", type=Path, help="where a picture of them goes; needs matplotlib")
     made.add_argument("--show", type=Path, help="print the table of this JSON file, and measure nothing")
     made.add_argument("--device", default="cuda", help="cpu: only to try the command, with tiny models")
     made.add_argument("--as-peer", help=argparse.SUPPRESS)
@@ -113,12 +116,6 @@ def first_results(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def command_line(arguments: Sequence[str]) -> str:
-    """As it was given, but of paths only the last name: where things lie is one machine's business."""
-    script, *given = arguments
-    return " ".join([f"bench/{Path(script).name}", *(Path(part).name if "/" in part else part for part in given)])
-
-
 def _version(name: str) -> str | None:
     """Of something that is installed, or None."""
     try:
@@ -127,10 +124,18 @@ def _version(name: str) -> str | None:
         return None
 
 
+def show(results: dict[str, Any], options: argparse.Namespace) -> None:
+    print(gpu_table.markdown(results), flush=True)
+    if options.plot:
+        gpu_table.plot(results, options.plot)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    if options.plot and find_spec("matplotlib") is None:
+        parser().error("--plot: needs matplotlib, which Slipstream does not install; pip install matplotlib")
     if options.show:
-        print(gpu_table.markdown(json.loads(options.show.read_text())))
+        show(json.loads(options.show.read_text()), options)
         return
     if not (options.target and options.draft and options.prompts):
         parser().error("--target, --draft and --prompts are needed (or --show FILE)")
@@ -148,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ("--peer-parts", options.peer_parts, gpu_peers.PARTS),
         ):
             chosen(key, text, known)
+        spread(options.prompts)  # a file that cannot be read is refused before anything is opened
     except ConfigError as error:
         parser().error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that peers in their own groups end with us
@@ -156,9 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_ours(options, parts, report)
     if "peers" in parts:
         run_peers(options, report)
-    if options.plot:
-        gpu_table.plot(report.results, options.plot)
-    print(gpu_table.markdown(report.results), flush=True)
+    show(report.results, options)
     print(json.dumps(report.results))
 
 

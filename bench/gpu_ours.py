@@ -71,6 +71,8 @@ def measure(plan: Plan, report: Report, clock: Clock | None = None) -> None:
     }
     if plan.has("tokens", "tree", "prefill", "idle"):
         report.results.setdefault("starts", [])  # with those of calls before, whose results are kept
+    if plan.small is None and plan.has("small"):
+        report.say("small is left out: there is no --small")
     for name, (wanted, stage) in stages.items():
         if wanted:
             with report.part(name):

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from slipstream.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from slipstream import LLM
 
@@ -36,12 +38,33 @@ Seconds = Callable[[], float]
 def spread(path: Path) -> list[str]:
     """The same 14 first turns for every engine."""
     groups: dict[str, list[str]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in _rows(path):
         group = "multi_turn" if row["category"] in MULTI_TURN else row["category"]
         groups.setdefault(group, []).append(row["turns"][0])
     picked = {name: rows[::20][:4] if name == "multi_turn" else rows[3::27][:2] for name, rows in groups.items()}
     return [prompt for rows in picked.values() for prompt in rows]
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The questions of a Spec-Bench file. Raises `ConfigError` where it is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: cannot be read as text ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"--prompts {path}:{number}: not JSON ({error}); one object a line is expected"
+            ) from error
+        if not (isinstance(row, dict) and "category" in row and row.get("turns")):
+            raise ConfigError(
+                f"--prompts {path}:{number}: needs 'category' and 'turns', as Spec-Bench's questions have"
+            )
+        yield row
 
 
 def encode(tokenizer: Any, prompt: str, longest: int = LONGEST_PROMPT) -> list[int]:
@@ -53,8 +76,8 @@ def encode(tokenizer: Any, prompt: str, longest: int = LONGEST_PROMPT) -> list[i
 def stream_of(tokenizer: Any, path: Path, wanted: int) -> list[int]:
     """The turns of the file one after another as token ids, at least so many where the file has them."""
     ids: list[int] = []
-    for line in path.read_text().splitlines():
-        for turn in json.loads(line)["turns"]:
+    for row in _rows(path):
+        for turn in row["turns"]:
             ids += tokenizer.encode(turn, add_special_tokens=False)
         if len(ids) >= wanted:
             break

@@ -1,6 +1,8 @@
 """What finding a prompt's beginning in the cache saves: seconds to the first token, computed and found.
 
-Run from the repository: `python bench/prefix.py --model default`; the last line is JSON.
+    python bench/prefix.py [--model default] [--device auto] [--tokens 512] [--repeats 5]
+
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ TEXT = "You are a careful assistant of a library, who answers in one sentence an
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=512, help="of the beginning that prompts share")

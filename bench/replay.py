@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kept import settings
+
 from slipstream import LLM, SamplingParams
 from slipstream.bench.prompts import load_prompts
 from slipstream.core.draft import ROOT, Tree
@@ -59,14 +61,17 @@ def recorded(options: argparse.Namespace) -> list[Recorded]:
     params = SamplingParams(temperature=0, max_tokens=options.max_tokens)
     with LLM(options.model, drafter="suffix", max_num_seqs=8) as llm:
 
+        def fits(ids: Sequence[int]) -> bool:
+            return bool(len(ids) + options.max_tokens <= llm.max_model_len)
+
         def answered(task: str, chats: Sequence[Sequence[dict[str, str]]]) -> list[Recorded]:
-            asked = [llm.chat_prompt(list(chat)) for chat in chats]
-            fitting = [ids for ids in asked if len(ids) + options.max_tokens <= llm.max_model_len]
+            fitting = [ids for ids in (llm.chat_prompt(list(chat)) for chat in chats) if fits(ids)]
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in fitting], params)
             return [Recorded(task, ids, o.outputs[0].token_ids) for ids, o in zip(fitting, outputs, strict=True)]
 
         turns = [one["turns"] for one in lines(options.conversations) if len(one.get("turns", ())) > 1]
         turns = spread(turns, options.limit)
+        turns = [asked for asked in turns if fits(llm.chat_prompt([{"role": "user", "content": asked[0]}]))]
         first = answered("first turn", [[{"role": "user", "content": asked[0]}] for asked in turns])
         texts = [llm.tokenizer.decode(one.answer, skip_special_tokens=True) for one in first]
         second = [
@@ -120,7 +125,7 @@ def tau(drafter: HostDrafter, answers: Sequence[Recorded], nodes: int) -> float:
     return emitted / max(rounds, 1)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--conversations", type=Path)
@@ -130,7 +135,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 63])
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     everything = recorded(options)
     rows: list[dict[str, Any]] = []
     for task in dict.fromkeys(one.task for one in everything):
@@ -157,8 +162,7 @@ def main() -> None:
                 }
             )
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    result = json.dumps({"settings": settings, "rows": rows})
+    result = json.dumps({"settings": settings(options), "rows": rows})
     if options.json is not None:
         options.json.write_text(result + "\n", encoding="utf-8")
     print(result, flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,14 @@ LICENCE = "Apache-2.0, as the target's"
 
 
 def ship(run: Path, into: Path, acceptance: Path | None) -> Path:
-    """The drafter's folder in the package. Raises `ValueError` for one that is too large or too precise."""
+    """The drafter's folder in the package. Raises `ValueError` for one that is not whole, too large or too precise."""
     record: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
     name: str = record["config"]["recipe"]
     found = [file for pattern in FILES for file in sorted((run / "drafter").glob(pattern))]
+    if missing := [pattern for pattern in FILES if not any(file.match(pattern) for file in found)]:
+        raise ValueError(
+            f"{run / 'drafter'}: has no {missing[0]}; RUN must be a folder that `slipstream train` finished"
+        )
     if wide := [file.name for file in found if file.suffix == ".safetensors" and _is_wide(file)]:
         raise ValueError(f"{wide[0]}: has fp32 weights; train with --set kept=fp16")
     folder = into / name
@@ -54,13 +59,16 @@ def _is_wide(file: Path) -> bool:
         return any(tensors.get_slice(name).get_dtype() in WIDE for name in tensors.keys())  # noqa: SIM118
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--acceptance", type=Path)
     parser.add_argument("--into", type=Path, default=HEADS)
-    options = parser.parse_args()
-    folder = ship(options.run, options.into, options.acceptance)
+    options = parser.parse_args(arguments)
+    try:
+        folder = ship(options.run, options.into, options.acceptance)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     size = sum(file.stat().st_size for file in options.into.rglob("*") if file.is_file())
     print(f"{folder}; all drafters together: {size / 2**20:.1f} MiB")
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+from gpu_tokens import encode
+from kept import told
 from own_time import OwnTime, by_own_time
 
 from slipstream import LLM, SamplingParams, SpeculationParams
@@ -118,8 +120,6 @@ class Sender:
     """An engine, and the requests that come to it."""
 
     def __init__(self, real: Answering, tokenizer: object, options: argparse.Namespace) -> None:
-        from gpu_tokens import encode
-
         self.real, self.model, self.drafter = real, options.model, options.drafter
         texts = [prompt.text for prompt in select(load_prompts(options.prompts), limit=options.requests)]
         longest = min(options.prompt_tokens, real.engine.plan.max_model_len - options.max_tokens - 1)
@@ -172,15 +172,25 @@ def compared(sender: Sender, rate: float, options: argparse.Namespace) -> list[C
 def run(real: Answering, tokenizer: object, options: argparse.Namespace) -> list[Compared]:
     sender = Sender(real, tokenizer, options)
     sender.send("planned", [0.0] * 2)  # warms up, and lets the planner see passes
-    rates = [float(part) for part in options.rates.split(",")]
-    return [one for rate in rates for one in compared(sender, rate, options)]
+    return [one for rate in options.rates for one in compared(sender, rate, options)]
+
+
+def rates(text: str) -> list[float]:
+    """Numbers by commas."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers above 0 by commas, such as 1,3")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--drafter", default="suffix")
-    parser.add_argument("--rates", default="1,3", help="requests a second, by commas")
+    parser.add_argument("--rates", type=rates, default="1,3", help="requests a second, by commas")
     parser.add_argument("--requests", type=int, default=14)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=32)
@@ -191,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.record is not None:
+        options.record.mkdir(parents=True, exist_ok=True)
     if options.clock == "own":
         with by_own_time():  # one thread from the beginning
             real = ByOwnTime(options.model, options.drafter)
@@ -203,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{one.rate:5g}/s {one.way:8} {one.figure:13} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
         )
     result = {
-        "model": options.model,
-        "drafter": options.drafter,
+        "model": told(options.model),
+        "drafter": told(options.drafter),
         "clock": options.clock,
         "worst": max(abs(one.off_by) for one in found),
         "rows": [{"off_by": one.off_by, **{k: getattr(one, k) for k in Compared.__slots__}} for one in found],

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from kept import settings
+
 from slipstream import SamplingParams
 from slipstream.bench.memory import load_average
 from slipstream.bench.prompts import load_prompts
@@ -88,7 +90,7 @@ def looked_up(drafter: SuffixDrafter, requests: int, nodes: int, rounds: int, te
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--requests", type=int, default=32)
@@ -98,7 +100,11 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.tokens < ANSWER:
+        parser.error(f"--tokens {options.tokens}: must be {ANSWER} or more, which one past output has")
+    if options.rounds < 2:
+        parser.error(f"--rounds {options.rounds}: must be 2 or more, or there are no percentiles")
     tokenizer: Any = load_tokenizer(resolve(options.model, None), False)
     texts = [tokenizer.encode(prompt.text) for prompt in load_prompts(options.prompts)]
     text = stitched(texts, options.seed)
@@ -108,8 +114,7 @@ def main() -> None:
     for nodes in options.nodes:
         result["lookups"].append(looked_up(drafter, options.requests, nodes, options.rounds, text))
         print(result["lookups"][-1], flush=True)
-    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    result = {"settings": settings, "load_before": load, "stored_tokens": drafter.store.tokens, **result}
+    result = {"settings": settings(options), "load_before": load, "stored_tokens": drafter.store.tokens, **result}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result), flush=True)

@@ -1,7 +1,8 @@
 """Acceptance of both verifiers side by side, on the same prompts.
 
     python bench/verifiers.py [--model default] [--drafter blurred ngram] [--blur 0.06] [--draft-tokens 4]
-                              [--temperature 0.6 1] [--top-p 0.95] [--limit 14] [--max-tokens 48] [--json FILE]
+                              [--temperature 0.6 1] [--top-p 0.95] [--top-k 0] [--limit 14] [--max-tokens 48]
+                              [--json FILE]
 
 A drafter is named as on the command line of slipstream, or `blurred`: the model itself with noise on its weights
 (`--blur`, as a part of each weight's own deviation), a draft model that is right now and then. Every round drafts
@@ -16,12 +17,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from kept import settings, told
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams, SpeculationParams
@@ -78,9 +80,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with blurred(options.model, options.blur) as folder:
-        named = {name: f"model:{folder}" if name == BLURRED else name for name in options.drafter}
-        llm = LLM(options.model, drafter=list(named.values()), planner="fixed", max_num_seqs=8)
+    with ExitStack() as stack:
+        named = {
+            name: f"model:{stack.enter_context(blurred(options.model, options.blur))}" if name == BLURRED else name
+            for name in options.drafter
+        }
+        llm = stack.enter_context(LLM(options.model, drafter=list(named.values()), planner="fixed", max_num_seqs=8))
         prompts = [
             llm.chat_prompt([{"role": "user", "content": prompt.text}])
             for prompt in select(load_prompts(), (), options.limit)
@@ -99,12 +104,10 @@ def main() -> None:
                         ignore_eos=True,
                         speculation=how,
                     )
-                    about = {"drafter": name, "temperature": temperature, "verifier": verifier}
+                    about = {"drafter": told(name), "temperature": temperature, "verifier": verifier}
                     rows.append({**about, **measured(llm, prompts, params)})
                     print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-        llm.close()
-    settings = {key: value for key, value in vars(options).items() if key != "json"}
-    result = json.dumps({"settings": settings, "rows": rows})
+    result = json.dumps({"settings": settings(options), "rows": rows})
     print(result, flush=True)
     if options.json is not None:
         options.json.write_text(result + "\n", encoding="utf-8")

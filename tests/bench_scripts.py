@@ -7,6 +7,5 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
-acceptance, figures, replay, ship, simulated, suffix_speed = (
-    import_module(name) for name in ("acceptance", "figures", "replay", "ship", "simulated", "suffix_speed")
-)
+_NAMES = ("acceptance", "exact", "figures", "kept", "replay", "ship", "simulated", "suffix_speed")
+acceptance, exact, figures, kept, replay, ship, simulated, suffix_speed = map(import_module, _NAMES)

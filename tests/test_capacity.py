@@ -83,6 +83,13 @@ def test_a_recorded_run_knows_small_passes_and_its_own_requests(
     assert {row["requests"] for row in json.loads(out.splitlines()[-1])["rows"]} == {3}
 
 
+@pytest.mark.parametrize("rates", ["", "1,x", "1,0"])
+def test_rates_that_are_none_are_refused_by_name(rates: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulated.main(["--rates", rates])
+    assert f"--rates: {rates!r} must be numbers above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("clock", ["wall", "own"])
 def test_a_real_run_beside_what_is_simulated_of_it(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: str
@@ -91,8 +98,8 @@ def test_a_real_run_beside_what_is_simulated_of_it(
     file, kept = tmp_path / "p.jsonl", tmp_path / "k.json"
     file.write_text("".join(json.dumps({"prompt": f"tell me {i} " * 3}) + "\n" for i in range(4)))
     words = f"--model {tiny_target} --drafter ngram --rates 40,80 --requests 4 --max-tokens 12 --prompts {file}"
-    simulated.main([*words.split(), "--clock", clock, "--record", str(tmp_path), "--json", str(kept)])
-    assert (tmp_path / "80.json").is_file()
+    simulated.main([*words.split(), "--clock", clock, "--record", str(tmp_path / "runs"), "--json", str(kept)])
+    assert (tmp_path / "runs" / "80.json").is_file()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(kept.read_text()) == result
     ways = [(row["rate"], row["way"], row["figure"]) for row in result["rows"]]

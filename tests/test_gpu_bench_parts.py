@@ -54,6 +54,46 @@ def test_a_wrong_name_is_refused_before_anything_runs(wrong: list[str], capsys: 
     assert "--prompts" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ('{"category": "qa", "turns": ["a"]}\n\n{"turns"', ":3: not JSON"),
+        ('{"prompt": "a"}', ":1: needs 'category' and 'turns'"),
+    ],
+)
+def test_prompts_of_another_form_are_refused_before_anything_runs(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit):
+        gpu.main(["--target", "t", "--draft", "d", "--prompts", str(file)])
+    told = capsys.readouterr().err
+    assert f"--prompts {file}" in told
+    assert said in told
+
+
+def test_a_picture_is_refused_where_it_could_not_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        gpu.main(["--plot", "p.png", "--show", "results.json"])
+    assert "--plot: needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_shown_file_is_drawn_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[tuple[Any, Path]] = []
+    monkeypatch.setattr(gpu, "find_spec", lambda _: True)
+    monkeypatch.setattr(tables, "plot", lambda *given: drawn.append(given))
+    results, picture = tmp_path / "results.json", tmp_path / "p.png"
+    results.write_text('{"ours": {}}')
+    gpu.main(["--show", str(results), "--plot", str(picture)])
+    assert drawn == [({"ours": {}}, picture)]
+
+
 def test_a_part_that_fails_costs_only_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.json"
     report = reports.Report({}, path)
@@ -278,6 +318,8 @@ def test_an_old_file_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_names_no_folders() -> None:
     given = ["/home/me/bench/gpu.py", "--target", "/models/big", "--parts", "tokens,tree", "--add"]
     assert gpu.command_line(given) == "bench/gpu.py --target big --parts tokens,tree --add"
+    given = ["bench/cells.py", "--cells", "qa x4,rag x1", "--sampled-sizes", ""]
+    assert gpu.command_line(given) == "bench/cells.py --cells 'qa x4,rag x1' --sampled-sizes ''", "can be given again"
 
 
 def test_results_are_added_to_a_file_only_where_asked(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from bench_scripts import replay, suffix_speed
+from bench_scripts import exact, replay, suffix_speed
 from slipstream.core.draft import Tree
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
@@ -72,3 +73,51 @@ def test_the_store_is_filled_and_timed() -> None:
 def test_a_limit_takes_from_all_parts() -> None:
     assert replay.spread(list(range(10)), 4) == [0, 2, 5, 7]
     assert replay.spread([1, 2], None) == replay.spread([1, 2], 9) == [1, 2]
+
+
+@pytest.mark.parametrize(("words", "said"), [("--tokens 499", "must be 500 or more"), ("--rounds 1", "2 or more")])
+def test_a_store_that_is_too_small_to_be_timed_is_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        suffix_speed.main(words.split())
+    told = capsys.readouterr().err
+    assert words in told
+    assert said in told
+
+
+def test_conversations_that_do_not_fit_are_left_out(tiny_target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "conversations.jsonl"
+    turns = (["Hi", "And?"], ["far too long " * 30, "And?"], ["Hello", "And then?"])
+    file.write_text("".join(json.dumps({"turns": asked}) + "\n" for asked in turns))
+    answers, kept = tmp_path / "answers.jsonl", tmp_path / "kept.json"
+    words = f"--model {tiny_target} --conversations {file} --max-tokens 12 --nodes 4 --answers {answers} --json {kept}"
+    replay.main(words.split())
+    tasks = [json.loads(line)["task"] for line in answers.read_text().splitlines()]
+    assert tasks.count("second turns") == 2
+    found = json.loads(kept.read_text())
+    assert found["settings"]["model"] == tiny_target.name
+    assert found["settings"]["conversations"] == "conversations.jsonl"
+    assert [row["answers"] for row in found["rows"] if row["task"] == "second turns"] == [2]
+
+
+def test_every_mode_is_compared_at_each_temperature(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, kept = tmp_path / "prompts.jsonl", tmp_path / "exact.json"
+    file.write_text("".join(json.dumps({"prompt": f"Tell me {i} " * 40 * (i % 2 + 1)}) + "\n" for i in range(3)))
+    words = f"--model {tiny_target} --prompts {file} --max-tokens 8 --limit 2 --device cpu --json {kept}"
+    exact.main(words.split())
+    found = json.loads(kept.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    assert found["prompts"] == 2
+    runs = {name: part for name, part in found.items() if name.startswith("T=")}
+    assert list(runs) == [f"T={t} {mode} x32" for t in (0, 1) for mode in ("plain", "ngram")]
+    assert all(part["same"] + len(part["wrong"]) == 2 for part in runs.values())
+
+
+def test_where_answers_part_is_told() -> None:
+    assert exact.differences([[1, 2], [1, 2, 3], [4]], [[1, 2], [1, 5, 3], [4, 4]]) == [
+        {"prompt": 1, "position": 1},
+        {"prompt": 2, "position": 1},
+    ]

@@ -114,6 +114,11 @@ def test_shipping_copies_weights_and_writes_the_card(tmp_path: Path, monkeypatch
     folder = ship.ship(run, into, measured)
     assert sorted(file.name for file in folder.iterdir()) == ["README.md", "config.json", "medusa_lm_head.safetensors"]
     assert "| all | 2.51 |" in (folder / "README.md").read_text()
+    broken = trained(tmp_path / "broken", torch.float16)
+    (broken / "drafter" / "medusa_lm_head.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"drafter: has no \*\.safetensors"):
+        ship.ship(broken, into, None)
+    assert (folder / "medusa_lm_head.safetensors").is_file(), "what is there stays"
     with pytest.raises(ValueError, match="has fp32 weights; train with --set kept=fp16"):
         ship.ship(trained(tmp_path / "wide", torch.float32), into, None)
     (into / "eagle3").mkdir()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import save_model, tiny_llama
 from gpu_bench import widen
 
 SHAPE = {"hidden": 48, "layers": 5, "heads": 8, "kv_heads": 4, "inner": 80}
@@ -38,3 +39,9 @@ def test_a_model_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         widen.write(tiny_target, tmp_path / "wide", SHAPE | change, torch.float32)
+
+
+def test_a_model_with_more_than_a_llama_has_is_refused(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "biased", tiny_llama(attention_bias=True))
+    with pytest.raises(ValueError, match=r"has model\.layers\.0\.self_attn\.k_proj\.bias"):
+        widen.write(source, tmp_path / "wide", SHAPE, torch.float32)

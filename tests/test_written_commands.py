@@ -1,0 +1,122 @@
+"""Every command that the pages and the benchmarks' own help name has the options that its program knows."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+import typer.main
+
+from slipstream.cli.main import app
+
+ROOT = Path(__file__).parent.parent
+BENCH = ROOT / "bench"
+sys.path.append(str(BENCH))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BENCH.glob("*.py"))]
+_FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_INDENTED = re.compile(r"(?:^ {4,}.*\n)+", re.MULTILINE)
+_GOES_ON = re.compile(r"\\\n\s*|\n\s+(?=\[?--)")  # a line that begins with an option belongs to the one before
+_SCRIPT = re.compile(r"(?:python +)?bench/(\w+)\.py\b(.*)")
+_COMMAND = re.compile(r"(?:\S*/)?slipstream ([a-z]+)\b(.*)")
+
+
+class Written(NamedTuple):
+    program: str  # a script's path, or a command of slipstream
+    options: tuple[str, ...]
+
+
+def written(text: str) -> Iterator[Written]:
+    """The commands in blocks, one a line, and between backticks."""
+    rest = _FENCED.sub("", text)
+    blocks = [*_FENCED.findall(text), *_INDENTED.findall(rest)]
+    lines = [line.strip() for block in blocks for line in _GOES_ON.sub(" ", block).splitlines()]
+    lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    for part in (part.strip() for line in lines for part in line.split("&&")):
+        if script := _SCRIPT.match(part):
+            yield Written(f"bench/{script[1]}.py", _options(script[2]))
+        elif command := _COMMAND.match(part):
+            yield Written(command[1], _options(command[2]))
+
+
+def _options(words: str) -> tuple[str, ...]:
+    """Those in brackets too; what comes behind a remark or is said to another program is left out."""
+    own = re.split(r"\s#\s|\s\|\s", words.replace("[", " ").replace("]", " "))[0]
+    try:
+        parts = shlex.split(own)
+    except ValueError:  # an apostrophe
+        parts = own.split()
+    return tuple(part.partition("=")[0] for part in parts if re.match(r"--[a-z]", part))
+
+
+class Asked(Exception):
+    """A script is about to read its options."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, set[str]]:
+    """By program, its options. A script is begun and stopped where it reads them."""
+
+    def ask(self: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        raise Asked(self)
+
+    commands: Any = typer.main.get_command(app)
+    found = {
+        name: {"--help", *(option for given in command.params for option in (*given.opts, *given.secondary_opts))}
+        for name, command in commands.commands.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", ask)
+        for script in sorted(BENCH.glob("*.py")):
+            if "\ndef main(" in script.read_text(encoding="utf-8"):
+                with pytest.raises(Asked) as asked:
+                    import_module(script.stem).main()
+                found[f"bench/{script.name}"] = set(asked.value.parser._option_string_actions)
+    return found
+
+
+def test_what_is_written_is_found() -> None:
+    text = """
+Run `python bench/one.py --a 1 [--b=2
+--c 'x --y']` and `slipstream two`, not `--three`.
+
+    python bench/four.py A --d FILE      # --e
+                         [--f] && slipstream five --g | other --h
+
+```bash
+.venv/bin/slipstream six "isn't it" \\
+    --i
+```
+"""
+    assert set(written(text)) == {
+        Written("bench/one.py", ("--a", "--b", "--c")),
+        Written("two", ()),
+        Written("bench/four.py", ("--d",)),
+        Written("five", ("--g",)),
+        Written("six", ("--i",)),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_known(page: Path, known: dict[str, set[str]]) -> None:
+    for command in written(page.read_text(encoding="utf-8")):
+        if command.program in known:
+            assert not set(command.options) - known[command.program], command
+        else:
+            assert not command.options, f"{command}: there is no such command"
+
+
+def test_pages_and_scripts_name_commands(known: dict[str, set[str]]) -> None:
+    """Or nothing was looked at."""
+    named = {command.program for page in PAGES for command in written(page.read_text(encoding="utf-8"))}
+    assert {name for name in known if "/" in name} <= named, "every script says how it is called"
+    assert named >= {"generate", "chat", "serve", "models", "bench", "audit", "train", "tune", "explain"}
