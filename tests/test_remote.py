@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -133,6 +134,36 @@ def test_a_channel_that_is_cut_off_says_so() -> None:
     other.close()
     with pytest.raises(CUT_OFF):
         one.receive()
+    one.close()
+
+
+def test_who_sends_never_waits_and_nothing_is_mixed_up() -> None:
+    """More than the channel takes at once, from two threads: all of it arrives, each thread's in its order."""
+    ours, theirs = socket.socketpair()
+    one, other = Channel(ours), Channel(theirs)
+    sender = Sender(one)
+    assert one.write_now(pickle.dumps("now")) == len(pickle.dumps("now"))
+    assert other.receive() == "now"
+
+    def talk(name: str) -> None:
+        for i in range(200):
+            sender.put((name, i, "x" * (5000 * (i % 7))))
+
+    threads = [threading.Thread(target=talk, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)  # nobody reads yet
+        assert not thread.is_alive()
+    sender.finish()
+    heard = [other.receive() for _ in range(400)]
+    assert all(len(text) == 5000 * (i % 7) for _, i, text in heard)
+    for name in "ab":
+        assert [i for who, i, _ in heard if who == name] == list(range(200))
+    with pytest.raises(CUT_OFF):
+        other.receive()
+    other.close()
+    sender.put("to nobody")
     one.close()
 
 

@@ -28,6 +28,9 @@ class Scripted:
         self.asked += 1
         return self._all_s * (2 if self.asked > WARM_UP + 3 else 1)
 
+    def steady(self) -> float:
+        return self._all_s
+
     def first(self, index: int) -> float:
         return self._first_s
 
@@ -35,11 +38,11 @@ class Scripted:
 def test_a_machine_that_changes_its_pace_is_no_cost_of_http() -> None:
     library, http = Scripted(1.0, 0.010), Scripted(1.04, 0.0115)
     found = measure(library, http, Asked(4, 8, 7))  # type: ignore[arg-type]
-    assert found.throughput.lost == pytest.approx(0.0385, abs=1e-3)
+    assert found.burst.lost == found.throughput.lost == pytest.approx(0.0385, abs=1e-3)
     assert found.first_token.difference_ms == pytest.approx(1.5)
     assert library.asked == http.asked == WARM_UP + 7
-    assert found.throughput.library_tok_s == pytest.approx(4 * 8 / 2.0)
-    assert found.throughput.server_tok_s == pytest.approx(4 * 8 / 2.08, rel=1e-2)
+    assert found.burst.library_tok_s == pytest.approx(4 * 8 / 2.0)
+    assert found.burst.server_tok_s == pytest.approx(4 * 8 / 2.08, rel=1e-2)
     assert found.told()["throughput"]["met"] is True
     assert found.told()["first_token"]["met"] is True
 
@@ -53,8 +56,17 @@ def test_what_a_server_is_held_to_is_said() -> None:
 def test_no_pair_begins_when_time_is_over() -> None:
     library = Scripted(1.0, 0.010)
     found = measure(library, Scripted(1.0, 0.010), Asked(4, 8, 50, seconds=0))  # type: ignore[arg-type]
-    assert found.throughput.pairs == FEWEST
+    assert found.throughput.pairs == found.burst.pairs == FEWEST
     assert library.asked == WARM_UP + FEWEST
+
+
+def test_answers_of_a_steady_run_have_many_lengths() -> None:
+    asked = Asked(32, 256, 1)
+    lengths = [tokens for place in range(32) for _, tokens in asked.steady(place)]
+    assert len(lengths) == 4 * 32
+    assert asked.steady_tokens == sum(lengths) == pytest.approx(256 * len(lengths), rel=0.05)
+    assert len(set(lengths)) > 100
+    assert (min(lengths), max(lengths)) >= (128, 350)
 
 
 def test_both_ways_on_a_real_server(open_llm: Callable[..., LLM]) -> None:
@@ -67,7 +79,7 @@ def test_both_ways_on_a_real_server(open_llm: Callable[..., LLM]) -> None:
         finally:
             http.close()
     tokens = llm.snapshot().generated_tokens - before
-    assert tokens == 2 * ((WARM_UP + 2) * 3 * 8 + (WARM_UP + FIRST_TOKENS) * 2)
+    assert tokens == 2 * ((WARM_UP + 2) * (3 * 8 + asked.steady_tokens) + (WARM_UP + FIRST_TOKENS) * 2)
     assert found.first_token.library_ms > 0
     assert found.first_token.server_ms > 0
     assert found.throughput.lost < 1

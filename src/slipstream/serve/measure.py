@@ -6,6 +6,11 @@ Both ask one engine in turn, and each is compared with the one beside it: a mach
 is so for both. The library asks beside the engine, in the same process (`unserved.py`); with `--engine process` that
 is not the server's. The client has a process of its own, as clients do. The last line is JSON, with the two bars that a
 server is held to: at most a twentieth of the throughput, and 2 ms before a first token.
+
+    throughput   so many requests at a time, each followed by another in its place; answers of several lengths
+    burst        so many that all come at once, to a server that has nothing to do, and end at once: most of what is
+                 lost is that a server reads them one after the other
+    first_token  of one request alone
 """
 
 from __future__ import annotations
@@ -13,14 +18,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from slipstream.serve.unserved import Asked, Library
@@ -32,9 +37,10 @@ FEWEST = 3
 """Pairs that are measured however long they take."""
 LOST_BAR = 0.05
 FIRST_TOKEN_BAR_MS = 2.0
-_ALL = "all"
+_ALL, _STEADY = "all", "steady"
 _ANSWER_S = 120.0
 """What the client gives the server for one line of work; then something is broken, and it says so."""
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _END = b"0\r\n\r\n"
 _TAIL = 1024  # bytes of a stream that its end is looked for in
 
@@ -73,11 +79,12 @@ class FirstToken:
 @dataclass(frozen=True, slots=True)
 class Cost:
     throughput: Throughput
+    burst: Throughput
     first_token: FirstToken
 
     def told(self) -> dict[str, Any]:
         """As JSON has it."""
-        parts = (("throughput", self.throughput), ("first_token", self.first_token))
+        parts = (("throughput", self.throughput), ("burst", self.burst), ("first_token", self.first_token))
         return {name: {**asdict(part), "met": part.met} for name, part in parts}
 
 
@@ -86,11 +93,14 @@ class Http:
 
     def __init__(self, url: str, asked: Asked) -> None:
         command = [sys.executable, "-m", "slipstream.serve.measure", "--client", url]
-        command += ["--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens)]
+        command += ["--requests", str(asked.requests), "--max-tokens", str(asked.max_tokens), "--each", str(asked.each)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
     def all(self) -> float:
         return self._ask(_ALL)
+
+    def steady(self) -> float:
+        return self._ask(_STEADY)
 
     def first(self, index: int) -> float:
         return self._ask(str(index))
@@ -113,17 +123,23 @@ class Http:
 
 
 def measure(library: Library, http: Http, asked: Asked) -> Cost:
-    tokens, median = asked.requests * asked.max_tokens, statistics.median
-    whole = _pairs(lambda _: library.all(), lambda _: http.all(), asked.repeats, asked.seconds)
+    steady = _pairs(lambda _: library.steady(), lambda _: http.steady(), asked.repeats, asked.seconds)
+    burst = _pairs(lambda _: library.all(), lambda _: http.all(), asked.repeats, asked.seconds)
     first = _pairs(library.first, http.first, FIRST_TOKENS, asked.seconds)
-    ratio = median(plain / served for plain, served in whole)
-    alone, served = (tokens / median(pair[way] for pair in whole) for way in (0, 1))
     plain_ms, served_ms = (1000 * median(pair[way] for pair in first) for way in (0, 1))
     more_ms = 1000 * median(late - early for early, late in first)
     return Cost(
-        Throughput(round(alone, 1), round(served, 1), round(ratio, 4), round(1 - ratio, 4), len(whole)),
+        _throughput(asked.steady_tokens, steady),
+        _throughput(asked.requests * asked.max_tokens, burst),
         FirstToken(round(plain_ms, 3), round(served_ms, 3), round(more_ms, 3), len(first)),
     )
+
+
+def _throughput(tokens: int, pairs: Sequence[tuple[float, float]]) -> Throughput:
+    """By pairs of seconds, of the library and of the server."""
+    ratio = median(plain / served for plain, served in pairs)
+    alone, served = (tokens / median(pair[way] for pair in pairs) for way in (0, 1))
+    return Throughput(round(alone, 1), round(served, 1), round(ratio, 4), round(1 - ratio, 4), len(pairs))
 
 
 def _pairs(
@@ -151,15 +167,26 @@ async def serve_pairs(url: str, asked: Asked) -> None:
     while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
         async with asyncio.timeout(_ANSWER_S):
             if line == _ALL:
-                begun = time.perf_counter()
-                await asyncio.gather(*(_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections)))
-                took = time.perf_counter() - begun
+                took = await _timed(_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections))
+            elif line == _STEADY:
+                took = await _timed(_ask_in_turn(c, asked.steady(i)) for i, c in enumerate(connections))
             else:
                 took = await _ask(connections[0], asked.prompt(int(line)), 2)
         print(took, flush=True)
 
 
-async def _ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], prompt: str, tokens: int) -> float:
+async def _timed(asking: Iterable[Awaitable[object]]) -> float:
+    begun = time.perf_counter()
+    await asyncio.gather(*asking)
+    return time.perf_counter() - begun
+
+
+async def _ask_in_turn(connection: Connection, asked: Sequence[tuple[str, int]]) -> None:
+    for prompt, tokens in asked:
+        await _ask(connection, prompt, tokens)
+
+
+async def _ask(connection: Connection, prompt: str, tokens: int) -> float:
     """A streamed answer, read to its end; seconds to its first event."""
     reader, writer = connection
     fields = {"model": "measured", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
@@ -191,6 +218,7 @@ def main() -> None:
     parser.add_argument("--memory", default=None, help="for the cache, as 4GiB; else what there is")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--each", type=int, default=4, help="one after the other in each place, in the steady run")
     parser.add_argument("--repeats", type=int, default=8, help="most pairs of runs")
     parser.add_argument("--seconds", type=float, default=40.0, help="no further pair begins behind so many")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
@@ -199,7 +227,7 @@ def main() -> None:
     )
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    asked = Asked(options.requests, options.max_tokens, options.repeats, options.seconds)
+    asked = Asked(options.requests, options.max_tokens, options.repeats, options.seconds, options.each)
     if options.client:
         asyncio.run(serve_pairs(options.client, asked))
         return

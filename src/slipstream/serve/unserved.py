@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,30 @@ if TYPE_CHECKING:  # the client of a measurement has no use for torch
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """seconds: no further pair of runs begins behind them, once there are a few."""
+    """requests: at once. each: in the steady run, one after the other in each of their places.
+
+    max_tokens: of an answer at once; in the steady run on average, since answers that end together begin together.
+    seconds: no further pair of runs begins behind them, once there are a few.
+    """
 
     requests: int
     max_tokens: int
     repeats: int
     seconds: float = 40.0
+    each: int = 4
 
     def prompt(self, index: int) -> str:
         return f"Write {index + 3} sentences about the number {index}."
+
+    def steady(self, place: int) -> list[tuple[str, int]]:
+        """What is asked in one place: prompts, and how many tokens their answers have, around `max_tokens`."""
+        least, span = -(-self.max_tokens // 2), self.max_tokens + 1
+        numbers = [place * self.each + turn for turn in range(self.each)]
+        return [(self.prompt(number), least + number * 7919 % span) for number in numbers]
+
+    @property
+    def steady_tokens(self) -> int:
+        return sum(tokens for place in range(self.requests) for _, tokens in self.steady(place))
 
 
 class Library:
@@ -37,6 +53,10 @@ class Library:
     def all(self) -> float:
         """Seconds of all requests together."""
         return float(self._call(_all, self._asked))
+
+    def steady(self) -> float:
+        """Seconds of requests that follow one another, so many at a time."""
+        return float(self._call(_steady, self._asked))
 
     def first(self, index: int) -> float:
         """Seconds to the first token of one."""
@@ -61,6 +81,17 @@ def _params(max_tokens: int) -> SamplingParams:
 def _all(llm: LLM, asked: Asked) -> float:
     begun = time.perf_counter()
     llm.generate([asked.prompt(i) for i in range(asked.requests)], _params(asked.max_tokens))
+    return time.perf_counter() - begun
+
+
+def _steady(llm: LLM, asked: Asked) -> float:
+    def place(number: int) -> None:
+        for prompt, tokens in asked.steady(number):
+            llm.generate(prompt, _params(tokens))
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(asked.requests) as places:
+        list(places.map(place, range(asked.requests)))
     return time.perf_counter() - begun
 
 

@@ -34,9 +34,19 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Waits while the other process does not read. Raises `OSError` where it has ended, and what pickle does."""
-        written = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self.write(pickled(message))
+
+    def write(self, written: bytes) -> None:
+        """The same, for a message that is pickled already, or the rest of one."""
         with self._lock:
             self._socket.sendall(written)
+
+    def write_now(self, written: bytes) -> int:
+        """As many bytes of it as there is room for; returns how many. Does not wait: nobody else may be writing."""
+        try:
+            return self._socket.send(written, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> Any:
         """The next message; waits for it. Raises one of `CUT_OFF` where none will come."""
@@ -53,23 +63,40 @@ class Channel:
 
 
 class Sender:
-    """Sends from a thread of its own: who has something to say never waits for the other process."""
+    """The only one who sends: at once what there is room for, the rest from a thread of its own.
+
+    Who has something to say never waits for the other process, and hardly ever for a thread to wake up.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._behind = 0  # messages that the thread has still to send: later ones go behind them
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="to-engine", daemon=True)
         self._thread.start()
 
     def put(self, message: Any) -> None:
-        self._waiting.put(message)
+        written = pickled(message)
+        with self._lock, suppress(OSError):  # whoever reads from the channel finds out as well, and says so
+            if not self._behind:
+                written = written[self._channel.write_now(written) :]
+            if written:
+                self._behind += 1
+                self._waiting.put(written)
 
     def finish(self) -> None:
         """Send what is waiting, and nothing after it."""
         self._waiting.put(None)
 
     def _run(self) -> None:
-        with suppress(OSError):  # whoever reads from the channel finds out as well, and says so
-            while (message := self._waiting.get()) is not None:
-                self._channel.send(message)
+        with suppress(OSError):
+            while (written := self._waiting.get()) is not None:
+                self._channel.write(written)
+                with self._lock:
+                    self._behind -= 1
         self._channel.finish()
+
+
+def pickled(message: Any) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

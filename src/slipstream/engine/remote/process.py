@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -90,6 +91,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[OutputStream, Request]] = {}  # of those that run
         self._waiting: dict[int, Future[Any]] = {}  # for what calls return
+        self._forgotten: deque[int] = deque()  # compiled jobs that nobody has any more, and the other process keeps
         self._listeners = Listeners()
         self._closing = False
         self._ended: RequestError | None = None  # why nothing more will come
@@ -129,7 +131,8 @@ class EngineProcess:
             return RemoteJob(number, request, compiled=False)
         self._asked(number, Compile(number, request, compiling)).result()
         job = RemoteJob(number, request, compiled=True)
-        weakref.finalize(job, self._forget, number).atexit = False  # it may never be started
+        # it may never be started. Garbage is found in the middle of anything, a message perhaps: so no message is sent
+        weakref.finalize(job, self._forgotten.append, number).atexit = False
         return job
 
     def start(self, *jobs: RemoteJob) -> OutputStream:
@@ -218,9 +221,6 @@ class EngineProcess:
             self._streams.pop(number, None)
         self._sender.put(Drop(numbers))
 
-    def _forget(self, number: int) -> None:
-        self._sender.put(Forget(number))
-
     def _read(self) -> None:
         """On a thread of its own, until the other process has ended."""
         try:
@@ -262,6 +262,8 @@ class EngineProcess:
 
     def _note(self, beat: Beat) -> None:
         self._beat, self._heard_at = beat, time.perf_counter()
+        while self._forgotten:
+            self._sender.put(Forget(self._forgotten.popleft()))
 
     def _deliver(self, line: Line) -> None:
         number, news, finished, cached = line
