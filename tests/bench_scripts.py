@@ -7,5 +7,5 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
-_NAMES = ("acceptance", "exact", "figures", "kept", "replay", "ship", "simulated", "suffix_speed")
-acceptance, exact, figures, kept, replay, ship, simulated, suffix_speed = map(import_module, _NAMES)
+_NAMES = ("acceptance", "exact", "figures", "first_tokens", "kept", "replay", "ship", "simulated", "suffix_speed")
+acceptance, exact, figures, first_tokens, kept, replay, ship, simulated, suffix_speed = map(import_module, _NAMES)

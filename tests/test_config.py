@@ -61,6 +61,22 @@ def test_what_is_wrong_explains_itself(key: str, value: Any, remedy: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("options", "device", "tokens"),
+    [
+        ({}, "cpu", 192),
+        ({}, "cuda", 2048),
+        ({"max_num_seqs": 96}, "cpu", 192),
+        ({"max_num_seqs": 97}, "cpu", 194),
+        ({"max_num_seqs": 256}, "cpu", 512),
+        ({"max_num_seqs": 256}, "cuda", 2048),
+        ({"max_num_seqs": 256, "max_batch_tokens": 256}, "cpu", 256),
+    ],
+)
+def test_a_pass_leaves_room_for_prompts(options: dict[str, Any], device: str, tokens: int) -> None:
+    assert EngineConfig(**options).batch_tokens(device) == tokens
+
+
+@pytest.mark.parametrize(
     ("size", "expected"),
     [
         (None, None),

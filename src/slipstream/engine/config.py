@@ -12,7 +12,7 @@ PlannerName = Literal["adaptive", "fixed"]
 RoundsName = Literal["queued", "eager"]
 
 _DRAFT_ROWS = 256
-_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+_BATCH_TOKENS = {"cpu": 192, "cuda": 2048}
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
 
 
@@ -25,7 +25,7 @@ class EngineConfig:
     max_model_len: longest prompt plus answer; None: as long as the model and the memory allow.
     max_num_seqs: most requests that run at once.
     max_batch_tokens: most prompt tokens computed in one pass: larger is faster, smaller lets others decode sooner;
-        None: 512 on a CPU, 2048 on a GPU.
+        None: 192 on a CPU, 2048 on a GPU, or two for each of max_num_seqs.
     max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests; None: 256, or one for
         each of max_num_seqs.
     page_size: tokens of a page of the cache.
@@ -101,8 +101,8 @@ class EngineConfig:
         return self.max_draft_rows or max(_DRAFT_ROWS, self.max_num_seqs)
 
     def batch_tokens(self, device: str) -> int:
-        """Most prompt tokens of one pass on a device of this type."""
-        return self.max_batch_tokens or max(_BATCH_TOKENS[device], self.max_num_seqs)
+        """Most prompt tokens of one pass on a device of this type. Those who decode leave half of it, however many."""
+        return self.max_batch_tokens or max(_BATCH_TOKENS[device], 2 * self.max_num_seqs)
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:
