@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.bench import memory
 from slipstream.bench.recording import Recording
 from slipstream.bench.tune import (
     Candidate,
@@ -113,6 +114,27 @@ def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     assert engine["model"] == str(tiny_target)
     with LLM(**engine, max_model_len=64) as llm:
         assert llm.generate("one two")[0].finished
+
+
+@pytest.mark.parametrize(("load", "warned"), [(1000.0, True), (0.0, False), (None, False)])
+@pytest.mark.parametrize("command", ["tune --concurrency 1", "bench --rate 200 --requests 2"])
+def test_a_busy_machine_is_warned_of(
+    command: str,
+    load: float | None,
+    warned: bool,
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "load_average", lambda: load)
+    given = f"{command} --model {tiny_target} --prompts {prompts(tmp_path)} --drafter ngram --max-tokens 4"
+    with pytest.raises(SystemExit):
+        main(given.split())
+    out, err = capsys.readouterr()
+    assert ("warning: the machine was busy before this run (load 1000.0" in out + err) is warned
+    result = json.loads(out.splitlines()[-1])
+    assert (result["load_before"], result["busy"]) == (load, warned)
 
 
 def test_what_auto_would_do_is_predicted_as_well(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from slipstream.bench import baseline, memory, report, run
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded, use_threads
-from slipstream.cli.machine import hardware, versions
+from slipstream.cli.machine import busy_warning, hardware, load_before, versions
 from slipstream.cli.options import OUTPUT, PROMPTS, Common, option
 from slipstream.cli.shared import with_common
 from slipstream.core.errors import ConfigError
@@ -180,7 +179,7 @@ def bench(
         run_traffic(common, capacity, chosen, params)
         return
 
-    load = memory.load_average()
+    load = load_before()
     use_threads(common.threads)
     imports = memory.rss_after_imports()
     result: dict[str, Any] = {
@@ -188,7 +187,7 @@ def bench(
         "command": ["slipstream", *sys.argv[1:]],
         "model": common.model,
         "versions": versions(),
-        "hardware": {**hardware(), "load_before": load, "busy": memory.busy(load, os.cpu_count() or 1)},
+        "hardware": {**hardware(), **load},
         "settings": {
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
@@ -321,12 +320,7 @@ def closing_lines(
         lines.append(f"start to first token, {name}: {seconds:.1f} s")
     if result["skipped_prompts"]:
         lines.append(f"{result['skipped_prompts']} prompts were too long for the model and left out")
-    if result["hardware"]["busy"]:
-        lines.append(
-            f"warning: the machine was busy before this run (load {result['hardware']['load_before']:.1f} on "
-            f"{result['hardware']['cores']} cores): do not trust these rates"
-        )
-    return lines
+    return [*lines, *busy_warning(result["hardware"])]
 
 
 def startup_options(common: Common, drafters: tuple[str, ...]) -> list[str]:

@@ -21,6 +21,7 @@ from slipstream.bench.run import plan_work
 from slipstream.bench.simulate import drafters_of, simulate, traces_of
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded
+from slipstream.cli.machine import busy_warning, load_before
 from slipstream.cli.options import Common
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
@@ -58,6 +59,7 @@ class Tape:
 def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPrompt], params: SamplingParams) -> None:
     """The prompts, at this rate, to the real engine."""
     drafters = () if common.no_speculation else common.drafters
+    load = load_before()
     with loaded(common, drafters, prefix_caching=False) as llm:
         work = plan_work(llm, prompts, params, 1)
         own = params.speculation
@@ -81,7 +83,7 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
             tape.stop().save(capacity.record)
     way = drafters[0] if drafters else "off"
     row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))
-    tell([row], capacity, {"model": common.model, "simulated": False})
+    tell([row], capacity, {"model": common.model, "simulated": False, **load})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,9 @@ def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:
     if more["simulated"]:
         line = f"{more['simulated_s']:.0f} s of traffic simulated in {more['took_s']:.1f} s"
         console.print(line, markup=False, highlight=False)
+    else:
+        for line in busy_warning(more):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     if capacity.plot is not None:
         capacity.plot.write_text(drawn(rows), encoding="utf-8")
     result = {**more, "latency_target": asdict(capacity.targets), "rows": [_json(row) for row in rows]}

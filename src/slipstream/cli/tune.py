@@ -14,6 +14,7 @@ from rich.table import Table
 from slipstream.bench import run, tune
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.loading import loaded
+from slipstream.cli.machine import busy_warning, load_before
 from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option
 from slipstream.cli.shared import with_common
 from slipstream.cli.show import note
@@ -64,6 +65,7 @@ def tune_command(
             raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
     params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
     chosen = select(load_prompts(prompts), (), limit)
+    load = load_before()
     with loaded(common, common.drafters, max_num_seqs=max(levels), prefix_caching=False) as llm:
         from slipstream.bench.predict import predicted
         from slipstream.cli.traffic import Tape
@@ -83,12 +85,14 @@ def tune_command(
         console.print(f"{level} at once: {row.name}, {tune.how_sure(row, rows)}", markup=False, highlight=False)
     for doubt in tune.doubts(rows):
         note(f"not sure: {doubt}", style="yellow")
+    for line in busy_warning(load):
+        note(line, style="yellow")
     result = tune.configuration(common.model, rows)
     if config is not None:
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
         plot.write_text(drawn(rows), encoding="utf-8")
-    print(json.dumps({**result, "rows": [asdict(row) for row in rows]}, ensure_ascii=False), flush=True)
+    print(json.dumps({**result, **load, "rows": [asdict(row) for row in rows]}, ensure_ascii=False), flush=True)
 
 
 def _numbers(name: str, text: str, least: int) -> list[int]:
