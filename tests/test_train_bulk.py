@@ -62,6 +62,18 @@ def test_a_bulk_can_be_used_again(target: Runner) -> None:
     assert [answer.tokens.tolist() for answer in bulk.write(enumerate(asks(9)))] == first
 
 
+def test_what_is_being_written_is_counted(target: Runner) -> None:
+    """Of three answers the first ends when the others have as many tokens, or nearly so: rounds come in batches."""
+    bulk = Bulk(target, lanes=3, max_len=80, end_ids=[])
+    assert bulk.unended == 0
+    counts = []
+    for _ in bulk.write((i, Ask([5, 6 + i], i, 1.0, 17 + 20 * i)) for i in range(3)):
+        counts.append(bulk.unended)
+    assert counts[0] >= 2 * 17
+    assert 37 <= counts[1] <= 57
+    assert counts[2] == bulk.unended == 0
+
+
 def test_what_does_not_fit_is_refused(target: Runner) -> None:
     with pytest.raises(ConfigError, match="256 positions"):
         Bulk(target, lanes=1, max_len=250, end_ids=[])

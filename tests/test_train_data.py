@@ -39,6 +39,8 @@ def sequences(lengths: list[int]) -> Sequences:
 class Scripted:
     """Stands in for `Bulk`: writes what the script says, in any order."""
 
+    unended = 0
+
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
         self.headers: list[list[int]] = []

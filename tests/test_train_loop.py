@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,9 @@ from slipstream.train.batch import Batch
 from slipstream.train.checkpoint import load_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.loop import Trainer, learning_rate
+from slipstream.train.measure import Measure, Measured
 from slipstream.train.plot import Panel, draw
+from slipstream.train.progress import watched
 from slipstream.train.recipe import Losses
 from slipstream.train.run import train
 from tiny_recipe import TinyRecipe
@@ -105,6 +110,38 @@ def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytes
         assert said[1].endswith(" s")  # how long it took
     assert any("acceptance" in line and "left" in line and "tok/s" in line for line in lines)
     assert any("tau" in line and "T=0" in line for line in lines)
+
+
+def test_a_step_that_takes_long_says_so_and_a_measurement_speaks_for_itself(
+    base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(loop, "watched", partial(watched, every_s=0.001))
+    lines: list[str] = []
+    reminded, look, measured = threading.Event(), Trainer._pass, Measure.__call__
+    trainers: list[Trainer] = []
+    meanwhile: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("step 4 of 12: pass 2 of 2, "):
+            reminded.set()
+
+    def slow(self: Trainer, turn: int) -> Losses:
+        if (self.step, turn) == (3, 1):
+            trainers.append(self)
+            assert reminded.wait(30), lines
+        return look(self, turn)
+
+    def measuring(self: Measure) -> list[Measured]:
+        meanwhile.append(trainers[0]._at())
+        return measured(self)
+
+    monkeypatch.setattr(Trainer, "_pass", slow)
+    monkeypatch.setattr(Measure, "__call__", measuring)
+    train(replace(base, out=base.out.parent / "slow", accumulate=2), say, recipe=TinyRecipe)
+    assert any(re.fullmatch(r"step 4 of 12: pass 2 of 2, \d:\d\d so far", line) for line in lines)
+    assert meanwhile == [""]
 
 
 def test_a_killed_run_ends_with_the_same_bits(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import torch
 
 from conftest import VOCAB
 from slipstream.train import measure as measuring
+from slipstream.train import progress
 from slipstream.train.config import TrainConfig
 from slipstream.train.distill import DraftRecipe
 from slipstream.train.measure import Measure
-from slipstream.train.progress import watched
+from slipstream.train.progress import Clock, watched
 from slipstream.train.recipe import Setting
 from slipstream.train.teacher import Teacher
 
@@ -56,3 +59,35 @@ def test_a_measurement_says_how_far_it_is(tiny_target: Path, tmp_path: Path, mon
     known = [found for found in left if found]
     assert known, lines
     assert all(int(found[1]) <= 6 and 0 < int(found[2]) <= 240 for found in known)
+
+
+def test_texts_that_none_of_has_ended_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "watched", partial(watched, every_s=0.001))
+    lines: list[str] = []
+    said = {"reading": threading.Event(), "begun": threading.Event(), "one": threading.Event()}
+    written = 0
+
+    def say(line: str) -> None:
+        lines.append(line)
+        for name, form in (
+            ("reading", r"answers: 0 of 2, reading what they follow"),
+            ("begun", r"answers: 0 of 2, 30 tokens, [\d,]+ tok/s"),
+            ("one", r"answers: 1 of 2, 25 tokens, [\d,]+ tok/s, \d+ s left"),
+        ):
+            if re.fullmatch(form, line):
+                said[name].set()
+
+    with Clock("answers", 2, say, lambda: written) as clock:
+        assert said["reading"].wait(30), lines
+        written = 30
+        assert said["begun"].wait(30), lines
+        written = 15
+        clock.tick(10)
+        assert said["one"].wait(30), lines
+        written = 0
+        clock.tick(20)
+    assert lines[-1].startswith("answers: 2 of 2, 30 tokens, ")
+    assert lines[-1].endswith(" 0 s left")
+    told = len(lines)
+    time.sleep(0.01)
+    assert len(lines) == told, "nobody watches any more"

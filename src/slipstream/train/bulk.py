@@ -156,6 +156,11 @@ class Bulk:
             if queued is None and not self._asks:
                 return
 
+    @property
+    def unended(self) -> int:
+        """Tokens of answers that are being written. Any thread may ask."""
+        return int(self._count[self._owner != _NOBODY].sum())
+
     def _fill(self, coming: Iterator[tuple[int, Ask]], features: Features) -> None:
         """Give free lanes new prompts, and read these."""
         free = np.flatnonzero(self._owner == _NOBODY)

@@ -213,14 +213,15 @@ class _Maker:
         )
         mine = {number: ask for number, ask in wanted if number % ranks.world == ranks.rank and number not in known}
         writer = CorpusWriter(self._folder, self._vocab(), ranks.rank)
-        clock = Clock("answers", len(mine), self._say if ranks.leads else lambda _: None)
+        clock = Clock("answers", len(mine), self._say if ranks.leads else lambda _: None, lambda: bulk.unended)
         broken = 0
         try:
-            for answer in bulk.write(mine.items()):
-                broken += answer.broken
-                if not answer.broken:
-                    writer.add(answer.number, mine[answer.number].prompt, answer.tokens)
-                clock.tick(len(answer.tokens))
+            with clock:
+                for answer in bulk.write(mine.items()):
+                    broken += answer.broken
+                    if not answer.broken:
+                        writer.add(answer.number, mine[answer.number].prompt, answer.tokens)
+                    clock.tick(len(answer.tokens))
         finally:
             writer.flush()  # also after Ctrl-C
         return {"seconds": clock.seconds, "tokens_per_s": clock.rate, "broken": broken}

@@ -24,10 +24,14 @@ from slipstream.train.config import TrainConfig
 from slipstream.train.measure import Measured
 from slipstream.train.optimizer import Optimizers
 from slipstream.train.packing import RowPlan
+from slipstream.train.progress import watched
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Losses, Recipe
 from slipstream.train.states import States
 from slipstream.train.stop import Stop, stop_asked
+
+_SILENCE_S = 20.0
+"""After so long without a word it is said that a step is being computed: on a CPU one can take minutes."""
 
 MeasureNow = Callable[[], Sequence[Measured]]
 """The drafter as it stands, in the real engine: one result a temperature."""
@@ -81,6 +85,9 @@ class Trainer:
         self._begun = time.perf_counter()
         self._seconds_before = 0.0
         self._step_s: list[float] = []
+        self._step_begun, self._turn = 0.0, 0
+        self._heard = math.inf  # when something was last said of steps; inf: it is at something else
+        self._reminded = 0.0  # … of one that takes long, on another thread
         self.step = 0
         self.curves: list[dict[str, Any]] = []
         self.best: Best | None = None  # the drafter that was measured best so far
@@ -118,7 +125,7 @@ class Trainer:
         config = self.config
         self._sums = _Sums()
         try:
-            with stop_asked(at_once=self.ranks.world > 1) as stop:
+            with stop_asked(at_once=self.ranks.world > 1) as stop, watched(self._say, self._at):
                 if self._unmeasured:
                     self._measure_now(stop)
                 if self._device.type == "cuda" and self.step < config.steps:
@@ -174,6 +181,8 @@ class Trainer:
     def _train_step(self) -> None:
         """Several passes, one step of the optimizer."""
         config, count = self.config, None
+        self._step_begun = time.perf_counter()
+        self._heard = min(self._heard, self._step_begun)
         try:
             count = self._passes()
         except torch.OutOfMemoryError:
@@ -199,6 +208,7 @@ class Trainer:
         """Those of one step, forward and backward. Returns how many positions they had."""
         count: Tensor | None = None
         for turn in range(self.config.accumulate):
+            self._turn = turn
             losses = self._pass(turn)
             losses.total.backward()
             count = _plus(count, losses.count)
@@ -273,6 +283,19 @@ class Trainer:
                 f"step {self.step:,} of {config.steps:,}: loss {loss:.4f}, acceptance "
                 f"{' '.join(f'{c:.2f}' for c in chance)}, {tokens / max(elapsed, 1e-9):,.0f} tok/s, {_clock(left)} left"
             )
+        self._heard = time.perf_counter()
+
+    def _at(self) -> str:
+        """What it is at, where nothing was heard of it for a while; else "". Asked on another thread."""
+        now = time.perf_counter()
+        if now - max(self._heard, self._reminded) < _SILENCE_S:
+            return ""
+        self._reminded = now
+        config, passes = self.config, ""
+        if config.accumulate > 1:
+            passes = f"pass {self._turn + 1} of {config.accumulate}, "
+        number = min(self.step + 1, config.steps)
+        return f"step {number:,} of {config.steps:,}: {passes}{_clock(now - self._step_begun)} so far"
 
     def _is_due(self, every: int) -> bool:
         """Behind this step? 0: only behind the last one."""
@@ -291,6 +314,7 @@ class Trainer:
 
     def _measure_now(self, stop: Stop) -> None:
         """Measure the drafter of the last checkpoint, which is of this step."""
+        self._heard = math.inf  # it tells itself how far it is
         if self.ranks.leads and self._measure is not None:
             begun = time.perf_counter()
             own = [self._device] if self._device.type == "cuda" else []

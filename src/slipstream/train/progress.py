@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from slipstream.models.headers import weights_bytes
 from slipstream.models.paths import Progress
@@ -25,12 +26,16 @@ def under_way(say: Progress, what: str) -> Iterator[None]:
 
 @contextmanager
 def watched(say: Progress, tell: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
-    """Say every so often how far something is that says nothing itself. tell: in words; asked on another thread."""
+    """Say every so often how far something is that says nothing itself.
+
+    tell: in words, asked on another thread; "": there is nothing to say.
+    """
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(every_s):
-            say(tell())
+            if line := tell():
+                say(line)
 
     thread = threading.Thread(target=watch, name="slipstream-progress", daemon=True)
     thread.start()
@@ -46,13 +51,27 @@ def sized(model: Path) -> str:
     return f"{model.name} ({weights_bytes(model) / 1e9:.2f} GB)"
 
 
-class Clock:
-    """How far the writing of texts is, how fast, and how long it will take."""
+class Clock(AbstractContextManager["Clock"]):
+    """How far the writing of texts is, how fast, and how long it will take: said every so often while it is open.
 
-    def __init__(self, what: str, texts: int, say: Progress) -> None:
-        self._what, self._texts, self._say = what, texts, say
-        self._begun = self._said = time.perf_counter()
+    written: tokens of texts that have not ended yet. On a CPU all of the first ones can be written for minutes before
+    one of them ends.
+    """
+
+    def __init__(self, what: str, texts: int, say: Progress, written: Callable[[], int] = lambda: 0) -> None:
+        self._what, self._texts, self._say, self._written = what, texts, say, written
+        self._begun = time.perf_counter()
         self._done = self._tokens = 0
+        self._open = ExitStack()
+
+    def __enter__(self) -> Clock:
+        self._open.enter_context(watched(self._say, self.told))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
 
     @property
     def seconds(self) -> float:
@@ -66,11 +85,13 @@ class Clock:
         """One more is written, of so many tokens."""
         self._done += 1
         self._tokens += tokens
-        now = time.perf_counter()
-        if now - self._said >= _EVERY_S or self._done == self._texts:
-            self._said = now
-            left = self.seconds / self._done * (self._texts - self._done)
-            self._say(
-                f"{self._what}: {self._done:,} of {self._texts:,}, {self._tokens:,} tokens, {self.rate:,.0f} tok/s, "
-                f"{left:.0f} s left"
-            )
+        if self._done == self._texts:
+            self._say(self.told())
+
+    def told(self) -> str:
+        done, seconds, tokens = self._done, self.seconds, self._tokens + self._written()
+        line = f"{self._what}: {done:,} of {self._texts:,}"
+        if not tokens:
+            return f"{line}, reading what they follow"
+        left = f", {seconds / done * (self._texts - done):.0f} s left" if done else ""
+        return f"{line}, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tok/s{left}"

@@ -135,10 +135,11 @@ def self_prompts(
         numbers = range(asked, asked + int(missing * _MORE) + 1)
         asked = numbers.stop
         asks = ((n, Ask(opened[n % len(opened)].ids, seed_of(seed, "user turn", n), 1.0, max_tokens)) for n in numbers)
-        clock, written = Clock("prompts", len(numbers), say), {}
-        for answer in bulk.write(asks, stops):
-            written[answer.number] = answer
-            clock.tick(len(answer.tokens))
+        written = {}
+        with Clock("prompts", len(numbers), say, lambda: bulk.unended) as clock:
+            for answer in bulk.write(asks, stops):
+                written[answer.number] = answer
+                clock.tick(len(answer.tokens))
         for number in numbers:  # in their order, so that the same are kept whoever ended first
             tokens = written[number].tokens.tolist()
             ended = bool(tokens) and tokens[-1] in stops and not written[number].broken
