@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import logging
 import os
+import sys
 import threading
 from typing import Any
 
@@ -61,3 +64,12 @@ def gives_what_cannot_be_sent(llm: LLM) -> Any:
 
 def process_id(llm: LLM) -> int:
     return os.getpid()
+
+
+def logs(llm: LLM, text: str) -> None:
+    logging.getLogger("slipstream.inside").warning(text)
+
+
+def turns(llm: LLM) -> tuple[float, bool]:
+    """How long threads wait for each other, and whether Python leaves old objects alone."""
+    return sys.getswitchinterval(), gc.get_freeze_count() > 0

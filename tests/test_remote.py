@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import pickle
 import re
@@ -311,6 +312,18 @@ def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
         process.call(inside.raises, FileNotFoundError("no such file"))
     with pytest.raises(RequestError, match="pickle"):
         process.call(inside.gives_what_cannot_be_sent)
+
+
+def test_what_the_process_logs_is_in_our_log(process: EngineProcess, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "slipstream")
+    process.call(inside.logs, "50% of %s")
+    assert ("slipstream.inside", logging.WARNING, "50% of %s") in caplog.record_tuples
+
+
+def test_threads_of_the_process_take_quick_turns(process: EngineProcess) -> None:
+    interval, frozen = process.call(inside.turns)
+    assert interval == pytest.approx(0.0001)
+    assert frozen
 
 
 def test_silence_is_a_sign_of_trouble(process: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:

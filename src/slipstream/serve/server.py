@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import socket
-import sys
 import time
 from types import FrameType
 
 import uvicorn
 
 from slipstream.core.errors import ConfigError, EngineDied
+from slipstream.core.responsive import responsive
 from slipstream.engine.host import EngineHost
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import log
 from slipstream.serve.protocol import HttpProtocol
 
-_SWITCH_S = 0.0001
-"""How long the event loop's thread may compute while the engine's waits for the interpreter; Python's own, 5 ms,
-would be a whole round."""
 _BACKLOG = 2048
 _PARTING_S = 2.0
 """What clients have to read the end of their answers when the server ends; who reads nothing is not waited for."""
@@ -54,16 +50,8 @@ class HttpServer(uvicorn.Server):
 
     def serve_forever(self) -> None:
         """Until SIGTERM or SIGINT; then what runs has time to end. Raises `EngineDied` where the engine ended first."""
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, _SWITCH_S))
-        gc.collect()
-        gc.freeze()  # a large body has Python look for garbage: not among all that torch and the model have brought
-        try:
+        with self.socket, responsive():
             self.run(sockets=[self.socket])
-        finally:
-            gc.unfreeze()
-            sys.setswitchinterval(before)
-            self.socket.close()
         if self._died:
             raise EngineDied(self._died)
 

@@ -5,7 +5,6 @@ The main thread reads, from the beginning: a parent that ends while the model is
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -23,6 +22,7 @@ import torch
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import EngineDied, SlipstreamError
 from slipstream.core.outputs import RequestOutput
+from slipstream.core.responsive import responsive
 from slipstream.engine.llm import LLM
 from slipstream.engine.loop import Pulse
 from slipstream.engine.remote.channel import CUT_OFF, Channel
@@ -53,8 +53,6 @@ IDLE_S = 1.0
 """… and at least, so that the parent knows that this process is not stuck."""
 _AT_ONCE = 32
 """Calls and forms that are being compiled (`serve/service.py` has as many threads that wait for them)."""
-_SWITCH_S = 0.0001
-"""How long the engine's thread may compute while one that takes in a request waits for the interpreter."""
 _PATIENCE_S = 10.0
 """Most seconds that the end waits for a round in flight."""
 
@@ -118,12 +116,10 @@ class Child:
                 return
             self._llm = llm
             llm.tell_after_turns(self._outbox.flush)
-            sys.setswitchinterval(_SWITCH_S)
-            gc.collect()
-            gc.freeze()  # a crowd has Python look for garbage: not among all that torch and the model have brought
-            beat = self._look()
-            self._channel.send(Ready(llm.model_path, llm.loaded, llm.max_num_seqs, llm.speculates, beat))
-            self._keep_telling(beat)
+            with responsive():
+                beat = self._look()
+                self._channel.send(Ready(llm.model_path, llm.loaded, llm.max_num_seqs, llm.speculates, beat))
+                self._keep_telling(beat)
 
     def _keep_telling(self, told: Beat) -> None:
         """How the engine is doing, until the end."""

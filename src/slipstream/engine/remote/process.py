@@ -194,18 +194,22 @@ class EngineProcess:
         """Wait for it."""
         while True:
             try:
-                message = self._channel.receive()
+                message = self._next()
             except CUT_OFF:
                 raise EngineDied(f"{self._how_it_ended()} while it opened the model") from None
             match message:
                 case Progress(text):
                     say(text)
-                case Logged(name, level, text):
-                    logging.getLogger(name).log(level, "%s", text)
                 case Failed(error):
                     raise error
                 case Ready() as ready:
                     return ready
+
+    def _next(self) -> object:
+        """The next message that is not only for the log."""
+        while isinstance(message := self._channel.receive(), Logged):
+            logging.getLogger(message.name).log(message.level, "%s", message.text)
+        return message
 
     def _asked(self, number: int, message: object) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -226,7 +230,7 @@ class EngineProcess:
         try:
             with suppress(*CUT_OFF):
                 while True:
-                    self._hear(self._channel.receive())
+                    self._hear(self._next())
         finally:
             self._leave_nobody_waiting(RequestError(_CLOSED) if self._closing else EngineDied(self._how_it_ended()))
 
@@ -257,8 +261,6 @@ class EngineProcess:
             case Returned(number, value, error):
                 if (answer := self._waiting.pop(number, None)) is not None:
                     answer.set_result(value) if error is None else answer.set_exception(error)
-            case Logged(name, level, text):
-                logging.getLogger(name).log(level, "%s", text)
 
     def _note(self, beat: Beat) -> None:
         self._beat, self._heard_at = beat, time.perf_counter()
