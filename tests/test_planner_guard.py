@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from slipstream.plan.gains import Gains, Turn, Waited
 from slipstream.plan.traits import Traits
 
@@ -59,3 +61,24 @@ def test_a_round_that_waits_in_vain_is_no_measure_for_others() -> None:
         gains.next_round(4)
         gains.observe([Turn(f"r{i}", 2, 1, ("head",)) for i in range(4)], 1.3, 1.2)
     assert not gains.drafts("r0", ("head",))
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("brought", [1, 3])
+def test_no_gain_is_told_beyond_what_rounds_brought(seconds: float, brought: int) -> None:
+    """Plain rounds were timed while the machine was busy: those with guesses seem to be shorter, as none can be."""
+    gains = guard(2)
+    for _ in range(20):
+        gains.next_round(2)
+        gains.observe([Turn(f"r{i}", 4, brought, ("d",)) for i in range(2)], seconds, 1.2)
+    assert gains.of("r0").measured == pytest.approx(brought)
+    assert [gain.measured for gain in gains.kinds().values()] == [pytest.approx(brought)]
+
+
+def test_a_short_round_still_makes_up_for_a_long_one() -> None:
+    """Noise is both ways: what is told is bounded, what is summed up is not."""
+    gains = guard(1)
+    for seconds in (0.8, 1.6):
+        gains.next_round()
+        gains.observe([Turn("r0", 4, 2, ("d",))], seconds, 1.2)
+    assert gains.of("r0").measured == pytest.approx(4 / 2.4)
