@@ -34,6 +34,7 @@ import curve_peers
 import curve_table
 from curve_work import SIZES
 from gpu_report import Report
+from gpu_tokens import spread
 
 from gpu import chosen, first_results
 from slipstream.core.errors import ConfigError
@@ -87,13 +88,15 @@ def add_models(made: argparse.ArgumentParser) -> None:
     made.add_argument("--json", type=Path, help="where the results go")
     made.add_argument("--add", action="store_true", help="keep what the JSON file has of other parts, of this machine")
     made.add_argument("--show", type=Path, help="print the tables of this JSON file, and measure nothing")
-    made.add_argument("--into", type=Path, help="with --show: a Markdown file with a place for the tables")
+    made.add_argument("--into", type=Path, help="a Markdown file with a place for the tables, which are put there")
     made.add_argument("--device", default="cuda", help="cpu: only to try the command, with tiny models")
     made.add_argument("--as-peer", help=argparse.SUPPRESS)
 
 
 def checked(options: argparse.Namespace) -> dict[str, Any]:
-    """The lists among the options."""
+    """The lists among the options. Prompts that cannot be read are refused here too, before anything is opened."""
+    if options.prompts:
+        spread(options.prompts)
     return {
         "parts": chosen("--parts", options.parts, PARTS),
         "modes": chosen("--modes", options.modes, MODES),

@@ -24,9 +24,6 @@ from slipstream.drafters.shipped import HEADS
 from slipstream.models.load import load_config
 from slipstream.models.resolve import resolve
 
-SHAPE = {"hidden": 4608, "layers": 32, "heads": 48, "kv_heads": 16, "inner": 12288}
-"""Of the large target: 13.8 GB in bf16."""
-
 
 @dataclass(frozen=True, slots=True)
 class Lists:
@@ -67,7 +64,7 @@ class Models:
         folder: Path = self.options.target
         if not (folder / "config.json").is_file():  # comes after the weights
             self.report.say(f"making {folder.name}")
-            widen.write(self.small, folder, SHAPE, self.dtype)
+            widen.write(self.small, folder, widen.SHAPE, self.dtype)
         return folder
 
     @cached_property

@@ -5,12 +5,13 @@ Nothing here knows an engine, and nothing is imported that a peer's process woul
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from gpu_tokens import questions
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FEWEST = 2
@@ -93,7 +94,7 @@ def timed(
 
 def first_turns(path: Path, limit: int | None = None) -> list[str]:
     """The first turn of every question, or of so many, spread over the file."""
-    turns = [json.loads(line)["turns"][0] for line in path.read_text().splitlines() if line.strip()]
+    turns: list[str] = [question["turns"][0] for question in questions(path)]
     if limit is None or limit >= len(turns):
         return turns
     return [turns[i * len(turns) // limit] for i in range(limit)]

@@ -38,14 +38,14 @@ Seconds = Callable[[], float]
 def spread(path: Path) -> list[str]:
     """The same 14 first turns for every engine."""
     groups: dict[str, list[str]] = {}
-    for row in _rows(path):
+    for row in questions(path):
         group = "multi_turn" if row["category"] in MULTI_TURN else row["category"]
         groups.setdefault(group, []).append(row["turns"][0])
     picked = {name: rows[::20][:4] if name == "multi_turn" else rows[3::27][:2] for name, rows in groups.items()}
     return [prompt for rows in picked.values() for prompt in rows]
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def questions(path: Path) -> Iterator[dict[str, Any]]:
     """The questions of a Spec-Bench file. Raises `ConfigError` where it is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -76,7 +76,7 @@ def encode(tokenizer: Any, prompt: str, longest: int = LONGEST_PROMPT) -> list[i
 def stream_of(tokenizer: Any, path: Path, wanted: int) -> list[int]:
     """The turns of the file one after another as token ids, at least so many where the file has them."""
     ids: list[int] = []
-    for row in _rows(path):
+    for row in questions(path):
         for turn in row["turns"]:
             ids += tokenizer.encode(turn, add_special_tokens=False)
         if len(ids) >= wanted:

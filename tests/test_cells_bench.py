@@ -25,9 +25,9 @@ from gpu_bench import (
     cells_table,
     cells_trials,
     cells_work,
-    curve_run,
     install_vllm,
     measure_here,
+    widen,
     write_heads,
 )
 from slipstream.core.errors import ConfigError, InvalidRequest
@@ -122,7 +122,7 @@ def test_the_whole_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A widened target in queued rounds, as on a GPU."""
-    monkeypatch.setattr(curve_run, "SHAPE", WIDE)
+    monkeypatch.setattr(widen, "SHAPE", WIDE)
     result = tmp_path / "found.json"
     words = f"--small {tiny_target} --target {tmp_path / 'big'} --work {tmp_path / 'work'} --heads {small_heads} "
     words += f"--prompts {prompts_file} --max-tokens 12 --at-once 1,3 --temperatures 0,1 --seconds 0.01 --repeats 2 "

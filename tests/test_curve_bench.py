@@ -23,6 +23,7 @@ from gpu_bench import (
     curve_work,
     install_vllm,
     measure_here,
+    widen,
     write_heads,
     write_prompts,
 )
@@ -95,7 +96,7 @@ def test_the_whole_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(curve_run, "SHAPE", WIDE)
+    monkeypatch.setattr(widen, "SHAPE", WIDE)
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- curve: begin -->\nold\n<!-- curve: end -->\nafter\n")
     result = tmp_path / "found.json"
@@ -170,7 +171,7 @@ def check_peers(found: dict[str, Any], fake: type[FakeVllm], folder: Path, small
 def test_a_second_call_adds_and_makes_nothing_anew(
     tiny_target: Path, small_heads: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(curve_run, "SHAPE", WIDE)
+    monkeypatch.setattr(widen, "SHAPE", WIDE)
     only = tmp_path / "heads"
     shutil.copytree(small_heads / "medusa", only / "medusa")
     monkeypatch.setattr("sys.argv", ["bench/curve.py"])
@@ -346,6 +347,7 @@ def test_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--parts", "curve,tree"], "'tree' is unknown"),
         (["--sizes", "0"], "--sizes='0'"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: cannot be read"),
         ([], "--target, --work and --prompts are needed"),
     ):
         with pytest.raises(SystemExit):
