@@ -24,6 +24,8 @@ LONGEST = CONTEXT // 2
 WARM_TOKENS = 32
 WITHIN = 0.05
 """How far acceptance there may be from acceptance here."""
+MOST_AT_ONCE = 32
+"""Requests of an acceptance run: with all 480 asked at once vLLM 0.26 ended in its attention (scheduler_metadata)."""
 _PREFIX = "vllm:spec_decode_"
 
 
@@ -79,8 +81,10 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
         turns = first_turns(Path(task.prompts), task.limit)
         prompts = [encode(tokenizer, text, context - task.max_tokens - 1) for text in turns]
         before, begin = Counts.of(llm), time.perf_counter()
-        answers = asking(prompts, 0.0, task.max_tokens)(range(len(prompts)))
-        found["acceptance"] = acceptance(Counts.of(llm).since(before), sum(map(len, answers)), len(prompts))
+        ask, tokens = asking(prompts, 0.0, task.max_tokens), 0
+        for at in range(0, len(prompts), MOST_AT_ONCE):
+            tokens += sum(map(len, ask(range(at, min(at + MOST_AT_ONCE, len(prompts))))))
+        found["acceptance"] = acceptance(Counts.of(llm).since(before), tokens, len(prompts))
         found["acceptance"]["seconds"] = round(time.perf_counter() - begin, 2)
         tell(found)
         return
