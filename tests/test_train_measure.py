@@ -71,13 +71,13 @@ def test_texts_that_none_of_has_ended_are_spoken_of(monkeypatch: pytest.MonkeyPa
         lines.append(line)
         for name, form in (
             ("reading", r"answers: 0 of 2, reading what they follow"),
-            ("begun", r"answers: 0 of 2, 30 tokens, [\d,]+ tok/s"),
-            ("one", r"answers: 1 of 2, 25 tokens, [\d,]+ tok/s, \d+ s left"),
+            ("begun", r"answers: 0 of 2, 30 tokens, [\d,]+ tok/s, at most \d+ s left"),
+            ("one", r"answers: 1 of 2, 25 tokens, [\d,]+ tok/s, at most \d+ s left"),
         ):
             if re.fullmatch(form, line):
                 said[name].set()
 
-    with Clock("answers", 2, say, lambda: written) as clock:
+    with Clock("answers", 2, 20, say, lambda: written) as clock:
         assert said["reading"].wait(30), lines
         written = 30
         assert said["begun"].wait(30), lines
@@ -91,3 +91,18 @@ def test_texts_that_none_of_has_ended_are_spoken_of(monkeypatch: pytest.MonkeyPa
     told = len(lines)
     time.sleep(0.01)
     assert len(lines) == told, "nobody watches any more"
+
+
+def test_what_is_left_is_bounded_by_what_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four has ended after 9 s, and the others are as far as one can be: they do not take 27 s more."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    written = 0
+    clock = Clock("answers", 4, 100, print, lambda: written)
+    now, written = 1.0, 40
+    assert clock.told() == "answers: 0 of 4, 40 tokens, 40 tok/s, at most 9 s left"
+    clock.tick(90)
+    now, written = 9.0, 270
+    assert clock.told() == "answers: 1 of 4, 360 tokens, 40 tok/s, at most 1 s left"
+    written = 0
+    assert clock.told() == "answers: 1 of 4, 90 tokens, 10 tok/s, at most 27 s left", "not 30: by those who ended"

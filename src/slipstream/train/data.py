@@ -213,7 +213,8 @@ class _Maker:
         )
         mine = {number: ask for number, ask in wanted if number % ranks.world == ranks.rank and number not in known}
         writer = CorpusWriter(self._folder, self._vocab(), ranks.rank)
-        clock = Clock("answers", len(mine), self._say if ranks.leads else lambda _: None, lambda: bulk.unended)
+        say: Progress = self._say if ranks.leads else lambda _: None
+        clock = Clock("answers", len(mine), made_of["max_tokens"], say, lambda: bulk.unended)
         broken = 0
         try:
             with clock:

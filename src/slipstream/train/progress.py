@@ -54,12 +54,12 @@ def sized(model: Path) -> str:
 class Clock(AbstractContextManager["Clock"]):
     """How far the writing of texts is, how fast, and how long it will take: said every so often while it is open.
 
-    written: tokens of texts that have not ended yet. On a CPU all of the first ones can be written for minutes before
-    one of them ends.
+    longest: most tokens of a text. written: tokens of those that have not ended yet. On a CPU all of the first ones can
+    be written for minutes before one of them ends.
     """
 
-    def __init__(self, what: str, texts: int, say: Progress, written: Callable[[], int] = lambda: 0) -> None:
-        self._what, self._texts, self._say, self._written = what, texts, say, written
+    def __init__(self, what: str, texts: int, longest: int, say: Progress, written: Callable[[], int]) -> None:
+        self._what, self._texts, self._longest, self._say, self._written = what, texts, longest, say, written
         self._begun = time.perf_counter()
         self._done = self._tokens = 0
         self._open = ExitStack()
@@ -89,9 +89,12 @@ class Clock(AbstractContextManager["Clock"]):
             self._say(self.told())
 
     def told(self) -> str:
-        done, seconds, tokens = self._done, self.seconds, self._tokens + self._written()
+        done, written, seconds = self._done, self._written(), max(self.seconds, 1e-9)
+        tokens, missing = self._tokens + written, self._texts - done
         line = f"{self._what}: {done:,} of {self._texts:,}"
         if not tokens:
             return f"{line}, reading what they follow"
-        left = f", {seconds / done * (self._texts - done):.0f} s left" if done else ""
-        return f"{line}, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tok/s{left}"
+        left = max(0, missing * self._longest - written) * seconds / tokens  # at most: those who begin together end so
+        if done:
+            left = min(left, missing * seconds / done)
+        return f"{line}, {tokens:,} tokens, {tokens / seconds:,.0f} tok/s, at most {left:.0f} s left"

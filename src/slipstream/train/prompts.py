@@ -136,7 +136,7 @@ def self_prompts(
         asked = numbers.stop
         asks = ((n, Ask(opened[n % len(opened)].ids, seed_of(seed, "user turn", n), 1.0, max_tokens)) for n in numbers)
         written = {}
-        with Clock("prompts", len(numbers), say, lambda: bulk.unended) as clock:
+        with Clock("prompts", len(numbers), max_tokens, say, lambda: bulk.unended) as clock:
             for answer in bulk.write(asks, stops):
                 written[answer.number] = answer
                 clock.tick(len(answer.tokens))
