@@ -168,6 +168,34 @@ def test_who_sends_never_waits_and_nothing_is_mixed_up() -> None:
     one.close()
 
 
+def test_nothing_goes_out_behind_the_end() -> None:
+    """Though the channel is still open, and has room: half a message might be all that the thread lets through."""
+    ours, theirs = socket.socketpair()
+    one, other = Late(ours), Channel(theirs)
+    sender = Sender(one)
+    sender.put("before")
+    sender.finish()
+    sender.put("behind")
+    one.may_end.set()
+    assert other.receive() == "before"
+    with pytest.raises(EOFError):
+        other.receive()
+    one.close()
+    other.close()
+
+
+class Late(Channel):
+    """Ends when it may."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(end)
+        self.may_end = threading.Event()
+
+    def finish(self) -> None:
+        assert self.may_end.wait(60)
+        super().finish()
+
+
 class Clock:
     """A channel that takes `each` seconds of work for every line that is written to it."""
 
@@ -312,6 +340,21 @@ def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
         process.call(inside.raises, FileNotFoundError("no such file"))
     with pytest.raises(RequestError, match="pickle"):
         process.call(inside.gives_what_cannot_be_sent)
+
+
+def test_what_cannot_be_sent_leaves_nobody_waiting(process: EngineProcess) -> None:
+    async def main() -> None:
+        job = process.prepare("a")
+        job.request = threading.Lock()  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="pickle"):
+            process.start(job)
+
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        process.call(lambda llm: llm)
+    asyncio.run(main())
+    assert not process._waiting
+    assert not process._streams
+    assert process.call(inside.process_id) == process._process.pid
 
 
 def test_what_the_process_logs_is_in_our_log(process: EngineProcess, caplog: pytest.LogCaptureFixture) -> None:

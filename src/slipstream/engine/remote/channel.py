@@ -77,7 +77,11 @@ class Sender:
         self._thread.start()
 
     def put(self, message: Any) -> None:
-        written = pickled(message)
+        """Raises what pickle does."""
+        self.write(pickled(message))
+
+    def write(self, written: bytes) -> None:
+        """The same, for a message that is pickled already."""
         with self._lock, suppress(OSError):  # whoever reads from the channel finds out as well, and says so
             if not self._behind:
                 written = written[self._channel.write_now(written) :]
@@ -87,7 +91,9 @@ class Sender:
 
     def finish(self) -> None:
         """Send what is waiting, and nothing after it."""
-        self._waiting.put(None)
+        with self._lock:
+            self._behind += 1  # for good: what comes from now on goes behind the end
+            self._waiting.put(None)
 
     def _run(self) -> None:
         with suppress(OSError):

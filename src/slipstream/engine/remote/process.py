@@ -28,7 +28,7 @@ from slipstream.core.errors import EngineDied, InvalidRequest, RequestError
 from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
 from slipstream.engine.loop import Pulse
-from slipstream.engine.remote.channel import CUT_OFF, Sender
+from slipstream.engine.remote.channel import CUT_OFF, Sender, pickled
 from slipstream.engine.remote.messages import (
     Beat,
     Call,
@@ -137,6 +137,8 @@ class EngineProcess:
 
     def start(self, *jobs: RemoteJob) -> OutputStream:
         numbers = [job.number for job in jobs]
+        message = Start(tuple((job.number, None if job.compiled else job.request) for job in jobs))
+        written = pickled(message)  # what cannot be is refused before anybody is waited for
         deliveries = self._listeners.to(asyncio.get_running_loop())
         stream = OutputStream(deliveries, partial(self._drop, numbers), len(numbers))
         with self._lock:
@@ -144,7 +146,7 @@ class EngineProcess:
                 raise self._ended
             for job in jobs:
                 self._streams[job.number] = stream, job.request
-        self._sender.put(Start(tuple((job.number, None if job.compiled else job.request) for job in jobs)))
+        self._sender.write(written)
         return stream
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -212,12 +214,12 @@ class EngineProcess:
         return message
 
     def _asked(self, number: int, message: object) -> Future[Any]:
-        answer: Future[Any] = Future()
+        written, answer = pickled(message), Future[Any]()
         with self._lock:
             if self._ended is not None:
                 raise self._ended
             self._waiting[number] = answer
-        self._sender.put(message)
+        self._sender.write(written)
         return answer
 
     def _drop(self, numbers: Sequence[int]) -> None:
