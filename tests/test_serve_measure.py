@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from conftest import save_model, tiny_llama
 from serving import WAYS, serving
 from slipstream import LLM
+from slipstream.serve import measure as module
 from slipstream.serve.measure import FEWEST, FIRST_TOKENS, WARM_UP, Http, measure
 from slipstream.serve.unserved import Asked, Library
 
@@ -66,7 +69,22 @@ def test_answers_of_a_steady_run_have_many_lengths() -> None:
     assert len(lengths) == 4 * 32
     assert asked.steady_tokens == sum(lengths) == pytest.approx(256 * len(lengths), rel=0.05)
     assert len(set(lengths)) > 100
-    assert (min(lengths), max(lengths)) >= (128, 350)
+    assert 128 <= min(lengths) <= 140
+    assert 350 <= max(lengths) <= 384
+
+
+@pytest.mark.parametrize("each", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 5, 256])
+def test_no_place_is_empty_before_the_others(each: int, tokens: int) -> None:
+    """Or most of a run that is called one of 32 at a time would be one of fewer, of which HTTP takes less."""
+    asked = Asked(32, tokens, 1, each=each)
+    places = [[length for _, length in asked.steady(place)] for place in range(32)]
+    assert len({sum(lengths) for lengths in places}) == 1
+    assert min(map(min, places)) >= 1
+    assert len({prompt for place in range(32) for prompt, _ in asked.steady(place)}) == 32 * each
+    if tokens == 256 and each > 1:
+        ends = [sum(lengths[:done]) for lengths in places for done in range(1, each)]
+        assert len(set(ends)) > 0.9 * len(ends), "and until then they do not end together"
 
 
 def test_both_ways_on_a_real_server(open_llm: Callable[..., LLM]) -> None:
@@ -95,6 +113,36 @@ def test_answers_longer_than_the_readers_window(tmp_path: Path) -> None:
             assert http.all() > 0
         finally:
             http.close()
+
+
+def test_each_answer_of_a_place_has_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a limit that counts answers instead of seconds: a steady run is several times as long as a burst."""
+    given: list[float] = []
+
+    @asynccontextmanager
+    async def limit(seconds: float) -> AsyncIterator[None]:
+        given.append(seconds)
+        yield
+
+    event = b'data: {"choices":[{"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(4):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.partition(b"Content-Length: ")[2].split()[0]))
+            writer.write(answer)
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            connection = await asyncio.open_connection(*server.sockets[0].getsockname())
+            await module._ask_in_turn(connection, Asked(1, 8, 1).steady(0))
+            connection[1].close()
+
+    monkeypatch.setattr("slipstream.serve.measure.asyncio.timeout", limit)
+    asyncio.run(main())
+    assert given == [module._ANSWER_S] * 4
 
 
 @pytest.mark.parametrize("engine", WAYS)

@@ -8,8 +8,8 @@ is not the server's. The client has a process of its own, as clients do. The las
 server is held to: at most a twentieth of the throughput, and 2 ms before a first token.
 
     throughput   so many requests at a time, each followed by another in its place; answers of several lengths
-    burst        so many that all come at once, to a server that has nothing to do, and end at once: most of what is
-                 lost is that a server reads them one after the other
+    burst        so many that all come at once, to a server that has nothing to do, and end at once: it reads them one
+                 after the other, where the library has them all
     first_token  of one request alone
 """
 
@@ -39,7 +39,7 @@ LOST_BAR = 0.05
 FIRST_TOKEN_BAR_MS = 2.0
 _ALL, _STEADY = "all", "steady"
 _ANSWER_S = 120.0
-"""What the client gives the server for one line of work; then something is broken, and it says so."""
+"""What the client gives the server for one answer; then something is broken, and it says so."""
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _END = b"0\r\n\r\n"
 _TAIL = 1024  # bytes of a stream that its end is looked for in
@@ -165,13 +165,12 @@ async def serve_pairs(url: str, asked: Asked) -> None:
     connections = [await asyncio.open_connection(host, int(port)) for _ in range(asked.requests)]
     loop = asyncio.get_running_loop()
     while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
-        async with asyncio.timeout(_ANSWER_S):
-            if line == _ALL:
-                took = await _timed(_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections))
-            elif line == _STEADY:
-                took = await _timed(_ask_in_turn(c, asked.steady(i)) for i, c in enumerate(connections))
-            else:
-                took = await _ask(connections[0], asked.prompt(int(line)), 2)
+        if line == _ALL:
+            took = await _timed(_ask(c, asked.prompt(i), asked.max_tokens) for i, c in enumerate(connections))
+        elif line == _STEADY:
+            took = await _timed(_ask_in_turn(c, asked.steady(i)) for i, c in enumerate(connections))
+        else:
+            took = await _ask(connections[0], asked.prompt(int(line)), 2)
         print(took, flush=True)
 
 
@@ -188,7 +187,11 @@ async def _ask_in_turn(connection: Connection, asked: Sequence[tuple[str, int]])
 
 async def _ask(connection: Connection, prompt: str, tokens: int) -> float:
     """A streamed answer, read to its end; seconds to its first event."""
-    reader, writer = connection
+    async with asyncio.timeout(_ANSWER_S):
+        return await _answered(*connection, prompt, tokens)
+
+
+async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, prompt: str, tokens: int) -> float:
     fields = {"model": "measured", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     body = json.dumps({**fields, "ignore_eos": True, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -34,10 +34,15 @@ class Asked:
         return f"Write {index + 3} sentences about the number {index}."
 
     def steady(self, place: int) -> list[tuple[str, int]]:
-        """What is asked in one place: prompts, and how many tokens their answers have, around `max_tokens`."""
-        least, span = -(-self.max_tokens // 2), self.max_tokens + 1
-        numbers = [place * self.each + turn for turn in range(self.each)]
-        return [(self.prompt(number), least + number * 7919 % span) for number in numbers]
+        """What is asked in one place: prompts, and how many tokens their answers have, around `max_tokens`.
+
+        Every place has as many tokens in all, by short answers for long ones: none stands empty before the others do.
+        """
+        least, half = -(-self.max_tokens // 2), self.each // 2
+        first = [least + (place * half + turn) * 7919 % (self.max_tokens + 1) for turn in range(half)]
+        others = [2 * least + self.max_tokens - tokens for tokens in first]
+        lengths = [*first, *[self.max_tokens] * (self.each % 2), *others]
+        return [(self.prompt(place * self.each + turn), tokens) for turn, tokens in enumerate(lengths)]
 
     @property
     def steady_tokens(self) -> int:
