@@ -91,3 +91,29 @@ def test_the_chance_that_keyed_draws_meet() -> None:
     for token in p.topk(4).indices.tolist():
         seen = (ours[theirs == token] == token).float().mean()
         torch.testing.assert_close(seen, chances[token], atol=0.01, rtol=0)
+
+
+def test_keyed_draws_without_the_text_are_refused() -> None:
+    """Not held to some token that nobody said."""
+    aim = Aim(lambda x: x, VOCAB, keyed=1.0)
+    states = torch.randn(ROWS, VOCAB)
+    weights = torch.ones(1, ROWS)
+    with pytest.raises(ValueError, match="keyed=1.0 needs the text's tokens"):
+        soft_loss(states[None], torch.eye(VOCAB), states, weights, weights > 0, aim)
+
+
+@pytest.mark.parametrize("gap", [29.0, 31.0, 200.0])
+def test_a_guess_that_is_far_off_is_still_pulled_back(gap: float) -> None:
+    """Squares of its odds would overflow. The text's token goes up, the favoured rival down, all in finite numbers."""
+    seen = torch.zeros(1, VOCAB)
+    guess = torch.zeros(1, 1, VOCAB)
+    guess[0, 0, 4] = gap
+    guess.requires_grad_()
+    aim = Aim(lambda x: x, VOCAB, keyed=50.0)
+    weights = torch.ones(1, 1)
+    found = soft_loss(guess, torch.eye(VOCAB), seen, weights, weights > 0, aim, torch.tensor([3]))
+    found.total.backward()
+    assert found.total.isfinite()
+    assert guess.grad is not None
+    assert guess.grad.isfinite().all()
+    assert guess.grad[0, 0, 3] < 0 < guess.grad[0, 0, 4]

@@ -148,6 +148,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint, unless the weights are broken. The others wait for it."""
+        heard, self._heard = self._heard, math.inf
         if self.ranks.leads:
             self._check_finite()
             noise = [torch.get_rng_state()]
@@ -167,6 +168,7 @@ class Trainer:
             if self._on_checkpoint is not None:
                 self._on_checkpoint(self)
         self.ranks.wait()
+        self._heard = heard
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

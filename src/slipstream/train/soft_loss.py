@@ -54,6 +54,8 @@ def soft_loss(
 ) -> SoftLoss:
     """Kullback-Leibler divergence of the guesses from the target. What the guesses cannot name, they need not."""
     if said is None:
+        if aim.keyed:
+            raise ValueError(f"keyed={aim.keyed} needs the text's tokens: give `said`")
         said = torch.zeros_like(states[:, 0], dtype=torch.int64)
     return SoftLoss(*_Soft.apply(hidden, lm_head, states, weights, counted, aim, said))  # type: ignore[no-untyped-call]
 
