@@ -41,6 +41,7 @@ def test_judging(names: int, wish: Wish, dtype: torch.dtype) -> None:
     wanted = Wanted(seen[:, ids], seen.logsumexp(1), best[seen.argmax(1)], said)
     wanted.best[1] = -1  # its best token cannot be named
     guesses = (2 * torch.randn(STEPS * ROWS, names, generator=torch.Generator().manual_seed(1))).to(DEVICE, dtype)
+    guesses[3, 5] = 60.0  # so sure of another token that its odds are cut
     weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0], device=DEVICE)
     mine, theirs = guesses.clone(), guesses.clone()
     found = _launch_judge(mine, wanted, weight, wish, block=64)
