@@ -98,7 +98,7 @@ def test_keyed_draws_without_the_text_are_refused() -> None:
     aim = Aim(lambda x: x, VOCAB, keyed=1.0)
     states = torch.randn(ROWS, VOCAB)
     weights = torch.ones(1, ROWS)
-    with pytest.raises(ValueError, match="keyed=1.0 needs the text's tokens"):
+    with pytest.raises(ValueError, match=r"keyed=1\.0 needs the text's tokens"):
         soft_loss(states[None], torch.eye(VOCAB), states, weights, weights > 0, aim)
 
 

@@ -25,7 +25,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CapacityError, ConfigError, NumericError
 from slipstream.train import loop, states
 from slipstream.train.batch import Batch
-from slipstream.train.checkpoint import load_checkpoint
+from slipstream.train.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.loop import Trainer, learning_rate
 from slipstream.train.measure import Measure, Measured
@@ -118,7 +118,7 @@ def test_a_step_that_takes_long_says_so_and_a_measurement_speaks_for_itself(
     monkeypatch.setattr(loop, "_SILENCE_S", 0.0)
     monkeypatch.setattr(loop, "watched", partial(watched, every_s=0.001))
     lines: list[str] = []
-    reminded, look, save, measured = threading.Event(), Trainer._pass, loop.save_checkpoint, Measure.__call__
+    reminded, look, save, measured = threading.Event(), Trainer._pass, save_checkpoint, Measure.__call__
     trainers: list[Trainer] = []
     meanwhile: list[str] = []
 
