@@ -329,6 +329,26 @@ def test_a_form_that_nobody_starts_is_forgotten(process: EngineProcess) -> None:
     assert process.call(inside.kept) == (0, 0)
 
 
+def test_a_form_is_forgotten_before_anything_else_is_asked(
+    process: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a beat comes in between or not."""
+    monkeypatch.setattr(process, "_note", lambda beat: None)
+    job = process.prepare("a", SamplingParams(structured_outputs=FORM))
+    del job
+    assert process.call(inside.kept) == (0, 0)
+
+
+def test_a_form_is_forgotten_where_nothing_is_asked(process: EngineProcess) -> None:
+    """With the next beat, of which there is one a second at least."""
+    job = process.prepare("a", SamplingParams(structured_outputs=FORM))
+    del job
+    until = time.monotonic() + 60
+    while process._forgotten and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not process._forgotten
+
+
 def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
     assert process.call(inside.process_id) == process._process.pid
     with pytest.raises(QueueFull) as full:

@@ -215,12 +215,19 @@ class EngineProcess:
 
     def _asked(self, number: int, message: object) -> Future[Any]:
         written, answer = pickled(message), Future[Any]()
+        self._forget()
         with self._lock:
             if self._ended is not None:
                 raise self._ended
             self._waiting[number] = answer
         self._sender.write(written)
         return answer
+
+    def _forget(self) -> None:
+        """On any thread: before something is asked, and with every beat."""
+        with suppress(IndexError):
+            while True:
+                self._sender.put(Forget(self._forgotten.popleft()))
 
     def _drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -266,8 +273,7 @@ class EngineProcess:
 
     def _note(self, beat: Beat) -> None:
         self._beat, self._heard_at = beat, time.perf_counter()
-        while self._forgotten:
-            self._sender.put(Forget(self._forgotten.popleft()))
+        self._forget()
 
     def _deliver(self, line: Line) -> None:
         number, news, finished, cached = line
