@@ -34,7 +34,7 @@ from cells_work import AT_ONCE, TEMPERATURES, by_task, cells
 from curve_table import filled
 from gpu_report import Report
 
-from gpu import chosen, first_results
+from gpu import chosen, first_results, sizes
 from slipstream.core.errors import ConfigError
 
 PARTS = ("cells", "adversaries", "switches", "peers")
@@ -90,13 +90,13 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
     options.auto = options.auto or ("auto+eagle+model" if options.target else "auto")
     known = list(by_task(options.prompts))
     tasks = chosen("--tasks", options.tasks, known) if options.tasks else tuple(known)
-    at_once = curve.sizes("--at-once", options.at_once) if options.at_once else LOADS[kind]
+    at_once = sizes("--at-once", options.at_once) if options.at_once else LOADS[kind]
     warmths = temperatures(options.temperatures) if options.temperatures else WARMTHS[kind]
     return {
         "parts": chosen("--parts", options.parts, PARTS),
         "settings": chosen("--settings", options.settings or USUAL[kind], SETTINGS),
         "cells": tuple(cells(tasks, at_once, warmths, options.cells)),
-        "trials": curve.sizes("--trials", options.trials) if options.trials else (at_once[0], at_once[-1]),
+        "trials": sizes("--trials", options.trials) if options.trials else (at_once[0], at_once[-1]),
         "peers": chosen("--peers", options.peers, cells_peers.MODES),
     }
 

@@ -36,22 +36,11 @@ from curve_work import SIZES
 from gpu_report import Report
 from gpu_tokens import spread
 
-from gpu import chosen, first_results
+from gpu import chosen, first_results, sizes
 from slipstream.core.errors import ConfigError
 
 PARTS = ("curve", "alone", "fixed", "interchange", "peers")
 MODES = ("plain", "eagle3", "eagle3+suffix", "draft", "medusa", "ngram")
-
-
-def sizes(key: str, text: str) -> tuple[int, ...]:
-    """Numbers by commas."""
-    try:
-        found = tuple(sorted({int(part) for part in text.split(",") if part}))
-    except ValueError:
-        found = (0,)
-    if any(size < 1 for size in found):
-        raise ConfigError(f"{key}={text!r}: must be numbers from 1 on by commas, such as 1,8,32")
-    return found
 
 
 def parser() -> argparse.ArgumentParser:

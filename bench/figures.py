@@ -88,16 +88,26 @@ def _served(large: bool) -> Callable[[Asked], Sequence[str]]:
     return command
 
 
-def _parts_of_passes(asked: Asked) -> Sequence[str]:
-    kept = ["--json", str(asked.out / "gpu.json"), "--add"]
-    models = ["--target", str(asked.target), "--draft", "default", "--small", "default"]
-    return [str(HERE / "gpu.py"), *models, "--prompts", str(asked.prompts), "--parts", "tree,heads,kernels", *kept]
+def _passes(parts: str, *flags: str) -> Callable[[Asked], Sequence[str]]:
+    def command(asked: Asked) -> Sequence[str]:
+        kept = ["--json", str(asked.out / "gpu.json"), "--add"]
+        models = ["--target", str(asked.target), "--draft", "default", "--small", "default"]
+        return [str(HERE / "gpu.py"), *models, "--prompts", str(asked.prompts), "--parts", parts, *kept, *flags]
+
+    return command
+
+
+def _tiles(asked: Asked) -> Sequence[str]:
+    kept = ["--json", str(asked.out / "tiles.json"), "--add", "--budget", "60"]
+    return [str(HERE / "tiles.py"), "--target", str(asked.target), *kept]
 
 
 _LARGER = ("--sizes", "2,4,8,16,32", "--sampled-sizes", "", "--repeats", "1")
 _OURS = "plain,eagle3,eagle3+suffix,draft"
 PARTS = (
-    Part("passes", 60, "what a pass and a draft take, kernel by kernel", _parts_of_passes),
+    Part("passes", 60, "what a pass and a draft take, kernel by kernel", _passes("tree,heads,kernels")),
+    Part("crowds", 60, "the same with 16 and 64 requests", _passes("kernels", "--requests", "16,64")),
+    Part("tiles", 80, "which tiles are fastest for 72 rows and more", _tiles),
     Part("curve", 330, "one request, every mode, T=0 and 1", _wide("curve", "--parts", "curve", "--sizes", "1")),
     Part("serve", 60, "what HTTP costs, default model", _served(False)),
     Part("serve-large", 60, "what HTTP costs, large model", _served(True)),

@@ -12,7 +12,8 @@
     long       the plain step at 8,000 and 32,000 tokens of context, of a random model of the target's shape
     heads      the draft of an EAGLE-3 head, and its bytes
     sampling   the step with the choice of its token, of that model
-    kernels    where the time of a plain step, of trees and of a head's draft goes, kernel by kernel, of that model
+    kernels    where the time of a plain step, of trees and of a head's draft goes, kernel by kernel, of that model;
+               with --requests 16,64 that of so many requests at once, whose trees have 256 rows together
     prefill    reading a prompt of 8,000 tokens; the first token after 1,024
     idle       how much of the time the device waits, in every mode
     peers      `tokens` and `prefill` by vLLM, each mode in a process of its own, after ours; vLLM must be on the path
@@ -54,6 +55,17 @@ def chosen(key: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in known if name in names)
 
 
+def sizes(key: str, text: str) -> tuple[int, ...]:
+    """Numbers by commas."""
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",") if part}))
+    except ValueError:
+        found = (0,)
+    if any(size < 1 for size in found):
+        raise ConfigError(f"{key}={text!r}: must be numbers from 1 on by commas, such as 1,8,32")
+    return found
+
+
 def run_ours(options: argparse.Namespace, parts: tuple[str, ...], report: Report) -> None:
     import gpu_ours  # brings torch and the engine, which a peer's process does not need
     import torch
@@ -66,6 +78,7 @@ def run_ours(options: argparse.Namespace, parts: tuple[str, ...], report: Report
         options.max_tokens,
         torch.device(options.device),
         parts,
+        sizes("--requests", options.requests),
     )
     gpu_ours.measure(plan, report)
 
@@ -89,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=Path, help="a Spec-Bench file (JSON lines)")
     made.add_argument("--parts", default=",".join(PARTS), help=f"by comma; all of them: {', '.join(PARTS)}")
     made.add_argument("--max-tokens", type=int, default=256)
+    made.add_argument("--requests", default="1", help="of `kernels`, by comma")
     made.add_argument("--peers", default="plain,ngram,draft", help=f"modes of vLLM: {', '.join(gpu_peers.MODES)}")
     made.add_argument("--peer-parts", default=",".join(gpu_peers.PARTS), help="what vLLM is asked for")
     made.add_argument("--peer-path", help="a folder with vLLM, where it is not installed")
@@ -153,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ("--peer-parts", options.peer_parts, gpu_peers.PARTS),
         ):
             chosen(key, text, known)
+        sizes("--requests", options.requests)
         spread(options.prompts)  # a file that cannot be read is refused before anything is opened
     except ConfigError as error:
         parser().error(str(error))

@@ -28,6 +28,8 @@ from slipstream.sampling.table import Features, SamplingTable
 
 DRAFT_VOCABULARY = 32_000
 DEPTH, WIDTH, NODES = 6, 8, 63
+OPENED_DEPTH = 10
+"""Levels that a head may guess where nothing is said of it (`EagleDrafter`)."""
 REQUESTS = (1, 8)
 
 
@@ -116,9 +118,19 @@ def _numel(size: Sequence[int]) -> int:
 
 
 def draft_work(
-    runner: Runner, head: EagleHead, requests: int, context: int, depth: int, width: int, nodes: int
+    runner: Runner,
+    head: EagleHead,
+    requests: int,
+    context: int,
+    depth: int,
+    width: int,
+    nodes: int,
+    deepest: int | None = None,
 ) -> Callable[[], object]:
-    """The work of one draft for so many requests, each with so many tokens in the cache."""
+    """The work of one draft for so many requests, each with so many tokens in the cache.
+
+    deepest: levels that the drafter may guess, where they are more than these; as many tokens are read again.
+    """
     device = runner.device
     reach = -(-(context + nodes + 1) // PAGE)
     state, lanes = lane_state(runner, requests, context, reach)
@@ -127,7 +139,7 @@ def draft_work(
     for slot in range(requests):
         table.add(slot, SamplingParams(temperature=0), seed=1)
     plane = torch.randn(pages * PAGE, head.taps.width(head.shape.target_hidden), device=device).to(runner.dtype)
-    drafter = EagleDrafter(head, depth=depth, width=width, nodes=nodes)
+    drafter = EagleDrafter(head, depth=max(depth, deepest or 0), width=width, nodes=nodes)
     drafter.attach(
         Services(
             pool=PagePool(pages, PAGE),

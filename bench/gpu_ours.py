@@ -41,6 +41,7 @@ class Plan:
     max_tokens: int
     device: torch.device
     parts: tuple[str, ...]
+    requests: tuple[int, ...] = (1,)  # of `kernels`
 
     def has(self, *names: str) -> bool:
         """Is one of these parts wanted?"""
@@ -120,7 +121,8 @@ def _random_model(plan: Plan, report: Report, clock: Clock) -> None:
             report.put(asdict(gpu_heads.head_part(runner, speed, clock, kept="fp8")), "heads_fp8")
     if plan.has("kernels") and plan.device.type == "cuda":
         with report.part("kernels"):
-            report.put(gpu_kernels.kernel_part(runner), "kernels")
+            found = gpu_kernels.kernel_part(runner, requests=plan.requests)
+            report.put(report.results.get("kernels", {}) | found, "kernels")
     if plan.has("sampling"):  # last: it changes the LM head
         with report.part("sampling"):
             report.put([asdict(step) for step in gpu_passes.sampling_part(runner, clock)], "sampling")

@@ -9,3 +9,4 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
 _NAMES = ("acceptance", "exact", "figures", "first_tokens", "kept", "replay", "ship", "simulated", "suffix_speed")
 acceptance, exact, figures, first_tokens, kept, replay, ship, simulated, suffix_speed = map(import_module, _NAMES)
+tiles, tiles_list, tiles_work = map(import_module, ("tiles", "tiles_list", "tiles_work"))

@@ -47,11 +47,11 @@ def narrow_product(name: str, rows: int) -> dict[str, Any]:
     types = {"x_ptr": "*bf16", "w_ptr": weight, "raw_ptr": weight, "scale_ptr": "*fp32", "out_ptr": out}
     constants = {
         "bias_ptr": None, "K": k, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "SPLITS": splits, "WHOLE": rows > 128, "GATED": gated, "PARTIAL": partial, "HAS_BIAS": False, "NARROW": True,
-        "PRECISION": "tf32", "KIND": tl.bfloat16, "TMA": False, "FLIP": False, "OVERLAP": True, "FETCH": tile.block_k,
-        "EARLY": False,
+        "SPLITS": splits, "WHOLE": tile.whole, "GATED": gated, "PARTIAL": partial, "HAS_BIAS": False, "NARROW": True,
+        "PRECISION": "tf32", "KIND": tl.bfloat16, "TMA": False, "FLIP": False, "BESIDE": tile.beside, "OVERLAP": True,
+        "FETCH": tile.block_k, "EARLY": False,
     }  # fmt: skip
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True, "enable_fp_fusion": False}
     return compiled(_linear_kernel, types | {"M": "i32", "N": "i32"}, constants, **options)
 
 

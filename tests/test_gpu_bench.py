@@ -27,6 +27,8 @@ from gpu_bench import (
     write_prompts,
 )
 from slipstream.core.draft import ROOT, Tree
+from slipstream.drafters import features
+from slipstream.kernels.last_rows import last_rows
 from slipstream.models import attention
 from slipstream.models.runner import Runner, open_unchecked
 
@@ -247,6 +249,36 @@ def test_every_work_that_is_looked_into_runs(runner: Runner) -> None:
     assert "tree of 64 rows" in found
     assert len(seen) == len(found) == 5
     assert found["plain step"][-1] == {"name": "others", "launches": 2, "us": 18.0 + 17.0}
+
+
+def test_crowds_are_looked_into_with_a_head_as_it_is_opened(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their trees have 256 rows together; of each request the head reads 11 rows again, as users' heads do."""
+    read: list[int] = []
+
+    def noted(state: Any, lanes: Tensor, count: int, **options: Any) -> Any:
+        read.append(len(lanes) * count)
+        return last_rows(state, lanes, count, **options)
+
+    monkeypatch.setattr(features, "last_rows", noted)
+    sizes: list[int] = []
+
+    def watch(work: Any, repeats: int) -> list[Any]:
+        found = work()
+        sizes.append(len(found) if isinstance(found, Tensor) else found.tokens.numel())
+        return [clocks.KernelTime("k", 1, 3.0)]
+
+    found = kernels.kernel_part(runner, watch, context=20, requests=(16, 64))
+    assert list(found) == [
+        *(
+            "16 requests: plain step",
+            "16 requests: trees of 16 rows",
+            "16 requests: EAGLE-3 draft of 15 nodes in 8 bits",
+        ),
+        *("64 requests: plain step", "64 requests: trees of 4 rows", "64 requests: EAGLE-3 draft of 3 nodes in 8 bits"),
+    ]
+    assert sizes == [16, 256, 16 * 15, 64, 256, 64 * 3]
+    assert read == [16 * 11, 64 * 11]
+    assert heads.EagleDrafter(heads.random_head(runner, "plain")).depth == heads.OPENED_DEPTH
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------

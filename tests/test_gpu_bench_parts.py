@@ -44,7 +44,9 @@ def test_parts_are_chosen_by_name() -> None:
         gpu.chosen("--parts", "tree,leaf", gpu.PARTS)
 
 
-@pytest.mark.parametrize("wrong", [["--parts", "leaf"], ["--peers", "leaf"], ["--peer-parts", "leaf"]])
+@pytest.mark.parametrize(
+    "wrong", [["--parts", "leaf"], ["--peers", "leaf"], ["--peer-parts", "leaf"], ["--requests", "leaf"]]
+)
 def test_a_wrong_name_is_refused_before_anything_runs(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--target", "t", "--draft", "d", "--prompts", "p", *wrong])

@@ -18,7 +18,7 @@ from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.narrow import narrowed
 from slipstream.kernels.paged import SPLIT_KEYS, attend, prepare
 from slipstream.kernels.rotary_write import rotary_write, rotary_write_twin
-from slipstream.kernels.row_linear import row_linear, row_linear_twin, splits_of
+from slipstream.kernels.row_linear import Tile, row_linear, row_linear_twin, splits_of
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -114,6 +114,26 @@ class TestProducts:
         for m in (1, 5, 60):
             alone = row_linear(x[order[:m]], weight, bias, out_dtype=torch.float32)
             assert torch.equal(alone, straight[order[:m]])
+
+    @pytest.mark.parametrize("rows", [72, 128, 200, 256])
+    @pytest.mark.parametrize("narrow", [False, True])
+    def test_every_tile_gives_the_same_bits(self, rows: int, narrow: bool) -> None:
+        """Whichever was chosen: narrower and higher ones, with runs summed at once or by others."""
+        n, k = 4608, 4096
+        x, weight = numbers(rows, k, dtype=torch.bfloat16), numbers(n, k, dtype=torch.bfloat16, seed=1)
+        codes, scale = narrowed(weight) if narrow else (weight, None)
+        splits = splits_of(n, k)
+        assert splits > 1
+        wanted = summed(row_linear(x, codes, scale=scale, splits=splits, partial=True))
+        for block_m, block_n in ((64, 128), (128, 64), (128, 128), (256, 64)):
+            for whole in (False, True):
+                for tma in (False, True):
+                    tile = Tile(
+                        block_m, block_n, 64, 3, 8, tma=tma, flip=tma and not narrow, whole=whole, beside=whole
+                    )  # fmt: skip
+                    runs = row_linear(x, codes, scale=scale, splits=splits, partial=True, tile=tile)
+                    assert runs.shape[0] == (1 if whole else splits)
+                    assert torch.equal(summed(runs), wanted), tile
 
     @pytest.mark.parametrize("rows", [1, 16, 33, 64, 120])
     def test_beginning_early_changes_nothing(self, rows: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,88 @@ def test_many_rows_are_summed_in_the_order_of_the_runs(bias: bool) -> None:
     runs = _launch(x[:7].contiguous(), weight, own, 3, False, True, torch.float32, False)
     assert runs.shape[0] == 3
     assert torch.equal(whole[:7], runs[0] + runs[1] + runs[2])
+
+
+def ragged(rows: int, k: int, *, splits: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of which each run's sum is exact in fp32, however it is added up, and the sum of the runs is not."""
+    whole = torch.randint(-8, 9, (rows, k), generator=torch.Generator().manual_seed(seed)).float()
+    sizes = torch.logspace(6, -6, splits, base=2).repeat_interleave(k // splits)  # the runs are 2^12 apart
+    return (whole * sizes.round().clamp_min(2**-6)).to(dtype).to(DEVICE)
+
+
+def added_up(runs: Tensor) -> Tensor:
+    """As the next kernel does it."""
+    total = runs[0].clone()
+    for run in runs[1:]:
+        total += run
+    return total
+
+
+CHOICES = [
+    *(Tile(128, 64, 32, 2, 8, whole=whole, flip=flip) for whole in (False, True) for flip in (False, True)),
+    *(Tile(64, 32, 16, 3, 4, whole=whole, beside=True) for whole in (False, True)),
+    *(Tile(256, 32, 32, 2, 4, tma=True, flip=True, whole=whole) for whole in (False, True)),
+    Tile(64, 128, 32, 2, 4, tma=True, flip=True, whole=True, beside=True),
+    Tile(128, 32, 32, 2, 4, tma=True),
+]
+
+
+@pytest.mark.parametrize("rows", [72, 200])
+@pytest.mark.parametrize("kind", ["plain", "bias", "narrow", "narrow, bias"])
+def test_every_choice_gives_the_same_bits(rows: int, kind: str) -> None:
+    """Whole or not, however many columns, whoever is whose neighbour; as a row alone, too."""
+    n, k, splits = 70, 192, 3
+    x = ragged(rows, k, splits=splits, dtype=torch.float16, seed=rows)
+    weight, scale = numbers(n, k, dtype=torch.float16).round(), None
+    if "narrow" in kind:
+        weight, scale = narrowed(weight)
+        scale = scale * 0.7
+    own = numbers(n, dtype=torch.float16, seed=2, scale=30.0).round() if "bias" in kind else None
+
+    def by(tile: Tile | None, some: Tensor = x) -> Tensor:
+        found = _launch(some, weight, own, splits, False, True, torch.float16, False, scale, tile)
+        assert found.shape == (1 if (tile.whole if tile else len(some) > 128) else splits, len(some), n)
+        return added_up(found)
+
+    wanted = by(None)
+    exact = x.double() @ (weight.double() if scale is None else weight.double() * scale.double()[:, None]).T
+    torch.testing.assert_close(wanted.double(), exact if own is None else exact + own.double(), rtol=1e-5, atol=1e-2)
+    assert torch.equal(by(None, x[5:6].contiguous()), wanted[5:6])
+    for tile in CHOICES:
+        assert torch.equal(by(tile), wanted), tile
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [72, 200])
+def test_so_it_does_where_nothing_is_split(rows: int, gated: bool) -> None:
+    x = ragged(rows, 128, splits=1, dtype=torch.float16, seed=rows)
+    weight = numbers(2 * 70 if gated else 70, 128, dtype=torch.float16).round() / 4096
+    wanted = _launch(x, weight, None, 1, gated, False, torch.float16, False)
+    for tile in CHOICES:
+        assert torch.equal(_launch(x, weight, None, 1, gated, False, torch.float16, False, None, tile), wanted), tile
+
+
+def test_what_is_chosen_on_an_h200() -> None:
+    """For large weights: above 128 rows one program sums all runs, of those that have several."""
+
+    def chosen(rows: int, splits: int = 4, **options: Any) -> Tile:
+        return Tile.of(rows, 9216, 12288, splits=splits, size=2, **{"gated": False, "tma": True} | options)
+
+    assert chosen(64) == Tile(64, 128, 64, 4, 4, tma=True)
+    assert chosen(65) == chosen(128) == Tile(128, 256, 64, 3, 8, tma=True, flip=True)
+    assert chosen(129) == Tile(128, 256, 64, 3, 8, tma=True, flip=True, whole=True)
+    assert chosen(256, splits=1, gated=True) == Tile(128, 128, 64, 3, 8, tma=True, flip=True)
+    assert chosen(256, tma=False, narrow=True) == Tile(128, 128, 64, 4, 8, whole=True)
+    assert chosen(256, one=True) == replace(chosen(1), whole=True)
+
+
+def test_stages_must_fit() -> None:
+    tile = Tile(128, 256, 64, 4, 8)
+    assert tile.stage_bytes(gated=False, size=2, narrow=False) == (256 + 128) * 64 * 2
+    assert tile.stage_bytes(gated=True, size=2, narrow=True) == (2 * 256 + 2 * 128) * 64
+    assert tile.fits(gated=False, size=2, narrow=False, shared=227 * 1024)
+    assert not replace(tile, stages=5).fits(gated=False, size=2, narrow=False, shared=227 * 1024)
+    assert not tile.fits(gated=True, size=2, narrow=False, shared=227 * 1024)
 
 
 def test_logits_come_out_in_fp32() -> None:

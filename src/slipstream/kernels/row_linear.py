@@ -15,7 +15,7 @@ A drafter's weight may lie in 8 bits with a scale for each of its rows (`narrow.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,13 +25,15 @@ from slipstream.kernels.silu_mul import gated as silu_gated
 
 _MULTIPROCESSORS = 132
 _LONG = 512  # rows of a product that takes a device longer than a host to launch it
+_SUMMED_ROWS = 128  # with more rows one program sums all runs
 _SPARE_BYTES = 2048  # shared memory for everything but tiles
+_UNFUSED = {"enable_fp_fusion": False}  # a scaled run is rounded before it is added, whoever adds it
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if tl is not None else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program does at a time. It changes the speed, never a number."""
+    """What one program does at a time, and which are neighbours. It changes the speed, never a number."""
 
     block_m: int
     block_n: int
@@ -39,17 +41,23 @@ class Tile:
     stages: int
     warps: int
     tma: bool = False
-    flip: bool = False
+    flip: bool = False  # the rows stand first
+    whole: bool = False  # one program sums all runs
+    beside: bool = False  # those that read the same of the weight, for other rows, are neighbours
 
     @staticmethod
     def of(
         rows: int, n: int, k: int, *, splits: int, gated: bool, size: int, tma: bool = False, narrow: bool = False,
-        shared: int = 227 * 1024,
+        shared: int = 227 * 1024, one: bool = False,
     ) -> Tile:  # fmt: skip
         """For so many rows, a weight [N, K] and elements of `size` bytes. Tuned on an H200.
 
         tma: may they come by descriptors? narrow: the weight has 8 bits. shared: bytes that a program may keep by it.
+        one: the smallest tile, however many rows there are.
         """
+        whole = splits > 1 and rows > _SUMMED_ROWS
+        if one:
+            rows = 1
         # narrow ones have more stages: as many bytes are under way, and still two programs fit side by side
         if rows <= 16:
             tile = Tile(16, 64, 128, 6 if narrow else 3, 4)
@@ -72,9 +80,18 @@ class Tile:
         if few and rows <= 64:
             # one program a multiprocessor, or none: it is waiting that takes the time, so all is asked for at once
             stages = max(stages, min(-(-k // (splits * block_k)), 8))
-        held = ((2 if gated else 1) * block_n * (1 if narrow else size) + tile.block_m * size) * block_k
-        stages = max(2, min(stages, (shared - _SPARE_BYTES) // held))
-        return Tile(tile.block_m, block_n, block_k, stages, tile.warps, tile.tma, tile.flip)
+        tile = replace(tile, block_n=block_n, block_k=block_k, whole=whole)
+        most = (shared - _SPARE_BYTES) // tile.stage_bytes(gated=gated, size=size, narrow=narrow)
+        return replace(tile, stages=max(2, min(stages, most)))
+
+    def stage_bytes(self, *, gated: bool, size: int, narrow: bool) -> int:
+        """What one of its stages holds in shared memory."""
+        weight = (2 if gated else 1) * self.block_n * (1 if narrow else size)
+        return (weight + self.block_m * size) * self.block_k
+
+    def fits(self, *, gated: bool, size: int, narrow: bool, shared: int) -> bool:
+        """Is there room for all of its stages?"""
+        return self.stages * self.stage_bytes(gated=gated, size=size, narrow=narrow) <= shared - _SPARE_BYTES
 
 
 def _step(k: int) -> int | None:
@@ -121,15 +138,17 @@ def _linear_kernel(
     KIND: tl.constexpr,
     TMA: tl.constexpr,
     FLIP: tl.constexpr,  # the rows stand first after all
+    BESIDE: tl.constexpr,  # the grid begins with the rows
     OVERLAP: tl.constexpr,
     FETCH: tl.constexpr,  # how much of a row's run is asked for before the input is there
     EARLY: tl.constexpr,  # let the next kernel begin at once
 ) -> None:
     RUN: tl.constexpr = (K + SPLITS - 1) // SPLITS
-    split = tl.program_id(1)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2 if BESIDE else 1)
+    first_column = tl.program_id(1 if BESIDE else 0) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
     safe = tl.where(columns < N, columns, 0).to(tl.int64)
-    first_row = tl.program_id(2) * BLOCK_M
+    first_row = tl.program_id(0 if BESIDE else 2) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     steps = tl.arange(0, BLOCK_K)
     start = 0 if WHOLE else split * RUN
@@ -158,6 +177,8 @@ def _linear_kernel(
         bias = tl.load(bias_ptr + safe_at).to(tl.float32)
         if GATED and not NARROW:
             up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
+    if NARROW:
+        scale = tl.load(scale_ptr + safe_at)
     for run in range(SPLITS if WHOLE else 1):
         acc = tl.zeros(total.shape, tl.float32)
         if HAS_BIAS and not NARROW:
@@ -166,7 +187,7 @@ def _linear_kernel(
         for k in range(start + run * RUN, start + run * RUN + RUN, BLOCK_K):
             if TMA:
                 x = tl.trans(x_ptr.load([first_row, k]))
-                w = w_ptr.load([tl.program_id(0) * BLOCK_N, k])
+                w = w_ptr.load([first_column, k])
             elif K % BLOCK_K == 0:
                 x = tl.load(x_tile + k, mask=real, other=0.0)
                 w = tl.load(w_tile + k)
@@ -181,7 +202,7 @@ def _linear_kernel(
                 acc = tl.dot(w, x, acc, input_precision=PRECISION)
             if GATED:
                 if TMA:
-                    v = w_ptr.load([N + tl.program_id(0) * BLOCK_N, k])
+                    v = w_ptr.load([N + first_column, k])
                 elif K % BLOCK_K == 0:
                     v = tl.load(v_tile + k)
                 else:
@@ -192,18 +213,18 @@ def _linear_kernel(
                     up = tl.dot(tl.trans(x), tl.trans(v), up, input_precision=PRECISION)
                 else:
                     up = tl.dot(v, x, up, input_precision=PRECISION)
+        if NARROW:
+            acc *= scale  # each run by itself, as where others sum them
+            if HAS_BIAS:
+                acc += tl.where(split + run == 0, bias, 0.0)
         total = acc if SPLITS == 1 or not WHOLE else total + acc
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if NARROW:
-        total *= tl.load(scale_ptr + safe_at)
-        if GATED:
-            up *= tl.load(scale_ptr + N + safe_at)
-        if HAS_BIAS:
-            total += tl.where(split == 0, bias, 0.0)
-            if GATED:
-                up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
     if GATED:
+        if NARROW:
+            up *= tl.load(scale_ptr + N + safe_at)
+            if HAS_BIAS:
+                up += tl.load(bias_ptr + N + safe_at).to(tl.float32)
         total = silu_gated(total.to(KIND).to(tl.float32), up.to(KIND).to(tl.float32), KIND)
     place = out_ptr + split.to(tl.int64) * M * N + rows_at.to(tl.int64) * N + columns_at
     kept = (rows_at < M) & (columns_at < N)
@@ -237,17 +258,33 @@ def row_linear(
     partial: bool = False,
     out_dtype: torch.dtype | None = None,
     overlap: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
     """x times the weight's transpose, [M, N]; partial: its runs [splits or 1, M, N] in fp32, for the next kernel.
 
-    gated: silu(x gate^T) * (x up^T) of a weight that is both, one above the other.
+    gated: silu(x gate^T) * (x up^T) of a weight that is both, one above the other. tile: another one than is chosen for
+    these sizes, to see whether it is faster.
     """
     assert partial or splits == 1, "runs are summed by the next kernel"
     if not on_gpu(x):
         return row_linear_twin(
             x, weight, bias, scale=scale, splits=splits, gated=gated, partial=partial, out_dtype=out_dtype
         )
-    return _launch(x, weight, bias, splits, gated, partial, out_dtype or x.dtype, overlap, scale)
+    return _launch(x, weight, bias, splits, gated, partial, out_dtype or x.dtype, overlap, scale, tile)
+
+
+def tile_of(x: Tensor, weight: Tensor, *, splits: int, gated: bool, narrow: bool) -> Tile:
+    """The tile that is chosen for these; another one where it will be recorded."""
+    m, k = x.shape
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    # a descriptor takes the host as long as a launch: worth it where it is done once, or the device takes longer still
+    aligned = not (x.data_ptr() | weight.data_ptr()) % 16 and k % 64 == 0 and x.element_size() == 2
+    one = (x.device.type, x.dtype) in _one_tile
+    return Tile.of(
+        m, n, k, splits=splits, gated=gated, size=x.element_size(), narrow=narrow, one=one,
+        tma=aligned and TensorDescriptor is not None and (is_recording() or m > _LONG) and not one and not narrow,
+        shared=shared_bytes(x.device),
+    )  # fmt: skip
 
 
 def _launch(
@@ -260,36 +297,30 @@ def _launch(
     out_dtype: torch.dtype,
     overlap: bool,
     scale: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     m, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    # a descriptor takes the host as long as a launch: worth it where it is done once, or the device takes longer still
-    aligned = not (x.data_ptr() | weight.data_ptr()) % 16 and k % 64 == 0 and x.element_size() == 2
-    one_tile = (x.device.type, x.dtype) in _one_tile
     narrow = scale is not None
-    tma = aligned and TensorDescriptor is not None and (is_recording() or m > _LONG) and not one_tile and not narrow
-    tile = Tile.of(
-        1 if one_tile else m, n, k, splits=splits, gated=gated, size=x.element_size(), tma=tma, narrow=narrow,
-        shared=shared_bytes(x.device),
-    )  # fmt: skip
-    whole = m > 128
+    tile = tile or tile_of(x, weight, splits=splits, gated=gated, narrow=narrow)
+    programs = 1 if tile.whole else splits  # for each part of the result
     if partial:
-        out = torch.empty((1 if whole else splits, m, n), dtype=torch.float32, device=x.device)
+        out = torch.empty((programs, m, n), dtype=torch.float32, device=x.device)
     else:
         out = torch.empty((m, n), dtype=out_dtype, device=x.device)
     if not m:
         return out
-    grid = (triton.cdiv(n, tile.block_n), 1 if whole else splits, triton.cdiv(m, tile.block_m))
-    few = grid[0] * grid[1] * grid[2] <= _MULTIPROCESSORS
-    _linear_kernel[grid](
+    across, down = triton.cdiv(n, tile.block_n), triton.cdiv(m, tile.block_m)
+    few = across * down * programs <= _MULTIPROCESSORS
+    _linear_kernel[(down, across, programs) if tile.beside else (across, programs, down)](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if tile.tma else x,
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if tile.tma else weight,
         weight, bias, scale, out, m, n, k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLITS=splits, WHOLE=whole, GATED=gated, PARTIAL=partial, HAS_BIAS=bias is not None, NARROW=narrow,
+        SPLITS=splits, WHOLE=tile.whole, GATED=gated, PARTIAL=partial, HAS_BIAS=bias is not None, NARROW=narrow,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", KIND=KINDS[x.dtype], TMA=tile.tma, FLIP=tile.flip,
-        OVERLAP=overlap,
-        FETCH=k // splits if few else tile.block_k, EARLY=few,
+        BESIDE=tile.beside, OVERLAP=overlap, FETCH=k // splits if few else tile.block_k, EARLY=few,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap,
+        **(_UNFUSED if narrow else {}),
     )  # fmt: skip
     return out
 
