@@ -21,9 +21,13 @@ from slipstream.cli.loading import fetch_draft
 from slipstream.cli.options import Common
 from slipstream.core.draft import Draft
 from slipstream.core.errors import ConfigError, DrafterError, ModelError, ModelNotFound
-from slipstream.drafters import parse_spec
+from slipstream.drafters import features, parse_spec
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.eagle import EagleDrafter, EagleOptions, parse_options
+from slipstream.engine import draft_loops
+from slipstream.kernels.grow_tree import Growth, Level
+from slipstream.kernels.last_rows import LastRows, last_rows
+from slipstream.kernels.pack_rows import LaneState
 
 HEADS: dict[str, Callable[[], Stored]] = {
     "eagle1": eagle_scenes.eagle1,
@@ -76,6 +80,48 @@ def test_both_engines_guess_alike(heads: dict[str, Path], open_llm: Callable[...
         found[rounds] = [(output.speculation.rounds, output.speculation.accepted) for output in outputs]
     assert found["eager"] == found["queued"]
     assert sum(accepted for _, accepted in found["eager"]) > 0
+
+
+def test_a_crowd_guesses_the_same_in_fewer_rows(
+    heads: dict[str, Path], open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees of three nodes are grown as narrow, and of the text no more is read again than the last round can have
+    added: the guesses are those of wide rounds that read all that a deep tree could have added.
+    """
+    guesses, rows, widths = list[list[float]](), set[int](), set[int]()
+
+    class Noting(Growth):
+        def grow(self, tokens: Tensor, scores: Tensor, above: Level | None) -> Level | None:
+            if above is None:  # what the head thinks behind the text
+                widths.add(self.width)
+                length, last = self._state.length[self._lanes], self._state.last[self._lanes]
+                told = torch.cat((length[:, None], last[:, None], tokens[:, :3], scores[:, :3]), dim=1)
+                guesses.extend(told[self._lanes != self._state.trash].tolist())
+            return super().grow(tokens, scores, above)
+
+    def counted(state: LaneState, lanes: Tensor, count: int, **others: Any) -> LastRows:
+        rows.add(count)
+        return last_rows(state, lanes, count, **others)
+
+    monkeypatch.setattr(features, "Growth", Noting)
+    monkeypatch.setattr(features, "last_rows", counted)
+    bias = dict.fromkeys((5, 6, 7), 90.0)  # of so few tokens many are guessed right
+    params = [SamplingParams(temperature=i % 2, seed=i, logit_bias=bias, max_tokens=24 + i) for i in range(12)]
+    batch, found = [Case(f"{i}", (1 + i, 2), one) for i, one in enumerate(params)], []
+    for crowd in (10_000, 2):
+        monkeypatch.setattr(draft_loops, "_CROWD", crowd)
+        llm = open_llm(drafter=f"eagle:{heads['eagle3']}", planner="fixed", rounds="queued")
+        outputs = run(llm, batch, "eagle", draft_tokens=3)
+        assert sum(output.speculation.accepted for output in outputs) > 80
+        found.append(([output.token_ids for output in outputs], sorted(guesses), set(rows), set(widths)))
+        for kept in (guesses, rows, widths):
+            kept.clear()
+    (expected, deep, *wide), (answers, shallow, some, narrow) = found
+    assert answers == expected
+    torch.testing.assert_close(torch.tensor(shallow), torch.tensor(deep), atol=1e-4, rtol=1e-4)
+    assert wide == [{11}, {8}]
+    assert 4 in some <= {4, 11}  # 11 where somebody is new, or nobody else is there any more
+    assert 4 in narrow <= {4, 8}
 
 
 def few() -> list[Case]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
-from slipstream.kernels.pack_rows import LaneState
+from slipstream.kernels.pack_rows import RECENT, LaneState
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.models.batch import PassBatch
 from slipstream.models.taps import Taps, TapView
@@ -90,6 +90,7 @@ class DraftRound:
     keys: int  # no row sees more keys
     features: Features  # what some of the requests asked of the sampling
     nodes: int = 0  # of each tree, where the drafter makes trees
+    recent: int = RECENT  # tokens that the round before may have committed for one of them
     q: Tensor | None = None
     """[B, K, V] fp32 to be filled in: what each node was drawn from; None: nobody asks."""
 

@@ -106,7 +106,7 @@ class FeatureDrafter(DeviceDrafter):
         self._trash_page = services.cache_pages
         self._guests = (services.cache_pages + 1) * size + torch.arange(max(slots, 1), device=device)
         every = torch.arange(2 * services.sampling.num_slots + 1, dtype=torch.int32, device=device)  # with padding
-        self._firsts = {rows: every * rows for rows in {1, self.width, self.depth + 1}}
+        self._firsts = {rows: every * rows for rows in range(1, max(self.width, self.depth + 1) + 1)}
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         assert self._cache is not None
@@ -195,18 +195,19 @@ class FeatureDrafter(DeviceDrafter):
 
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:
         """Read the last tokens, and go on from the head's hidden state behind the last one."""
-        rows = self._last_rows(round)
-        context = self._context(round, rows.places, rows.slots, self._starts(round.lanes, self.depth + 1))
+        count = min(self.depth + 1, round.recent) if self.makes_trees else self.depth + 1
+        rows = self._last_rows(round, count)
+        context = self._context(round, rows.places, rows.slots, self._starts(round.lanes, count))
         last = self.head.run(rows.ids, self._features(rows.seen), context, rows.places, 0, wanted=rows.last)
         return self._tree(round, rows, last) if self.makes_trees else self._chain(round, rows, last)
 
-    def _last_rows(self, round: DraftRound) -> LastRows:
+    def _last_rows(self, round: DraftRound, count: int) -> LastRows:
         assert self._cache is not None
         size = self._cache.page_size
         return last_rows(
             round.state,
             round.lanes,
-            self.depth + 1,
+            count,
             page_size=size,
             trash_slot=self._trash_page * size,
             last_place=self._last_place(round),
@@ -245,16 +246,18 @@ class FeatureDrafter(DeviceDrafter):
             self._guess(round, chains, step, states.read)
 
     def _tree(self, round: DraftRound, last_rows: LastRows, states: HeadStates) -> DeviceTree:
+        """A tree of few nodes is as narrow: what a wider one would go on from is behind as many that are surer."""
+        width = min(self.width, round.nodes)
         growth = Growth(
             round.state,
             round.lanes,
-            self.width,
+            width,
             round.depth,
             last_place=self._last_place(round),
             guests=self._guests,
             each=self._guests_each,
         )
-        starts = self._starts(round.lanes, self.width)
+        starts = self._starts(round.lanes, width)
 
         def go_on(level: Level, states: HeadStates, step: int) -> HeadStates:
             context = self._context(round, level.places, level.slots, starts, level.ancestors)
@@ -264,7 +267,7 @@ class FeatureDrafter(DeviceDrafter):
             assert self._services is not None
             # a tree's first nodes depend on its last ones'
             table = self._services.sampling.apart(self.name, round.features)
-            return rank(self.head.logits(states.read), rows, table, round.features, self.width, self.head.vocab)
+            return rank(self.head.logits(states.read), rows, table, round.features, width, self.head.vocab)
 
         roots = SampleRows(round.lanes, last_rows.positions, last_rows.generated)
         return grow_trees(round, growth, roots, states, go_on, offer)

@@ -77,6 +77,7 @@ class ChainedMedusaDrafter(DeviceDrafter):
         assert self._services is not None
         assert self._services.taps is not None
         state, lanes = round.state, round.lanes
+        width = min(self.width, round.nodes)  # see `FeatureDrafter`
         table = self._services.sampling.apart(self.name, round.features)  # first nodes depend on what the last ones are
         length = state.length[lanes]  # [B]
         slots = slots_before_last(state, lanes, self._services.pool.page_size)
@@ -85,9 +86,9 @@ class ChainedMedusaDrafter(DeviceDrafter):
             return self.heads.go_on(step, made[level.rows], level.tokens)
 
         def offer(made: Tensor, rows: SampleRows, step: int) -> Ranked:
-            return rank(self.heads.said(step, made), rows, table, round.features, self.width, self.heads.vocab)
+            return rank(self.heads.said(step, made), rows, table, round.features, width, self.heads.vocab)
 
         first = self.heads.go_on(0, self._services.taps.at(slots), state.last[lanes])
         roots = SampleRows(lanes, length + 1, state.generated[lanes])
-        growth = Growth(state, lanes, self.width, round.depth, last_place=0, guests=self._nowhere, each=0)
+        growth = Growth(state, lanes, width, round.depth, last_place=0, guests=self._nowhere, each=0)
         return grow_trees(round, growth, roots, first, go_on, offer)

@@ -129,7 +129,7 @@ class MtpDrafter(FeatureDrafter):
         """
         state, lanes = round.state, round.lanes
         most = max(round.depth, self.modules)
-        rows = self._last_rows(round)
+        rows = self._last_rows(round, self.depth + 1)
         chains = Chains.behind(rows, most)
         hidden = self._features(rows.seen)  # [B * rows, H]
         length = state.length[lanes, None]  # [B, 1]

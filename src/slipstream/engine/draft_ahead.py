@@ -81,7 +81,7 @@ class DraftAhead:
         if self._may_be_left_behind(drafts) or not self._has_room(answers, drafts):
             return
         keys = run.shape.keys_behind(max([answer.reach for answer in answers]), self._longest + 1 + MAX_NODES)
-        loop = run.loop_behind(drafts, keys)
+        loop = run.loop_behind(drafts, keys, max([answer.stride for answer in answers]))
         if loop is None:  # to record one takes longer than can be won
             return
         self._lanes.send_pages(answers)

@@ -16,13 +16,18 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRound
 from slipstream.engine.odds import Odds, OddsRoom
-from slipstream.kernels.pack_rows import LaneState
+from slipstream.kernels.pack_rows import RECENT, LaneState
 from slipstream.models.graphs import captured
 from slipstream.sampling.table import Features
 
 _TREES = (4, 8, 16, 32, MAX_NODES)
 """Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself. Trees that
 grow by levels have as many as they can: it is their levels that cost time."""
+_CROWD = 8
+"""From so many requests on it is their rows: trees of few nodes are made as such, and no more is read again than must
+be."""
+_FEW = 4
+_RECENT = (4, 8, RECENT)
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +58,7 @@ class LoopShape(NamedTuple):
     features: Features
     version: int  # of the sampling table's tensors
     drafts: Drafts
+    recent: int = RECENT  # tokens that the round before may have committed for one of them
 
 
 class DraftLoop:
@@ -102,7 +108,7 @@ class DraftLoop:
         for (name, nodes, levels), guesses, parents, q in parts:
             drafter = self._drafters[name]
             depth = nodes if parents is None else min(nodes, levels)
-            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features, nodes, q)
+            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features, nodes, shape.recent, q)
             try:
                 guessed = drafter.draft(wanted)
                 if isinstance(guessed, DeviceTree):
@@ -168,9 +174,13 @@ class DraftLoops:
 
     def made(self, shape: LoopShape) -> LoopShape:
         """The shape of the loop that serves this one: trees come in few sizes."""
-        if any(size.levels for size in shape.drafts):
-            return shape._replace(drafts=tuple(map(self._made, shape.drafts)))
-        return shape
+        crowd = shape.requests >= _CROWD
+        grows = any(self._drafters[size.drafter].grows for size in shape.drafts)
+        recent = next(count for count in _RECENT if count >= shape.recent) if crowd and grows else RECENT
+        drafts = shape.drafts
+        if any(size.levels for size in drafts):
+            drafts = tuple(self._made(size, crowd) for size in drafts)
+        return shape._replace(drafts=drafts, recent=recent)
 
     def _complain(self, names: list[str], why: Exception) -> None:
         """They draft on, launch by launch: slower, which nobody would understand who is not told. Once is enough."""
@@ -183,11 +193,11 @@ class DraftLoops:
             _log.warning("%s", text)
             self._say(text)
 
-    def _made(self, size: DraftSize) -> DraftSize:
+    def _made(self, size: DraftSize, crowd: bool) -> DraftSize:
         drafter = self._drafters[size.drafter]
         if not drafter.makes_trees:
             return size
         most = drafter.most_at(size.levels)
         if drafter.grows:
-            return size._replace(nodes=most)
+            return size._replace(nodes=min(_FEW, most) if crowd and size.nodes <= _FEW else most)
         return size._replace(nodes=min(next(nodes for nodes in _TREES if nodes >= size.nodes), most))

@@ -71,6 +71,14 @@ class Plan:
         ]
 
     @property
+    def depths(self) -> list[int]:
+        """Most guesses of each request that may stand: in whatever tree one is, all before it are in the same."""
+        return [
+            max([len(tree.tokens), *[min(nodes, self.levels.get(name, nodes)) for name, nodes in shares]])
+            for tree, shares in zip(self.trees, self.shares, strict=True)
+        ]
+
+    @property
     def merges(self) -> bool:
         """Is there a request for which the device must join several drafts?"""
         return any(len(s) > 1 or (s and tree.tokens) for tree, s in zip(self.trees, self.shares, strict=True))

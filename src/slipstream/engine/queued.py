@@ -36,6 +36,7 @@ from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
 from slipstream.engine.turns import observe_round
+from slipstream.kernels.pack_rows import RECENT
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.plan.gains import NO_WAIT, Waited
@@ -184,8 +185,9 @@ class QueuedEngine(Engine):
             told = run.result(len(counts), max(counts))
             chosen, owners = run.choices(), run.owners()
             rows = run.shape.rows  # with those that fill it up: they cost as much
-            for answer, authors, count in zip(schedule.decodes, plan.authors, counts, strict=True):
+            for answer, authors, count, deep in zip(schedule.decodes, plan.authors, counts, plan.depths, strict=True):
                 members.append(Member.of(answer, authors, count, decodes=True))
+                answer.stride = 1 + deep
         read = verified = self._mark()
         first = logits = None
         if schedule.chunks:
@@ -238,6 +240,7 @@ class QueuedEngine(Engine):
         is_tree = plan.merges or any(tree.tokens and not tree.is_chain for tree in plan.trees)
         is_tree = is_tree or self.drafting.makes_trees(plan.drafts)
         in_hand = self._ahead.loop_for(() if lagging else decodes)
+        recent = max([answer.stride for answer in decodes])
         while True:
             self.drafting.follows(decodes, plan)
             drafts = plan.drafts
@@ -256,7 +259,7 @@ class QueuedEngine(Engine):
             run.load(slots, plan.trees, plan.shares)
             begun = self._mark()
             try:
-                loop = run.draft(drafts, in_hand) if drafts else None
+                loop = run.draft(drafts, in_hand, recent) if drafts else None
             except DraftFailed as failed:
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
@@ -390,6 +393,7 @@ class QueuedEngine(Engine):
     def _released(self, answer: Answer) -> None:
         answer.epoch += 1
         answer.queued = answer.coming = 0
+        answer.stride = RECENT
         answer.closing = False
         answer.on_device = False
         super()._released(answer)

@@ -26,7 +26,7 @@ from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.merge_trees import Union, merge_guesses
-from slipstream.kernels.pack_rows import LaneState, PassRows, pack_rows
+from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache
 from slipstream.models.graphs import captured
 from slipstream.models.paths import Progress
@@ -145,12 +145,13 @@ class Round:
             begin += width
         self._inputs.copy_(staged.tensor, non_blocking=True)
 
-    def draft(self, drafts: Drafts, ahead: DraftLoop | None = None) -> DraftLoop:
+    def draft(self, drafts: Drafts, ahead: DraftLoop | None = None, recent: int = RECENT) -> DraftLoop:
         """Let these device drafters guess, each so much; tells where. Raises `DraftFailed` where one of them cannot.
 
         ahead: guesses for the same requests, made or under way: where they are what is wanted, nobody guesses again.
+        recent: see `DraftRound`.
         """
-        wanted = self._loop_shape(drafts, self.shape.keys)
+        wanted = self._loop_shape(drafts, self.shape.keys, recent)
         if ahead is not None and ahead.serves(wanted):
             loop = ahead
         else:
@@ -178,14 +179,14 @@ class Round:
                 self._odds.take(q[:, :nodes], mine)
         return loop
 
-    def loop_behind(self, drafts: Drafts, keys: int) -> DraftLoop | None:
+    def loop_behind(self, drafts: Drafts, keys: int, recent: int) -> DraftLoop | None:
         """What would guess for the same requests once this round is over; None: no such loop was made yet."""
-        return self._loops.find(self._loop_shape(drafts, keys))
+        return self._loops.find(self._loop_shape(drafts, keys, recent))
 
-    def _loop_shape(self, drafts: Drafts, keys: int) -> LoopShape:
+    def _loop_shape(self, drafts: Drafts, keys: int, recent: int) -> LoopShape:
         shape = self.shape
         features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
-        return self._loops.made(LoopShape(shape.requests, keys, features, shape.version, drafts))
+        return self._loops.made(LoopShape(shape.requests, keys, features, shape.version, drafts, recent))
 
     def drafted(self, requests: int) -> list[Tree]:
         """The drafts of these as they will be verified, read back: waits for what device drafters are at."""

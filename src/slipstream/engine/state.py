@@ -23,6 +23,7 @@ from slipstream.core.outputs import (
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRequest
 from slipstream.engine.text import TextStream
+from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.pages import PageTable
 from slipstream.sampling.table import Features
 
@@ -77,6 +78,7 @@ class Answer:
     arrival: int = field(default_factory=lambda: next(_arrivals))
     queued: int = 0  # rounds in the making whose results the host has not seen
     coming: int = 0  # tokens that these may add at most
+    stride: int = RECENT  # tokens that its last round may have added; as long as it had none, as many as may matter
     epoch: int = 0  # how often it gave everything back: results of an earlier life are of no use
     on_device: bool = False  # its lane on the device says where it stands
     closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
