@@ -109,6 +109,8 @@ def test_a_request_that_takes_too_long(roomy: Path, open_llm: Callable[..., LLM]
     with serving(llm, limits=Limits(request_s=0.3)) as server:
         answer = post(server, {**LONG, "max_tokens": 8000})
         assert answer.status_code == 408
+        assert answer.headers["x-should-retry"] == "false"  # OpenAI's clients would ask for as much again
+        assert "max_tokens" in answer.json()["error"]["message"]
         assert answer.json()["error"]["code"] == "timeout"
         with httpx.stream(
             "POST", f"{server.url}/v1/completions", json={**LONG, "max_tokens": 8000, "stream": True}

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,8 +16,10 @@ import pytest
 from conftest import CHAT_TEMPLATE, save_model, tiny_llama
 from serving import MODEL, serving
 from slipstream import LLM
+from slipstream.models.load import load_tokenizer
 from slipstream.serve import neutral
 from slipstream.serve.neutral import Neutral
+from slipstream.serve.prompts import PromptMaker
 from slipstream.serve.server import HttpServer
 
 ASKED = [{"role": "user", "content": "what now?"}]
@@ -78,7 +81,7 @@ def format_of(schema: Any) -> dict[str, Any]:
         ({"speculation": {"verifier": "lax"}}, "speculation.verifier=\"lax\": must be 'exact' or 'rejection'"),
         (
             {"speculation": {"drafters": "a"}},
-            "speculation.drafters: unknown or unsupported field 'drafters'; leave it out",
+            "speculation.drafters: unknown or unsupported field 'drafters'; did you mean 'drafter'?",
         ),
         (
             {"speculation": {"drafter": "eagle3"}},
@@ -208,10 +211,31 @@ def test_half_a_character_is_a_mistake_of_the_client(server: HttpServer, body: d
     assert "internal" not in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("text", ["🌟 é", "plain", "a\ufffdb"])
+def test_bytes_of_tokens_are_those_of_the_text(text: str, tiny_target: Path) -> None:
+    """Also where a character has several tokens: none of them can be read by itself."""
+    tokenizer = load_tokenizer(tiny_target)
+    maker = PromptMaker(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(maker.bytes_of(token, str(tokenizer.decode([token]))) for token in ids) == text.encode()
+
+
+def test_a_byte_that_is_spelt_as_such() -> None:
+    spelt = SimpleNamespace(convert_ids_to_tokens=lambda ids: [f"<0x{number:02X}>" for number in ids])
+    maker = PromptMaker.__new__(PromptMaker)
+    maker._tokenizer = spelt
+    assert [maker.bytes_of(number, "\ufffd") for number in (0xF0, 0x0A)] == [b"\xf0", b"\n"]
+    spelt.convert_ids_to_tokens = lambda ids: ["\u4e2d"]  # no letter of a byte
+    assert maker.bytes_of(1, "\ufffd") == "\ufffd".encode()
+
+
 def test_bodies_that_are_no_objects(server: HttpServer) -> None:
     for content, message in (
         (b"[1]", "the body must be a JSON object"),
         (b"{", "the body is not JSON"),
+        (b'{"model": ,}', "the body is not JSON: Expecting value at character 11"),
+        (b'{"temprature": 1}', "temprature: unknown or unsupported field 'temprature'; did you mean 'temperature'?"),
+        (b'{"colour": 1}', "colour: unknown or unsupported field 'colour'; leave it out"),
         (b"", "the body is missing"),
         (b'{"model": 3, "messages": []}', "model=3: must be a text"),
     ):

@@ -71,7 +71,13 @@ class EngineResponse(Response):
             await _refuse(error, record, send)
             return
         loop = asyncio.get_running_loop()
-        late = ApiError(408, f"the answer took more than {work.timeout_s:g} s", code="timeout")
+        late = ApiError(
+            408,
+            f"the answer took more than {work.timeout_s:g} s; ask for fewer tokens (max_tokens), or have the server "
+            "started with a longer --request-timeout",
+            code="timeout",
+            headers={"x-should-retry": "false"},  # OpenAI's clients ask again by themselves: for as long, and in vain
+        )
         timer = loop.call_later(work.timeout_s, stream.fail, late)
         watcher = asyncio.create_task(_watch(receive, stream, record))
         try:

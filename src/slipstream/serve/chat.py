@@ -14,15 +14,20 @@ from slipstream.serve.wording import Manner, Piece, Wording, ending_of, extras_o
 class ChatWording(Wording):
     """make_parser: reads tool calls out of one choice's text; None: text is text.
 
-    top_logprobs: alternatives that are told of each token.
+    top_logprobs: alternatives that are told of each token. bytes_of: what a token that reads so stands for.
     """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, manner: Manner, make_parser: Callable[[], ToolParser] | None = None, top_logprobs: int = 0
+        self,
+        manner: Manner,
+        make_parser: Callable[[], ToolParser] | None = None,
+        top_logprobs: int = 0,
+        bytes_of: Callable[[int, str], bytes] = lambda _, text: text.encode(),
     ) -> None:
         super().__init__(manner)
+        self._bytes_of = bytes_of
         self._make_parser = make_parser
         self._parsers: dict[int, ToolParser] = {}
         self._called: dict[int, int] = {}  # by choice: calls that were told
@@ -85,14 +90,15 @@ class ChatWording(Wording):
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         content = []
         for token, position in zip(piece.token_ids, piece.logprobs or (), strict=True):
-            best = sorted(position.values(), key=lambda entry: entry.rank)[: self._top]
-            content.append({**_entry(position[token]), "top_logprobs": [_entry(entry) for entry in best]})
+            best = sorted(position, key=lambda one: position[one].rank)[: self._top]
+            told = [self._entry(one, position[one]) for one in best]
+            content.append({**self._entry(token, position[token]), "top_logprobs": told})
         return {"content": content, "refusal": None}
 
-
-def _entry(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token
-    return {"token": text, "logprob": max(entry.logprob, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+    def _entry(self, token: int, entry: Logprob) -> dict[str, Any]:
+        text = entry.decoded_token
+        written = list(self._bytes_of(token, text))
+        return {"token": text, "logprob": max(entry.logprob, -9999.0), "bytes": written}
 
 
 def _call(call: Call) -> Mapping[str, Any]:

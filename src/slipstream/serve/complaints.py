@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, cast
 
 from slipstream.serve.errors import ApiError
@@ -61,8 +62,9 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
     """The first thing that pydantic found wrong with a body (or with what the address says)."""
     first = errors[0]
     if first["type"] == "json_invalid":
-        what = first.get("ctx", {}).get("error", "it cannot be read")
-        return ApiError(400, f"the body is not JSON: {what}", code="invalid_json")
+        what, at = first.get("ctx", {}).get("error", "it cannot be read"), first["loc"][-1]
+        where = f" at character {at + 1}" if isinstance(at, int) else ""
+        return ApiError(400, f"the body is not JSON: {what}{where}", code="invalid_json")
     if first["type"] == "missing" and len(first["loc"]) <= 1:
         return ApiError(400, "the body is missing: send JSON, with content-type application/json")
     found = [_complaint(error, body) for error in errors]
@@ -91,7 +93,9 @@ def _complaint(error: Mapping[str, Any], body: Any) -> _Complaint:
     path = _path(error["loc"], body, missing=kind == "missing")
     if kind == UNKNOWN:
         name = context["name"]
-        return _Complaint((*path, name), None, "", f": unknown or unsupported field {name!r}; leave it out", kind)
+        near = get_close_matches(name, context.get("known", "").split(), 1)
+        remedy = f"did you mean {near[0]!r}?" if near else "leave it out"
+        return _Complaint((*path, name), None, "", f": unknown or unsupported field {name!r}; {remedy}", kind)
     if kind == UNSUPPORTED:
         given = f"={shown(context['value'])}: {context['remedy']}"
         return _Complaint((*path, context["name"]), None, "", given, "unsupported_value")

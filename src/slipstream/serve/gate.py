@@ -106,7 +106,11 @@ class Gate:
 
     async def _read(self, receive: Receive, announced: int) -> bytes | None:
         limit, patience_s = self._max_body, self._config.limits.body_s
-        too_long = ApiError(413, f"the body has more than {limit} bytes", code="body_too_long")
+        too_long = ApiError(
+            413,
+            f"the body has more than {limit} bytes; send less, or have the server started with a larger --max-body",
+            code="body_too_long",
+        )
         if announced > limit:
             raise too_long
         parts: list[bytes] = []

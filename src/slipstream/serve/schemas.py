@@ -35,7 +35,8 @@ class Fields(BaseModel):
             if key in _names(cls):
                 continue
             if key not in cls.neutral:
-                raise PydanticCustomError(UNKNOWN, "unknown field", {"name": str(key)[:64]})
+                told = {"name": str(key)[:64], "known": " ".join(sorted(_names(cls)))}
+                raise PydanticCustomError(UNKNOWN, "unknown field", told)
             if not cls.neutral[key].fits(value):
                 told = {"name": key, "value": value, "remedy": cls.neutral[key].remedy}
                 raise PydanticCustomError(UNSUPPORTED, "unsupported value", told)

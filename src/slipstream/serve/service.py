@@ -101,7 +101,7 @@ class Service:
         def make() -> tuple[list[Prepared], Wording]:
             with about("messages"):
                 job = self._job(self._conversation(asked), params, record, 0, asked, "messages")
-            return [job], ChatWording(manner, parser, params.logprobs or 0)
+            return [job], ChatWording(manner, parser, params.logprobs or 0, self.prompts.bytes_of)
 
         return await self._response(make, asked, params, record, 1)
 
