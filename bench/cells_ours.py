@@ -65,9 +65,8 @@ class Meter:
     ) -> None:
         drafted = sum(verdict.drafted for verdict in verdicts)
         now = time.perf_counter()
-        self.beats.append(
-            Beat(now, len(answers), sum(kept), drafted, times.read_rows, recorded.graphs, recorded.seconds)
-        )
+        made = recorded.graphs + recorded.kernels
+        self.beats.append(Beat(now, len(answers), sum(kept), drafted, times.read_rows, made, recorded.seconds))
 
 
 class Crowd:

@@ -101,7 +101,7 @@ class Beat:
     tokens: int
     drafted: int = 0  # nodes
     read_rows: int = 0  # of prompts
-    recorded: int = 0  # graphs recorded so far
+    recorded: int = 0  # graphs recorded so far, and kernels compiled beside them
     recording_s: float = 0.0  # … and how long that took
 
 

@@ -119,6 +119,7 @@ class Replica:
             reserve=self.scheduler.reserve_draft,
         )
         self.drafting.records = True  # how often it asks depends on a real clock
+        planner.limit_rows(machine.draft_rows)
         if machine.queued:
             planner.pad_passes()
 
@@ -167,7 +168,7 @@ class Replica:
             _tell(news)
         if lagging:
             self.drafting.catch_up(lagging)
-        self.drafting.follows(decodes, plan)
+        self.drafting.following.follows(decodes, plan)
         drafts = [self._draft(plan, i, answer) for i, answer in enumerate(decodes)]
         draft_s = sum(self.costs.draft_s(name, len(decodes), MAX_NODES) for name in self._free(plan))
         on_device = [(size.drafter, size.levels or size.nodes) for size in plan.drafts]
@@ -186,8 +187,11 @@ class Replica:
         host_s = self.costs.host_s(len(decodes) + len(completing))
         wait_s = self.costs.wait_s(len(decodes)) if waits and plan.hosts else 0.0
         if lagging:  # what they missed must be known and read first
-            host_s += sum(self.costs.draft_s(name, len(decodes), 1) for name in lagging)
-            host_s += 0.0 if waits else self.costs.wait_s(len(decodes))
+            read_s = sum(self.costs.draft_s(name, len(decodes), 1) for name in lagging)
+            read_s += 0.0 if waits else self.costs.wait_s(len(decodes))
+            host_s += read_s
+            if not chunks:
+                self._news += [partial(planner.observe_catch_up, name, len(decodes), read_s) for name in lagging]
         times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows)
         lasted_s = times.host + times.draft + times.verify
         self.busy_until = now + lasted_s
@@ -237,7 +241,7 @@ class Replica:
         """Whoever ended meanwhile does not listen any more."""
         heard = [(answer, verdict) for answer, verdict in running if answer.phase is not Phase.ENDED]
         for answer, verdict in heard:
-            self.drafting.falls_behind(answer, verdict)
+            self.drafting.following.falls_behind(answer, verdict)
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard], grown)
 
     def _draft(self, plan: Plan, index: int, answer: Answer) -> tuple[Tree, Authors]:

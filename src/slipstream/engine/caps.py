@@ -53,6 +53,7 @@ class NodeCaps:
             share = min(share, self._places // requests)
         wide = name in self._wide
         caps: list[int] = []
+        kept: dict[tuple[tuple[str, ...], tuple[str, ...], int], int] = {}  # for others: for many requests the same
         for answer, before in zip(answers, used, strict=True):
             params, length = answer.params, len(answer.tokens)
             several = len(answer.drafters) > 1
@@ -71,14 +72,17 @@ class NodeCaps:
             if not wide:
                 useful = min(useful, left)
             if several:
-                useful -= before + self._others(name, answer, useful, exclusive)
+                alike = (answer.drafters, tuple(answer.refused), useful)
+                if alike not in kept:
+                    kept[alike] = self._others(name, answer, useful, exclusive)
+                useful -= before + kept[alike]
             useful = min(useful, own if ends is None else min(own, ends - length - answer.coming))
             caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
 
     def _usual(self, answer: Answer) -> int:
         """Nodes that all of a request's drafters together are made for."""
-        return sum(self._made_for[name] for name in answer.drafters)
+        return sum([self._made_for[name] for name in answer.drafters])
 
     def _others(self, name: str, answer: Answer, nodes: int, exclusive: bool) -> int:
         """How many of the request's nodes are kept for drafters that are asked after this one."""

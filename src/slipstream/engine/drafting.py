@@ -21,6 +21,7 @@ from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts, DraftSize
+from slipstream.engine.following import Following
 from slipstream.engine.levels import levels_of, no_deeper
 from slipstream.engine.listening import Offered, RoundListener
 from slipstream.engine.plans import Drafted, Gathered, Group, Guesses, Plan
@@ -64,7 +65,7 @@ class Drafting:
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
         self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
-        self._following = frozenset(n for n in self._on_device if drafters[n].needs.own_cache)
+        self.following = Following(drafters)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
         self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
         self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
@@ -77,6 +78,7 @@ class Drafting:
         self.records = False  # True: somebody wants all guesses, also those that cannot pay
         self.enabled = True  # False: no drafts for anybody, until it is True again
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
+        self._waited = False  # … is there one that it waits for?
         self._device = device
         self.constraining = Constraining(vocab_size, device)
         self.room = DraftRoom(reserve)
@@ -153,6 +155,12 @@ class Drafting:
         self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]))
         self.guessed_s = 0.0
         self._grown = gathered.levels
+        if not self._waited and self.planner.idles(len(decodes)):
+            for answer in decodes:
+                self.undrafted["off"] += not answer.drafters
+                for name in answer.drafters:
+                    self._decline(name, answer)
+            return
         for name, theirs in self._groups(decodes):
             mine = [i for i in theirs if self.planner.speculates(decodes[i].id, (*gathered.company[i], name))]
             self.undrafted["plain"] += len(theirs) - len(mine)
@@ -201,41 +209,14 @@ class Drafting:
             known = [answer.behind.pop(name) for answer in answers]
             self._guarded(name, answers, functools.partial(drafter.catch_up, views, known))
 
-    def follows(self, answers: Sequence[Answer], plan: Plan) -> None:
-        """Note whose device drafter stops following, because it guesses for nobody in this round.
-
-        Where it guesses for one, it reads the last tokens of all, and what its last draft left to be read again.
-        """
-        idle = self._following - {size.drafter for size in plan.drafts}
-        if not idle:
-            return
-        for answer in answers:
-            for name in answer.drafters:
-                if name in idle and name not in answer.behind:
-                    drafter = cast(DeviceDrafter, self.drafters[name])
-                    answer.behind[name] = max(0, answer.cached - max(drafter.depth, drafter.rereads - 1))
-
-    def falls_behind(self, answer: Answer, verdict: Verdict) -> None:
-        """Note where others' guesses went on without a device drafter's: what it read there is not what was said."""
-        if verdict.accepted < 2 or len(answer.drafters) < 2:
-            return
-        for name in answer.drafters:
-            if name in self._following and name not in answer.behind:
-                share, drafter = verdict.share(name), cast(DeviceDrafter, self.drafters[name])
-                kept = max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
-                # one that reads the target's hidden states must read its own guesses again as well
-                missed = verdict.accepted - (0 if drafter.taps else kept)
-                if missed >= drafter.rereads:
-                    answer.behind[name] = max(0, answer.cached - missed)
-
     def waits(self, answers: Sequence[Answer]) -> bool:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
         self._resting = {name for name in self.guards if self.planner.rests(name, len(answers))}
         awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
-        if not (awake and self.enabled):
-            return False
-        theirs = ((a.id, name) for a in answers for name in a.drafters if name in awake and name not in a.refused)
-        return any(self.planner.speculates(request_id, (name,)) for request_id, name in theirs)
+        asked = awake if self.enabled else set()
+        theirs = ((a.id, name) for a in answers for name in a.drafters if name in asked and name not in a.refused)
+        self._waited = any(self.planner.speculates(request_id, (name,)) for request_id, name in theirs)
+        return self._waited
 
     def read_choices(self, answers: Sequence[Answer]) -> bool:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""
@@ -271,7 +252,7 @@ class Drafting:
                     reached = min(share.drafted, grown.get(name, share.drafted))
                     tree = TreeSeen(share.drafted, share.path) if self._levels[name] else None
                     self.planner.observe(name, answer.id, reached, share.accepted, tree)
-                elif verdict.tokens:
+                elif verdict.tokens and name in self.guards:  # others' guesses are not there unless they are checked
                     self.planner.hear(name, answer.id, verdict.tokens[0])
                 if name not in told:
                     told[name] = ([], [])

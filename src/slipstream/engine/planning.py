@@ -15,4 +15,6 @@ def make_planner(config: EngineConfig, device: str) -> Planner:
     """For a device of this type."""
     if config.planner == "fixed":
         return Planner()
-    return AdaptivePlanner(PassCost(ROW_SLOPE[device]), min_gain=config.min_gain)
+    planner = AdaptivePlanner(PassCost(ROW_SLOPE[device]), min_gain=config.min_gain)
+    planner.limit_rows(config.draft_rows)
+    return planner

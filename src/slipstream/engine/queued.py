@@ -39,6 +39,7 @@ from slipstream.engine.turns import observe_round
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
+from slipstream.models.graphs import recorded
 from slipstream.plan.gains import NO_WAIT, Waited
 from slipstream.plan.measured import Load
 from slipstream.sampling.choose import choose
@@ -54,7 +55,7 @@ class Guessed(NamedTuple):
 
     plan: Plan
     run: Round
-    caught_up: bool  # a drafter had to read what it had missed first
+    caught_up: tuple[str, ...]  # drafters that had to read what they had missed first
     begun: Any  # a mark where the device begins with it: what the host guesses is not its work
     ahead: Ahead | None  # what it had begun before
 
@@ -125,8 +126,7 @@ class QueuedEngine(Engine):
             self._tell(heard)  # the next round overwrites the logits
             heard = []
         schedule = self.scheduler.schedule()
-        if schedule.refused:
-            self._report(schedule.refused)
+        self._report(schedule.refused)
         if schedule:
             if not self._tickets:
                 self._idle_since = time.perf_counter()
@@ -168,8 +168,8 @@ class QueuedEngine(Engine):
         drafts: Drafts = ()
         hosts: tuple[str, ...] = ()
         waited_s = None
-        caught_up = False
-        known = len(self.rounds)
+        caught_up: tuple[str, ...] = ()
+        known = len(self.rounds), recorded.seconds
         ahead = None
         drafting = self._draft(schedule.decodes) if schedule.decodes else None
         begun = drafted = self._mark() if drafting is None else drafting.begun
@@ -194,7 +194,7 @@ class QueuedEngine(Engine):
             first, logits = self._read_prompts(schedule.chunks, members)
             read = self._mark()
         marks = (begun, drafted, verified, read) if begun is not None else ()
-        steady = not schedule.chunks and not caught_up and len(self.rounds) == known
+        usual = not schedule.chunks and (len(self.rounds), recorded.seconds) == known
         asked = any(member.answer.params.logprobs is not None for member in members)
         return Ticket(
             tuple(members),
@@ -206,7 +206,7 @@ class QueuedEngine(Engine):
             logits,
             marks,
             asked,
-            steady,
+            usual and not caught_up,
             drafts,
             hosts,
             waited_s,
@@ -215,6 +215,7 @@ class QueuedEngine(Engine):
             self.drafting.guessed_s if drafting is not None else 0.0,
             sum(chunk.rows for chunk in schedule.chunks),
             ahead,
+            caught_up if usual else (),
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -242,7 +243,7 @@ class QueuedEngine(Engine):
         in_hand = self._ahead.loop_for(() if lagging else decodes)
         recent = max([answer.stride for answer in decodes])
         while True:
-            self.drafting.follows(decodes, plan)
+            self.drafting.following.follows(decodes, plan)
             drafts = plan.drafts
             shape = RoundShape.of(
                 plan.counts,
@@ -264,7 +265,7 @@ class QueuedEngine(Engine):
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
             else:
-                return Guessed(plan, run, bool(lagging), begun, self._ahead.settle(loop, plan.trees))
+                return Guessed(plan, run, tuple(lagging), begun, self._ahead.settle(loop, plan.trees))
 
     def _allowed_rows(self, decodes: Sequence[Answer], plan: Plan, run: Round) -> Tensor:  # [R, W]
         """What each row may choose. Guesses of device drafters are read back first: the host follows grammars."""
@@ -338,7 +339,7 @@ class QueuedEngine(Engine):
                 assert answer.table is not None
                 answer.table.commit(len(tokens))
                 answer.doubted = not tokens
-                self.drafting.falls_behind(answer, verdict)
+                self.drafting.following.falls_behind(answer, verdict)
             answer.closing = usable != tokens or not answer.end_ids.isdisjoint(usable) or len(answer.tokens) >= longest
         lasted_s, self._idle_since = now - self._idle_since, now
         grown = {size.drafter: size.levels for size in ticket.drafts if size.levels}
@@ -354,6 +355,8 @@ class QueuedEngine(Engine):
             host_s = max(0.0, lasted_s - draft_s - verify_s)
             times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows)
             self._free_marks += ticket.free_marks()
+            for name in ticket.caught_up:
+                self.drafting.planner.observe_catch_up(name, ticket.decodes, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)

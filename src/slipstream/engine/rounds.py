@@ -25,10 +25,10 @@ from slipstream.engine.round_shape import RoundShape
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
 from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.merge_trees import Union, merge_guesses
+from slipstream.kernels.merge_trees import Union, merge_guesses, prepare_merges
 from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache
-from slipstream.models.graphs import captured
+from slipstream.models.graphs import captured, count_compiling
 from slipstream.models.paths import Progress
 from slipstream.models.runner import Runner
 from slipstream.sampling.choose import choose
@@ -319,6 +319,9 @@ class Rounds:
         self._drafters = tuple(drafters)
         self._graphs = graphs and has_kernels(machine.device)
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        count_compiling()
+        if drafters:
+            prepare_merges(machine.device, {drafter.makes_trees for drafter in drafters.values()})
         self._rounds: dict[RoundShape, Round] = {}
         self._latest: Round | None = None
         self._progress = progress

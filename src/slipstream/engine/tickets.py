@@ -60,7 +60,7 @@ class Ticket:
     logits: Tensor | None  # of the others' last rows
     marks: tuple[Any, ...]  # events: begun, drafted, verified, prompts read
     reads_logits: bool  # some of them asked for log probabilities
-    steady: bool  # a round as they come: no prompts, and nothing captured for it
+    steady: bool  # a round as they come: no prompts, and nothing captured or compiled for it
     drafts: Drafts
     hosts: tuple[str, ...]  # host drafters that were asked
     waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
@@ -69,6 +69,7 @@ class Ticket:
     guessed_s: float = 0.0  # what guesses on the host took that the planner counts by themselves
     read_rows: int = 0  # of prompts that were computed beside
     ahead: Ahead | None = None  # the draft that was begun before it was planned
+    caught_up: tuple[str, ...] = ()  # drafters that read what they had missed before it, and nothing else was unusual
 
     def wait(self) -> None:
         if self.marks:

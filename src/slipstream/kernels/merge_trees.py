@@ -7,6 +7,7 @@ The rule is that of `core/merge.py`: equal paths become one, nodes that find no 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from slipstream.core.draft import ROOT
 from slipstream.core.merge import CUT
 from slipstream.kernels.jit import jit, on_gpu, tl, triton
 
+_REACH = 64
+"""Nodes that a program has registers for: the same for all drafts, or each new size of them would be compiled while a
+round waits for it."""
 HOST = 1
 """The owner of nodes that came from the host, which knows by itself whose they are."""
 
@@ -46,6 +50,16 @@ def merge_guesses(
     merge(union, tokens, parents, drafters, number, nodes, first)
 
 
+def prepare_merges(device: torch.device, trees: Iterable[bool]) -> None:
+    """Have the merging of chains (False) or trees (True) compiled before a round asks for it."""
+    one = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    if on_gpu(one):
+        union = Union(one.clone(), one.clone(), one[0].clone(), one.clone(), one[0].clone())
+        for is_tree in trees:
+            for first in (True, False):
+                merge_guesses(union, one, one if is_tree else None, one[0], 1, nodes=1, first=first)
+
+
 def _launch(
     union: Union, tokens: Tensor, parents: Tensor | None, drafters: Tensor, number: int, nodes: int, first: bool
 ) -> None:
@@ -68,12 +82,12 @@ def _launch(
         tokens.stride(1),
         0 if parents is None else parents.stride(0),
         0 if parents is None else parents.stride(1),
-        WIDTH=width,
-        GUESSES=guesses,
+        width,
+        guesses,
         TREE=parents is not None,
         FIRST=first,
-        REACH=triton.next_power_of_2(width),
-        GUESSED=triton.next_power_of_2(guesses),
+        REACH=max(_REACH, triton.next_power_of_2(width)),
+        GUESSED=max(_REACH, triton.next_power_of_2(guesses)),
         num_warps=1,  # a reduction is then a few instructions, and the loop is made of them
     )
 
@@ -82,7 +96,7 @@ _STRIDES = ("own_stride", "own_parents_stride", "owners_stride", "line", "column
 
 
 @jit(
-    sizes=["number", "nodes", *_STRIDES],
+    sizes=["number", "nodes", "width", "guesses", *_STRIDES],
     pointers=["own_tokens", "own_parents", "counts", "owners", "room", "tokens", "parents", "drafters"],
 )
 def _merge_kernel(
@@ -103,8 +117,8 @@ def _merge_kernel(
     column: tl.tensor,
     parents_line: tl.tensor,
     parents_column: tl.tensor,
-    WIDTH: tl.constexpr,  # K
-    GUESSES: tl.constexpr,  # M
+    width: tl.tensor,  # K
+    guesses: tl.tensor,  # M
     TREE: tl.constexpr,
     FIRST: tl.constexpr,
     REACH: tl.constexpr,  # power of two >= K
@@ -123,7 +137,7 @@ def _merge_kernel(
         owner = tl.load(owners + request * owners_stride + reach, mask=is_node, other=0)
     bit = tl.full([], 1, tl.int64) << number
     guess = tl.arange(0, GUESSED)
-    is_guess = guess < GUESSES
+    is_guess = guess < guesses
     guessed = tl.load(tokens + request * line + guess * column, mask=is_guess, other=-1)
     above = guess - 1
     if TREE:
@@ -150,7 +164,7 @@ def _merge_kernel(
     kept = reach < count
     tl.store(own_tokens + request * own_stride + reach, token, mask=kept)
     tl.store(own_parents + request * own_parents_stride + reach, parent.to(tl.int64), mask=kept)
-    tl.store(owners + request * owners_stride + reach, owner, mask=reach < WIDTH)
+    tl.store(owners + request * owners_stride + reach, owner, mask=reach < width)
     tl.store(counts + request, count.to(tl.int64))
 
 

@@ -1,4 +1,5 @@
-"""Work on a GPU as one launch. Recording it takes far longer than running it, so it is counted."""
+"""Work on a GPU as one launch. Recording it takes far longer than running it, so it is counted; and so is compiling
+kernels of work that is not recorded: both happen once, while somebody waits."""
 
 from __future__ import annotations
 
@@ -10,18 +11,40 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.jit import recording
+from slipstream.kernels.jit import is_recording, recording, triton
 
 
 @dataclass(slots=True)
 class Recorded:
-    """How many graphs this process recorded, and how long that took."""
+    """How many graphs this process recorded, and kernels it compiled beside them; and how long all of that took."""
 
     graphs: int = 0
     seconds: float = 0.0
+    kernels: int = 0
 
 
 recorded = Recorded()
+
+
+def count_compiling() -> None:
+    """From now on, kernels that are compiled while no graph is recorded are counted, too."""
+    settings = getattr(getattr(triton, "knobs", None), "compilation", None)
+    if settings is not None and not isinstance(before := getattr(settings, "listener", None), _Counting):
+        settings.listener = _Counting(before)
+
+
+class _Counting:
+    """Hears of every kernel that Triton compiles, or finds compiled. before: who heard of them so far."""
+
+    def __init__(self, before: Callable[..., None] | None) -> None:
+        self._before = before
+
+    def __call__(self, *, times: Any, cache_hit: bool, **told: Any) -> None:
+        if not is_recording():  # a recording is timed as a whole
+            recorded.seconds += times.total / 1e6
+            recorded.kernels += not cache_hit
+        if self._before is not None:
+            self._before(times=times, cache_hit=cache_hit, **told)
 
 
 @cache

@@ -7,26 +7,27 @@ expected tokens per second of the whole batch, and none where none does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.draft import Tree
-from slipstream.plan.acceptance import Acceptance, Floats
+from slipstream.plan.acceptance import Floats
 from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
-from slipstream.plan.costs import Costs
 from slipstream.plan.cutting import shared_out
 from slipstream.plan.decisions import Decision
-from slipstream.plan.gains import NO_WAIT, Gain, Turn, Waited
-from slipstream.plan.hosts import EXPLORE, NOTHING, HostPlans
-from slipstream.plan.measured import Load, MeasuredCosts
+from slipstream.plan.gains import NO_WAIT, Turn, Waited
+from slipstream.plan.hosts import NOTHING
+from slipstream.plan.knowing import KnowingPlanner
+from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
 from slipstream.plan.probes import Probes
 from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
-from slipstream.plan.ranks import NodeRanks
+from slipstream.plan.rest import PlanRest
 from slipstream.plan.rivals import Rivals
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
@@ -41,29 +42,28 @@ _FIRST = 1
 
 
 class _Chosen(NamedTuple):
-    """A size, and for whom."""
+    """How many nodes, of trees in how many levels, and for whom."""
 
-    size: int
+    nodes: int
+    levels: int
     members: NDArray[np.int64]  # requests
+    lost_s: float = 0.0  # what a round with them is expected to lose against rounds without
+    trial: _Chosen | None = None  # where nothing was chosen: what would be best
 
 
-class AdaptivePlanner(HostPlans):
+class AdaptivePlanner(KnowingPlanner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
     exclusive = True
 
     def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
         super().__init__(cost, min_gain)
-        self.costs = Costs(cost)
         self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
-        self._traits: dict[str, Traits] = {}
         self._kept_word: dict[str, Calibration] = {}
-        self._acceptance: dict[str, Acceptance] = {}
-        self._ranks: dict[str, NodeRanks] = {}  # of those that make trees
-        self._grown: dict[str, int] = {}  # … and how often they were planned
+        self._grown: dict[str, int] = {}  # how often drafters were planned that make trees
         self._probes = Probes(cost)
+        self._rest = PlanRest()
         self._unsent = Unsent()
-        self._guessed_s = 0.0  # what guesses took in this round, of drafters that take time
         self._sizes = CapturedSizes()
         self._rivals = Rivals()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
@@ -81,9 +81,6 @@ class AdaptivePlanner(HostPlans):
     def pad_passes(self) -> None:
         self._cost.padded = True
         self._cost.context.per_row = False  # rows of a request share what is read of its context
-
-    def adopt(self, measured: MeasuredCosts) -> None:
-        self.costs.adopt(measured)
 
     def budget(
         self,
@@ -107,9 +104,9 @@ class AdaptivePlanner(HostPlans):
         gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
         draft_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
         chosen = self._paying(drafter, request_ids, rows, others, gained, drafted, draft_s)
-        small = min(2, deepest)
-        size = self._probes.size(drafter, chosen.size, small, rows, self.costs.guess_s(drafter, small, rows))
-        return self._granted(drafter, chosen, caps, size)
+        few = min(2, deepest)
+        chosen = self._or_probe(drafter, rows, chosen, _Chosen(few, 0, chosen.members, float(draft_s[few])), draft_s)
+        return self._granted(drafter, chosen, caps)
 
     def budget_trees(
         self,
@@ -136,13 +133,14 @@ class AdaptivePlanner(HostPlans):
         level_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
         parts = trees.gained, trees.drafted, level_s[trees.levels], trees
         chosen = self._paying(drafter, request_ids, rows, others, *parts)
-        probe = probe_of(levels, most)
-        deep = trees.levels[chosen.size] or probe.deep
-        size = self._probes.size(drafter, trees.nodes[chosen.size], probe.nodes, rows, float(level_s[deep]))
-        granted = self._granted(drafter, chosen, caps, size, deep)
+        deep, nodes = probe_of(levels, most)
+        chosen = self._or_probe(
+            drafter, rows, chosen, _Chosen(nodes, deep, chosen.members, float(level_s[deep])), level_s
+        )
+        granted = self._granted(drafter, chosen, caps)
         if any(granted):
-            self._sizes.plan(rows, sum(granted), deep)
-        return TreeBudget(granted, deep)
+            self._sizes.plan(rows, sum(granted), chosen.levels)
+        return TreeBudget(granted, chosen.levels or deep)
 
     def _paying(
         self,
@@ -170,7 +168,10 @@ class AdaptivePlanner(HostPlans):
         rates = (brought + tokens) / (pass_s + draft_s[:, None])
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
-        has_turn = self._rivals.has_turn(drafter, request_ids, rows, float(rate.max() / rate[0]), self._rounds)
+        speed = float(rate.max() / rate[0])
+        if drafter not in self._busy:
+            speed /= self._catch_ups.margin(drafter, rows, float(pass_s[0, 0]))
+        has_turn = self._rivals.has_turn(drafter, request_ids, rows, speed, self._rounds)
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
@@ -180,7 +181,13 @@ class AdaptivePlanner(HostPlans):
         took = float(pass_s[size, count] + draft_s[size]) if size else float(pass_s[0, 0])
         if has_turn and drafter not in self._waits:  # it guesses on the device
             self._settle_beside(rows, float(rate[size]) * took, took, size > 0, others.nodes)
-        return _Chosen(size, order[: int(rates[size].argmax()) + 1] if size else order)
+        if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
+            return _Chosen(most, deep, order[: count + 1] if size else order)
+        sizes = self._sizes.choices(drafter, len(rate) - 1)
+        best = max(sizes[1:], key=rate.__getitem__)
+        count = int(rates[best].argmax())
+        lost_s = float((pass_s[best, count] + draft_s[best]) * (1 - rate[best] / rate[0]))
+        return _Chosen(0, 0, order, trial=_Chosen(best, 0, order[: count + 1], lost_s))
 
     def _size(self, drafter: str, rows: int, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
         if not self._cost.padded:
@@ -189,7 +196,9 @@ class AdaptivePlanner(HostPlans):
             best = self._sizes.best(drafter, rate)
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        again = MARGIN if self._cost.padded and drafter in self._begun - self._busy else 1.0  # it has to catch up
+        again = 1.0
+        if self._cost.padded and drafter in self._begun - self._busy:  # it has to catch up
+            again = max(MARGIN, self._catch_ups.margin(drafter, rows, self._cost.seconds(rows)))
         if rate[best] <= rate[0] * self._margin * again * self._gains.doubt(self._with(drafter)):
             return 0
         if trees is None:
@@ -201,17 +210,39 @@ class AdaptivePlanner(HostPlans):
         old = [self._sizes.planned(rows, *pair) for pair in zip(nodes, trees.levels, strict=True)]
         return trees.larger(best, rate, old if self._cost.padded else None)
 
-    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int], size: int, levels: int = 0) -> list[int]:
-        """Nodes for each request: the size that pays for those for whom it does, or now and then a probe for all."""
-        if not size:
+    def _or_probe(
+        self,
+        drafter: str,
+        rows: int,
+        chosen: _Chosen,
+        small: _Chosen,  # lost_s: what the guesses take
+        draft_s: NDArray[np.float64],  # [K + 1]: by nodes of a chain or levels of a tree
+    ) -> _Chosen:
+        """What was chosen, or if that is nothing, now and then a probe: small, or among many what nearly pays, if
+        less is lost by that."""
+        count = self._probes.requests(rows, small.nodes, len(small.members))
+        lost_s = small.lost_s + self._cost.seconds(rows + count * small.nodes) - self._cost.seconds(rows)
+        turn = np.sort(np.roll(small.members, -self._rounds)[:count])  # somebody else's each time
+        probe = small._replace(members=turn, lost_s=lost_s)
+        if count < len(small.members) and chosen.trial is not None and chosen.trial.lost_s < lost_s:
+            probe = chosen.trial
+        lost = (max(probe.lost_s, 0.0) + self._catch_ups.seconds(drafter, rows)) / self._cost.seconds(rows)
+        hopes = partial(self._hopes.any, drafter, rows, draft_s, self._rounds)
+        could_pay = hopes if self.costs.measured_for(drafter) else lambda: True
+        passed = self._rest.plan(drafter)
+        return probe if self._probes.due(drafter, chosen.nodes > 0, lost, could_pay, passed) else chosen
+
+    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int]) -> list[int]:
+        """Nodes for each request: as many as were chosen for those for whom they were."""
+        granted = [0] * len(caps)
+        if not chosen.nodes:
             self._busy.discard(drafter)
-            return [0] * len(caps)
+            return granted
         self._begun.add(drafter)
         self._busy.add(drafter)
-        self._sizes.use(drafter, size, levels)
-        granted = [0] * len(caps)
-        for i in chosen.members.tolist() if chosen.size else range(len(caps)):
-            granted[i] = min(size, caps[i])
+        self._sizes.use(drafter, chosen.nodes, chosen.levels)
+        for i in chosen.members.tolist():
+            granted[i] = min(chosen.nodes, caps[i])
         return granted
 
     def trim(
@@ -223,7 +254,7 @@ class AdaptivePlanner(HostPlans):
         rows: int,
     ) -> list[Tree]:
         """Keep the nodes that pay, of guesses that cost nothing to have any more. A node stays only with its parent."""
-        wait_s = self._wait(drafter) + self.costs.spent(drafter)
+        wait_s = self._wait(drafter, rows) + self.costs.spent(drafter)
         nodes = sum([len(tree.tokens) for tree in trees])
         if not nodes:
             self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
@@ -239,7 +270,7 @@ class AdaptivePlanner(HostPlans):
         stake = self._gains.stake(self._with(drafter), theirs, rows)
         best = self._best(drafter, rows, ranked.expected(rows), wait_s, stake)
         if not self._unsent.is_heard(drafter):
-            best = self._probes.size(drafter, best, self._probes.small(rows, nodes), rows)
+            best = self._probes.free(drafter, best, rows, nodes)
         best = self._explore(rows, best)
         if best == 0:
             for i, request_id in enumerate(request_ids):
@@ -284,8 +315,15 @@ class AdaptivePlanner(HostPlans):
         self._rounds += 1
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
+        self._rest.next_round(drafts=bool(self._guessing or self._busy))
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
+
+    def idles(self, requests: int) -> bool:
+        return self._cost.padded and self._rest.idles(requests)
+
+    def asks(self, drafter: str, rows: int) -> bool:
+        return super().asks(drafter, rows) and (not self._cost.padded or self._rest.asks(drafter, rows))
 
     def observe_round(
         self,
@@ -300,40 +338,6 @@ class AdaptivePlanner(HostPlans):
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
-
-    def gain(self, request_id: str) -> Gain:
-        return self._gains.of(request_id)
-
-    def gains(self) -> dict[str, float]:
-        return {str(kind): gain.measured for kind, gain in self._gains.kinds().items() if gain.drafts}
-
-    def why(self, request_id: str, drafter: str | None = None) -> str | None:
-        return self._gains.off(request_id, drafter)
-
-    def reasons(self) -> dict[str, str]:
-        decided = list(self._decided.items())
-        return {name: decision.text(name, self._cost, self._alpha(name)) for name, decision in decided}
-
-    def decision(self, drafter: str) -> Decision | None:
-        """The last plan of its guesses."""
-        return self._decided.get(drafter)
-
-    def assume(self, drafter: str, chances: Acceptance) -> None:
-        """Take these to be the chances of its guesses."""
-        self._acceptance[drafter] = chances
-
-    def _alpha(self, drafter: str) -> float | None:
-        found = self._acceptance.get(drafter)
-        return found.shared if found is not None and found.known else None  # else it is only assumed
-
-    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
-        self._cost.observe(rows, seconds, load)
-
-    def observe_draft(
-        self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
-    ) -> None:
-        self.costs.observe_draft(drafter, size, requests, seconds)
-        self._guessed_s += seconds
 
     def hear(self, drafter: str, request_id: str, token: int) -> None:
         guess = self._unsent.heard(drafter, request_id)
@@ -376,21 +380,4 @@ class AdaptivePlanner(HostPlans):
         self._traits.pop(request_id, None)
         self._gains.forget(request_id)
         for waits in self._waits.values():
-            waits.gone += 1
-
-    def _explore(self, rows: int, nodes: int) -> int:
-        """Fewer nodes once in a while, to see what a smaller pass costs: a rule that always takes many never learns."""
-        if not nodes or not self._cost.padded or self._rounds % EXPLORE != EXPLORE - 1:
-            return nodes
-        size = self._cost.unseen(rows, rows + nodes)
-        return nodes if size is None else size - rows
-
-    def _ranks_of(self, drafter: str) -> NodeRanks:
-        if drafter not in self._ranks:
-            self._ranks[drafter] = NodeRanks()
-        return self._ranks[drafter]
-
-    def _estimate(self, drafter: str) -> Acceptance:
-        if drafter not in self._acceptance:
-            self._acceptance[drafter] = Acceptance(self._traits)
-        return self._acceptance[drafter]
+            waits.leave()

@@ -46,6 +46,10 @@ class Costs:
         """Was it seen or measured how long its guesses take?"""
         if drafter in self._drafts:
             return self._drafts[drafter].observed
+        return self.measured_for(drafter)
+
+    def measured_for(self, drafter: str) -> bool:
+        """Was it measured before the first request how long its guesses take?"""
         return self.measured is not None and bool(self.measured.drafts.get(drafter))
 
     def guess_curve(self, drafter: str, most: int, requests: int) -> Floats:  # [most]

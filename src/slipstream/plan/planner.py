@@ -112,6 +112,11 @@ class Planner:
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         """A round of so many decoding requests with so many tokens in all is about to be planned; 0: not said."""
 
+    def idles(self, requests: int) -> bool:
+        """May this round of so many go without a plan, since nothing was drafted in the last one? Asked once a round,
+        where no drafter on the host is waited for."""
+        return False
+
     def start(self, request_id: str, traits: Traits) -> None:
         """A request begins, of which so much is known."""
 
@@ -121,6 +126,9 @@ class Planner:
 
     def pad_passes(self) -> None:
         """Passes come in a few sizes only, and are filled up to the next one."""
+
+    def limit_rows(self, rows: int) -> None:
+        """A pass with drafts has so many rows at the most."""
 
     def adopt(self, measured: MeasuredCosts) -> None:
         """Passes and drafts were measured before the first request."""
@@ -170,6 +178,9 @@ class Planner:
 
         size: nodes that it guessed for each; of trees, their levels.
         """
+
+    def observe_catch_up(self, drafter: str, requests: int, seconds: float) -> None:
+        """A drafter had to read what it had missed before a round of so many: so much longer did the round take."""
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         """What became of one request's draft: how deep it was, and how far right. tree: None: none was planned."""

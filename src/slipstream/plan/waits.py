@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
+
+from slipstream.plan.extras import crowd_of
 
 _TRIAL = 16
 _EVIDENCE = 128
@@ -15,6 +18,11 @@ _FREE = 0.04
 _WASTE = 0.01
 _LONGEST_REST = 512
 """What trials may cost of the time, and the most rounds that go without a drafter which was not worth the wait."""
+_FEW = 32
+_WASTE_OF_MANY = 0.003
+_LONGEST_OF_MANY = 4096
+"""The same where more than these run: newcomers are no reason for a trial there, since they are much like the others;
+and a wait for 64 requests is nearly as long as the pass."""
 _MOST_FAILED = 5
 """Trials in vain, each of which doubles the number of newcomers for whom there is another before its time."""
 
@@ -41,8 +49,15 @@ class Waits:
         self.seconds = self.seconds + 0.2 * (min(seconds, 3 * self.seconds) - self.seconds) if self._seen else seconds
         self._seen = True
 
+    @property
+    def seen(self) -> bool:
+        """Was it waited for?"""
+        return self._seen
+
     def rests(self, now: int, rows: int) -> bool:
-        return now < self.until and 2 * rows > self.rows and self.gone < self.rows * 2 ** (self.failed - 2)
+        if now >= self.until or 2 * rows <= self.rows:
+            return False
+        return rows > _FEW or self.gone < self.rows * 2 ** (self.failed - 2)
 
     def weigh(self, speed: float, pass_s: float, now: int, rows: int) -> None:
         self.worth += speed
@@ -53,5 +68,27 @@ class Waits:
             return
         self.failed = min(self.failed + 1, _MOST_FAILED) if self.worth <= self.asked else 0
         if self.failed and share > _FREE:
-            self.until, self.rows, self.gone = now + min(_LONGEST_REST, int(self.asked * share / _WASTE)), rows, 0
+            longest, waste = (_LONGEST_REST, _WASTE) if rows <= _FEW else (_LONGEST_OF_MANY, _WASTE_OF_MANY)
+            self.until, self.rows, self.gone = now + min(longest, int(self.asked * share / waste)), rows, 0
         self.worth, self.asked = 0.0, 0
+
+
+class CrowdWaits:
+    """What waiting for one drafter costs and brings by about how many requests run: of many it knows the answers later,
+    and what is worth a wait alone need not be worth it among them."""
+
+    def __init__(self) -> None:
+        self._crowds: dict[int, Waits] = {}
+
+    def of(self, rows: int) -> Waits:
+        """One that is new takes as long as the nearest that is known."""
+        crowd = crowd_of(rows)
+        if crowd not in self._crowds:
+            near = min(self._crowds, key=lambda known: abs(log(known / crowd)), default=None)
+            self._crowds[crowd] = Waits(0.0 if near is None else self._crowds[near].seconds)
+        return self._crowds[crowd]
+
+    def leave(self) -> None:
+        """A request ended."""
+        for waits in self._crowds.values():
+            waits.gone += 1

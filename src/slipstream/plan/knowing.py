@@ -1,0 +1,77 @@
+"""What a planner knows, of costs and of chances, and what it says of itself: gains that were measured, decisions."""
+
+from __future__ import annotations
+
+from slipstream.plan.acceptance import Acceptance
+from slipstream.plan.catching_up import CatchUps
+from slipstream.plan.cost import PassCost
+from slipstream.plan.costs import Costs
+from slipstream.plan.decisions import Decision
+from slipstream.plan.gains import Gain
+from slipstream.plan.hosts import HostPlans
+from slipstream.plan.measured import Load, MeasuredCosts
+from slipstream.plan.ranks import NodeRanks
+from slipstream.plan.traits import Traits
+
+
+class KnowingPlanner(HostPlans):
+    """The part of a planner that is told of costs, and that others read. Any thread may ask what it says."""
+
+    def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
+        super().__init__(cost, min_gain)
+        self.costs = Costs(cost)
+        self._catch_ups = CatchUps()
+        self._guessed_s = 0.0  # what guesses took in this round, of drafters that take time
+        self._traits: dict[str, Traits] = {}
+        self._acceptance: dict[str, Acceptance] = {}
+        self._ranks: dict[str, NodeRanks] = {}  # of those that make trees
+
+    def adopt(self, measured: MeasuredCosts) -> None:
+        self.costs.adopt(measured)
+
+    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
+        self._cost.observe(rows, seconds, load)
+
+    def observe_draft(
+        self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
+    ) -> None:
+        self.costs.observe_draft(drafter, size, requests, seconds)
+        self._guessed_s += seconds
+
+    def observe_catch_up(self, drafter: str, requests: int, seconds: float) -> None:
+        self._catch_ups.observe(drafter, requests, seconds)
+
+    def gain(self, request_id: str) -> Gain:
+        return self._gains.of(request_id)
+
+    def gains(self) -> dict[str, float]:
+        return {str(kind): gain.measured for kind, gain in self._gains.kinds().items() if gain.drafts}
+
+    def why(self, request_id: str, drafter: str | None = None) -> str | None:
+        return self._gains.off(request_id, drafter)
+
+    def reasons(self) -> dict[str, str]:
+        decided = list(self._decided.items())
+        return {name: decision.text(name, self._cost, self._alpha(name)) for name, decision in decided}
+
+    def decision(self, drafter: str) -> Decision | None:
+        """The last plan of its guesses."""
+        return self._decided.get(drafter)
+
+    def assume(self, drafter: str, chances: Acceptance) -> None:
+        """Take these to be the chances of its guesses."""
+        self._acceptance[drafter] = chances
+
+    def _alpha(self, drafter: str) -> float | None:
+        found = self._acceptance.get(drafter)
+        return found.shared if found is not None and found.known else None  # else it is only assumed
+
+    def _estimate(self, drafter: str) -> Acceptance:
+        if drafter not in self._acceptance:
+            self._acceptance[drafter] = Acceptance(self._traits)
+        return self._acceptance[drafter]
+
+    def _ranks_of(self, drafter: str) -> NodeRanks:
+        if drafter not in self._ranks:
+            self._ranks[drafter] = NodeRanks()
+        return self._ranks[drafter]
