@@ -89,6 +89,19 @@ def test_drafters_of_different_requests_are_no_rivals() -> None:
     assert not rivals.has_turn("one", "c", 4, 1.2, 5), "now both may guess for one of them"
 
 
+def test_a_round_without_free_guesses_does_not_go_by_promises_beside_them() -> None:
+    """Beside good free guesses nobody promises much. Where there are none for once, whoever is asked first is not the
+    better one for that: else both guess in such a round."""
+    rivals = Rivals()
+    assert rivals.has_turn("one", "a", 1, 1.3, 1)
+    assert rivals.has_turn("two", "a", 1, 2.0, 1)
+    for now in range(2, 20):
+        assert not rivals.has_turn("one", "a", 1, 1.0, now, beside=True)
+        assert rivals.has_turn("two", "a", 1, 1.0, now, beside=True)
+    assert not rivals.has_turn("one", "a", 1, 1.3, 20)
+    assert rivals.has_turn("two", "a", 1, 2.0, 20)
+
+
 def test_a_turn_outlives_the_requests() -> None:
     rivals = Rivals()
     assert rivals.has_turn("one", "a", 1, 1.5, 1)

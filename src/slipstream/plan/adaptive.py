@@ -171,7 +171,8 @@ class AdaptivePlanner(KnowingPlanner):
         speed = float(rate.max() / rate[0])
         if drafter not in self._busy:
             speed /= self._catch_ups.margin(drafter, rows, float(pass_s[0, 0]))
-        has_turn = self._rivals.has_turn(drafter, request_ids, rows, speed, self._rounds)
+        beside = bool(others.nodes)
+        has_turn = self._rivals.has_turn(drafter, request_ids, rows, speed, self._rounds, beside=beside)
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from slipstream.plan.extras import crowd_of
 from slipstream.plan.planner import Beside
 
-_OLD = 8
+_OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
 _BETTER = 1.03
 """Whoever takes another's turn must promise so many times as much: it has to read what it missed."""
@@ -30,7 +30,7 @@ class Rivals:
     """Of one planner."""
 
     def __init__(self) -> None:
-        self._promises: dict[int, dict[str, _Promise]] = {}  # by crowd and drafter
+        self._promises: dict[tuple[int, bool], dict[str, _Promise]] = {}  # by crowd, others' guesses or none, drafter
         self._turns: dict[int, str] = {}  # by crowd: whose it is
         self._apart: set[frozenset[str]] = set()  # two who were asked for quite other requests, the last time
 
@@ -41,13 +41,16 @@ class Rivals:
             return beside
         return [[one for one in theirs if one.drafter not in known] for theirs in beside]
 
-    def has_turn(self, drafter: str, request_ids: Sequence[str], rows: int, speed: float, now: int) -> bool:
+    def has_turn(
+        self, drafter: str, request_ids: Sequence[str], rows: int, speed: float, now: int, *, beside: bool = False
+    ) -> bool:
         """It promises to make this round so many times as fast by guesses for these requests. Is no other one better?
 
-        Whoever guesses for other requests takes nobody's turn.
+        Whoever guesses for other requests takes nobody's turn. beside: others' guesses are in the round already, and
+        leave less to promise: that is compared with what was promised in such rounds, for rivals are asked in turn.
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
-        promises = self._promises.setdefault(crowd, {})
+        promises = self._promises.setdefault((crowd, beside), {})
         promises[drafter] = _Promise(speed, now, requests)
         for name, one in promises.items():
             if one.round == now and name != drafter:
