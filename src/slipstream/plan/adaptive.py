@@ -48,7 +48,7 @@ class _Chosen(NamedTuple):
     levels: int
     members: NDArray[np.int64]  # requests
     lost_s: float = 0.0  # what a round with them is expected to lose against rounds without
-    trial: _Chosen | None = None  # where nothing was chosen: what would be best
+    trials: tuple[_Chosen, ...] = ()  # where nothing was chosen: what could be, the largest last
 
 
 class AdaptivePlanner(KnowingPlanner):
@@ -184,11 +184,9 @@ class AdaptivePlanner(KnowingPlanner):
             self._settle_beside(rows, float(rate[size]) * took, took, size > 0, others.nodes)
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
             return _Chosen(most, deep, order[: count + 1] if size else order)
-        sizes = self._sizes.choices(drafter, len(rate) - 1)
-        best = max(sizes[1:], key=rate.__getitem__)
-        count = int(rates[best].argmax())
-        lost_s = float((pass_s[best, count] + draft_s[best]) * (1 - rate[best] / rate[0]))
-        return _Chosen(0, 0, order, trial=_Chosen(best, 0, order[: count + 1], lost_s))
+        lost_s = (pass_s[:, -1] + draft_s) * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
+        sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
+        return _Chosen(0, 0, order, trials=tuple(_Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
 
     def _size(self, drafter: str, rows: int, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
         if not self._cost.padded:
@@ -219,14 +217,14 @@ class AdaptivePlanner(KnowingPlanner):
         small: _Chosen,  # lost_s: what the guesses take
         draft_s: NDArray[np.float64],  # [K + 1]: by nodes of a chain or levels of a tree
     ) -> _Chosen:
-        """What was chosen, or if that is nothing, now and then a probe: small, or among many what nearly pays, if
-        less is lost by that."""
+        """What was chosen, or if that is nothing, now and then a probe: small, or among many as much for all of
+        them as loses no more by what is expected of it: that tells far more."""
         count = self._probes.requests(rows, small.nodes, len(small.members))
         lost_s = small.lost_s + self._cost.seconds(rows + count * small.nodes) - self._cost.seconds(rows)
         turn = np.sort(np.roll(small.members, -self._rounds)[:count])  # somebody else's each time
         probe = small._replace(members=turn, lost_s=lost_s)
-        if count < len(small.members) and chosen.trial is not None and chosen.trial.lost_s < lost_s:
-            probe = chosen.trial
+        if count < len(small.members):
+            probe = next((one for one in reversed(chosen.trials) if one.lost_s < lost_s), probe)
         lost = (max(probe.lost_s, 0.0) + self._catch_ups.seconds(drafter, rows)) / self._cost.seconds(rows)
         hopes = partial(self._hopes.any, drafter, rows, draft_s, self._rounds)
         could_pay = hopes if self.costs.measured_for(drafter) else lambda: True

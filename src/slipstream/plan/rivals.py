@@ -59,7 +59,11 @@ class Rivals:
         recent = [name for name, one in promises.items() if now - one.round <= _OLD]
         fresh = {name: promises[name].speed for name in recent if frozenset((name, drafter)) not in self._apart}
         best, last = max(fresh, key=fresh.__getitem__), self._turns.get(crowd, drafter)
-        if last not in fresh or fresh[best] > _BETTER * fresh[last]:
+        if last not in fresh:
+            other = self._promises.get((crowd, not beside), {}).get(last)
+            if other is None or now - other.round > _OLD or frozenset((last, drafter)) in self._apart:
+                last = best  # else it is asked in this round, too: what it promises then is not known yet
+        elif fresh[best] > _BETTER * fresh[last]:
             last = best
         self._turns[crowd] = last
         return last == drafter
