@@ -209,6 +209,11 @@ class Drafting:
             known = [answer.behind.pop(name) for answer in answers]
             self._guarded(name, answers, functools.partial(drafter.catch_up, views, known))
 
+    def observe_catch_up(self, drafters: Sequence[str], requests: int, seconds: float) -> None:
+        """Before a round of so many these read what they had missed, and so much longer did it take."""
+        for name in drafters:
+            self.planner.observe_catch_up(name, requests, seconds)
+
     def waits(self, answers: Sequence[Answer]) -> bool:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
         self._resting = {name for name in self.guards if self.planner.rests(name, len(answers))}

@@ -166,9 +166,8 @@ class QueuedEngine(Engine):
         told = run = chosen = owners = None
         rows = 0
         drafts: Drafts = ()
-        hosts: tuple[str, ...] = ()
+        hosts = caught_up = tuple[str, ...]()
         waited_s = None
-        caught_up: tuple[str, ...] = ()
         known = len(self.rounds), recorded.seconds
         ahead = None
         drafting = self._draft(schedule.decodes) if schedule.decodes else None
@@ -355,8 +354,7 @@ class QueuedEngine(Engine):
             host_s = max(0.0, lasted_s - draft_s - verify_s)
             times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows)
             self._free_marks += ticket.free_marks()
-            for name in ticket.caught_up:
-                self.drafting.planner.observe_catch_up(name, ticket.decodes, host_s)
+            self.drafting.observe_catch_up(ticket.caught_up, ticket.decodes, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
@@ -397,7 +395,6 @@ class QueuedEngine(Engine):
         answer.epoch += 1
         answer.queued = answer.coming = 0
         answer.stride = RECENT
-        answer.closing = False
-        answer.on_device = False
+        answer.closing = answer.on_device = False
         super()._released(answer)
         answer.behind.clear()
