@@ -1,7 +1,7 @@
 """Rounds without a plan: where nothing was drafted in the last one, many requests are not planned for in every round.
 
-A plan for 64 requests and two drafters takes the host longer than all else that it does in a round, and so the two
-together longer than the device takes for a plain round of theirs: it would wait for a plan that says "nothing", again.
+A plan for 64 requests and two drafters takes the host as long as all else that it does in a round. Where both together
+take longer than the device does for a plain round, it waits for a plan that says "nothing", again.
 """
 
 from __future__ import annotations
