@@ -16,7 +16,7 @@ from conftest import save_model, tiny_llama
 from serving import WAYS, serving
 from slipstream import LLM
 from slipstream.serve import measure as module
-from slipstream.serve.measure import FEWEST, FIRST_TOKENS, WARM_UP, Http, measure
+from slipstream.serve.measure import FEWEST, FIRST_TOKENS, WARM_UP, Http, main, measure
 from slipstream.serve.unserved import Asked, Library
 
 
@@ -159,3 +159,12 @@ def test_the_command_writes_one_json(tiny_target: Path, tmp_path: Path, engine: 
     assert told["first_token"]["pairs"] == FIRST_TOKENS
     assert {"requests": 2, "max_tokens": 4, "repeats": 1, "engine": engine}.items() <= told.items()
     assert told["machine"]["httptools"] is True
+
+
+def test_numbers_that_make_no_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["measure", "--each", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--each 0: must be at least 1" in capsys.readouterr().err

@@ -230,6 +230,9 @@ def main() -> None:
     )
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for name in ("requests", "max_tokens", "repeats", "each"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
     asked = Asked(options.requests, options.max_tokens, options.repeats, options.seconds, options.each)
     if options.client:
         asyncio.run(serve_pairs(options.client, asked))
