@@ -6,7 +6,6 @@ a space and `<0x0A>` for a byte. Compared by what they stand for, vocabularies s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.spellings import byte_of, from_byte_level
+
 ALIKE = 0.98
 """Vocabularies that share so much of each other are taken for one, but for a few tokens: ids are mapped, not text."""
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 
 
@@ -61,27 +61,9 @@ def meanings(tokenizer: Any) -> Mapping[int, bytes | str]:
         if token in added:
             found[token] = added[token].content if added[token].special else added[token].content.encode()
         elif byte_level:
-            found[token] = _from_byte_level(text)
-        elif falls_back and (byte := _BYTE.fullmatch(text)):
-            found[token] = bytes([int(byte[1], 16)])
+            found[token] = from_byte_level(text) or text.encode()  # else it is taken as it stands
+        elif falls_back and (byte := byte_of(text)):
+            found[token] = byte
         else:
             found[token] = text.replace(_SPACE, " ").encode()
     return found
-
-
-def _byte_characters() -> dict[str, int]:
-    """Byte-level tokenizers write printable bytes as they are, and the others as characters from 256 on."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()
-
-
-def _from_byte_level(text: str) -> bytes:
-    """A token that holds other characters was not written that way: it is taken as it stands."""
-    try:
-        return bytes([_BYTES[character] for character in text])
-    except KeyError:
-        return text.encode()

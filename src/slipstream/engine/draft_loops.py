@@ -42,6 +42,11 @@ class DraftSize(NamedTuple):
     nodes: int
     levels: int = 0  # of trees, at most; 0: chains
 
+    @property
+    def depth(self) -> int:
+        """Most guesses in a row."""
+        return min(self.nodes, self.levels or self.nodes)
+
 
 Drafts = tuple[DraftSize, ...]
 
@@ -105,14 +110,15 @@ class DraftLoop:
     def _work(self) -> None:
         shape = self.shape
         parts = zip(shape.drafts, self.guesses, self.parents, self.q, strict=True)
-        for (name, nodes, levels), guesses, parents, q in parts:
-            drafter = self._drafters[name]
-            depth = nodes if parents is None else min(nodes, levels)
-            wanted = DraftRound(self._state, self._lanes, depth, shape.keys, shape.features, nodes, shape.recent, q)
+        for size, guesses, parents, q in parts:
+            drafter = self._drafters[size.drafter]
+            wanted = DraftRound(
+                self._state, self._lanes, size.depth, shape.keys, shape.features, size.nodes, shape.recent, q
+            )
             try:
                 guessed = drafter.draft(wanted)
                 if isinstance(guessed, DeviceTree):
-                    assert parents is not None, f"{name} gave trees, but makes_trees is False"
+                    assert parents is not None, f"{size.drafter} gave trees, but makes_trees is False"
                     parents.copy_(guessed.parents)
                     guessed = guessed.tokens
                 guesses.copy_(guessed)

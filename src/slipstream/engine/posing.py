@@ -87,7 +87,7 @@ class Posed:
 
     def _loop(self, engine: QueuedEngine, size: DraftSize) -> Work:
         shape = self._shape(engine, [size.nodes] * self.requests)
-        recent = 1 + min(size.nodes, size.levels or size.nodes)  # as if the round before had guessed as much
+        recent = 1 + size.depth  # as if the round before had guessed as much
         wanted = LoopShape(shape.requests, shape.keys, shape.features, shape.version, (size,), recent)
         loop = engine.rounds.draft_loop(wanted)
         device = engine.target.device

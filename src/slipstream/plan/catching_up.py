@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from math import log
 
-from slipstream.plan.extras import crowd_of
+from slipstream.plan.extras import crowd_of, nearest_crowd
 
 _REMEMBER = 5
 """Rounds that are kept: their median forgets a hiccup."""
@@ -25,11 +24,11 @@ class CatchUps:
 
     def seconds(self, drafter: str, requests: int) -> float:
         """0 as long as nobody knows."""
-        crowds = self._seen.get(drafter)
-        if not crowds:
+        crowds = self._seen.get(drafter, {})
+        near = nearest_crowd(crowds, crowd_of(requests))
+        if near is None:
             return 0.0
-        crowd = crowd_of(requests)
-        seen = sorted(crowds[min(crowds, key=lambda known: abs(log(known / crowd)))])
+        seen = sorted(crowds[near])
         return seen[(len(seen) - 1) // 2]
 
     def margin(self, drafter: str, requests: int, pass_s: float) -> float:

@@ -7,6 +7,7 @@ rounds without them do, for about as many requests. The difference is what nodes
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from math import log
 
 _REMEMBER = 15
@@ -18,6 +19,11 @@ _ENOUGH = 3
 def crowd_of(requests: int) -> int:
     """Numbers of requests that are told apart: 1, 2, 4, 8, …"""
     return 1 << max(requests - 1, 0).bit_length()
+
+
+def nearest_crowd(known: Iterable[int], crowd: int) -> int | None:
+    """Of these the one that is most like it; None: there is none."""
+    return min(known, key=lambda other: abs(log(other / crowd)), default=None)
 
 
 class RoundExtras:
@@ -36,11 +42,9 @@ class RoundExtras:
 
     def seconds(self, requests: int) -> float:
         """0 as long as nobody knows."""
-        if not self._known:
-            return 0.0
         crowd = crowd_of(requests)
-        found = self._known.get(crowd)
-        return self._known[min(self._known, key=lambda c: abs(log(c / crowd)))] if found is None else found
+        near = crowd if crowd in self._known else nearest_crowd(self._known, crowd)
+        return 0.0 if near is None else self._known[near]
 
     def _judge(self, crowd: int) -> None:
         drafted, plain = self._seen[crowd, True], self._seen.get((crowd, False), ())

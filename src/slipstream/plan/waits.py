@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 
-from slipstream.plan.extras import crowd_of
+from slipstream.plan.extras import crowd_of, nearest_crowd
 
 _TRIAL = 16
 _EVIDENCE = 128
@@ -43,16 +42,11 @@ class Waits:
     rows: int = 0  # requests when that was decided
     gone: int = 0  # requests that ended since
     failed: int = 0  # trials in a row in which it was not worth the wait
-    _seen: bool = False
+    seen: bool = False  # it was waited for
 
     def observe(self, seconds: float) -> None:
-        self.seconds = self.seconds + 0.2 * (min(seconds, 3 * self.seconds) - self.seconds) if self._seen else seconds
-        self._seen = True
-
-    @property
-    def seen(self) -> bool:
-        """Was it waited for?"""
-        return self._seen
+        self.seconds = self.seconds + 0.2 * (min(seconds, 3 * self.seconds) - self.seconds) if self.seen else seconds
+        self.seen = True
 
     def rests(self, now: int, rows: int) -> bool:
         if now >= self.until or 2 * rows <= self.rows:
@@ -84,7 +78,7 @@ class CrowdWaits:
         """One that is new takes as long as the nearest that is known."""
         crowd = crowd_of(rows)
         if crowd not in self._crowds:
-            near = min(self._crowds, key=lambda known: abs(log(known / crowd)), default=None)
+            near = nearest_crowd(self._crowds, crowd)
             self._crowds[crowd] = Waits(0.0 if near is None else self._crowds[near].seconds)
         return self._crowds[crowd]
 

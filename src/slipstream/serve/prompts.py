@@ -10,12 +10,12 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from slipstream.core.spellings import byte_of, from_byte_level
 from slipstream.engine.requests import check_text
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.nesting import check_nesting
@@ -23,8 +23,6 @@ from slipstream.serve.sampling import text_of
 from slipstream.serve.schemas import AssistantMessage, ChatFields, TokenizeRequest
 
 Templated = ChatFields | TokenizeRequest
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""A byte, as vocabularies of SentencePiece spell it."""
 _DEEPEST = 64
 """Levels of a call's arguments that are followed down."""
 
@@ -101,13 +99,11 @@ class PromptMaker:
 
     def bytes_of(self, token: int, text: str) -> bytes:
         """What a token stands for; text: as it reads by itself, which half a character does not."""
+        written = None
         if "\ufffd" in text:
-            with suppress(KeyError, ValueError):
-                spelling = self.spellings([token])[0]
-                if found := _BYTE.fullmatch(spelling):
-                    return bytes([int(found[1], 16)])
-                return bytes(_byte_letters()[letter] for letter in spelling)
-        return text.encode("utf-8", "replace")
+            spelling = self.spellings([token])[0]
+            written = byte_of(spelling) or from_byte_level(spelling)
+        return written or text.encode("utf-8", "replace")
 
     @property
     def size(self) -> int:
@@ -185,14 +181,6 @@ def _call(call: Any) -> dict[str, Any]:
 def _mark() -> str:
     """Where a text is to be cut: nobody can guess it, and templates that write JSON leave it as it is."""
     return f"@cut-{secrets.token_hex(8)}@"
-
-
-@cache
-def _byte_letters() -> dict[str, int]:
-    """How byte-level vocabularies write each byte: as its letter where it has one to be seen, else one from 256 on."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
 
 
 def _pattern(spellings: Sequence[str]) -> re.Pattern[str]:
