@@ -25,6 +25,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import cells_peers
@@ -69,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=float, help="seconds after which no further cell is begun")
     made.add_argument("--rounds", choices=("queued", "eager"), help="default: queued on a GPU, eager on a CPU")
     made.add_argument("--clock", default="wall", choices=("wall", "own"), help="own: see own_time.py; for CPUs only")
+    made.add_argument("--rounds-to", type=Path, help="a file (JSON lines) for every round that was timed")
     made.add_argument("--figure", default="tok_s", choices=FIGURES, help="what the tables compare")
     made.add_argument("--peers", default="plain,eagle3,ngram", help=f"of vLLM: {', '.join(cells_peers.MODES)}")
     return made

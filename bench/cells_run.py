@@ -14,7 +14,7 @@ import cells_peers
 import curve_ours
 from cells_ours import AUTO, SETTINGS, Bench
 from cells_trials import Trials, scripted
-from cells_work import Cell, by_task, prompts_of, side_by_side
+from cells_work import Cell, by_task, keep_rounds, prompts_of, side_by_side
 from curve_run import Models, peer_draft
 from gpu_clock import free
 from gpu_report import Report
@@ -186,7 +186,10 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
             bench.read(prompts)
 
             def measure(name: str, cell: Cell = cell, prompts: list[list[int]] = prompts) -> Any:
-                return bench.measure(by_name[name], cell, prompts, options.max_tokens, options.seconds)
+                seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, options.seconds)
+                if options.rounds_to:
+                    keep_rounds(options.rounds_to, cell.name, name, seen)
+                return seen
 
             firsts = bench.distinct(modes, cell.at_once)
             found = side_by_side(list(dict.fromkeys(firsts.values())), measure, options.repeats)

@@ -8,6 +8,7 @@ all of them decode, prompts of those that take a place included; when time is up
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
@@ -146,6 +147,17 @@ def window(beats: Sequence[Beat], at_once: int) -> Window:
         raise ValueError(f"{len(rounds)} rounds with {at_once} requests: give it more --seconds")
     spans = tuple(Span(now.at - last.at - (now.recording_s - last.recording_s), now) for last, now in rounds)
     return Window(spans, rounds[-1][1].recorded - beats[full].recorded)
+
+
+def keep_rounds(file: Path, cell: str, setting: str, seen: Window) -> None:
+    """Add a line of these rounds to a file: to see afterwards why a setting was slow."""
+    rounds = [
+        [round(1e6 * one.seconds), one.beat.requests, one.beat.drafted, one.beat.tokens, one.beat.read_rows]
+        for one in seen.spans
+    ]
+    columns = ["us", "requests", "drafted", "tokens", "read_rows"]
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps({"cell": cell, "setting": setting, "columns": columns, "rounds": rounds}) + "\n")
 
 
 def point(windows: Sequence[Window]) -> dict[str, Any]:

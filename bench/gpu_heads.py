@@ -18,6 +18,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRound, Services
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.engine.round_shape import RoundShape
+from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.pages import PagePool, PageTable
 from slipstream.models.heads.base import Weights
 from slipstream.models.heads.eagle import EagleHead
@@ -126,10 +127,12 @@ def draft_work(
     width: int,
     nodes: int,
     deepest: int | None = None,
+    recent: int = RECENT,
 ) -> Callable[[], object]:
     """The work of one draft for so many requests, each with so many tokens in the cache.
 
-    deepest: levels that the drafter may guess, where they are more than these; as many tokens are read again.
+    deepest: levels that the drafter may guess, where they are more than these; as many tokens are read again, but no
+    more than were recent, in trees.
     """
     device = runner.device
     reach = -(-(context + nodes + 1) // PAGE)
@@ -152,7 +155,7 @@ def draft_work(
     )
     features = Features()
     shape = RoundShape.of([nodes] * requests, context, is_tree=True, features=features, version=0, keeps_logits=False)
-    return partial(drafter.draft, DraftRound(state, lanes, depth, shape.keys, features, nodes))
+    return partial(drafter.draft, DraftRound(state, lanes, depth, shape.keys, features, nodes, recent))
 
 
 def _no_tables(request_id: str) -> PageTable:

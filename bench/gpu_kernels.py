@@ -39,7 +39,7 @@ def works(runner: Runner, context: int = CONTEXT, trees: Sequence[int] = TREES) 
 @torch.inference_mode()
 def crowd_works(runner: Runner, requests: Sequence[int], context: int = CONTEXT) -> dict[str, Work]:
     """For so many requests at once: a plain step, a pass over trees of 256 rows together, and the draft of these trees
-    by a head as it is opened, which may guess deeper and so reads more rows again."""
+    by a head as it is opened, which may guess deeper, after a round of such trees."""
     head = random_head(runner, "fp8")
     found: dict[str, Work] = {}
     for n in requests:
@@ -49,7 +49,9 @@ def crowd_works(runner: Runner, requests: Sequence[int], context: int = CONTEXT)
         nodes = rows - 1
         found[f"{n} requests: plain step"] = lay_out(runner, cache, [Tree()] * n, context).run
         found[f"{n} requests: trees of {rows} rows"] = lay_out(runner, cache, [tree] * n, context).run
-        draft = draft_work(runner, head, n, context, min(DEPTH, nodes), WIDTH, nodes, deepest=OPENED_DEPTH)
+        depth = min(DEPTH, nodes)
+        recent = 4 if depth < 4 else 8  # as rounds of many have it, `engine/draft_loops.py`
+        draft = draft_work(runner, head, n, context, depth, WIDTH, max(nodes, 4), deepest=OPENED_DEPTH, recent=recent)
         found[f"{n} requests: EAGLE-3 draft of {nodes} nodes in 8 bits"] = draft
     return found
 

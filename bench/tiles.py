@@ -1,6 +1,6 @@
 """Which tiles are fastest for passes of 65 rows and more: today's, others and cuBLAS, product by product.
 
-    python bench/tiles.py --target DIR --json FILE [--add] [--rows 256,128] [--head-rows 704,176] [--budget 60]
+    python bench/tiles.py --target DIR --json FILE [--add] [--rows 256,128] [--head-rows 256,128] [--budget 60]
     python bench/tiles.py --show FILE
 
 The products are those of a layer of the target and its LM head, and of an EAGLE-3 head for it in 8 bits; of the target
@@ -9,7 +9,7 @@ the kernel that sums its runs; all tiles must give the same bits. The file is wr
 number of rows. With --add points that it has are not measured again, so a call that was broken off goes on; with
 --budget no point is begun after so many seconds. The table is printed before the last line, which is JSON.
 
-A draft of an EAGLE head has 11 rows a request at its first level (10 levels at most and one), 8 at the others.
+A draft of an EAGLE head has 8 rows a request at each level, 4 where its tree has no more nodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slipstream.models.load import load_config
 from slipstream.models.resolve import resolve
 
 ROWS = "72,96,128,192,256"
-HEAD_ROWS = "128,176,512,704"
+HEAD_ROWS = "128,256"
 
 
 def points(

@@ -128,6 +128,7 @@ def test_the_whole_command(
     words += f"--prompts {prompts_file} --max-tokens 12 --at-once 1,3 --temperatures 0,1 --seconds 0.01 --repeats 2 "
     words += f"--trial-seconds 0.02 --trials 1,2 --phase 10 --eagle depth=3&width=2 --settings {','.join(SETTINGS)} "
     words += f"--parts cells,adversaries,switches,peers --device cpu --rounds queued --json {result}"
+    words += f" --rounds-to {tmp_path / 'rounds.jsonl'}"
     cells.main([*words.split(), "--cells", "multi_turn x1 T=0,rag x3 T=1"])
     printed = capsys.readouterr().out.splitlines()
     found = json.loads(result.read_text())
@@ -147,6 +148,11 @@ def test_the_whole_command(
         assert settings["plain"]["drafted_per_turn"] == 0.0, name
         assert settings["eagle3"]["drafted_per_turn"] > 3, "a tree in every round, whatever the planner thinks of it"
         assert 0 < settings["eagle3-3"]["drafted_per_turn"] <= 3, name
+    kept = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert {(one["cell"], one["setting"]) for one in kept} == {
+        (name, setting) for name in names for setting in SETTINGS
+    }
+    assert all(len(row) == len(one["columns"]) for one in kept for row in one["rounds"])
     assert list(found["adversaries"]) == ["1", "2"]
     assert list(found["adversaries"]["2"]) == ["plain", "wrong", "slow", "alternating"]
     assert found["adversaries"]["1"]["wrong"]["tau"] == 1.0

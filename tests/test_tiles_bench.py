@@ -26,14 +26,13 @@ SHARED = 227 * 1024
 POINTS = [
     (product, rows)
     for product in tiles_list.products_of(LARGE)
-    for rows in ((128, 176, 512, 704) if product.narrow else (72, 96, 128, 192, 256))
+    for rows in ((128, 256) if product.narrow else (72, 96, 128, 192, 256))
 ]
 
 
 def today_of(product: Any, rows: int) -> Tile:
     return Tile.of(
-        rows, product.n, product.k, splits=product.splits, gated=product.gated, size=2, tma=not product.narrow,
-        narrow=product.narrow,
+        rows, product.n, product.k, splits=product.splits, gated=product.gated, size=2, tma=True, narrow=product.narrow,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from slipstream.kernels.silu_mul import gated as silu_gated
 
 _MULTIPROCESSORS = 132
 _LONG = 512  # rows of a product that takes a device longer than a host to launch it
-_SUMMED_ROWS = 128  # with more rows one program sums all runs
+_SUMMED_ROWS = 256  # with more rows one program sums all runs
 _SPARE_BYTES = 2048  # shared memory for everything but tiles
 _UNFUSED = {"enable_fp_fusion": False}  # a scaled run is rounded before it is added, whoever adds it
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if tl is not None else {}
@@ -62,13 +62,14 @@ class Tile:
         if rows <= 16:
             tile = Tile(16, 64, 128, 6 if narrow else 3, 4)
         elif rows <= 32:
-            tile = Tile(32, 64, 64, 8 if narrow else 4, 4) if gated or not tma else Tile(32, 128, 64, 5, 4, tma=True)
+            wide = tma and not gated and not narrow
+            tile = Tile(32, 128, 64, 5, 4, tma=True) if wide else Tile(32, 64, 64, 8 if narrow else 4, 4)
         elif rows <= 64:
-            tile = Tile(64, 64 if gated else 128, 64, 6 if narrow else 4, 4, tma)
+            tile = Tile(64, 64 if gated else 128, 64, 6 if narrow else 4, 4, tma and not narrow)
         elif tma:
-            tile = Tile(128, 128 if gated else 256, 64, 3, 8, tma=True, flip=True)
+            tile = Tile._of_many(rows, gated, narrow)
         else:
-            tile = Tile(128, 64 if gated else 128, 64, 4, 8)
+            tile = Tile(128, 64 if gated else 128, 128 if narrow else 64, 3 if narrow else 4, 8)
         block_n, block_k, stages = tile.block_n, tile.block_k, tile.stages
         if size == 4:
             block_n, block_k, stages = 64, 32, 2
@@ -83,6 +84,18 @@ class Tile:
         tile = replace(tile, block_n=block_n, block_k=block_k, whole=whole)
         most = (shared - _SPARE_BYTES) // tile.stage_bytes(gated=gated, size=size, narrow=narrow)
         return replace(tile, stages=max(2, min(stages, most)))
+
+    @staticmethod
+    def _of_many(rows: int, gated: bool, narrow: bool) -> Tile:
+        """For more than 64 rows, by descriptors: of the fastest in `bench/tiles.py`, those that serve most products."""
+        wide = 64 if gated else 128  # of a gated one there are two
+        if narrow:  # what is widened can only be the first operand
+            return Tile(128, wide, 64, 5, 8, tma=True, beside=True)
+        if 128 < rows <= 192:
+            return Tile(64, wide, 64, 4, 4, tma=True, beside=True)
+        if rows <= 256:
+            return Tile(128, wide, 64, 3 if rows <= 128 else 5, 8, tma=True, flip=True, beside=True)
+        return Tile(128, 2 * wide, 64, 3, 8, tma=True, flip=True)
 
     def stage_bytes(self, *, gated: bool, size: int, narrow: bool) -> int:
         """What one of its stages holds in shared memory."""
@@ -282,7 +295,7 @@ def tile_of(x: Tensor, weight: Tensor, *, splits: int, gated: bool, narrow: bool
     one = (x.device.type, x.dtype) in _one_tile
     return Tile.of(
         m, n, k, splits=splits, gated=gated, size=x.element_size(), narrow=narrow, one=one,
-        tma=aligned and TensorDescriptor is not None and (is_recording() or m > _LONG) and not one and not narrow,
+        tma=aligned and TensorDescriptor is not None and (is_recording() or m > _LONG) and not one,
         shared=shared_bytes(x.device),
     )  # fmt: skip
 

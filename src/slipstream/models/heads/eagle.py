@@ -36,6 +36,8 @@ from slipstream.models.taps import Taps
 
 _LARGE = 64 << 20
 """Bytes of a head's products from which on reading them takes longer than launching them."""
+_WORTH_WIDENING = 1024
+"""Rows that take longer than to write a weight of 8 bits out in 16."""
 _TABLE = "embed_tokens.weight"
 """Is looked up in, not read."""
 
@@ -192,8 +194,8 @@ class EagleHead(nn.Module):
         return x, torch.cat((input_norm(embedded), normed), dim=1)
 
     def _product(self, linear: PackedLinear, x: Tensor) -> Tensor:
-        """By a kernel for few rows: a prompt's are better off with cuBLAS."""
-        if self._kernels is None or x.shape[0] > WIDE_ROWS:
+        """By a kernel for few rows: a prompt's are better off with cuBLAS, though 8 bits are widened for it first."""
+        if self._kernels is None or x.shape[0] > (_WORTH_WIDENING if self.narrow else WIDE_ROWS):
             return cast(Tensor, linear(x))
         return row_linear(x.contiguous(), linear.weight, linear.bias, scale=linear.scale, overlap=True)
 
