@@ -93,6 +93,7 @@ def play(wait_s: float, draft_s: float, rounds: int = 200) -> int:
         trees = planner.trim("slow", ["a"], [Tree.chain([1] * budget[0])], [[0.95, 0.9][: budget[0]]], 1)
         planner.observe_wait("slow", wait_s)
         planner.observe("slow", "a", len(trees[0]), len(trees[0]))
+        planner.observe_waited(["slow"], 1, 1 + len(trees[0]), 1.0 + wait_s + draft_s * (budget[0] > 0))
     return asked
 
 

@@ -67,13 +67,16 @@ class Crowd:
         self.seconds += lasts + self.wait_s * asked
         self.tokens += sum(_emitted(chance, nodes) for chance, nodes in zip(self.chances, sizes, strict=True))
         if asked:
-            if self.wait_s:
-                self.planner.observe_wait("ngram", self.wait_s)
+            told = 0
             for name, chance, nodes in zip(ids, self.chances, sizes, strict=True):
                 right = next((d for d in range(DEEP) if self.dice.random() >= chance), DEEP)
                 emitted = [*range(min(right, nodes)), -7 if right <= nodes else nodes][: nodes + 1]
                 self.table.learn(name, [0] * DEEP, range(DEEP), emitted)
                 self.planner.observe("ngram", name, nodes, min(right, nodes))
+                told += 1 + min(right, nodes)
+            if self.wait_s:
+                self.planner.observe_wait("ngram", self.wait_s)
+                self.planner.observe_waited(["ngram"], REQUESTS, told, lasts + self.wait_s)
 
     def best(self) -> float:
         """Tokens by the second with the best sizes for the true chances, asked or not."""
@@ -139,20 +142,26 @@ def play_alone(promises: list[list[float]], wait_s: float) -> list[bool]:
     planner.pad_passes()
     asked = []
     for promise in promises:
-        asked.append(not planner.rests("ngram", 1))
+        tree = Tree.chain(range(len(promise)))
+        asked.append(not planner.rests("ngram", 1) or planner.peek("ngram", ["a"], [tree], [promise], 1))
         nodes = 0
         if asked[-1]:
-            nodes = len(planner.trim("ngram", ["a"], [Tree.chain(range(len(promise)))], [promise], 1)[0])
+            nodes = len(planner.trim("ngram", ["a"], [tree], [promise], 1)[0])
             planner.observe_wait("ngram", wait_s)
         planner.next_round()
         planner.observe_pass(next(s for s in SIZES if s > nodes), pass_s(1 + nodes))
+        if asked[-1]:
+            brought = 1 + round(sum(promise[:nodes]))
+            planner.observe_waited(["ngram"], 1, brought, pass_s(1 + nodes) + wait_s)
     return asked
 
 
 def test_alone_a_stretch_without_guesses_is_no_reason_to_stop_listening() -> None:
-    """A text that quotes does so now and then: what is not asked for meanwhile is lost."""
-    quoting: list[list[float]] = ([[]] * 50 + [[0.8, 0.64, 0.5]] * 10) * 10
-    assert all(play_alone(quoting, 0.25e-3))
+    """A text that quotes does so now and then. Nobody waits meanwhile, and as soon as there is much to say again, its
+    drafter is heard."""
+    quoting: list[list[float]] = ([[]] * 50 + [[0.9, 0.85, 0.8, 0.75, 0.7]] * 10) * 10
+    asked = play_alone(quoting, 0.25e-3)
+    assert all(one for one, promise in zip(asked, quoting, strict=True) if promise)
 
 
 def test_alone_nobody_waits_for_ever_for_guesses_that_never_come() -> None:

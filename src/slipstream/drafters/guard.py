@@ -77,6 +77,11 @@ class DrafterGuard:
             weakref.finalize(self, self._mailbox.put, None)
             threading.Thread(target=_serve, args=(self._mailbox,), name=f"drafter-{drafter.name}", daemon=True).start()
 
+    @property
+    def is_quick(self) -> bool:
+        """Is it asked in place?"""
+        return self._mailbox is None
+
     def propose(self, requests: Sequence[DraftRequest], budgets: Sequence[int], round_s: float) -> Proposals:
         """Drafts for these requests, within a tenth of a round of `round_s` seconds (at least 10 ms)."""
         answers: dict[str, _Answer] = {}

@@ -35,6 +35,8 @@ from slipstream.plan.traits import traits_of
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_PEEKED = 24
+"""Nodes of a guess that is only looked at."""
 logging.getLogger("slipstream").addHandler(logging.NullHandler())  # who uses the library says what is shown
 
 
@@ -216,12 +218,29 @@ class Drafting:
 
     def waits(self, answers: Sequence[Answer]) -> bool:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
-        self._resting = {name for name in self.guards if self.planner.rests(name, len(answers))}
+        resting = [name for name in self.guards if self.planner.rests(name, len(answers))]
+        self._resting = {name for name in resting if not self._peek(name, answers)}
         awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
         asked = awake if self.enabled else set()
         theirs = ((a.id, name) for a in answers for name in a.drafters if name in asked and name not in a.refused)
         self._waited = any(self.planner.speculates(request_id, (name,)) for request_id, name in theirs)
         return self._waited
+
+    def _peek(self, name: str, answers: Sequence[Answer]) -> bool:
+        """Nobody waits for this drafter on the host. Does it, by what it knows already, have so much to say that it is
+        waited for after all?"""
+        guard = self.guards[name]
+        if guard.drafter.costly or name in self._wholes or not (guard.is_quick and guard.dropped is None):
+            return False
+        if not (self.enabled and self.planner.peeks(name, len(answers))):
+            return False
+        mine = [answer for answer in answers if name in answer.drafters and name not in answer.refused]
+        if not mine:
+            return False
+        views = [cast(DraftRequest, answer.view) for answer in mine]
+        said = guard.propose(views, [_PEEKED] * len(mine), self.round_s)
+        self._failures.setdefault(name, {}).update(said.failures)
+        return self.planner.peek(name, [answer.id for answer in mine], said.trees, said.promises, len(answers))
 
     def read_choices(self, answers: Sequence[Answer]) -> bool:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""

@@ -28,9 +28,14 @@ class Followers:
         """The answer starts. Its drafters hear how much of what was found they have."""
         if self._prefixes is None or not answer.found or answer.table is None:
             return
-        found = answer.table.pages[: answer.found]
         for name in self._of(answer):
-            self._resume(answer, name, self._prefixes.read_by(found, name) * self._prefixes.pool.page_size)
+            self._resume(answer, name, self._knows(answer, name))
+
+    def _knows(self, answer: Answer, name: str) -> int:
+        """Tokens of what was found that this drafter has read."""
+        if self._prefixes is None or not answer.found or answer.table is None:
+            return 0
+        return self._prefixes.read_by(answer.table.pages[: answer.found], name) * self._prefixes.pool.page_size
 
     def note(self, answer: Answer) -> None:
         """Note which of the pages that others may find are in the drafters' own caches by now."""
@@ -70,6 +75,9 @@ class QueuedFollowers(Followers):
         if leader is not None and not answer.found:  # what a sibling shares is no more than it has
             behind = {name: known for name, known in leader.behind.items() if name in answer.drafters}
             answer.behind.update({name: known for name, known in behind.items() if known < answer.cached})
+        for name in self._of(answer):
+            if self._drafting.planner.leaves(name):
+                answer.behind.setdefault(name, self._knows(answer, name))
 
     def _resume(self, answer: Answer, name: str, known: int) -> None:
         if known < answer.cached:

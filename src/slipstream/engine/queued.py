@@ -358,11 +358,15 @@ class QueuedEngine(Engine):
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
+        has_waited = waited_s is not None and self._has_clock  # elsewhere a round waits for its own pass anyway
+        if ticket.decodes and has_waited and heard.verdicts and (ticket.steady or ticket.caught_up):
+            tokens = sum([len(verdict.tokens) for verdict in heard.verdicts])
+            self.drafting.planner.observe_waited(ticket.hosts, len(heard.verdicts), tokens, lasted_s)
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]
             waited = NO_WAIT
-            if waited_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
+            if waited_s is not None and has_waited:
                 waited = Waited(ticket.hosts, max(0.0, waited_s - ticket.guessed_s))
             observe_round(self.drafting, answers, heard.verdicts, times, load, lasted_s, waited=waited)
             for name in waited.drafters:

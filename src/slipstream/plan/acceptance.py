@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,10 @@ _HEAVY = 1e9
 """A weight at which numbers are brought down again."""
 _DEPTH_WEIGHT = 6.0
 """Guesses at a depth that the drafter's usual course is worth."""
+_ALIKE = 0.7
+"""How much of what makes texts easier or harder for one drafter, since another was tried last, does so for that one."""
+_SURE = 0.02
+"""No share is taken to be nearer to none or all than this where two are compared."""
 
 
 @dataclass(slots=True)
@@ -83,6 +88,8 @@ class Acceptance:
         self._course = _Course()
         self._kinds: dict[Traits, _Tally] = {}
         self._traits = {} if traits is None else traits
+        self.peers: Collection[Acceptance] = ()  # of drafters that find the same text easy, and itself
+        self._beside: dict[Traits | None, dict[Acceptance, _Tally]] = {}  # by kind: their log odds when it was tried
         self._requests: dict[str, _Tally] = {}
         self._courses: dict[str, _Course] = {}
 
@@ -100,6 +107,10 @@ class Acceptance:
         """At any depth."""
         own = self._requests.get(request_id)
         return self._newcomer(request_id) if own is None else own.share
+
+    def untried(self, request_ids: Sequence[str]) -> float:
+        """For which part of these was nothing of its guesses put to the test?"""
+        return sum([request_id not in self._requests for request_id in request_ids]) / max(len(request_ids), 1)
 
     def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
         """The chance that all of the first 1, 2, … guesses are right."""
@@ -141,17 +152,44 @@ class Acceptance:
         traits = self._traits.get(request_id)
         if traits is not None:
             self._kinds.setdefault(traits, _Tally(0.0, 0.0)).add(accepted + missed, tried, _SHARED_DECAY)
+            for peer in self.peers:
+                if peer is not self and peer.known:
+                    mean = self._beside.setdefault(traits, {}).setdefault(peer, _Tally(0.0, 0.0))
+                    mean.add(peer.log_odds(request_id), 1, _SHARED_DECAY)
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
         self._courses.pop(request_id, None)
 
     def _newcomer(self, request_id: str) -> float:
+        usual = self._usual(request_id)
+        beside = self._beside.get(self._traits.get(request_id))
+        if not beside:
+            return usual
+        leans = [peer.log_odds(request_id) - mean.share for peer, mean in beside.items()]
+        return _share_of(_log_odds(usual) + _ALIKE * sum(leans) / len(leans))
+
+    def log_odds(self, request_id: str) -> float:
+        """Of a guess for it, by what was seen of it or of its kind."""
+        own = self._requests.get(request_id)
+        return _log_odds(self._usual(request_id) if own is None else own.share)
+
+    def _usual(self, request_id: str) -> float:
+        """Of its kind."""
         shared = self._shared.share
         kind = self._kinds.get(self._traits[request_id]) if request_id in self._traits else None
         if kind is None:
             return shared
         return (kind.right + _PRIOR_WEIGHT * shared) / (kind.tried + _PRIOR_WEIGHT)
+
+
+def _log_odds(share: float) -> float:
+    safe = min(max(share, _SURE), 1 - _SURE)
+    return log(safe / (1 - safe))
+
+
+def _share_of(log_odds: float) -> float:
+    return 1 / (1 + exp(-log_odds))
 
 
 _NO_COURSE = _Course()

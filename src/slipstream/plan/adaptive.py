@@ -6,7 +6,7 @@ expected tokens per second of the whole batch, and none where none does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +39,12 @@ _COMPARE = 4
 
 _FIRST = 1
 """Nodes for a request, of a drafter of which nobody knows how long it takes."""
+
+_RECKON = 2
+"""Every so many rounds that wait for others it is reckoned what a drafter would bring if nobody was waited for."""
+
+_Brought = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
+"""What sizes bring, as in `_paying`: tokens [K + 1, B] for rows [K + 1, B] in seconds [K + 1]."""
 
 
 class _Chosen(NamedTuple):
@@ -79,7 +85,7 @@ class AdaptivePlanner(KnowingPlanner):
         return not self._plain_round and self._gains.drafts(request_id, drafters)
 
     def pad_passes(self) -> None:
-        self._cost.padded = True
+        self._cost.padded = self._cost.late = True
         self._cost.context.per_row = False  # rows of a request share what is read of its context
 
     def budget(
@@ -99,11 +105,18 @@ class AdaptivePlanner(KnowingPlanner):
         depths = np.arange(deepest + 1)[:, None]  # [K + 1, 1]
         drafted = np.minimum(depths, np.array(caps))  # [K + 1, B]
         others = others_of(request_ids, self._rivals.beside(beside), deepest, self._estimate)
-        gained = np.zeros(drafted.shape)  # [K + 1, B]
-        chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])
-        gained[1:] = np.where(depths[1:] <= np.array(caps), chances, 0).cumsum(0)
+        paths = self._estimate(drafter, takes_time=True).paths(request_ids, deepest)
+        chances = np.where(depths[1:] <= np.array(caps), paths, 0)
+
+        def brought(part: NDArray[np.float64] | float) -> NDArray[np.float64]:  # [K + 1, B]
+            """By so much of what is right; the rest others have right as well."""
+            return np.concatenate((np.zeros((1, len(caps))), (chances * part).cumsum(0)))
+
         draft_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
-        chosen = self._paying(drafter, request_ids, rows, others, gained, drafted, draft_s)
+        gained = brought(1 - others.right[1:])
+        chosen = self._paying(
+            drafter, request_ids, rows, others, gained, drafted, draft_s, lambda: (brought(1.0), drafted, draft_s)
+        )
         few = min(2, deepest)
         chosen = self._or_probe(drafter, rows, chosen, _Chosen(few, 0, chosen.members, float(draft_s[few])), draft_s)
         return self._granted(drafter, chosen, caps)
@@ -126,12 +139,20 @@ class AdaptivePlanner(KnowingPlanner):
         if most == 0:
             return TreeBudget(list(caps), deepest)
         others = others_of(request_ids, self._rivals.beside(beside), deepest, self._estimate)
-        chances = self._estimate(drafter).paths(request_ids, deepest) * (1 - others.right[1:])  # [L, B]
+        chances = self._estimate(drafter, takes_time=True).paths(request_ids, deepest)  # [L, B]
         ranks = self._ranks_of(drafter)
         sizes = self._sizes.choices(drafter, most)[1:] if self._cost.padded else range(1, most + 1)
-        trees = tree_choices(sizes, levels, caps, chances, ranks.kept(levels[-1].nodes))
         level_s = np.concatenate(([0.0], self.costs.guess_curve(drafter, deepest, rows)))
-        parts = trees.gained, trees.drafted, level_s[trees.levels], trees
+
+        def choices(right: NDArray[np.float64]) -> TreeChoices:
+            return tree_choices(sizes, levels, caps, right, ranks.kept(levels[-1].nodes))
+
+        def alone() -> _Brought:
+            every = choices(chances)
+            return every.gained, every.drafted, level_s[every.levels]
+
+        trees = choices(chances * (1 - others.right[1:]))
+        parts = trees.gained, trees.drafted, level_s[trees.levels], alone, trees
         chosen = self._paying(drafter, request_ids, rows, others, *parts)
         deep, nodes = probe_of(levels, most)
         chosen = self._or_probe(
@@ -151,6 +172,7 @@ class AdaptivePlanner(KnowingPlanner):
         gained: NDArray[np.float64],  # [K + 1, B]
         drafted: NDArray[np.int64],  # [K + 1, B]
         draft_s: NDArray[np.float64],  # [K + 1]
+        alone: Callable[[], _Brought],  # the same three, if nobody else guessed
         trees: TreeChoices | None = None,
     ) -> _Chosen:
         """Which size, 0 to K, or which of the trees, brings most tokens a second, and for whom: each brings `gained`,
@@ -172,16 +194,21 @@ class AdaptivePlanner(KnowingPlanner):
         if drafter not in self._busy:
             speed /= self._catch_ups.margin(drafter, rows, float(pass_s[0, 0]))
         beside = bool(others.nodes)
-        has_turn = self._rivals.has_turn(drafter, request_ids, rows, speed, self._rounds, beside=beside)
+        untried = self._estimate(drafter).untried(request_ids)
+        has_turn = self._rivals.has_turn(
+            drafter, request_ids, rows, speed, self._rounds, beside=beside, untried=untried
+        )
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
         self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
         count = int(rates[size].argmax()) if size else 0  # of requests, less one
-        took = float(pass_s[size, count] + draft_s[size]) if size else float(pass_s[0, 0])
-        if has_turn and drafter not in self._waits:  # it guesses on the device
-            self._settle_beside(rows, float(rate[size]) * took, took, size > 0, others.nodes)
+        if has_turn and drafter not in self._hosts:  # it guesses on the device
+            if not others.nodes:
+                self._hear_alone(rows, float(rate[size] / rate[0]))
+            elif self._rounds % _RECKON == 0:
+                self._suppose_alone(rows, *alone())
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
             return _Chosen(most, deep, order[: count + 1] if size else order)
         lost_s = (pass_s[:, -1] + draft_s) * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
@@ -239,6 +266,7 @@ class AdaptivePlanner(KnowingPlanner):
             return granted
         self._begun.add(drafter)
         self._busy.add(drafter)
+        self._rest.guess(drafter)
         self._sizes.use(drafter, chosen.nodes, chosen.levels)
         for i in chosen.members.tolist():
             granted[i] = min(chosen.nodes, caps[i])
@@ -256,7 +284,6 @@ class AdaptivePlanner(KnowingPlanner):
         wait_s = self._wait(drafter, rows) + self.costs.spent(drafter)
         nodes = sum([len(tree.tokens) for tree in trees])
         if not nodes:
-            self._weigh(drafter, rows, rows / (self._cost.seconds(rows) + wait_s))
             return list(trees)
         word = self._kept_word.get(drafter) or self._kept_word.setdefault(drafter, Calibration(self._traits))
         factors: list[float] = []  # [B]: which part of its promises it kept; 0: it made none
@@ -283,6 +310,24 @@ class AdaptivePlanner(KnowingPlanner):
                 word.promise(request_id, taken.promised[i] / factors[i])
         return taken.trees
 
+    def peek(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        trees: Sequence[Tree],
+        promises: Sequence[Sequence[float] | None],
+        rows: int,
+    ) -> bool:
+        word = self._kept_word.get(drafter)
+        found: list[float] = []  # [B]: tokens
+        for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
+            if promise is None:
+                said, factor = shared_out(tree, self._estimate(drafter).alpha(request_id)), 1.0
+            else:
+                said, factor = list(promise), 1.0 if word is None else word.factor(request_id)
+            found.append(factor * sum(said))
+        return self._wakes(drafter, rows, found)
+
     def _best(self, drafter: str, rows: int, expected: Sequence[float] | Floats, wait_s: float, stake: float) -> int:
         """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes.
 
@@ -302,7 +347,6 @@ class AdaptivePlanner(KnowingPlanner):
                     best, top = nodes, rate
             if nodes == most:
                 break
-        self._weigh(drafter, rows, top)
         least = plain * self._margin * self._gains.doubt(self._with(drafter))
         best = best if top > least else 0
         waits = not best and wanted > least
@@ -310,19 +354,25 @@ class AdaptivePlanner(KnowingPlanner):
         return best
 
     def next_round(self, requests: int = 0, context: int = 0) -> None:
-        self._settle()
         self._rounds += 1
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
-        self._rest.next_round(drafts=bool(self._guessing or self._busy))
+        self._rest.next_round(requests, drafts=bool(self._guessing or self._busy))
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
+
+    def leaves(self, drafter: str) -> bool:
+        return self._cost.padded and self._rest.leaves(drafter)
 
     def idles(self, requests: int) -> bool:
         return self._cost.padded and self._rest.idles(requests)
 
     def asks(self, drafter: str, rows: int) -> bool:
-        return super().asks(drafter, rows) and (not self._cost.padded or self._rest.asks(drafter, rows))
+        if not super().asks(drafter, rows):
+            return False
+        return not self._cost.padded or (
+            self._rest.asks(drafter, rows) and (not self._busy or self._rivals.asks(drafter, rows, self._rounds))
+        )
 
     def observe_round(
         self,
@@ -378,5 +428,3 @@ class AdaptivePlanner(KnowingPlanner):
         self._unsent.forget(request_id)
         self._traits.pop(request_id, None)
         self._gains.forget(request_id)
-        for waits in self._waits.values():
-            waits.leave()

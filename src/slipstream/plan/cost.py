@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ _NEXT = np.array([SIZES[np.searchsorted(SIZES, rows)] for rows in range(1, SIZES
 """The rows of queued rounds, and what 1, 2, … rows are filled up to; beyond the last, a multiple of it."""
 _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
+_ASSUMED = 3
+"""What was measured counts as so many passes of each size, where a device may be seen to be late."""
 _STALE = 512
 """Passes after which a size that did not come again is forgotten: what made it dear may be long over."""
 _FINE = 8
@@ -68,6 +70,7 @@ class PassCost:
         self._learns = learns
         self.context = ContextCost() if context is None else context
         self.padded = False  # passes are filled up to one of `SIZES`: rows up to there cost nothing more
+        self.late = False  # what is seen may have waited for the host: a device is never faster than it is
         self._seen: dict[int, deque[_Pass]] = {}  # by edge
         self._shares: dict[int, deque[float]] = {}  # edge -> what these took without context, by the prior
         self._typical: dict[int, float] = {}  # edge -> the median of seconds without context, by those of the prior
@@ -139,7 +142,7 @@ class PassCost:
         if self._learns and not self.context.measured:
             self.context.learn(edge, rows, seconds, load)
         changed = self._relearned()
-        typical, before = _median(self._shares[edge]), self._typical.get(edge, 0.0)
+        typical, before = self._usual(self._shares[edge]), self._typical.get(edge, 0.0)
         if abs(typical - before) > _NOTICED * before:
             self._typical[edge], changed = typical, True
         for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
@@ -159,7 +162,7 @@ class PassCost:
     def _see_anew(self) -> None:
         """Context or prior are others now."""
         self._shares = {e: deque(map(self._share, seen), maxlen=_REMEMBER) for e, seen in self._seen.items()}
-        self._typical = {edge: _median(shares) for edge, shares in self._shares.items()}
+        self._typical = {edge: self._usual(shares) for edge, shares in self._shares.items()}
 
     def _forget(self, edge: int) -> None:
         del self._last[edge], self._seen[edge], self._shares[edge], self._typical[edge]
@@ -169,6 +172,14 @@ class PassCost:
         seconds, rows, load = seen
         bare = max(seconds - self.context.seconds(rows, load), _BARE * seconds) if self.context.matters else seconds
         return bare / self._prior(rows)
+
+    def _usual(self, shares: Collection[float]) -> float:
+        """What passes of a size took, by the prior: their median; of a device that may be late, the lower part."""
+        if not self.late:
+            return _median(shares)
+        assumed = [1.0] * max(0, _ASSUMED - len(shares)) if self._measured is not None else []
+        ordered = sorted([*shares, *assumed])
+        return ordered[(len(ordered) - 1) // 3]
 
     def _prior(self, rows: int) -> float:
         if rows > len(self._priors):

@@ -59,5 +59,5 @@ class Costs:
     def _of(self, drafter: str) -> DraftCost:
         if drafter not in self._drafts:
             seen = () if self.measured is None else self.measured.drafts.get(drafter, ())
-            self._drafts[drafter] = DraftCost(self.passes.slope, seen)
+            self._drafts[drafter] = DraftCost(self.passes.slope, seen, late=self.passes.late)
         return self._drafts[drafter]

@@ -26,8 +26,9 @@ class DraftCost:
     crowding: how much one more request adds, as a part of the first one, before anything was seen.
     """
 
-    def __init__(self, crowding: float, seen: Sequence[DraftSeen] = ()) -> None:
+    def __init__(self, crowding: float, seen: Sequence[DraftSeen] = (), *, late: bool = False) -> None:
         self._crowding = crowding
+        self._late = late  # as in `PassCost`
         self._measured = {one.requests: one.curve for one in seen}
         self._costs: dict[int, PassCost] = {}  # by crowd
         self._last = 0  # the crowd that was seen last
@@ -41,6 +42,7 @@ class DraftCost:
         if crowd not in self._costs:
             prior = self._prior(crowd)
             self._costs[crowd] = PassCost(_SLOPE, prior)
+            self._costs[crowd].late = self._late
         self._costs[crowd].observe(size, seconds)
 
     def seconds(self, size: int, requests: int) -> float:

@@ -10,6 +10,7 @@ together: nobody is off for another's rounds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,7 +26,9 @@ _DECAY = 0.97
 """The last 30 rounds or so with drafts of a kind speak for it: of many requests, one round is a single throw, in which
 those that stand last are no better evidence than the others."""
 _EVIDENCE = 16
-"""Drafts of a kind before it is judged, also after each rest."""
+_ROUNDS = 6
+"""Drafts of a kind before it is judged, also after each rest; and rounds: one of many requests has drafts enough, but
+it may be a hiccup. So half of them must have been too slow, too."""
 _SLACK = 0.97
 """It is off below so much of the gain that is asked for, and on again at the whole of it: no flapping between."""
 _WASTE = 0.005
@@ -140,6 +143,7 @@ class _Record:
 @dataclass(slots=True)
 class _Kind:
     gain: Gain = field(default_factory=Gain)
+    rounds: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _ROUNDS))  # gains, one by one
     until: int = 0  # the round before which nothing is drafted for it
     failed: int = 0  # times in a row that it was found not to pay
     last: float = 1.0  # gain when it was last judged
@@ -273,7 +277,7 @@ class Gains:
             record.add(expected, brought / max(0.1, 1 + dearer))
             traits = [self._traits.get(turn.request_id, _UNKNOWN) for turn in turns if turn.drafted]
             self._purses.put(Whose.of(crowd, who, traits), brought - 1 - dearer, self._rounds)
-        seen: dict[Kind, _Kind] = {}  # of this round
+        seen: dict[Kind, Gain] = {}  # of this round
         for request_id, nodes, emitted, drafters in turns:
             if nodes and request_id in self._traits:
                 # who asks for more rows pays more
@@ -282,22 +286,30 @@ class Gains:
                 name = Kind(self._traits[request_id], crowd, drafters)
                 kind = self._kinds.setdefault(name, _Kind())
                 kind.gain.add(emitted, plain, expected, 1.0 if name in seen else _DECAY)
-                seen[name] = kind
-        for name, kind in seen.items():
-            self._judge(name, kind)
+                seen.setdefault(name, Gain()).add(emitted, plain, expected)
+        for name, gain in seen.items():
+            self._kinds[name].rounds.append(gain.measured)
+            self._judge(name, self._kinds[name])
 
     def _judge(self, name: Kind, kind: _Kind) -> None:
         if kind.gain.drafts < _EVIDENCE - 2.5 or self._rounds < kind.until:  # decayed, 16 of them weigh 13
             return
+        if len(kind.rounds) < _ROUNDS:
+            return
         value = kind.last = kind.gain.measured
         if value >= self._min_gain:
             kind.failed = 0
-        elif value < self._min_gain * _SLACK and kind.gain.lacks(self._min_gain):
+        elif (
+            value < self._min_gain * _SLACK
+            and kind.gain.lacks(self._min_gain)
+            and sorted(kind.rounds)[len(kind.rounds) // 2] < self._min_gain
+        ):
             kind.failed += 1
             loss = 1 / value - 1 if value else 1.0
             rest = max(_SHORTEST_REST * 2 ** min(kind.failed - 1, 5), _EVIDENCE * loss / _WASTE)
             kind.until = self._rounds + int(min(rest, _LONGEST_REST))
             kind.gain = Gain()  # a trial is judged by itself
+            kind.rounds.clear()
             self._resting.add(name)
             if name.crowd == self._crowd:
                 self._off.add((name.traits, name.drafters))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.plan.asking import Asking
@@ -16,6 +16,7 @@ from slipstream.plan.extras import RoundExtras, crowd_of
 from slipstream.plan.gains import Gains
 from slipstream.plan.hopes import Hopes
 from slipstream.plan.investment import Investment, most_worth
+from slipstream.plan.measured import Floats
 from slipstream.plan.planner import Planner
 from slipstream.plan.sizes import MARGIN
 from slipstream.plan.waits import CrowdWaits
@@ -25,17 +26,13 @@ EXPLORE = 8
 
 NOTHING = Tree()
 
-_COMPARE = 32
-"""Every so many rounds nobody is waited for, where the device guesses as well."""
+_HICCUP = 6.0
+"""No round is taken to have lasted longer than so many passes."""
+_PEEKED, _WORTH_WAKING = 8, 2.0
+"""Up to so many requests a drafter that nobody waits for is listened to, and waited for again when it says so many
+times as much as a wait costs: the more, the more often that was in vain."""
 _OLDER = 0.9
 """Weight of what was known in a running figure."""
-
-
-class _Waited(NamedTuple):
-    """What a drafter brings that a round waits for, by itself."""
-
-    rows: int
-    rate: float  # tokens by the second, the wait counted
 
 
 class HostPlans(Planner):
@@ -50,21 +47,19 @@ class HostPlans(Planner):
         self._asking: dict[str, Asking] = {}
         self._hopes = Hopes(cost, self._margin)
         self._waits: dict[str, CrowdWaits] = {}  # of the drafters that rounds wait for
+        self._hosts: set[str] = set()  # drafters that rounds may wait for
         self._asked_rows = 1  # requests of the round in which drafters on the host were asked last
         self._asked_at: dict[tuple[str, int], int] = {}  # by drafter and crowd: … and when
-        self._waited: dict[str, _Waited] = {}  # … those that this round waits for
         self._alone: dict[int, float] = {}  # by requests: how fast rounds are with guesses that nobody waits for
-        self._shared: set[int] = set()  # requests of rounds in which there were both
         self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
         self._hoped = 1.0  # the best gain that was expected of guesses of this round
         self._guessing: tuple[str, ...] = ()  # whose guesses are in it so far
         self._rounds = 0
 
     def rests(self, drafter: str, rows: int) -> bool:
+        self._hosts.add(drafter)
         if drafter not in self._waits:
             return False
-        if rows in self._shared and self._rounds % _COMPARE == 0:
-            return True  # or nobody knows what the others bring alone
         waits = self._waits[drafter].of(max(rows, 1))
         if waits.rests(self._rounds, rows):
             return True
@@ -77,6 +72,19 @@ class HostPlans(Planner):
             return True
         costs = np.full(MAX_NODES + 1, wait_s)
         return self._hopes.any(drafter, rows, costs, self._rounds)
+
+    def peeks(self, drafter: str, rows: int) -> bool:
+        return self._cost.padded and rows <= _PEEKED and drafter in self._waits
+
+    def _wakes(self, drafter: str, rows: int, chances: Sequence[float]) -> bool:
+        """chances [B]: tokens that its guesses for each are expected to bring, from where the texts stood when the
+        round under way began: what that brings itself is not to be won any more."""
+        waits, spare = self._waits[drafter].of(rows), max(self._alone.get(rows, 1.0), 1.0)
+        won = sum([max(0.0, tokens - 2 * spare) for tokens in chances])
+        if won * self._cost.seconds(rows) <= _WORTH_WAKING * (1 + waits.failed) * waits.seconds * rows * spare:
+            return False
+        waits.wake(self._rounds)
+        return True
 
     def limit_rows(self, rows: int) -> None:
         self._hopes.most_rows = rows
@@ -107,7 +115,6 @@ class HostPlans(Planner):
         rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
         best = int(rates.argmax())
         pays = bool(rates[best] > rates[0] * self._margin * self._gains.doubt(self._with(drafter)))
-        self._weigh(drafter, rows, float(rates[best]))
         if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
             return [NOTHING] * len(trees)
         if self._rounds % EXPLORE == EXPLORE - 1 and not self._cost.seen(rows):
@@ -143,39 +150,27 @@ class HostPlans(Planner):
         size = self._cost.unseen(rows, rows + nodes)
         return nodes if size is None else size - rows
 
-    def _weigh(self, drafter: str, rows: int, rate: float) -> None:
-        """With these guesses a round brings so many tokens by the second: more than one that waits for nobody?
+    def observe_waited(self, drafters: Sequence[str], requests: int, tokens: int, seconds: float) -> None:
+        """Was it more than without them? By what became of it: what several promise together never comes."""
+        pass_s = self._cost.seconds(requests)
+        speed = tokens / requests * pass_s / min(seconds, _HICCUP * pass_s)
+        worth = speed / max(self._alone.get(requests, 1.0), 1.0)
+        for drafter in drafters:
+            if drafter in self._waits:
+                self._waits[drafter].of(requests).weigh(worth, pass_s, self._rounds, requests)
 
-        That is not said before it is known who else guesses in it.
-        """
-        if drafter in self._waits and self._cost.observed:
-            self._waited[drafter] = _Waited(rows, rate)
+    def _suppose_alone(
+        self,
+        rows: int,
+        gained: Floats,  # [K + 1, B]
+        drafted: NDArray[np.int64],  # [K + 1, B]
+        draft_s: Floats,  # [K + 1]
+    ) -> None:
+        """Guesses of the device would bring so much by themselves, in rounds that wait for nobody."""
+        nodes = drafted.sum(1)
+        seconds = self._cost.curve(rows, rows + int(nodes.max()))[nodes] + draft_s
+        rates = (rows + gained.sum(1)) / seconds
+        self._hear_alone(rows, float(rates.max()) * self._cost.seconds(rows) / rows)
 
-    def _settle(self) -> None:
-        """Nobody else guessed in the round: hold those that it waited for against plain ones."""
-        for drafter, (rows, rate) in self._waited.items():
-            pass_s = self._cost.seconds(rows)
-            self._waits[drafter].of(rows).weigh(rate * pass_s / rows, pass_s, self._rounds, rows)
-        self._waited.clear()
-
-    def _settle_beside(self, rows: int, tokens: float, seconds: float, drafted: bool, others: int) -> None:
-        """The device guesses in the round as well, and it brings so many tokens in so long, the wait not counted.
-
-        So those that it waited for are held against rounds in which the device guesses alone, which wait for nobody.
-        drafted: does the device guess anything? others: nodes of theirs.
-        """
-        pass_s = self._cost.seconds(rows)
-        speed = tokens / seconds * pass_s / rows
-        if others:
-            self._shared.add(rows)
-        elif drafted:
-            self._alone[rows] = speed + _OLDER * (self._alone.get(rows, speed) - speed)
-        if not self._waited:
-            return
-        wait_s = max(self._waits[drafter].of(rows).seconds for drafter in self._waited)
-        alone = max(speed if not others else self._alone.get(rows, 1.0), 1.0)
-        for drafter in self._waited:
-            self._waits[drafter].of(rows).weigh(
-                speed * seconds / (seconds + wait_s) / alone, pass_s, self._rounds, rows
-            )
-        self._waited.clear()
+    def _hear_alone(self, rows: int, speed: float) -> None:
+        self._alone[rows] = speed + _OLDER * (self._alone.get(rows, speed) - speed)

@@ -24,6 +24,7 @@ class KnowingPlanner(HostPlans):
         self._guessed_s = 0.0  # what guesses took in this round, of drafters that take time
         self._traits: dict[str, Traits] = {}
         self._acceptance: dict[str, Acceptance] = {}
+        self._heads: list[Acceptance] = []  # … of those whose guesses take time
         self._ranks: dict[str, NodeRanks] = {}  # of those that make trees
 
     def adopt(self, measured: MeasuredCosts) -> None:
@@ -66,10 +67,15 @@ class KnowingPlanner(HostPlans):
         found = self._acceptance.get(drafter)
         return found.shared if found is not None and found.known else None  # else it is only assumed
 
-    def _estimate(self, drafter: str) -> Acceptance:
+    def _estimate(self, drafter: str, *, takes_time: bool = False) -> Acceptance:
+        """takes_time: its guesses do. What is easy for one of those is for the others."""
         if drafter not in self._acceptance:
             self._acceptance[drafter] = Acceptance(self._traits)
-        return self._acceptance[drafter]
+        found = self._acceptance[drafter]
+        if takes_time and not found.peers:
+            self._heads.append(found)
+            found.peers = self._heads
+        return found
 
     def _ranks_of(self, drafter: str) -> NodeRanks:
         if drafter not in self._ranks:

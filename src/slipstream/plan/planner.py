@@ -109,8 +109,29 @@ class Planner:
         """Is waiting for this drafter on the host not worth it for now, with so many requests?"""
         return False
 
+    def peeks(self, drafter: str, rows: int) -> bool:
+        """May this drafter on the host, for which nobody waits, be asked all the same by what is known of the texts? A
+        round is under way by which they go on."""
+        return False
+
+    def peek(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        trees: Sequence[Tree],
+        promises: Sequence[Sequence[float] | None],
+        rows: int,
+    ) -> bool:
+        """That is what it said: is it worth waiting for now?"""
+        return False
+
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         """A round of so many decoding requests with so many tokens in all is about to be planned; 0: not said."""
+
+    def leaves(self, drafter: str) -> bool:
+        """Has this one, whose guesses take time, had no part in rounds of as many requests for long? Then newcomers
+        are not read for it: it can catch up."""
+        return False
 
     def idles(self, requests: int) -> bool:
         """May this round of so many go without a plan, since nothing was drafted in the last one? Asked once a round,
@@ -170,6 +191,10 @@ class Planner:
 
         Without what `observe_draft` was told of.
         """
+
+    def observe_waited(self, drafters: Sequence[str], requests: int, tokens: int, seconds: float) -> None:
+        """A round of so many requests that waited for these on the host brought so many tokens in so long, whatever
+        else had to be read for it."""
 
     def observe_draft(
         self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False

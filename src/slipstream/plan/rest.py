@@ -15,6 +15,9 @@ _EVERY = 4
 drafters."""
 _LATELY = 16
 """Rounds after which a drafter that was not asked about is nobody's any more."""
+_FEW = 4
+_AWAY = 64
+"""Of more than so many requests newcomers are not read for a drafter that has not guessed for so many rounds."""
 _LONGEST = 16
 """Rounds that count, at the most, from one plan to the next of a drafter: nobody may have been there for it."""
 
@@ -30,13 +33,28 @@ class PlanRest:
         self._empty = False  # … and nothing was drafted in the last one that had
         self._last: dict[str, int] = {}  # by drafter whose guesses take time: when it was planned last
         self._asked: dict[str, int] = {}  # … and asked about
+        self._now_of: dict[int, int] = {}  # by crowd: its rounds
+        self._guessed: dict[tuple[str, int], int] = {}  # by drafter and crowd: in which of these it guessed last
+        self._running = 0  # the crowd of this round
 
-    def next_round(self, *, drafts: bool) -> None:
+    def next_round(self, requests: int, *, drafts: bool) -> None:
         """drafts: was something drafted in the round before?"""
+        self._running = crowd_of(requests)
+        self._now_of[self._running] = self._now_of.get(self._running, 0) + 1
         if self._planned:
             self._empty, self._idle = not drafts, 0
         self._planned = True
         self._now += 1
+
+    def guess(self, drafter: str) -> None:
+        """It has a part in this round."""
+        self._guessed[drafter, self._running] = self._now_of.get(self._running, 0)
+
+    def leaves(self, drafter: str) -> bool:
+        """Has it not guessed for long where as many run as now?"""
+        if self._running <= _FEW:
+            return False
+        return self._now_of.get(self._running, 0) - self._guessed.get((drafter, self._running), 0) > _AWAY
 
     def idles(self, requests: int) -> bool:
         """Is there no plan in this round?"""

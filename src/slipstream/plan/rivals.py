@@ -17,6 +17,16 @@ _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
 _BETTER = 1.03
 """Whoever takes another's turn must promise so many times as much: it has to read what it missed."""
+_UNTRIED = 0.5
+"""Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
+_FEW, _NEAR, _NEARER = 4, 0.8, 0.95
+"""… and it is tried if it promises so many times as much as the best: for few requests, and for more."""
+_ASKED = 4
+"""Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time."""
+_TRIAL = 3
+"""Rounds of a trial, and …"""
+_APART = 12
+"""… from one trial to the next."""
 
 
 @dataclass(slots=True)
@@ -26,6 +36,13 @@ class _Promise:
     requests: frozenset[str]  # for whom
 
 
+@dataclass(slots=True)
+class _Trial:
+    drafter: str
+    begin: int  # rounds
+    end: int
+
+
 class Rivals:
     """Of one planner."""
 
@@ -33,6 +50,7 @@ class Rivals:
         self._promises: dict[tuple[int, bool], dict[str, _Promise]] = {}  # by crowd, others' guesses or none, drafter
         self._turns: dict[int, str] = {}  # by crowd: whose it is
         self._apart: set[frozenset[str]] = set()  # two who were asked for quite other requests, the last time
+        self._trials: dict[int, _Trial] = {}  # by crowd: the last
 
     def beside(self, beside: Sequence[Sequence[Beside]]) -> Sequence[Sequence[Beside]]:
         """Those who guess already, without rivals."""
@@ -41,13 +59,35 @@ class Rivals:
             return beside
         return [[one for one in theirs if one.drafter not in known] for theirs in beside]
 
+    def asks(self, drafter: str, rows: int, now: int) -> bool:
+        """Is it worth knowing in this round what it promises?"""
+        crowd = crowd_of(rows)
+        last, trial = self._turns.get(crowd), self._trials.get(crowd)
+        if now % _ASKED == 0 or last is None or last == drafter:
+            return True
+        if trial is not None and now < trial.end:
+            return drafter == trial.drafter
+        known = [one.get(last) for (of, _), one in self._promises.items() if of == crowd]
+        if not any(one is not None and now - one.round <= _ASKED for one in known):
+            return True  # whose turn it was guesses no more
+        return not any(of == crowd and drafter in one for (of, _), one in self._promises.items())
+
     def has_turn(
-        self, drafter: str, request_ids: Sequence[str], rows: int, speed: float, now: int, *, beside: bool = False
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        rows: int,
+        speed: float,
+        now: int,
+        *,
+        beside: bool = False,
+        untried: float = 0.0,
     ) -> bool:
         """It promises to make this round so many times as fast by guesses for these requests. Is no other one better?
 
         Whoever guesses for other requests takes nobody's turn. beside: others' guesses are in the round already, and
         leave less to promise: that is compared with what was promised in such rounds, for rivals are asked in turn.
+        untried: the part of the requests for which it has not guessed yet.
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
@@ -66,4 +106,11 @@ class Rivals:
         elif fresh[best] > _BETTER * fresh[last]:
             last = best
         self._turns[crowd] = last
+        trial = self._trials.get(crowd)
+        if trial is not None and trial.begin <= now < trial.end and trial.drafter in fresh:
+            return drafter == trial.drafter
+        enough = (_NEAR if rows <= _FEW else _NEARER) * fresh[best]
+        is_time = trial is None or now >= trial.end + _APART
+        if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, enough):
+            self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL)  # this round may be another's already
         return last == drafter

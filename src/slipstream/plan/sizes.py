@@ -13,6 +13,8 @@ from slipstream.plan.draft_cost import filled_crowd
 _CAPTURED = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Nodes of a draft that are thought of: with the last token they make 2, 3, 4, 6, 8, … rows, which is what passes are
 filled up to for one request."""
+_LITTLE, _LONG = 1.03, 6
+"""A size that is only so many times as good as the last one is taken after so many rounds."""
 MARGIN = 1.02
 """What a draft must promise beyond another: the estimates are no better than this."""
 
@@ -25,20 +27,40 @@ class CapturedSizes:
         self._used: dict[str, set[int]] = {}  # sizes that drafts had so far
         self._levels: dict[str, set[int]] = {}  # … and levels, of trees
         self._rounds: set[tuple[int, int, int]] = set()  # shapes of rounds with trees so far
+        self._last: dict[str, tuple[int, int]] = {}  # by drafter: its last draft's nodes and levels
+        self._stays: dict[str, int] = {}  # … and how often it stayed at them though another size was a little better
 
     def best(self, drafter: str, rate: NDArray[np.float64]) -> int:
         """The size, 0 to K, with the best of these rates [K + 1]; no new one that is hardly better than an old."""
         sizes = self.choices(drafter, len(rate) - 1)
         old = [size for size in sizes if not size or size in self._used.get(drafter, ())]
-        return _better(rate, sizes, old)
+        last, _ = self._last.get(drafter, (0, 0))
+        return self._kept(drafter, rate, _better(rate, sizes, old), last if last in sizes else 0)
 
     def best_tree(self, drafter: str, rate: NDArray[np.float64], nodes: Sequence[int], levels: Sequence[int]) -> int:
         """The same of pairs of nodes and levels [C]: which of them. Each of the two is captured by itself."""
         sizes, depths = self._used.get(drafter, set()), self._levels.get(drafter, set())
         every = range(len(rate))
-        return _better(rate, every, [i for i in every if not i or (nodes[i] in sizes and levels[i] in depths)])
+        old = [i for i in every if not i or (nodes[i] in sizes and levels[i] in depths)]
+        last = self._last.get(drafter)
+        same = [i for i in old if i and (nodes[i], levels[i]) == last]
+        return self._kept(drafter, rate, _better(rate, every, old), same[0] if same else 0)
+
+    def _kept(self, drafter: str, rate: NDArray[np.float64], best: int, last: int) -> int:
+        """The last choice, where the best is hardly better, for a while: a draft that is begun ahead is one like the
+        last, and what changes from round to round is not worth it."""
+        stays = self._stays.get(drafter, 0)
+        if best and best == last:
+            self._stays[drafter] = max(0, stays - 1)
+        elif best and last and rate[best] <= rate[last] * _LITTLE and stays < _LONG:
+            self._stays[drafter] = stays + 1
+            return last
+        else:
+            self._stays[drafter] = 0
+        return best
 
     def use(self, drafter: str, size: int, levels: int = 0) -> None:
+        self._last[drafter] = (size, levels)
         self._used.setdefault(drafter, set()).add(size)
         if levels:
             self._levels.setdefault(drafter, set()).add(levels)

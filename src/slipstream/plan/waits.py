@@ -12,12 +12,17 @@ _PAID = 8.0
 """Rounds over which a drafter on the host must have been worth the wait for it: these at least, but of many requests as
 few as make four times the evidence, a round of each being a piece of it. Texts repeat themselves in stretches, so few
 requests are listened to for longer, but not when the waits come to so many passes."""
+_HOPELESS, _SOON, _LITTLE = 0.85, 6, 24
+"""It need not be waited for that long where rounds with it are only so fast beside others, after so many rounds, with
+so much evidence: of few requests there is never as much so soon."""
+_CLEARLY = 1.05
+"""So many times as fast rounds must be with it: those that wait for nobody hide whatever else the host does."""
 _FREE = 0.04
 """A wait that is a smaller part of the pass is always borne: texts change, and a good guess brings far more."""
 _WASTE = 0.01
 _LONGEST_REST = 512
 """What trials may cost of the time, and the most rounds that go without a drafter which was not worth the wait."""
-_FEW = 32
+_FEW = 8
 _WASTE_OF_MANY = 0.003
 _LONGEST_OF_MANY = 4096
 """The same where more than these run: newcomers are no reason for a trial there, since they are much like the others;
@@ -40,7 +45,6 @@ class Waits:
     asked: int = 0
     until: int = 0  # the round before which nobody asks
     rows: int = 0  # requests when that was decided
-    gone: int = 0  # requests that ended since
     failed: int = 0  # trials in a row in which it was not worth the wait
     seen: bool = False  # it was waited for
 
@@ -49,21 +53,25 @@ class Waits:
         self.seen = True
 
     def rests(self, now: int, rows: int) -> bool:
-        if now >= self.until or 2 * rows <= self.rows:
-            return False
-        return rows > _FEW or self.gone < self.rows * 2 ** (self.failed - 2)
+        return now < self.until and 2 * rows > self.rows
+
+    def wake(self, now: int) -> None:
+        """It has something to say: from this round on there is another trial."""
+        self.until, self.worth, self.asked = min(self.until, now), 0.0, 0
 
     def weigh(self, speed: float, pass_s: float, now: int, rows: int) -> None:
         self.worth += speed
         self.asked += 1
         share = self.seconds / pass_s
         seen = self.asked * rows
-        if (self.asked < _TRIAL and seen < 4 * _EVIDENCE) or (seen < _EVIDENCE and self.asked * share < _PAID):
+        hopeless = self.worth < _HOPELESS * self.asked and self.asked >= _SOON and seen >= _LITTLE
+        short = (self.asked < _TRIAL and seen < 4 * _EVIDENCE) or (seen < _EVIDENCE and self.asked * share < _PAID)
+        if short and not hopeless:
             return
-        self.failed = min(self.failed + 1, _MOST_FAILED) if self.worth <= self.asked else 0
+        self.failed = min(self.failed + 1, _MOST_FAILED) if self.worth <= _CLEARLY * self.asked else 0
         if self.failed and share > _FREE:
             longest, waste = (_LONGEST_REST, _WASTE) if rows <= _FEW else (_LONGEST_OF_MANY, _WASTE_OF_MANY)
-            self.until, self.rows, self.gone = now + min(longest, int(self.asked * share / waste)), rows, 0
+            self.until, self.rows = now + min(longest, int(self.asked * share / waste)), rows
         self.worth, self.asked = 0.0, 0
 
 
@@ -81,8 +89,3 @@ class CrowdWaits:
             near = nearest_crowd(self._crowds, crowd)
             self._crowds[crowd] = Waits(0.0 if near is None else self._crowds[near].seconds)
         return self._crowds[crowd]
-
-    def leave(self) -> None:
-        """A request ended."""
-        for waits in self._crowds.values():
-            waits.gone += 1
