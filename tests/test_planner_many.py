@@ -202,7 +202,7 @@ def test_who_has_something_to_say_is_waited_for_again() -> None:
     waits = CrowdWaits().of(4)
     waits.observe(3e-3)
     while not waits.until:
-        waits.weigh(0.6, 5e-3, 10, 4)
+        waits.weigh(0.6, 1.0, 5e-3, 10, 4)
     assert waits.rests(11, 4)
     waits.wake(11)
     assert not waits.rests(11, 4)

@@ -71,8 +71,8 @@ def test_whoever_is_hardly_better_does_not_take_the_turn() -> None:
     assert rivals.has_turn("one", ["a"], 4, 1.50, 1)
     assert not rivals.has_turn("two", ["a"], 4, 1.52, 1)
     assert rivals.has_turn("one", ["a"], 4, 1.50, 2)
-    assert rivals.has_turn("two", ["a"], 4, 1.60, 2)
-    assert not rivals.has_turn("one", ["a"], 4, 1.58, 3)
+    assert rivals.has_turn("two", ["a"], 4, 1.70, 2)
+    assert not rivals.has_turn("one", ["a"], 4, 1.68, 3)
     assert rivals.has_turn("one", ["a"], 64, 1.1, 3), "with more requests somebody else may be the better one"
     assert rivals.has_turn("one", ["a"], 4, 1.58, 30), "the other has not been heard of for long"
     assert rivals.beside([[Beside("two", 3), Beside("free", 2)]]) == [[Beside("free", 2)]]

@@ -100,7 +100,7 @@ def test_with_many_requests_a_few_rounds_tell() -> None:
         waits = Waits()
         waits.observe(1.3e-3)
         while not waits.rests(waits.asked, rows):
-            waits.weigh(0.8, 4e-3, waits.asked, rows)
+            waits.weigh(1.6, 2.0, 4e-3, waits.asked, rows)
             if not waits.asked:
                 break
             rounds -= 1

@@ -24,6 +24,7 @@ from slipstream.engine.draft_loops import Drafts, DraftSize
 from slipstream.engine.following import Following
 from slipstream.engine.levels import levels_of, no_deeper
 from slipstream.engine.listening import Offered, RoundListener
+from slipstream.engine.peeks import Peek, peek
 from slipstream.engine.plans import Drafted, Gathered, Group, Guesses, Plan
 from slipstream.engine.reasons import Decode, note_plan
 from slipstream.engine.room import DraftRoom
@@ -35,8 +36,6 @@ from slipstream.plan.traits import traits_of
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_PEEKED = 24
-"""Nodes of a guess that is only looked at."""
 logging.getLogger("slipstream").addHandler(logging.NullHandler())  # who uses the library says what is shown
 
 
@@ -227,20 +226,10 @@ class Drafting:
         return self._waited
 
     def _peek(self, name: str, answers: Sequence[Answer]) -> bool:
-        """Nobody waits for this drafter on the host. Does it, by what it knows already, have so much to say that it is
-        waited for after all?"""
-        guard = self.guards[name]
-        if guard.drafter.costly or name in self._wholes or not (guard.is_quick and guard.dropped is None):
-            return False
-        if not (self.enabled and self.planner.peeks(name, len(answers))):
-            return False
-        mine = [answer for answer in answers if name in answer.drafters and name not in answer.refused]
-        if not mine:
-            return False
-        views = [cast(DraftRequest, answer.view) for answer in mine]
-        said = guard.propose(views, [_PEEKED] * len(mine), self.round_s)
-        self._failures.setdefault(name, {}).update(said.failures)
-        return self.planner.peek(name, [answer.id for answer in mine], said.trees, said.promises, len(answers))
+        """Nobody waits for this drafter on the host. Is it waited for after all?"""
+        seen = peek(self.planner, self.guards[name], answers, self.round_s) if self.enabled else Peek()
+        self._failures.setdefault(name, {}).update(seen.failures)
+        return seen.is_worth
 
     def read_choices(self, answers: Sequence[Answer]) -> bool:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
-from slipstream.engine.draft_ahead import Ahead, DraftAhead
+from slipstream.engine.draft_ahead import DraftAhead
 from slipstream.engine.draft_loops import DraftFailed, Drafts
 from slipstream.engine.engine import Engine
 from slipstream.engine.followers import QueuedFollowers
@@ -34,7 +34,7 @@ from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.rounds import Machine, Round, Rounds
 from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
-from slipstream.engine.tickets import EmittedRows, Heard, Member, Ticket
+from slipstream.engine.tickets import EmittedRows, Guessed, Heard, Member, Ticket
 from slipstream.engine.turns import observe_round
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.models.batch import fetched
@@ -48,16 +48,6 @@ from slipstream.verify.mixed import undrafted_choices
 
 _NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
 """Where nobody reads logits, nobody asks where they lie."""
-
-
-class Guessed(NamedTuple):
-    """A round whose drafts are there, or on their way on the device."""
-
-    plan: Plan
-    run: Round
-    caught_up: tuple[str, ...]  # drafters that had to read what they had missed first
-    begun: Any  # a mark where the device begins with it: what the host guesses is not its work
-    ahead: Ahead | None  # what it had begun before
 
 
 class QueuedEngine(Engine):
@@ -188,9 +178,8 @@ class QueuedEngine(Engine):
                 members.append(Member.of(answer, authors, count, decodes=True))
                 answer.stride = 1 + deep
         read = verified = self._mark()
-        first = logits = None
+        first, logits = self._read_prompts(schedule.chunks, members) if schedule.chunks else (None, None)
         if schedule.chunks:
-            first, logits = self._read_prompts(schedule.chunks, members)
             read = self._mark()
         marks = (begun, drafted, verified, read) if begun is not None else ()
         usual = not schedule.chunks and (len(self.rounds), recorded.seconds) == known
@@ -347,8 +336,7 @@ class QueuedEngine(Engine):
 
     def _times(self, heard: Heard) -> RoundTimes:
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
-        ticket, lasted_s = heard.ticket, heard.lasted_s
-        waited_s = ticket.idle_s
+        ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
         if ticket.marks:
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
@@ -358,16 +346,15 @@ class QueuedEngine(Engine):
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
-        has_waited = waited_s is not None and self._has_clock  # elsewhere a round waits for its own pass anyway
-        if ticket.decodes and has_waited and heard.verdicts and (ticket.steady or ticket.caught_up):
-            tokens = sum([len(verdict.tokens) for verdict in heard.verdicts])
-            self.drafting.planner.observe_waited(ticket.hosts, len(heard.verdicts), tokens, lasted_s)
+        waited = NO_WAIT
+        if idle_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
+            waited = Waited(ticket.hosts, max(0.0, idle_s - ticket.guessed_s))
+        if waited.drafters and (verdicts := heard.verdicts) and (ticket.steady or ticket.caught_up):
+            tokens = sum([len(verdict.tokens) for verdict in verdicts])
+            self.drafting.planner.observe_waited(waited.drafters, len(verdicts), tokens, lasted_s)
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]
-            waited = NO_WAIT
-            if waited_s is not None and has_waited:
-                waited = Waited(ticket.hosts, max(0.0, waited_s - ticket.guessed_s))
             observe_round(self.drafting, answers, heard.verdicts, times, load, lasted_s, waited=waited)
             for name in waited.drafters:
                 self.drafting.planner.observe_wait(name, waited.seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,22 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.core.verdict import Authors, Verdict
 from slipstream.engine.draft_ahead import Ahead
 from slipstream.engine.draft_loops import Drafts
-from slipstream.engine.plans import resolved
+from slipstream.engine.plans import Plan, resolved
 from slipstream.engine.rounds import Round
 from slipstream.engine.state import Answer, Phase
 
 _PATHS = tuple(tuple(range(nodes)) for nodes in range(MAX_NODES + 1))
 """The accepted nodes of chains."""
+
+
+class Guessed(NamedTuple):
+    """A round whose drafts are there, or on their way on the device."""
+
+    plan: Plan
+    run: Round
+    caught_up: tuple[str, ...]  # drafters that had to read what they had missed first
+    begun: Any  # a mark where the device begins with it: what the host guesses is not its work
+    ahead: Ahead | None  # what it had begun before
 
 
 @dataclass(frozen=True, slots=True)

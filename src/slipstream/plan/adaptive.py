@@ -13,26 +13,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.core.draft import Tree
-from slipstream.plan.acceptance import Floats
-from slipstream.plan.calibration import Calibration
 from slipstream.plan.cost import PassCost
-from slipstream.plan.cutting import shared_out
 from slipstream.plan.decisions import Decision
+from slipstream.plan.free import FreeGuesses
 from slipstream.plan.gains import NO_WAIT, Turn, Waited
-from slipstream.plan.hosts import NOTHING
-from slipstream.plan.knowing import KnowingPlanner
 from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
-from slipstream.plan.probes import Probes
-from slipstream.plan.ranking import MANY, FewNodes, ManyNodes
 from slipstream.plan.rest import PlanRest
 from slipstream.plan.rivals import Rivals
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
-from slipstream.plan.unsent import Unsent
 
 _COMPARE = 4
 """Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately."""
@@ -57,7 +49,7 @@ class _Chosen(NamedTuple):
     trials: tuple[_Chosen, ...] = ()  # where nothing was chosen: what could be, the largest last
 
 
-class AdaptivePlanner(KnowingPlanner):
+class AdaptivePlanner(FreeGuesses):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
     exclusive = True
@@ -65,11 +57,8 @@ class AdaptivePlanner(KnowingPlanner):
     def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
         super().__init__(cost, min_gain)
         self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
-        self._kept_word: dict[str, Calibration] = {}
         self._grown: dict[str, int] = {}  # how often drafters were planned that make trees
-        self._probes = Probes(cost)
         self._rest = PlanRest()
-        self._unsent = Unsent()
         self._sizes = CapturedSizes()
         self._rivals = Rivals()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
@@ -223,7 +212,8 @@ class AdaptivePlanner(KnowingPlanner):
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
         again = 1.0
-        if self._cost.padded and drafter in self._begun - self._busy:  # it has to catch up
+        is_tried = self._rivals.tries(rows, self._rounds) == drafter
+        if self._cost.padded and not is_tried and drafter in self._begun - self._busy:  # it has to catch up
             again = max(MARGIN, self._catch_ups.margin(drafter, rows, self._cost.seconds(rows)))
         if rate[best] <= rate[0] * self._margin * again * self._gains.doubt(self._with(drafter)):
             return 0
@@ -272,87 +262,6 @@ class AdaptivePlanner(KnowingPlanner):
             granted[i] = min(chosen.nodes, caps[i])
         return granted
 
-    def trim(
-        self,
-        drafter: str,
-        request_ids: Sequence[str],
-        trees: Sequence[Tree],
-        promises: Sequence[Sequence[float] | None],
-        rows: int,
-    ) -> list[Tree]:
-        """Keep the nodes that pay, of guesses that cost nothing to have any more. A node stays only with its parent."""
-        wait_s = self._wait(drafter, rows) + self.costs.spent(drafter)
-        nodes = sum([len(tree.tokens) for tree in trees])
-        if not nodes:
-            return list(trees)
-        word = self._kept_word.get(drafter) or self._kept_word.setdefault(drafter, Calibration(self._traits))
-        factors: list[float] = []  # [B]: which part of its promises it kept; 0: it made none
-        said: list[Sequence[float]] = []  # [B][K]
-        for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
-            factors.append(0.0 if promise is None else word.factor(request_id))
-            said.append(shared_out(tree, self._estimate(drafter).alpha(request_id)) if promise is None else promise)
-        ranked = (ManyNodes if nodes >= MANY else FewNodes)(trees, said, [factor or 1.0 for factor in factors])
-        theirs = [request_id for request_id, tree in zip(request_ids, trees, strict=True) if tree.tokens]
-        stake = self._gains.stake(self._with(drafter), theirs, rows)
-        best = self._best(drafter, rows, ranked.expected(rows), wait_s, stake)
-        if not self._unsent.is_heard(drafter):
-            best = self._probes.free(drafter, best, rows, nodes)
-        best = self._explore(rows, best)
-        if best == 0:
-            for i, request_id in enumerate(request_ids):
-                self._unsent.note(drafter, request_id, trees[i], said[i], factors[i])
-            return [NOTHING] * len(trees)
-        taken = ranked.take(best)
-        for i, request_id in enumerate(request_ids):
-            if not taken.trees[i].tokens:
-                self._unsent.note(drafter, request_id, trees[i], said[i], factors[i])
-            elif factors[i]:
-                word.promise(request_id, taken.promised[i] / factors[i])
-        return taken.trees
-
-    def peek(
-        self,
-        drafter: str,
-        request_ids: Sequence[str],
-        trees: Sequence[Tree],
-        promises: Sequence[Sequence[float] | None],
-        rows: int,
-    ) -> bool:
-        word = self._kept_word.get(drafter)
-        found: list[float] = []  # [B]: tokens
-        for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
-            if promise is None:
-                said, factor = shared_out(tree, self._estimate(drafter).alpha(request_id)), 1.0
-            else:
-                said, factor = list(promise), 1.0 if word is None else word.factor(request_id)
-            found.append(factor * sum(said))
-        return self._wakes(drafter, rows, found)
-
-    def _best(self, drafter: str, rows: int, expected: Sequence[float] | Floats, wait_s: float, stake: float) -> int:
-        """How many nodes bring most tokens by the second; `expected` [N + 1]: tokens of the pass with 0, 1, … nodes.
-
-        wait_s: what the round took already, whatever is taken of the guesses. stake: as in `Gains`.
-        """
-        most = len(expected) - 1
-        steps = self._cost.steps(rows, rows + most)
-        best, plain = 0, rows / (steps.seconds[0] + wait_s)
-        top, drafted_s = plain, wait_s + self._extras.seconds(rows)
-        most_s, wanted = (1 + stake) * steps.seconds[0] + wait_s, plain
-        for size, seconds in zip(steps.rows, steps.seconds, strict=True):
-            nodes = min(size - rows, most)
-            rate = float(expected[nodes]) / (seconds + drafted_s)
-            if nodes and rate > wanted:
-                wanted = rate
-                if seconds + drafted_s <= most_s:
-                    best, top = nodes, rate
-            if nodes == most:
-                break
-        least = plain * self._margin * self._gains.doubt(self._with(drafter))
-        best = best if top > least else 0
-        waits = not best and wanted > least
-        self._decide(drafter, Decision(rows, best, (wanted if waits else top) / plain, waits=waits))
-        return best
-
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         self._rounds += 1
         self.costs.at(Load(requests, context))
@@ -387,21 +296,6 @@ class AdaptivePlanner(KnowingPlanner):
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
-
-    def hear(self, drafter: str, request_id: str, token: int) -> None:
-        guess = self._unsent.heard(drafter, request_id)
-        if guess is None:
-            return
-        right = int(guess.token == token)
-        if drafter in self._asking:
-            self._asking[drafter].hear(right > 0)
-        self._gains.hear(drafter, request_id, right > 0)
-        if guess.said is None:
-            self._estimate(drafter).observe(request_id, 1, right)
-        else:
-            word = self._kept_word[drafter]
-            word.promise(request_id, guess.said)
-            word.observe(request_id, right)
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         if drafted:

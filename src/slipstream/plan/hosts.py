@@ -153,11 +153,10 @@ class HostPlans(Planner):
     def observe_waited(self, drafters: Sequence[str], requests: int, tokens: int, seconds: float) -> None:
         """Was it more than without them? By what became of it: what several promise together never comes."""
         pass_s = self._cost.seconds(requests)
-        speed = tokens / requests * pass_s / min(seconds, _HICCUP * pass_s)
-        worth = speed / max(self._alone.get(requests, 1.0), 1.0)
+        spent = min(seconds / pass_s, _HICCUP) * max(self._alone.get(requests, 1.0), 1.0)
         for drafter in drafters:
             if drafter in self._waits:
-                self._waits[drafter].of(requests).weigh(worth, pass_s, self._rounds, requests)
+                self._waits[drafter].of(requests).weigh(tokens / requests, spent, pass_s, self._rounds, requests)
 
     def _suppose_alone(
         self,

@@ -15,17 +15,18 @@ from slipstream.plan.planner import Beside
 
 _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
-_BETTER = 1.03
-"""Whoever takes another's turn must promise so many times as much: it has to read what it missed."""
+_BETTER, _BETTER_OF_MANY = 1.05, 1.12
+"""Whoever takes another's turn must promise so many times as much: it has to read what it missed, which takes as long
+as a round, and longer for many requests."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
-_FEW, _NEAR, _NEARER = 4, 0.8, 0.95
-"""… and it is tried if it promises so many times as much as the best: for few requests, and for more."""
+_FEW, _NEAR = 2, 0.85
+"""… and it is tried, of so few requests, if it promises so many times as much as the best."""
 _ASKED = 4
 """Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time."""
 _TRIAL = 3
 """Rounds of a trial, and …"""
-_APART = 12
+_APART = 48
 """… from one trial to the next."""
 
 
@@ -72,6 +73,11 @@ class Rivals:
             return True  # whose turn it was guesses no more
         return not any(of == crowd and drafter in one for (of, _), one in self._promises.items())
 
+    def tries(self, rows: int, now: int) -> str | None:
+        """Who is on trial in this round of so many requests, if anybody is."""
+        trial = self._trials.get(crowd_of(rows))
+        return trial.drafter if trial is not None and trial.begin <= now < trial.end else None
+
     def has_turn(
         self,
         drafter: str,
@@ -103,14 +109,13 @@ class Rivals:
             other = self._promises.get((crowd, not beside), {}).get(last)
             if other is None or now - other.round > _OLD or frozenset((last, drafter)) in self._apart:
                 last = best  # else it is asked in this round, too: what it promises then is not known yet
-        elif fresh[best] > _BETTER * fresh[last]:
+        elif fresh[best] > (_BETTER if rows <= _FEW else _BETTER_OF_MANY) * fresh[last]:
             last = best
         self._turns[crowd] = last
         trial = self._trials.get(crowd)
-        if trial is not None and trial.begin <= now < trial.end and trial.drafter in fresh:
-            return drafter == trial.drafter
-        enough = (_NEAR if rows <= _FEW else _NEARER) * fresh[best]
-        is_time = trial is None or now >= trial.end + _APART
-        if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, enough):
+        if self.tries(rows, now) in fresh:
+            return self.tries(rows, now) == drafter
+        is_time = rows <= _FEW and (trial is None or now >= trial.end + _APART)
+        if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, _NEAR * fresh[best]):
             self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL)  # this round may be another's already
         return last == drafter

@@ -25,10 +25,9 @@ _LONGEST_REST = 512
 _FEW = 8
 _WASTE_OF_MANY = 0.003
 _LONGEST_OF_MANY = 4096
-"""The same where more than these run: newcomers are no reason for a trial there, since they are much like the others;
-and a wait for 64 requests is nearly as long as the pass."""
+"""The same where more than these run: a wait for 64 requests is longer than the pass."""
 _MOST_FAILED = 5
-"""Trials in vain, each of which doubles the number of newcomers for whom there is another before its time."""
+"""Trials in vain that are counted."""
 
 
 @dataclass(slots=True)
@@ -36,13 +35,14 @@ class Waits:
     """What waiting for one drafter costs and brings. Where it does not pay, rounds go on without, and nobody waits.
 
     A drafter that is asked learns from its guesses even where none is drafted; so it is asked again for some rounds now
-    and then, the more rarely the longer the wait, and when half of the requests have gone: at first. Where it was not
-    worth it for those who came then either, twice as many must have gone the next time.
+    and then, the more rarely the longer the wait, and when half of the requests have gone, or when it has something to
+    say (`Planner.peek`).
     """
 
     seconds: float = 0.0  # a round's wait, lately
-    worth: float = 0.0  # how fast rounds with it are beside plain ones: the sum over `asked` rounds
-    asked: int = 0
+    won: float = 0.0  # tokens of a request in the rounds of this trial
+    spent: float = 0.0  # … and those that as long without it would have brought
+    asked: int = 0  # rounds of this trial
     until: int = 0  # the round before which nobody asks
     rows: int = 0  # requests when that was decided
     failed: int = 0  # trials in a row in which it was not worth the wait
@@ -57,22 +57,31 @@ class Waits:
 
     def wake(self, now: int) -> None:
         """It has something to say: from this round on there is another trial."""
-        self.until, self.worth, self.asked = min(self.until, now), 0.0, 0
+        self.until = min(self.until, now)
+        self._begin()
 
-    def weigh(self, speed: float, pass_s: float, now: int, rows: int) -> None:
-        self.worth += speed
+    def weigh(self, won: float, spent: float, pass_s: float, now: int, rows: int) -> None:
+        """A round that waited brought each request so many tokens, where as long without it would have brought so many.
+
+        Both are added up: a round that is over soon is worth no more than one that takes long.
+        """
+        self.won += won
+        self.spent += spent
         self.asked += 1
         share = self.seconds / pass_s
         seen = self.asked * rows
-        hopeless = self.worth < _HOPELESS * self.asked and self.asked >= _SOON and seen >= _LITTLE
+        hopeless = self.won < _HOPELESS * self.spent and self.asked >= _SOON and seen >= _LITTLE
         short = (self.asked < _TRIAL and seen < 4 * _EVIDENCE) or (seen < _EVIDENCE and self.asked * share < _PAID)
         if short and not hopeless:
             return
-        self.failed = min(self.failed + 1, _MOST_FAILED) if self.worth <= _CLEARLY * self.asked else 0
+        self.failed = min(self.failed + 1, _MOST_FAILED) if self.won <= _CLEARLY * self.spent else 0
         if self.failed and share > _FREE:
             longest, waste = (_LONGEST_REST, _WASTE) if rows <= _FEW else (_LONGEST_OF_MANY, _WASTE_OF_MANY)
             self.until, self.rows = now + min(longest, int(self.asked * share / waste)), rows
-        self.worth, self.asked = 0.0, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.won, self.spent, self.asked = 0.0, 0.0, 0
 
 
 class CrowdWaits:
