@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slipstream.kernels.jit import recording
+
 Work = Callable[[], object]
 Clock = Callable[[Mapping[str, Work], int], dict[str, float]]
 """Median seconds of each work over so many repeats, taken in turn, so that a drift of the device hits all alike."""
@@ -45,11 +47,11 @@ def _captured(work: Work) -> Any:
     """As a round is captured: a first run beside the others compiles what must be compiled."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), recording():  # products have other tiles there
         work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # an engine's thread may be there too
+    with recording(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # an engine's thread may be there too
         work()
     return graph
 

@@ -141,6 +141,11 @@ def test_one_slow_round_of_many_silences_nobody() -> None:
         lasts = 3.9 if number % 5 == 0 else 1.25
         gains.observe([Turn(f"r{i}", 1, 1 + (i % 3 > 0), ("d",)) for i in range(64)], lasts, 1.3)
         assert gains.drafts("r0", ("d",)), number
+        assert not gains.resting()
+    for _ in range(30):
+        gains.next_round(64)
+        gains.observe([Turn(f"r{i}", 1, 1, ("d",)) for i in range(64)], 1.5, 1.3)
+    assert [kind.rpartition("; ")[2] for kind in gains.resting()] == ["d"]
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
@@ -162,6 +167,20 @@ def test_a_rival_that_was_not_tried_is_for_a_few_rounds() -> None:
     rivals = Rivals()
     for untried, rows, promise in ((0.0, 1, 1.8), (1.0, 16, 1.8), (1.0, 1, 1.2)):
         assert [turns(now, untried, rows, promise) for now in range(1, 30)] == [["one"]] * 29, (untried, rows, promise)
+
+
+def test_who_has_the_turn_and_does_not_guess_leaves_it_to_others() -> None:
+    rivals = Rivals()
+    assert rivals.has_turn("one", ["a"], 64, 1.2, 1)
+    assert not rivals.has_turn("two", ["a"], 64, 1.2, 1)
+    for now in (2, 3):
+        assert rivals.has_turn("one", ["a"], 64, 1.2, now) == (now == 2)
+        if now == 2:
+            rivals.decline("one", 64, now)
+        assert rivals.has_turn("two", ["a"], 64, 1.2, now)
+    for now in range(4, 20):
+        assert not rivals.has_turn("one", ["a"], 64, 1.2, now)
+        assert rivals.has_turn("two", ["a"], 64, 1.2, now)
 
 
 def test_those_without_the_turn_are_asked_now_and_then() -> None:

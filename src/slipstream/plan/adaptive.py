@@ -188,6 +188,8 @@ class AdaptivePlanner(FreeGuesses):
             drafter, request_ids, rows, speed, self._rounds, beside=beside, untried=untried
         )
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
+        if has_turn and not size:
+            self._rivals.decline(drafter, rows, self._rounds)
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])

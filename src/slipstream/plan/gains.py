@@ -222,6 +222,10 @@ class Gains:
     def kinds(self) -> dict[Kind, Gain]:
         return {name: kind.gain for name, kind in list(self._kinds.items())}  # any thread may ask
 
+    def resting(self) -> list[str]:
+        """Kinds for which nothing is drafted at present, by whom."""
+        return sorted(str(kind) for kind in list(self._resting) if self._rounds < self._kinds[kind].until)
+
     def off(self, request_id: str, drafter: str | None = None) -> str | None:
         """Why a drafter, or anybody, does not guess for it, alone or beside others; None: nobody is off."""
         mine = (self._traits.get(request_id, _UNKNOWN), self._crowd)

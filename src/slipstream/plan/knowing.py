@@ -48,6 +48,9 @@ class KnowingPlanner(HostPlans):
     def gains(self) -> dict[str, float]:
         return {str(kind): gain.measured for kind, gain in self._gains.kinds().items() if gain.drafts}
 
+    def resting(self) -> list[str]:
+        return self._gains.resting()
+
     def why(self, request_id: str, drafter: str | None = None) -> str | None:
         return self._gains.off(request_id, drafter)
 

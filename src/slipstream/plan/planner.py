@@ -178,6 +178,10 @@ class Planner:
         """The same by kind of request, of late."""
         return {}
 
+    def resting(self) -> list[str]:
+        """Kinds of requests for which drafters are off at present, since they made them slower."""
+        return []
+
     def reasons(self) -> dict[str, str]:
         """By drafter: what was decided in the last round that it could have drafted in, and why."""
         return {}

@@ -52,6 +52,7 @@ class Rivals:
         self._turns: dict[int, str] = {}  # by crowd: whose it is
         self._apart: set[frozenset[str]] = set()  # two who were asked for quite other requests, the last time
         self._trials: dict[int, _Trial] = {}  # by crowd: the last
+        self._declined: dict[int, tuple[str, int]] = {}  # by crowd: who had the turn and did not guess, and when
 
     def beside(self, beside: Sequence[Sequence[Beside]]) -> Sequence[Sequence[Beside]]:
         """Those who guess already, without rivals."""
@@ -72,6 +73,10 @@ class Rivals:
         if not any(one is not None and now - one.round <= _ASKED for one in known):
             return True  # whose turn it was guesses no more
         return not any(of == crowd and drafter in one for (of, _), one in self._promises.items())
+
+    def decline(self, drafter: str, rows: int, now: int) -> None:
+        """It has the turn, and does not guess: then others may."""
+        self._declined[crowd_of(rows)] = drafter, now
 
     def tries(self, rows: int, now: int) -> str | None:
         """Who is on trial in this round of so many requests, if anybody is."""
@@ -111,6 +116,9 @@ class Rivals:
                 last = best  # else it is asked in this round, too: what it promises then is not known yet
         elif fresh[best] > (_BETTER if rows <= _FEW else _BETTER_OF_MANY) * fresh[last]:
             last = best
+        idle, since = self._declined.get(crowd, (None, 0))
+        if last == idle and now - since <= _ASKED and last in fresh and len(fresh) > 1:
+            last = max((name for name in fresh if name != idle), key=fresh.__getitem__)
         self._turns[crowd] = last
         trial = self._trials.get(crowd)
         if self.tries(rows, now) in fresh:
