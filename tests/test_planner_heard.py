@@ -65,6 +65,29 @@ def test_what_counts_is_what_waited_rounds_brought() -> None:
     assert planner.rests("host", 4)
 
 
+def test_what_the_device_brought_is_forgotten_when_it_guesses_no_more() -> None:
+    """A head made rounds 2.5 times as fast; now requests name another drafter, which makes them 1.6 times as fast."""
+    planner = new_planner()
+    planner.next_round(1, 300)
+    planner._hear_alone(1, 2.5)
+    assert planner._spare(1) == 2.5
+    for _ in range(20):
+        planner.next_round(1, 300)
+    for _ in range(100):
+        planner.next_round(1, 300)
+        if not planner.rests("host", 1):
+            planner.observe_wait("host", 1e-3)
+            planner.observe_waited(["host"], 1, 2, 5e-3)
+    assert not planner.rests("host", 1)
+
+
+def test_what_it_would_bring_alone_is_reckoned_beside_others() -> None:
+    planner = new_planner()
+    planner.next_round(1, 300)
+    planner._suppose_alone(1, np.array([[0.0], [0.8], [1.4]]), np.array([[0], [1], [3]]), np.array([0.0, 1e-3, 2e-3]))
+    assert planner._spare(1) == pytest.approx(2.4 * 4e-3 / (PASSES.at(np.array([4.0]))[0] + 2e-3), rel=0.05)
+
+
 def test_a_drafter_that_rests_is_waited_for_when_it_has_much_to_say() -> None:
     planner = new_planner()
     ids = ["a", "b", "c", "d"]
@@ -170,17 +193,41 @@ def test_a_rival_that_was_not_tried_is_for_a_few_rounds() -> None:
 
 
 def test_who_has_the_turn_and_does_not_guess_leaves_it_to_others() -> None:
+    """It promises more all the time, and each time that it turns out to be nothing it waits for longer."""
     rivals = Rivals()
-    assert rivals.has_turn("one", ["a"], 64, 1.2, 1)
-    assert not rivals.has_turn("two", ["a"], 64, 1.2, 1)
-    for now in (2, 3):
-        assert rivals.has_turn("one", ["a"], 64, 1.2, now) == (now == 2)
-        if now == 2:
+    empty = []
+    for now in range(1, 400):
+        if rivals.has_turn("one", ["a"], 64, 1.4, now):
             rivals.decline("one", 64, now)
-        assert rivals.has_turn("two", ["a"], 64, 1.2, now)
-    for now in range(4, 20):
-        assert not rivals.has_turn("one", ["a"], 64, 1.2, now)
-        assert rivals.has_turn("two", ["a"], 64, 1.2, now)
+            empty.append(now)
+        rivals.has_turn("two", ["a"], 64, 1.1, now)
+    assert empty[:3] == [1, 6, 15]
+    assert len(empty) < 10
+
+
+def test_a_trial_of_one_who_does_not_guess_is_over() -> None:
+    rivals = Rivals()
+    for now in (1, 2, 3):
+        ours = rivals.has_turn("one", ["a"], 1, 2.0, now)
+        if rivals.has_turn("two", ["a"], 1, 1.9, now, untried=1.0):
+            rivals.decline("two", 1, now)
+        assert ours == (now != 2), now
+
+
+def test_those_who_guess_for_others_are_asked_in_every_round() -> None:
+    rivals = Rivals()
+    for now in range(1, 20):
+        for name, request in (("one", "a"), ("two", "b")):
+            assert rivals.asks(name, 2, now)
+            assert rivals.has_turn(name, [request], 2, 1.5, now)
+
+
+def test_a_trial_concerns_rivals_only() -> None:
+    rivals = Rivals()
+    rivals.has_turn("one", ["a"], 1, 2.0, 1)
+    rivals.has_turn("two", ["a"], 1, 1.9, 1, untried=1.0)
+    assert rivals.tries(1, 2) == "two"
+    assert [rivals.asks(name, 1, 2) for name in ("one", "two", "suffix")] == [False, True, True]
 
 
 def test_those_without_the_turn_are_asked_now_and_then() -> None:
@@ -225,6 +272,8 @@ def test_a_size_stays_unless_another_is_clearly_better_or_for_long() -> None:
     assert chosen == [2] * 6 + [3] * 2
     sizes.use("model", 2)
     assert sizes.best("model", np.array([1.0, 1.0, 1.5, 1.6, 0.0, 1.0])) == 3
+    sizes.use("model", 2)
+    assert sizes.best("model", np.array([1.0, 1.0, 1.015, 1.04, 0.0, 1.0])) == 3, "the last one would not pay at all"
 
 
 def test_newcomers_among_many_are_not_read_for_those_who_do_not_guess() -> None:

@@ -63,6 +63,7 @@ class AdaptivePlanner(FreeGuesses):
         self._rivals = Rivals()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
         self._busy: set[str] = set()  # … in the last plan, too
+        self._granting: set[str] = set()  # … in this one
 
     def start(self, request_id: str, traits: Traits) -> None:
         for asking in self._asking.values():
@@ -254,10 +255,9 @@ class AdaptivePlanner(FreeGuesses):
         """Nodes for each request: as many as were chosen for those for whom they were."""
         granted = [0] * len(caps)
         if not chosen.nodes:
-            self._busy.discard(drafter)
             return granted
         self._begun.add(drafter)
-        self._busy.add(drafter)
+        self._granting.add(drafter)
         self._rest.guess(drafter)
         self._sizes.use(drafter, chosen.nodes, chosen.levels)
         for i in chosen.members.tolist():
@@ -268,6 +268,7 @@ class AdaptivePlanner(FreeGuesses):
         self._rounds += 1
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
+        self._busy, self._granting = self._granting, set()
         self._rest.next_round(requests, drafts=bool(self._guessing or self._busy))
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)

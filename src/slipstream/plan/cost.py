@@ -23,7 +23,7 @@ _NEXT = np.array([SIZES[np.searchsorted(SIZES, rows)] for rows in range(1, SIZES
 _REMEMBER = 9
 """Recent passes kept for each size: their median forgets a hiccup and follows a growing context."""
 _ASSUMED = 3
-"""What was measured counts as so many passes of each size, where a device may be seen to be late."""
+"""Passes of a size, at least, that are looked at where a device may be seen to be late: what was measured fills up."""
 _STALE = 512
 """Passes after which a size that did not come again is forgotten: what made it dear may be long over."""
 _FINE = 8
@@ -165,7 +165,8 @@ class PassCost:
         self._typical = {edge: self._usual(shares) for edge, shares in self._shares.items()}
 
     def _forget(self, edge: int) -> None:
-        del self._last[edge], self._seen[edge], self._shares[edge], self._typical[edge]
+        del self._last[edge], self._seen[edge], self._shares[edge]
+        self._typical.pop(edge, None)  # a pass that took no time at all left none
 
     def _share(self, seen: _Pass) -> float:
         """What a pass took by the prior, its context left out."""

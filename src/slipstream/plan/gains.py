@@ -28,7 +28,7 @@ those that stand last are no better evidence than the others."""
 _EVIDENCE = 16
 _ROUNDS = 6
 """Drafts of a kind before it is judged, also after each rest; and rounds: one of many requests has drafts enough, but
-it may be a hiccup. So half of them must have been too slow, too."""
+it may be a hiccup. So most of them must have been too slow, too."""
 _SLACK = 0.97
 """It is off below so much of the gain that is asked for, and on again at the whole of it: no flapping between."""
 _WASTE = 0.005

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,15 @@ _HICCUP = 6.0
 _PEEKED, _WORTH_WAKING = 8, 2.0
 """Up to so many requests a drafter that nobody waits for is listened to, and waited for again when it says so many
 times as much as a wait costs: the more, the more often that was in vain."""
+_FORGET = 16
+"""Rounds after which it does not count what the device brought: it may guess for nobody any more."""
 _OLDER = 0.9
 """Weight of what was known in a running figure."""
+
+
+class _Alone(NamedTuple):
+    speed: float  # times that of plain ones
+    round: int  # when it was heard of
 
 
 class HostPlans(Planner):
@@ -50,7 +58,7 @@ class HostPlans(Planner):
         self._hosts: set[str] = set()  # drafters that rounds may wait for
         self._asked_rows = 1  # requests of the round in which drafters on the host were asked last
         self._asked_at: dict[tuple[str, int], int] = {}  # by drafter and crowd: … and when
-        self._alone: dict[int, float] = {}  # by requests: how fast rounds are with guesses that nobody waits for
+        self._alone: dict[int, _Alone] = {}  # by requests: rounds with guesses that nobody waits for
         self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
         self._hoped = 1.0  # the best gain that was expected of guesses of this round
         self._guessing: tuple[str, ...] = ()  # whose guesses are in it so far
@@ -79,7 +87,7 @@ class HostPlans(Planner):
     def _wakes(self, drafter: str, rows: int, chances: Sequence[float]) -> bool:
         """chances [B]: tokens that its guesses for each are expected to bring, from where the texts stood when the
         round under way began: what that brings itself is not to be won any more."""
-        waits, spare = self._waits[drafter].of(rows), max(self._alone.get(rows, 1.0), 1.0)
+        waits, spare = self._waits[drafter].of(rows), self._spare(rows)
         won = sum([max(0.0, tokens - 2 * spare) for tokens in chances])
         if won * self._cost.seconds(rows) <= _WORTH_WAKING * (1 + waits.failed) * waits.seconds * rows * spare:
             return False
@@ -153,7 +161,7 @@ class HostPlans(Planner):
     def observe_waited(self, drafters: Sequence[str], requests: int, tokens: int, seconds: float) -> None:
         """Was it more than without them? By what became of it: what several promise together never comes."""
         pass_s = self._cost.seconds(requests)
-        spent = min(seconds / pass_s, _HICCUP) * max(self._alone.get(requests, 1.0), 1.0)
+        spent = min(seconds / pass_s, _HICCUP) * self._spare(requests)
         for drafter in drafters:
             if drafter in self._waits:
                 self._waits[drafter].of(requests).weigh(tokens / requests, spent, pass_s, self._rounds, requests)
@@ -172,4 +180,11 @@ class HostPlans(Planner):
         self._hear_alone(rows, float(rates.max()) * self._cost.seconds(rows) / rows)
 
     def _hear_alone(self, rows: int, speed: float) -> None:
-        self._alone[rows] = speed + _OLDER * (self._alone.get(rows, speed) - speed)
+        known = self._spare(rows) if rows in self._alone else speed
+        self._alone[rows] = _Alone(speed + _OLDER * (known - speed), self._rounds)
+
+    def _spare(self, rows: int) -> float:
+        """How many times as fast as plain ones rounds of so many would be in which nobody is waited for."""
+        known = self._alone.get(rows)
+        is_known = known is not None and self._rounds - known.round <= _FORGET
+        return max(known.speed, 1.0) if known is not None and is_known else 1.0

@@ -24,6 +24,8 @@ _FEW, _NEAR = 2, 0.85
 """… and it is tried, of so few requests, if it promises so many times as much as the best."""
 _ASKED = 4
 """Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time."""
+_LONGEST = 256
+"""Rounds, at the most, for which others have the turn of one who does not guess."""
 _TRIAL = 3
 """Rounds of a trial, and …"""
 _APART = 48
@@ -44,6 +46,13 @@ class _Trial:
     end: int
 
 
+@dataclass(slots=True)
+class _Declined:
+    drafter: str
+    until: int  # the round up to which others may have its turn
+    lasts: int
+
+
 class Rivals:
     """Of one planner."""
 
@@ -52,7 +61,7 @@ class Rivals:
         self._turns: dict[int, str] = {}  # by crowd: whose it is
         self._apart: set[frozenset[str]] = set()  # two who were asked for quite other requests, the last time
         self._trials: dict[int, _Trial] = {}  # by crowd: the last
-        self._declined: dict[int, tuple[str, int]] = {}  # by crowd: who had the turn and did not guess, and when
+        self._declined: dict[int, _Declined] = {}  # by crowd: the last
 
     def beside(self, beside: Sequence[Sequence[Beside]]) -> Sequence[Sequence[Beside]]:
         """Those who guess already, without rivals."""
@@ -65,18 +74,27 @@ class Rivals:
         """Is it worth knowing in this round what it promises?"""
         crowd = crowd_of(rows)
         last, trial = self._turns.get(crowd), self._trials.get(crowd)
-        if now % _ASKED == 0 or last is None or last == drafter:
+        promises = [one for (of, _), one in self._promises.items() if of == crowd]
+        if not any(drafter in one for one in promises):
+            return True  # it is nobody's rival, or was never asked
+        if last is None or frozenset((last, drafter)) in self._apart:
             return True
-        if trial is not None and now < trial.end:
+        if trial is not None and trial.begin <= now < trial.end:
             return drafter == trial.drafter
-        known = [one.get(last) for (of, _), one in self._promises.items() if of == crowd]
-        if not any(one is not None and now - one.round <= _ASKED for one in known):
-            return True  # whose turn it was guesses no more
-        return not any(of == crowd and drafter in one for (of, _), one in self._promises.items())
+        if now % _ASKED == 0 or last == drafter:
+            return True
+        # or whose turn it was guesses no more
+        return not any(last in one and now - one[last].round <= _ASKED for one in promises)
 
     def decline(self, drafter: str, rows: int, now: int) -> None:
-        """It has the turn, and does not guess: then others may."""
-        self._declined[crowd_of(rows)] = drafter, now
+        """It has the turn, and does not guess: then others may, for longer each time."""
+        crowd = crowd_of(rows)
+        before, trial = self._declined.get(crowd), self._trials.get(crowd)
+        again = before is not None and before.drafter == drafter and now <= before.until + _OLD
+        lasts = min(2 * before.lasts, _LONGEST) if before is not None and again else _ASKED
+        self._declined[crowd] = _Declined(drafter, now + lasts, lasts)
+        if trial is not None and trial.drafter == drafter:
+            trial.end = min(trial.end, now + 1)
 
     def tries(self, rows: int, now: int) -> str | None:
         """Who is on trial in this round of so many requests, if anybody is."""
@@ -116,9 +134,9 @@ class Rivals:
                 last = best  # else it is asked in this round, too: what it promises then is not known yet
         elif fresh[best] > (_BETTER if rows <= _FEW else _BETTER_OF_MANY) * fresh[last]:
             last = best
-        idle, since = self._declined.get(crowd, (None, 0))
-        if last == idle and now - since <= _ASKED and last in fresh and len(fresh) > 1:
-            last = max((name for name in fresh if name != idle), key=fresh.__getitem__)
+        idle = self._declined.get(crowd)
+        if idle is not None and last == idle.drafter and now <= idle.until and last in fresh and len(fresh) > 1:
+            last = max((name for name in fresh if name != idle.drafter), key=fresh.__getitem__)
         self._turns[crowd] = last
         trial = self._trials.get(crowd)
         if self.tries(rows, now) in fresh:

@@ -52,7 +52,7 @@ class CapturedSizes:
         stays = self._stays.get(drafter, 0)
         if best and best == last:
             self._stays[drafter] = max(0, stays - 1)
-        elif best and last and rate[best] <= rate[last] * _LITTLE and stays < _LONG:
+        elif best and last and rate[0] * MARGIN < rate[last] >= rate[best] / _LITTLE and stays < _LONG:
             self._stays[drafter] = stays + 1
             return last
         else:

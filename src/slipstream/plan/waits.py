@@ -35,8 +35,7 @@ class Waits:
     """What waiting for one drafter costs and brings. Where it does not pay, rounds go on without, and nobody waits.
 
     A drafter that is asked learns from its guesses even where none is drafted; so it is asked again for some rounds now
-    and then, the more rarely the longer the wait, and when half of the requests have gone, or when it has something to
-    say (`Planner.peek`).
+    and then, the more rarely the longer the wait, or when it has something to say (`Planner.peek`).
     """
 
     seconds: float = 0.0  # a round's wait, lately
@@ -44,7 +43,6 @@ class Waits:
     spent: float = 0.0  # … and those that as long without it would have brought
     asked: int = 0  # rounds of this trial
     until: int = 0  # the round before which nobody asks
-    rows: int = 0  # requests when that was decided
     failed: int = 0  # trials in a row in which it was not worth the wait
     seen: bool = False  # it was waited for
 
@@ -53,12 +51,13 @@ class Waits:
         self.seen = True
 
     def rests(self, now: int, rows: int) -> bool:
-        return now < self.until and 2 * rows > self.rows
+        return rows > 0 and now < self.until
 
     def wake(self, now: int) -> None:
         """It has something to say: from this round on there is another trial."""
-        self.until = min(self.until, now)
-        self._begin()
+        if now < self.until:
+            self.until = now
+            self._begin()
 
     def weigh(self, won: float, spent: float, pass_s: float, now: int, rows: int) -> None:
         """A round that waited brought each request so many tokens, where as long without it would have brought so many.
@@ -77,7 +76,7 @@ class Waits:
         self.failed = min(self.failed + 1, _MOST_FAILED) if self.won <= _CLEARLY * self.spent else 0
         if self.failed and share > _FREE:
             longest, waste = (_LONGEST_REST, _WASTE) if rows <= _FEW else (_LONGEST_OF_MANY, _WASTE_OF_MANY)
-            self.until, self.rows = now + min(longest, int(self.asked * share / waste)), rows
+            self.until = now + min(longest, int(self.asked * share / waste))
         self._begin()
 
     def _begin(self) -> None:
