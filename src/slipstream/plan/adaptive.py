@@ -189,7 +189,7 @@ class AdaptivePlanner(FreeGuesses):
             drafter, request_ids, rows, speed, self._rounds, beside=beside, untried=untried
         )
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
-        if has_turn and not size:
+        if has_turn and not size and not beside:  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
