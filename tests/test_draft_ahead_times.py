@@ -79,6 +79,8 @@ class TestTimes:
         parts: list[tuple[bool | None, float, RoundTimes]] = []  # was it taken; what the planner heard; …
         times = bench.queued._times
         monkeypatch.setattr(Planner, "observe_wait", lambda _, drafter, seconds: waits.append(seconds))
+        told: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(Planner, "observe_waited", lambda _, *round: told.append(round))
 
         def note(heard: Heard) -> RoundTimes:
             found, ahead = times(heard), heard.ticket.ahead
@@ -98,6 +100,30 @@ class TestTimes:
         # between two rounds that are heard behind the next draft lies all that a round takes
         sums = [t.draft + t.verify + t.host for (was, _, t), (after, *_) in pairwise(parts) if was and after]
         assert sums == [17] * len(sums) != []
+        assert len(told) == len(parts), "every round that waited is told, with all that it took"
+        assert {(who, requests) for who, requests, *_ in told} == {(("letters",), 1)}
+        assert [seconds for *_, seconds in told] == [t.draft + t.verify + t.host for *_, t in parts]
+        assert sum(tokens for _, _, tokens, _ in told) <= LONG.max_tokens
+
+    def test_a_round_that_caught_up_is_told_of_as_well(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever is waited for brought it about: only what it took by itself is not known."""
+        told: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(Planner, "observe_waited", lambda _, *round: told.append(round))
+        rounds: list[tuple[bool, bool]] = []
+        times = bench.queued._times
+
+        def late(heard: Heard) -> RoundTimes:
+            ticket = heard.ticket
+            if ticket.steady and len(rounds) % 2:
+                ticket.steady, ticket.caught_up = False, ("echo",)
+            rounds.append((ticket.steady or bool(ticket.caught_up), ticket.steady))
+            return times(heard)
+
+        monkeypatch.setattr(bench.queued, "_times", late)
+        bench.engine.drafting.planner = Sizes(3, 3, 3, 3, 3, 1, 1, 1)
+        bench.add([1, 2, 3], LONG)
+        bench.drain()
+        assert len(told) == sum(counts for counts, _ in rounds) > sum(steady for _, steady in rounds) > 0
 
     def test_every_event_is_given_back_once(self, bench: Bench, clock: Clock) -> None:
         """Also those of a draft that has no round to be in, since its request turns out to have ended."""
