@@ -29,6 +29,7 @@ def test_a_round_of_many_is_judged_as_a_whole() -> None:
 
 def test_a_round_of_many_that_loses_is_soon_found_out() -> None:
     gains = guard(64)
+    gains.hiccups = True
     for _ in range(6):
         assert gains.drafts("r0", ("d",)), "it might be a hiccup"
         gains.next_round(64)

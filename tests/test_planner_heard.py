@@ -154,6 +154,7 @@ def test_nor_a_draft() -> None:
 
 def test_one_slow_round_of_many_silences_nobody() -> None:
     gains = Gains(0.001)
+    gains.hiccups = True
     for i in range(64):
         gains.start(f"r{i}", Traits())
     for _ in range(3):

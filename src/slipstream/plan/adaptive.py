@@ -75,7 +75,7 @@ class AdaptivePlanner(FreeGuesses):
         return not self._plain_round and self._gains.drafts(request_id, drafters)
 
     def pad_passes(self) -> None:
-        self._cost.padded = self._cost.late = True
+        self._cost.padded = self._cost.late = self._gains.hiccups = True
         self._cost.context.per_row = False  # rows of a request share what is read of its context
 
     def budget(
