@@ -186,5 +186,6 @@ class HostPlans(Planner):
     def _spare(self, rows: int) -> float:
         """How many times as fast as plain ones rounds of so many would be in which nobody is waited for."""
         known = self._alone.get(rows)
-        is_known = known is not None and self._rounds - known.round <= _FORGET
-        return max(known.speed, 1.0) if known is not None and is_known else 1.0
+        if known is None or self._rounds - known.round > _FORGET:
+            return 1.0
+        return max(known.speed, 1.0)
