@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from conftest import save_model, tiny_llama
 from exactness import Case, cases, differences, plain, run
-from queueing import OFF, PARAMS, Echo, First, Letters, Queue
+from queueing import OFF, PARAMS, Echo, First, Knowing, Letters, Queue
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRequest
@@ -72,10 +73,11 @@ class TestModelDrafter:
         for company in ([plainly], [plainly, drafts, plainly], [plainly] * 3):
             assert self.always_right(bench.run([drafts, *company])[:1])
 
-    @pytest.mark.parametrize("room", [8, 512])
+    @pytest.mark.parametrize(("every", "room"), [(4, 512), (12, 8), (12, 512)])
     def test_it_catches_up_on_rounds_without_drafts(
-        self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, room: int
+        self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, every: int, room: int
     ) -> None:
+        """A few of them are not even missed: what was said then is read again with the next draft."""
         passes: list[list[int]] = []
         read = ModelDrafter._read_missed
 
@@ -86,7 +88,7 @@ class TestModelDrafter:
         monkeypatch.setattr(ModelDrafter, "_read_missed", note)
 
         class Moody(Planner):
-            """Drafts in every fourth round."""
+            """Drafts now and then."""
 
             rounds = 0
 
@@ -94,18 +96,56 @@ class TestModelDrafter:
                 self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, beside: object = ()
             ) -> list[int]:
                 self.rounds += 1
-                return [0 if self.rounds % 4 else cap for cap in caps]
+                return [0 if self.rounds % every else cap for cap in caps]
 
         bench = Queue(tiny_target, f"model:{tiny_target}", max_batch_tokens=room, max_num_seqs=4)
-        arrivals = [Arrival(4 + i, replace(PARAMS, max_tokens=40, seed=i), 2 * i) for i in range(3)]
+        arrivals = [Arrival(4 + i, replace(PARAMS, max_tokens=10 * every, seed=i), 2 * i) for i in range(3)]
         bench.engine.drafting.planner = Moody()
         got = bench.run(arrivals)
         assert [a.token_ids for a in got] == [a.token_ids for a in Stepper(tiny_target, None).run(arrivals)]
         for answer in got:
             assert answer.speculation.drafted >= 15
             assert answer.speculation.drafted - answer.speculation.accepted <= 5  # behind the limit
-        assert max(map(len, passes)) == (3 if room > 8 else 2)  # together, as far as there is room
-        assert max(map(sum, passes)) <= room
+        if every <= 4:
+            assert not passes
+        else:
+            assert max(map(len, passes)) == (3 if room > 8 else 2)  # together, as far as there is room
+            assert max(map(sum, passes)) <= room
+
+    @pytest.mark.parametrize("requests", [2, 11])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_however_far_it_is_behind_its_guesses_are_right(self, tiny_target: Path, requests: int, seed: int) -> None:
+        """Rounds without it, rounds that others take further, few requests and a crowd, in any order."""
+
+        class Chance(Planner):
+            """Nobody, one or both, for some or for all; now one more often, now the other."""
+
+            dice = random.Random(seed)
+            keen = 0.5
+
+            def rests(self, drafter: str, rows: int) -> bool:
+                self.keen = self.dice.choice([0.1, 0.5, 0.9]) if self.dice.random() < 0.1 else self.keen
+                return self.dice.random() < self.keen
+
+            def budget(
+                self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, beside: object = ()
+            ) -> list[int]:
+                wants = self.dice.random() < self.keen
+                return [cap if wants and self.dice.random() < 0.8 else 0 for cap in caps]
+
+        helper = Knowing()
+        bench = Queue(tiny_target, [f"model:{tiny_target}", helper], max_num_seqs=requests)
+        plainly = [Arrival(4 + i, replace(PARAMS, max_tokens=150, seed=i), i % 3) for i in range(requests)]
+        expected = Stepper(tiny_target, None).run(plainly)
+        helper.texts = [list(answer.token_ids) for answer in expected]
+        bench.engine.drafting.planner = Chance()
+        both = SpeculationParams(drafter="model+knowing")
+        got = bench.run([replace(one, params=replace(one.params, speculation=both)) for one in plainly])
+        assert [a.token_ids for a in got] == [a.token_ids for a in expected]
+        for answer in got:
+            own = answer.speculation.of("model")
+            assert own.drafted - own.accepted <= 5  # behind the limit
+        assert sum(answer.speculation.of("model").drafted for answer in got) >= 20 * requests
 
     def test_it_follows_those_whom_it_does_not_draft_for_beside_others(
         self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The rows that a head's draft begins with: of long texts and of short ones; the kernel as its twin."""
+"""The rows that a draft begins with: of long texts and of short ones; the kernel as its twin."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def state(lengths: list[int]) -> LaneState:
     )  # fmt: skip
 
 
-def both(given: LaneState, lanes: list[int], count: int, last_place: int) -> LastRows:
+def both(given: LaneState, lanes: list[int], count: int, last_place: int, shift: int = 1) -> LastRows:
     which = torch.tensor(lanes, device=DEVICE)
     found = LastRows.empty(len(lanes), count, DEVICE)
-    _launch(given, which, count, PAGE, TRASH, last_place, found)
-    twin = last_rows_twin(given, which, count, page_size=PAGE, trash_slot=TRASH, last_place=last_place)
+    _launch(given, which, count, PAGE, TRASH, last_place, shift, found)
+    twin = last_rows_twin(given, which, count, page_size=PAGE, trash_slot=TRASH, last_place=last_place, shift=shift)
     for field in fields(LastRows):
         assert torch.equal(getattr(found, field.name), getattr(twin, field.name)), field.name
     return found
@@ -53,13 +53,25 @@ def test_a_long_text_and_a_short_one() -> None:
     assert rows.generated.tolist() == [8, 7]
 
 
+def test_entries_that_stand_where_their_tokens_do() -> None:
+    where = state([70, 2])
+    rows = both(where, [1, 0], 4, 100, shift=0)
+    assert rows.places.tolist() == [0, 1, 2, 2, 67, 68, 69, 70]
+    assert rows.ids.view(2, 4)[0, :3].tolist() == [1000, 1001, 1002]
+    assert rows.ids.view(2, 4)[1].tolist() == [67, 68, 69, 70]
+    first = int(where.pages[1, 0]) * PAGE
+    assert rows.slots[:4].tolist() == [first, first + 1, first + 2, TRASH]
+    assert rows.last.tolist() == [2, 7]
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(0, PAGE * PAGES - 1), min_size=1, max_size=4),
     st.integers(1, RECENT),
     st.integers(0, PAGE * PAGES - 1),
+    st.integers(0, 1),
 )
-def test_the_kernel_as_its_twin(lengths: list[int], count: int, last_place: int) -> None:
-    rows = both(state(lengths), list(range(len(lengths)))[::-1], count, last_place)
+def test_the_kernel_as_its_twin(lengths: list[int], count: int, last_place: int, shift: int) -> None:
+    rows = both(state(lengths), list(range(len(lengths)))[::-1], count, last_place, shift)
     assert int(rows.places.max()) <= last_place
     assert int(rows.places.min()) >= 0

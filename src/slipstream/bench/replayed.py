@@ -15,6 +15,7 @@ from typing import ClassVar
 from slipstream.bench.recording import DrafterKind, Offer, Trace
 from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree, chain_parents
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter, Needs
+from slipstream.drafters.model import ModelDrafter
 
 NEVER = 1 << 40
 _WRONG = NEVER + 2 * MAX_NODES
@@ -151,7 +152,7 @@ class ReplayedDevice(DeviceDrafter):
         self.makes_trees, self.depth = bool(kind.levels), kind.levels
         self.grows, self.width = kind.width > 1, kind.width
         self.most_nodes = min(kind.most_nodes, MAX_NODES)
-        self.rereads = self.depth + 1 if self.grows else 2
+        self.rereads = self.depth + 1 if self.grows else ModelDrafter.rereads
         self._walks = walks
 
     def most_at(self, levels: int) -> int:

@@ -163,7 +163,7 @@ class Replica:
         if waits or not queued:
             _tell(news)
         plan = self.drafting.plan(decodes)
-        lagging = plan.lagging(decodes) if queued else {}
+        lagging = self.drafting.following.lagging(decodes, plan) if queued else {}
         if queued and not waits:  # it was planned while the device was still at work on the round before
             _tell(news)
         if lagging:

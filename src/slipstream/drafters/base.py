@@ -90,7 +90,7 @@ class DraftRound:
     keys: int  # no row sees more keys
     features: Features  # what some of the requests asked of the sampling
     nodes: int = 0  # of each tree, where the drafter makes trees
-    recent: int = RECENT  # tokens that the round before may have committed for one of them
+    recent: int = RECENT  # last tokens of one of them that may have to be read
     q: Tensor | None = None
     """[B, K, V] fp32 to be filled in: what each node was drawn from; None: nobody asks."""
 
@@ -190,11 +190,19 @@ class DeviceDrafter(Drafter):
     grows: bool = False  # its trees grow level by level, each of which takes time: the plan says how many there are
     most_nodes: int = MAX_NODES  # it never guesses more for a request
     reads_ahead: int = 1  # its own cache holds at a place what depends on so many tokens behind it
-    rereads: int = 2  # last tokens that every draft reads, whatever was read before: it may be behind by as many
+    rereads: int = 2  # last tokens that a draft reads again, whatever was read before: it may be behind by as many
+    crowd_rereads: tuple[int, ...] = ()  # fewer of them, as `DraftRound.recent` says, where many rows take their time
 
     def most_at(self, levels: int) -> int:
         """Nodes that its trees of so many levels can have."""
         return self.most_nodes
+
+    def unread(self, committed: int) -> int:
+        """Last tokens that it has to read behind a round of its own guesses that committed so many at most.
+
+        Its last guess was not read, nor was the target's own token.
+        """
+        return 2
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Requests were forked: copy these pages in the drafter's own cache, if it has one."""
@@ -227,8 +235,9 @@ class DeviceDrafter(Drafter):
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:  # [B, depth] int64, or trees of `round.nodes`
         """Guess for each request, without looking at a value: on a GPU this is captured in a graph.
 
-        Writes only the drafter's own cache, behind the committed length less one. It may be asked twice for the same
-        place, and for requests that have ended meanwhile: nothing but `round` and that cache may decide the guesses.
+        Writes only the drafter's own cache, for the last `rereads` tokens and behind them. It may be asked twice for
+        the same place, and for requests that have ended meanwhile: nothing but `round` and that cache may decide the
+        guesses.
         """
         raise NotImplementedError(f"drafter {self.name!r} cannot draft inside a queued round")
 

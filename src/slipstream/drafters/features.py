@@ -74,6 +74,7 @@ class FeatureDrafter(DeviceDrafter):
         self.depth, self.width = depth, width
         self.rereads = depth + 1
         self.makes_trees = self.grows = width > 1
+        self.crowd_rereads = (4, 8) if self.grows else ()
         self.most_nodes = min(nodes, offered) if self.makes_trees else depth
         self._services: Services | None = None
         self._cache: KVCache | None = None
@@ -83,6 +84,9 @@ class FeatureDrafter(DeviceDrafter):
 
     def most_at(self, levels: int) -> int:
         return min(self.most_nodes, candidates(self.width, levels)) if self.makes_trees else levels
+
+    def unread(self, committed: int) -> int:
+        return min(committed, self.rereads)  # its own guesses had the head's states
 
     def page_bytes(self, page_size: int) -> int:
         return KVCache.bytes_per_page(self.head.layers, page_size, self.head.dtype)

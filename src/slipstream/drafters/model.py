@@ -19,6 +19,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Needs, Opening, Services
 from slipstream.drafters.translated import TranslatedDrafter
+from slipstream.kernels.last_rows import last_rows
 from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
@@ -46,6 +47,8 @@ class ModelDrafter(DeviceDrafter):
     name: ClassVar[str] = "model"
     needs: ClassVar[Needs] = Needs(device=True, own_cache=True, probabilities=True)
     default_draft_tokens: ClassVar[int] = 5
+    rereads = 8
+    crowd_rereads = (2,)
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -158,43 +161,46 @@ class ModelDrafter(DeviceDrafter):
         self.runner.forward(self._own(self._batch(whose, starts, rows, given)), self._cache)
 
     def draft(self, round: DraftRound) -> Tensor:
-        """Step by step, each a pass of one row a request; the first reads the token before as well.
+        """Step by step, each a pass of one row a request; the first reads the last tokens again.
 
-        After a round in which every guess was right the last of them has not been read yet. Reading the last two
-        tokens always, the same entry is sometimes written again, but no one has to know who is behind.
+        After a round in which every guess was right the last of them has not been read yet, and others may have guessed
+        further, or for a round or two alone. What was read already is written again as it was, but no one has to know
+        how far behind it is, nor to wait until it has caught up.
         """
         assert self._services is not None
         assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._services.pool.page_size
         sampling = self._services.sampling.apart(self.name, round.features)
         requests, device = lanes.shape[0], lanes.device
-        ahead = torch.arange(-1, round.depth, device=device)[:, None]  # [depth + 1, 1]
+        ahead = torch.arange(round.depth, device=device)[:, None]  # [depth, 1]
         last = min(self.runner.max_positions, state.pages.shape[1] * size) - 1  # who is there is not drafted for
-        at = (state.length[lanes] + ahead).clamp_(0, last)  # [depth + 1, B]
-        slots = state.pages[lanes, at // size].long() * size + at % size  # [depth + 1, B]
-        generated = state.generated[lanes] + ahead[1:]  # [depth, B]
-        next_at = at[1:] + 1  # [depth, B]
+        at = (state.length[lanes] + ahead).clamp_(0, last)  # [depth, B]
+        slots = state.pages[lanes, at // size].long() * size + at % size  # [depth, B]
+        generated = state.generated[lanes] + ahead  # [depth, B]
+        next_at = at + 1  # [depth, B]
         guesses = torch.zeros((round.depth, requests), dtype=torch.int64, device=device)
-        ids = torch.stack((state.previous[lanes], state.last[lanes]), dim=1).flatten()  # [2 B]
         one = torch.arange(requests + 1, dtype=torch.int32, device=device)
-        two_rows = self._layout(round, at[:2].T.flatten(), slots[:2].T.flatten(), 2 * one)
-        logits = self.runner.run(self._known(ids), two_rows, self._cache, 2 * one[:-1].long() + 1)
+        count = 2 if round.recent <= 2 else self.rereads
+        trash_slot = (self._services.cache_pages - 1) * size  # where rounds are queued, the last page is nobody's
+        rows = last_rows(state, lanes, count, page_size=size, trash_slot=trash_slot, last_place=last, shift=0)
+        begin = self._layout(round, rows.places, rows.slots, count * one)
+        logits = self.runner.run(self._known(rows.ids), begin, self._cache, rows.last)
         for depth in range(round.depth):
             if depth:
-                row = self._layout(round, at[depth + 1], slots[depth + 1], one)
+                row = self._layout(round, at[depth], slots[depth], one)
                 logits = self.runner.run(self._known(guesses[depth - 1]), row, self._cache)
             wants_path = depth and (round.features.penalties or round.features.bad_words)
-            rows = SampleRows(
+            guessed = SampleRows(
                 slots=lanes,
                 positions=next_at[depth],
                 generated=generated[depth],
                 path=guesses[:depth].T if wants_path else None,
             )
             logits = self._fit(logits)
-            chosen = choose(logits, rows, sampling, round.features)
+            chosen = choose(logits, guessed, sampling, round.features)
             torch.clamp_min(chosen, 0, out=guesses[depth])  # nonsense is found out by the target
             if round.q is not None:
-                round.q[:, depth] = processed(logits, rows, sampling, round.features).softmax(1)
+                round.q[:, depth] = processed(logits, guessed, sampling, round.features).softmax(1)
         return guesses.T
 
     def _layout(self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor) -> RowLayout:

@@ -76,12 +76,13 @@ class DraftAhead:
         before, drafts = self._planned
         if self._rests or not drafts or drafts != before:
             return
-        if any(size.drafter in answer.behind for answer in answers for size in drafts):
+        following = self._drafting.following
+        if following.may_lag(answers, drafts):
             return  # it must read first what it missed
         if self._may_be_left_behind(drafts) or not self._has_room(answers, drafts):
             return
         keys = run.shape.keys_behind(max([answer.reach for answer in answers]), self._longest + 1 + MAX_NODES)
-        loop = run.loop_behind(drafts, keys, max([answer.stride for answer in answers]))
+        loop = run.loop_behind(drafts, keys, following.recent(answers, drafts))
         if loop is None:  # to record one takes longer than can be won
             return
         self._lanes.send_pages(answers)

@@ -27,7 +27,6 @@ _CROWD = 8
 """From so many requests on it is their rows: trees of few nodes are made as such, and no more is read again than must
 be."""
 _FEW = 4
-_RECENT = (4, 8, RECENT)
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class LoopShape(NamedTuple):
     features: Features
     version: int  # of the sampling table's tensors
     drafts: Drafts
-    recent: int = RECENT  # tokens that the round before may have committed for one of them
+    recent: int = RECENT  # last tokens of one of them that may have to be read
 
 
 class DraftLoop:
@@ -93,8 +92,9 @@ class DraftLoop:
         self._replay()
 
     def serves(self, shape: LoopShape) -> bool:
-        """Are its guesses those of this shape as well? More keys than there are change nothing."""
-        return self.shape.keys >= shape.keys and self.shape._replace(keys=shape.keys) == shape
+        """Are its guesses those of this shape as well? More keys, or more to be read, change nothing."""
+        enough = self.shape.keys >= shape.keys and self.shape.recent >= shape.recent
+        return enough and self.shape._replace(keys=shape.keys, recent=shape.recent) == shape
 
     def record(self, pool: Any) -> Exception | None:
         """As one launch from now on; as it stands where a drafter looks at values on the host, say: returns why."""
@@ -181,8 +181,8 @@ class DraftLoops:
     def made(self, shape: LoopShape) -> LoopShape:
         """The shape of the loop that serves this one: trees come in few sizes."""
         crowd = shape.requests >= _CROWD
-        grows = any(self._drafters[size.drafter].grows for size in shape.drafts)
-        recent = next(count for count in _RECENT if count >= shape.recent) if crowd and grows else RECENT
+        fewer = {count for size in shape.drafts for count in self._drafters[size.drafter].crowd_rereads if crowd}
+        recent = min([count for count in fewer if count >= shape.recent], default=RECENT)
         drafts = shape.drafts
         if any(size.levels for size in drafts):
             drafts = tuple(self._made(size, crowd) for size in drafts)

@@ -6,40 +6,84 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter
+from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.plans import Plan
 from slipstream.engine.state import Answer
 
 
 class Following:
-    """Notes in `Answer.behind` how much such drafters have read of a request that they do not follow."""
+    """Notes in `Answer.behind` how much such drafters have read of a request that they do not follow.
+
+    A draft reads the last tokens again, `rereads` at most: who is not further behind has nothing to catch up on.
+    """
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         on_device = {name: d for name, d in drafters.items() if isinstance(d, DeviceDrafter)}
         self._drafters = {name: drafter for name, drafter in on_device.items() if drafter.needs.own_cache}
 
     def follows(self, answers: Sequence[Answer], plan: Plan) -> None:
-        """Note whose device drafter stops following, because it guesses for nobody in this round.
+        """Note whose device drafter stops following, because it guesses for nobody in this round, and whose goes on.
 
-        Where it guesses for one, it reads the last tokens of all, and what its last draft left to be read again.
+        Where it guesses for one, it reads the last tokens of all.
         """
-        idle = self._drafters.keys() - {size.drafter for size in plan.drafts}
-        if not idle:
-            return
+        drafting = {size.drafter for size in plan.drafts}
+        idle = self._drafters.keys() - drafting
         for answer in answers:
-            for name in answer.drafters:
-                if name in idle and name not in answer.behind:
-                    drafter = self._drafters[name]
-                    answer.behind[name] = max(0, answer.cached - max(drafter.depth, drafter.rereads - 1))
+            if answer.behind:
+                for name in drafting.intersection(answer.behind):
+                    if not self._is_lagging(answer, name):
+                        del answer.behind[name]
+            if idle:
+                for name in answer.drafters:
+                    if name in idle and name not in answer.behind:
+                        # what a round under way began with was read in it
+                        answer.behind[name] = answer.cached - (0 if answer.queued else answer.missed.get(name, 0))
 
     def falls_behind(self, answer: Answer, verdict: Verdict) -> None:
-        """Note where others' guesses went on without a device drafter's: what it read there is not what was said."""
-        if verdict.accepted < 2 or len(answer.drafters) < 2:
+        """Note where guesses went on without a device drafter's: what it read there is not what was said."""
+        answer.missed.clear()
+        if not verdict.accepted:
             return
         for name in answer.drafters:
-            if name in self._drafters and name not in answer.behind:
-                share, drafter = verdict.share(name), self._drafters[name]
-                kept = max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
-                # one that reads the target's hidden states must read its own guesses again as well
-                missed = verdict.accepted - (0 if drafter.taps else kept)
-                if missed >= drafter.rereads:
-                    answer.behind[name] = max(0, answer.cached - missed)
+            if name not in self._drafters:
+                continue
+            share, drafter, known = verdict.share(name), self._drafters[name], answer.behind.get(name)
+            began = answer.cached - len(verdict.tokens)
+            if known is not None and not (share.drafted and known == began):  # … it stopped while this was under way
+                continue
+            kept = max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
+            # one that reads the target's hidden states must read its own guesses again as well
+            missed = verdict.accepted - (0 if drafter.taps else kept)
+            if known is not None or missed >= drafter.rereads:
+                answer.behind[name] = max(0, answer.cached - missed)
+            elif missed:
+                answer.missed[name] = missed
+
+    def lagging(self, answers: Sequence[Answer], plan: Plan) -> dict[str, list[Answer]]:
+        """By device drafter: those for whom it is to guess, though it is further behind than its draft reads again."""
+        lagging: dict[str, list[Answer]] = {}
+        for answer, shares in zip(answers, plan.shares, strict=True):
+            if answer.behind:
+                for name, _ in shares:
+                    if name in answer.behind and self._is_lagging(answer, name):
+                        lagging.setdefault(name, []).append(answer)
+        return lagging
+
+    def may_lag(self, answers: Sequence[Answer], drafts: Drafts) -> bool:
+        """Has one of these to be read to one of the drafters first?"""
+        names = [size.drafter for size in drafts]
+        return any(name in a.behind and self._is_lagging(a, name) for a in answers if a.behind for name in names)
+
+    def recent(self, answers: Sequence[Answer], drafts: Drafts) -> int:
+        """Last tokens of one of these that drafts have to read; who lags behind all the same is not heeded."""
+        drafters = [(name, self._drafters[name]) for name, _, _ in drafts if name in self._drafters]
+        return max([self._unread(answer, *drafter) for drafter in drafters for answer in answers], default=0)
+
+    def _unread(self, answer: Answer, name: str, drafter: DeviceDrafter) -> int:
+        if name in answer.behind:
+            return min(answer.reach - answer.behind[name], drafter.rereads)
+        alone = not answer.guessers or answer.guessers == (name,)
+        return drafter.unread(answer.stride) if alone else min(answer.stride, drafter.rereads)
+
+    def _is_lagging(self, answer: Answer, name: str) -> bool:
+        return answer.reach - answer.behind[name] > self._drafters[name].rereads

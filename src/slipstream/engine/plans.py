@@ -92,16 +92,6 @@ class Plan:
                 most[name] = max(nodes, most.get(name, 0))
         return tuple(DraftSize(name, most[name], self.levels.get(name, 0)) for name in sorted(most))
 
-    def lagging(self, decodes: Sequence[Answer]) -> dict[str, list[Answer]]:
-        """By device drafter: those of the requests for whom it is to guess, though it has not read all they said."""
-        lagging: dict[str, list[Answer]] = {}
-        for answer, shares in zip(decodes, self.shares, strict=True):
-            if answer.behind:
-                for name, _ in shares:
-                    if name in answer.behind:
-                        lagging.setdefault(name, []).append(answer)
-        return lagging
-
     def only(self, kept: Sequence[int]) -> Plan:
         """For some of the requests."""
         return Plan(

@@ -87,7 +87,9 @@ class Posed:
 
     def _loop(self, engine: QueuedEngine, size: DraftSize) -> Work:
         shape = self._shape(engine, [size.nodes] * self.requests)
-        recent = 1 + size.depth  # as if the round before had guessed as much
+        drafter = engine.drafting.drafters[size.drafter]
+        assert isinstance(drafter, DeviceDrafter)
+        recent = drafter.unread(1 + size.depth)  # as if the round before had guessed as much
         wanted = LoopShape(shape.requests, shape.keys, shape.features, shape.version, (size,), recent)
         loop = engine.rounds.draft_loop(wanted)
         device = engine.target.device

@@ -176,7 +176,7 @@ class QueuedEngine(Engine):
             rows = run.shape.rows  # with those that fill it up: they cost as much
             for answer, authors, count, deep in zip(schedule.decodes, plan.authors, counts, plan.depths, strict=True):
                 members.append(Member.of(answer, authors, count, decodes=True))
-                answer.stride = 1 + deep
+                answer.stride, answer.guessers = 1 + deep, authors.names
         read = verified = self._mark()
         first, logits = self._read_prompts(schedule.chunks, members) if schedule.chunks else (None, None)
         if schedule.chunks:
@@ -213,14 +213,15 @@ class QueuedEngine(Engine):
         """
         self.lanes.place(decodes)
         plan = self.drafting.plan(decodes)
-        lagging = plan.lagging(decodes)
+        following = self.drafting.following
+        lagging = following.lagging(decodes, plan)
         if lagging:
             self._tell(self._hear_all())  # what their drafter missed, the host must know
             alive = [i for i, answer in enumerate(decodes) if answer.phase is Phase.RUNNING]
             decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
             if not decodes:
                 return None
-            self.drafting.catch_up(plan.lagging(decodes))
+            self.drafting.catch_up(following.lagging(decodes, plan))
             for name in {name for answer in decodes for name in answer.drafters if name in answer.refused}:
                 plan = plan.without(name)  # it could not
         self.lanes.send_pages(decodes)
@@ -229,9 +230,9 @@ class QueuedEngine(Engine):
         is_tree = plan.merges or any(tree.tokens and not tree.is_chain for tree in plan.trees)
         is_tree = is_tree or self.drafting.makes_trees(plan.drafts)
         in_hand = self._ahead.loop_for(() if lagging else decodes)
-        recent = max([answer.stride for answer in decodes])
+        recent = following.recent(decodes, plan.drafts)
         while True:
-            self.drafting.following.follows(decodes, plan)
+            following.follows(decodes, plan)
             drafts = plan.drafts
             shape = RoundShape.of(
                 plan.counts,
@@ -385,7 +386,8 @@ class QueuedEngine(Engine):
     def _released(self, answer: Answer) -> None:
         answer.epoch += 1
         answer.queued = answer.coming = 0
-        answer.stride = RECENT
+        answer.stride, answer.guessers = RECENT, ()
         answer.closing = answer.on_device = False
         super()._released(answer)
         answer.behind.clear()
+        answer.missed.clear()

@@ -79,6 +79,7 @@ class Answer:
     queued: int = 0  # rounds in the making whose results the host has not seen
     coming: int = 0  # tokens that these may add at most
     stride: int = RECENT  # tokens that its last round may have added; as long as it had none, as many as may matter
+    guessers: tuple[str, ...] = ()  # who guessed in its last round
     epoch: int = 0  # how often it gave everything back: results of an earlier life are of no use
     on_device: bool = False  # its lane on the device says where it stands
     closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
@@ -86,6 +87,7 @@ class Answer:
     found: int = 0  # pages of its prompt that others had computed
     kept: int = 0  # of its named pages are computed
     behind: dict[str, int] = field(default_factory=dict)  # tokens read by device drafters that stopped following it
+    missed: dict[str, int] = field(default_factory=dict)  # … and by others: how many of its last ones are not
     id: str = field(init=False)  # of job and sample always: a job may be named like another's second answer
     params: SamplingParams = field(init=False)  # the job's
     prompt_length: int = field(init=False)

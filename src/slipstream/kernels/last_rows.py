@@ -1,4 +1,4 @@
-"""The rows that a head's draft begins with, laid out by one launch: the last tokens of each request again.
+"""The rows that a draft begins with, laid out by one launch: the last tokens of each request again.
 
 As many of each request, so that all shapes are fixed, though a short text has fewer. Step by step it would be some
 twenty launches, and they would take as long as a level of the draft.
@@ -21,9 +21,11 @@ class LastRows:
 
     tokens: Tensor  # [B * count] int64: positions of the tokens that are read
     ids: Tensor  # [B * count] int64: those tokens
-    places: Tensor  # [B * count] int64: where each stands among the head's own entries, one before its token
-    seen: Tensor  # [B * count] int64: slots of the target's hidden states
-    slots: Tensor  # [B * count] int64: slots of the head's K and V
+    places: (
+        Tensor  # [B * count] int64: where each stands among the drafter's own entries: a head's one before its token
+    )
+    seen: Tensor  # [B * count] int64: slots of the target's hidden states there
+    slots: Tensor  # [B * count] int64: slots of the drafter's K and V
     last: Tensor  # [B] int64: the row of each request's last token
     positions: Tensor  # [B] int64: of the token that this row guesses
     generated: Tensor  # [B] int64: tokens emitted before that one
@@ -54,6 +56,7 @@ def _last_rows_kernel(
     last_place: tl.tensor,
     trash_slot: tl.tensor,
     COUNT: tl.constexpr,
+    SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     RING: tl.constexpr,
@@ -61,12 +64,12 @@ def _last_rows_kernel(
     request = tl.program_id(0)
     lane = tl.load(lanes_ptr + request)
     length = tl.load(length_ptr + lane)
-    first = tl.maximum(length - (COUNT - 1), 1)
+    first = tl.maximum(length - (COUNT - 1), SHIFT)
     row = tl.arange(0, BLOCK)
     wanted = row < COUNT
     token = first + row
     real = token <= length
-    place = tl.minimum(tl.maximum(tl.minimum(token, length) - 1, 0), last_place)
+    place = tl.minimum(tl.maximum(tl.minimum(token, length) - SHIFT, 0), last_place)
     page = tl.load(pages_ptr + lane * P + place // PAGE, mask=wanted, other=0).to(tl.int64)
     seen = page * PAGE + place % PAGE
     at = request * COUNT + row
@@ -81,37 +84,47 @@ def _last_rows_kernel(
 
 
 def last_rows(
-    state: LaneState, lanes: Tensor, count: int, *, page_size: int, trash_slot: int, last_place: int
+    state: LaneState, lanes: Tensor, count: int, *, page_size: int, trash_slot: int, last_place: int, shift: int = 1
 ) -> LastRows:
     """The last `count` tokens of these requests [B].
 
-    last_place: no row stands behind it; who is there is not drafted for. trash_slot: a slot that is nobody's.
+    last_place: no row stands behind it; who is there is not drafted for. trash_slot: a slot that is nobody's. shift: a
+    token's entry stands so many places before it.
     """
     if not on_gpu(lanes):
-        return last_rows_twin(state, lanes, count, page_size=page_size, trash_slot=trash_slot, last_place=last_place)
+        return last_rows_twin(
+            state, lanes, count, page_size=page_size, trash_slot=trash_slot, last_place=last_place, shift=shift
+        )
     rows = LastRows.empty(lanes.shape[0], count, lanes.device)
-    _launch(state, lanes, count, page_size, trash_slot, last_place, rows)
+    _launch(state, lanes, count, page_size, trash_slot, last_place, shift, rows)
     return rows
 
 
 def _launch(
-    state: LaneState, lanes: Tensor, count: int, page_size: int, trash_slot: int, last_place: int, rows: LastRows
+    state: LaneState,
+    lanes: Tensor,
+    count: int,
+    page_size: int,
+    trash_slot: int,
+    last_place: int,
+    shift: int,
+    rows: LastRows,
 ) -> None:
     _last_rows_kernel[(lanes.shape[0],)](
         state.length, state.generated, state.pages, state.recent, lanes, rows.tokens, rows.ids, rows.places, rows.seen,
         rows.slots, rows.last, rows.positions, rows.generated, state.pages.shape[1], last_place, trash_slot,
-        COUNT=count, BLOCK=triton.next_power_of_2(count), PAGE=page_size, RING=RECENT, num_warps=1,
+        COUNT=count, SHIFT=shift, BLOCK=triton.next_power_of_2(count), PAGE=page_size, RING=RECENT, num_warps=1,
     )  # fmt: skip
 
 
 def last_rows_twin(
-    state: LaneState, lanes: Tensor, count: int, *, page_size: int, trash_slot: int, last_place: int
+    state: LaneState, lanes: Tensor, count: int, *, page_size: int, trash_slot: int, last_place: int, shift: int = 1
 ) -> LastRows:
     length = state.length[lanes, None]  # [B, 1]
-    first = (length - (count - 1)).clamp_min(1)
+    first = (length - (count - 1)).clamp_min(shift)
     token = first + torch.arange(count, device=lanes.device)  # [B, count]
     real = token <= length
-    place = torch.where(real, token, length).sub_(1).clamp_(0, last_place)
+    place = torch.where(real, token, length).sub_(shift).clamp_(0, last_place)
     seen = state.pages[lanes[:, None], place // page_size].long() * page_size + place % page_size
     own = torch.where(real, seen, trash_slot)
     ids = state.recent[lanes[:, None], token % RECENT]
