@@ -63,7 +63,7 @@ def test_a_wide_chunk_has_a_pass_to_itself(rows: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 64), max_size=20))
 def test_wide_chunks_share_passes_where_they_may(rows: list[int]) -> None:
-    rule = replace(RULE, lonely=12, wide_together=50)
+    rule = replace(RULE, wide_together=50)
     chunks = [Chunk(FakeAnswer(n + 1), n) for n in rows]  # type: ignore[arg-type]
     passes = rule.passes(chunks)
     assert sorted(map(id, chunks)) == sorted(id(chunk) for part in passes for chunk in part)
@@ -71,8 +71,7 @@ def test_wide_chunks_share_passes_where_they_may(rows: list[int]) -> None:
         wide = rule.is_wide(part)
         assert all((chunk.rows > rule.narrow) == wide for chunk in part)
         assert len(part) == 1 or sum(chunk.rows for chunk in part) <= (50 if wide else 20)
-        assert len(part) == 1 or not any(8 < chunk.rows <= 12 for chunk in part)
-        assert rule.shares(part) == all(chunk.rows > 12 for chunk in part)
+        assert rule.shares(part) == wide
         assert not RULE.shares(part)
     for before, after in pairwise(part for part in passes if rule.shares(part)):
         assert sum(chunk.rows for chunk in before) + after[0].rows > 50  # none is left half empty

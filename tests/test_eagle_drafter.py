@@ -25,9 +25,13 @@ from slipstream.drafters import features, parse_spec
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.eagle import EagleDrafter, EagleOptions, parse_options
 from slipstream.engine import draft_loops
+from slipstream.engine.queued import QueuedEngine
 from slipstream.kernels.grow_tree import Growth, Level
 from slipstream.kernels.last_rows import LastRows, last_rows
+from slipstream.kernels.layout import RowLayout
 from slipstream.kernels.pack_rows import LaneState
+from slipstream.models import reads
+from slipstream.models.batch import PassBatch
 
 HEADS: dict[str, Callable[[], Stored]] = {
     "eagle1": eagle_scenes.eagle1,
@@ -80,6 +84,33 @@ def test_both_engines_guess_alike(heads: dict[str, Path], open_llm: Callable[...
         found[rounds] = [(output.speculation.rounds, output.speculation.accepted) for output in outputs]
     assert found["eager"] == found["queued"]
     assert sum(accepted for _, accepted in found["eager"]) > 0
+
+
+def test_what_is_read_in_static_tensors_is_read_alike(
+    heads: dict[str, Path], open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, and what was missed, as a GPU has them captured: filled up with rows that are nobody's."""
+    sizes: list[int] = []
+    load = reads._Read.load
+
+    def noted(read: reads._Read, batch: PassBatch, layout: RowLayout) -> None:
+        sizes.append(batch.num_rows)
+        load(read, batch, layout)
+
+    monkeypatch.setattr(reads._Read, "load", noted)
+    found = []
+    for captures in (False, True):
+        llm = open_llm(drafter=f"eagle:{heads['eagle3']}?width=3&depth=3", planner="fixed", rounds="queued")
+        engine, drafter = llm.engine, llm.engine.drafting.drafters["eagle"]
+        assert isinstance(engine, QueuedEngine)
+        assert isinstance(drafter, EagleDrafter)
+        if captures:
+            drafter.capture_reads(engine._trash_slot, None)
+        outputs = run(llm, few(), "eagle")
+        found.append([(output.token_ids, output.speculation.accepted) for output in outputs])
+        assert bool(sizes) == captures
+    assert found[0] == found[1]
+    assert sum(accepted for _, accepted in found[0]) > 0
 
 
 def test_a_crowd_guesses_the_same_in_fewer_rows(

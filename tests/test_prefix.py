@@ -255,7 +255,7 @@ def test_what_shares_wide_passes_goes_on_anywhere(tiny_target: Path, monkeypatch
     """Chunks that come out the same in passes of any size: the rest is computed in such a pass, however short."""
 
     def rule(engine: QueuedEngine, max_rows: int) -> ChunkRule:
-        engine._own_chunks = OwnChunks(64, 8, 16, lonely=12, wide_together=64, grain=8)
+        engine._own_chunks = OwnChunks(64, 8, 16, wide_together=64, grain=8)
         return engine._own_chunks
 
     monkeypatch.setattr(QueuedEngine, "_chunk_rule", rule)
@@ -265,5 +265,5 @@ def test_what_shares_wide_passes_goes_on_anywhere(tiny_target: Path, monkeypatch
     text = [(11 * i) % 250 for i in range(100)]
     assert bits(bench, text[:40])[2] == 0
     assert bits(bench, [*text[:30], 1, 2, 3, 4])[2] == 24  # of 28 that are there, a multiple of the grain
-    assert bits(bench, text[:12])[2] == 0  # it would be computed alone: nobody else's are the same
-    assert passes == [(0, 39, True), (24, 9, True), (0, 11, True)]  # the last tokens are rounds of decoding
+    assert bits(bench, text[:8])[2] == 0  # it is computed in narrow passes: nobody else's are the same
+    assert passes == [(0, 39, True), (24, 9, True), (0, 8, False)]  # the last tokens are rounds of decoding

@@ -134,7 +134,6 @@ class Prompt:
         max_rows=st.sampled_from([6, 16, 20, 24]),
         narrow=st.integers(1, 10),
         together=st.just(20),
-        lonely=st.sampled_from([0, 9, 14]),
         wide_together=st.sampled_from([0, 24]),
         grain=st.sampled_from([1, 2, 3, 8]),
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from slipstream.models.batch import PassBatch
 from slipstream.models.device_pass import DevicePass, layout_of
 from slipstream.models.gpu import WIDE_ROWS
 from slipstream.models.heads.base import Head, HeadStates
+from slipstream.models.reads import Reads
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
@@ -79,6 +80,7 @@ class FeatureDrafter(DeviceDrafter):
         self._services: Services | None = None
         self._cache: KVCache | None = None
         self._guests = torch.empty(0, dtype=torch.int64)
+        self._reads: Reads | None = None
         self._firsts: dict[int, Tensor] = {}  # by rows of a request: the first row of each, where all have as many
         self._known: dict[str, int] = {}  # by request: tokens that the head has read, where the host asks for drafts
 
@@ -140,6 +142,10 @@ class FeatureDrafter(DeviceDrafter):
         if own is not None:
             self._read(own)
 
+    def capture_reads(self, trash_slot: int, pool: Any) -> None:
+        assert self._cache is not None
+        self._reads = Reads(self._read_rows, self._cache, trash_slot, pool)
+
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
         assert self._services is not None
         assert self._cache is not None
@@ -166,7 +172,14 @@ class FeatureDrafter(DeviceDrafter):
         self._read(head_batch(stretches, given, self._cache.page_size))
 
     def _read(self, batch: PassBatch) -> None:
-        self._run(batch, self._features(batch.slots), 0)
+        assert self._cache is not None
+        if self._reads is None or self._reads.run(batch, layout_of(batch, self._cache.page_size)) is None:
+            self._run(batch, self._features(batch.slots), 0)
+
+    def _read_rows(self, ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor) -> Tensor:
+        """A pass that was laid out on the device: nothing here looks at a value."""
+        states = self.head.run(ids, self._features(layout.slots), DevicePass(layout, cache), positions, 0, wanted=rows)
+        return states.read
 
     def _run(self, batch: PassBatch, features: Tensor, step: int) -> HeadStates:
         """A pass over rows that the host laid out."""

@@ -31,7 +31,7 @@ class Stretch:
 
 
 def head_batch(stretches: Sequence[Stretch], ids: Tensor, page_size: int) -> PassBatch:
-    """A pass of a head over these rows, with the tokens `ids` [N]. No row is asked for logits."""
+    """A pass of a head over these rows, with the tokens `ids` [N]. Of one row logits could be made, if one wanted."""
     starts = np.cumsum([0, *(part.rows for part in stretches)])
     places = np.concatenate([np.arange(part.first, part.end) - 1 for part in stretches])  # [N]
     slots = np.concatenate(
@@ -51,7 +51,7 @@ def head_batch(stretches: Sequence[Stretch], ids: Tensor, page_size: int) -> Pas
         pages=tuple(tuple(part.pages) for part in stretches),
         is_tree=(False,) * len(stretches),
         masks=None,
-        logit_rows=None,
+        logit_rows=both.new_zeros(1),
     )
 
 

@@ -26,6 +26,7 @@ from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
 from slipstream.models.headers import stored_names
 from slipstream.models.heads.kinds import check_kind
+from slipstream.models.reads import READ_ROWS
 from slipstream.models.runner import Runner
 from slipstream.models.shared import shares_embeddings
 from slipstream.sampling.choose import choose, processed
@@ -219,7 +220,8 @@ class ModelDrafter(DeviceDrafter):
             input_ids=self._known(batch.input_ids),
             positions=batch.positions.clamp_max(self.runner.max_positions - 1),
             logit_rows=batch.slots.new_zeros(1),
-            wide=None,  # what it reads decides no token
+            # what it reads decides no token, and a small model is sooner done with a captured pass
+            wide=batch.num_rows > READ_ROWS[-1],
         )
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:

@@ -69,7 +69,7 @@ class OwnChunks(ChunkRule):
 
     A prompt stands in blocks of `max_rows`. What it has of a block, if more than `narrow` tokens, is one chunk. A pass
     over it may sum in an order that depends on how many rows there are, so it has a pass to itself, unless that is
-    known not to matter where there are more than `lonely`. It holds prompt tokens only, and never the last, whose
+    known not to matter. It holds prompt tokens only, and never the last, whose
     logits choose.
     Rows of narrow passes come out the same however they are cut, and in whatever company: so many share one.
 
@@ -79,8 +79,7 @@ class OwnChunks(ChunkRule):
 
     narrow: int
     together: int
-    lonely: int = 0
-    wide_together: int = 0  # rows of chunks larger than lonely ones that share a pass; 0: none do
+    wide_together: int = 0  # rows of chunks larger than narrow ones that share a pass; 0: none do
     grain: int = 1
 
     def room(self, decodes: int) -> int:
@@ -130,7 +129,7 @@ class OwnChunks(ChunkRule):
         rows = min(begin + self.max_rows, last) - begin
         if place >= last or rows <= self.narrow:
             return _NARROW
-        return _TOGETHER if self.wide_together and rows > self.lonely else _ALONE
+        return _TOGETHER if self.wide_together else _ALONE
 
 
 def _shared(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:

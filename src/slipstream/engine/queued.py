@@ -38,7 +38,7 @@ from slipstream.engine.tickets import EmittedRows, Guessed, Heard, Member, Ticke
 from slipstream.engine.turns import observe_round
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.models.batch import fetched
-from slipstream.models.gpu import LONELY_ROWS, SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
+from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.models.graphs import recorded
 from slipstream.plan.gains import NO_WAIT, Waited
 from slipstream.plan.measured import Load
@@ -270,7 +270,7 @@ class QueuedEngine(Engine):
 
     def _chunk_rule(self, max_rows: int) -> ChunkRule:
         shared = min(max_rows, WIDE_SIZES[-1]) if self.target.shares_wide else 0
-        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, LONELY_ROWS, shared, self.target.wide_grain)
+        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, shared, self.target.wide_grain)
         return self._own_chunks
 
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:

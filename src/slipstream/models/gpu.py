@@ -29,16 +29,16 @@ from slipstream.models.fuse import FusedLayer, FusedTrunk
 from slipstream.models.relayed import Relayed
 from slipstream.models.traits import AttentionTraits
 
-WIDE_ROWS = 128
-"""A prompt with more rows than these computes more than it reads, and is worth other products, in a pass of its own."""
+WIDE_ROWS = 256
+"""A prompt with more rows than these computes more than it reads, and is worth other products, in a pass of its own.
+Fewer are launched faster than they could be computed otherwise, as a captured pass."""
 
 SHARED_ROWS = 1536
 """Rows of shorter prompts that share a pass."""
 
 WIDE_SIZES = range(384, 2048 + 1, 128)
 """Rows of passes that wide prompts may share: they are filled up to the next of these. In smaller ones cuBLAS adds up
-otherwise, so a prompt of no more than two thirds of the first has a pass to itself."""
-LONELY_ROWS = WIDE_SIZES[0] * 2 // 3
+otherwise."""
 
 
 class RowLinear(nn.Module):

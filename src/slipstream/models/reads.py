@@ -19,7 +19,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.models.batch import PassBatch
 from slipstream.models.graphs import captured
 
-_ROWS = (16, 32, 64, 128, 256, 512)
+READ_ROWS = (16, 32, 64, 128, 256, 512)
 _REQUESTS = (16, 64)
 _KEYS = (2048, 8192, 32768, 131072)
 """Few sizes: a place that nobody takes costs little, and a size that comes for the first time a tenth of a second."""
@@ -41,7 +41,7 @@ class ReadShape:
         """None: larger than all sizes."""
         found = [
             next((size for size in sizes if size >= wanted), None)
-            for wanted, sizes in ((batch.num_rows, _ROWS), (batch.num_requests, _REQUESTS), (keys, _KEYS))
+            for wanted, sizes in ((batch.num_rows, READ_ROWS), (batch.num_requests, _REQUESTS), (keys, _KEYS))
         ]
         rows, requests, most = found
         return None if rows is None or requests is None or most is None else ReadShape(rows, requests, most)
