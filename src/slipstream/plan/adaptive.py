@@ -17,6 +17,7 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
 from slipstream.plan.free import FreeGuesses
 from slipstream.plan.gains import NO_WAIT, Turn, Waited
+from slipstream.plan.kept import KeptPromises
 from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
@@ -61,6 +62,7 @@ class AdaptivePlanner(FreeGuesses):
         self._rest = PlanRest()
         self._sizes = CapturedSizes()
         self._rivals = Rivals()
+        self._promises = KeptPromises()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
         self._busy: set[str] = set()  # … in the last plan, too
         self._granting: set[str] = set()  # … in this one
@@ -183,6 +185,7 @@ class AdaptivePlanner(FreeGuesses):
         speed = float(rate.max() / rate[0])
         if drafter not in self._busy:
             speed /= self._catch_ups.margin(drafter, rows, float(pass_s[0, 0]))
+        speed *= self._promises.kept(drafter, rows)
         beside = bool(others.nodes)
         untried = self._estimate(drafter).untried(request_ids)
         has_turn = self._rivals.has_turn(
@@ -196,6 +199,9 @@ class AdaptivePlanner(FreeGuesses):
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
         self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
         count = int(rates[size].argmax()) if size else 0  # of requests, less one
+        if size:
+            lasts = float(pass_s[size, count] + draft_s[size])
+            self._promises.foretell(drafter, rows, float(rate[size]) * lasts, lasts)
         if has_turn and drafter not in self._hosts:  # it guesses on the device
             if not others.nodes:
                 self._hear_alone(rows, float(rate[size] / rate[0]))
@@ -297,6 +303,9 @@ class AdaptivePlanner(FreeGuesses):
         rows, nodes = len(turns), sum([turn.drafted for turn in turns])
         if beyond_s is not None and turns:
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
+        if nodes:
+            who = frozenset([name for turn in turns if turn.drafted for name in turn.drafters])
+            self._promises.observe(who, rows, sum([turn.emitted for turn in turns]), seconds - waited.seconds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
 

@@ -1,0 +1,71 @@
+"""Do rounds bring what was foretold of them? Of drafters whose guesses take time, by whose turn it was.
+
+Costs and chances are learned apart, and what is wrong with them together shows in no one of them: a pass that takes
+longer behind a draft, levels of a tree that hang together. Among rivals that decides wrongly for as long as both run.
+So what each foretold is added up beside what came of it, tokens and seconds, and its next promise is bent by that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.plan.extras import crowd_of
+
+_DECAY, _FADES = 0.95, 0.995
+"""The last 20 rounds or so of its own speak for it; how that is forgotten in rounds of others."""
+_TRUST = 6.0
+"""Rounds that were as foretold, which everybody starts with."""
+_LEAST, _MOST = 0.7, 1.2
+"""So far a promise is bent at most: what is further off is another matter, and the guard's."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of rounds: as parts of what was foretold."""
+
+    rounds: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.rounds = self.rounds * _DECAY + 1
+        self.tokens = self.tokens * _DECAY + tokens
+        self.seconds = self.seconds * _DECAY + seconds
+
+    def fade(self) -> None:
+        self.rounds *= _FADES
+        self.tokens *= _FADES
+        self.seconds *= _FADES
+
+    @property
+    def kept(self) -> float:
+        return min(max((self.tokens + _TRUST) / (self.seconds + _TRUST), _LEAST), _MOST)
+
+
+class KeptPromises:
+    """Of one planner, by crowd and drafter."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[str, _Sums]] = {}
+        self._foretold: dict[tuple[int, str], tuple[float, float]] = {}  # tokens, seconds
+
+    def foretell(self, drafter: str, requests: int, tokens: float, seconds: float) -> None:
+        """A round of so many in which it guesses is to bring so much, and to last so long."""
+        self._foretold[crowd_of(requests), drafter] = tokens, seconds
+
+    def observe(self, drafters: frozenset[str], requests: int, tokens: int, seconds: float) -> None:
+        """A round is over in which these guessed."""
+        crowd = crowd_of(requests)
+        for drafter, sums in self._sums.get(crowd, {}).items():
+            if drafter not in drafters:
+                sums.fade()
+        for drafter in drafters:
+            if (crowd, drafter) in self._foretold:
+                brought, lasted = self._foretold[crowd, drafter]
+                parts = tokens / brought, seconds / lasted
+                self._sums.setdefault(crowd, {}).setdefault(drafter, _Sums()).add(*parts)
+
+    def kept(self, drafter: str, requests: int) -> float:
+        """How many times as fast its rounds were as was foretold of them."""
+        sums = self._sums.get(crowd_of(requests), {}).get(drafter)
+        return 1.0 if sums is None else sums.kept
