@@ -73,7 +73,7 @@ class TestModelDrafter:
         for company in ([plainly], [plainly, drafts, plainly], [plainly] * 3):
             assert self.always_right(bench.run([drafts, *company])[:1])
 
-    @pytest.mark.parametrize(("every", "room"), [(4, 512), (12, 8), (12, 512)])
+    @pytest.mark.parametrize(("every", "room"), [(12, 512), (40, 8), (40, 512)])
     def test_it_catches_up_on_rounds_without_drafts(
         self, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, every: int, room: int
     ) -> None:
@@ -99,14 +99,14 @@ class TestModelDrafter:
                 return [0 if self.rounds % every else cap for cap in caps]
 
         bench = Queue(tiny_target, f"model:{tiny_target}", max_batch_tokens=room, max_num_seqs=4)
-        arrivals = [Arrival(4 + i, replace(PARAMS, max_tokens=10 * every, seed=i), 2 * i) for i in range(3)]
+        arrivals = [Arrival(4 + i, replace(PARAMS, max_tokens=200, seed=i), 2 * i) for i in range(3)]
         bench.engine.drafting.planner = Moody()
         got = bench.run(arrivals)
         assert [a.token_ids for a in got] == [a.token_ids for a in Stepper(tiny_target, None).run(arrivals)]
         for answer in got:
             assert answer.speculation.drafted >= 15
             assert answer.speculation.drafted - answer.speculation.accepted <= 5  # behind the limit
-        if every <= 4:
+        if every < 40:
             assert not passes
         else:
             assert max(map(len, passes)) == (3 if room > 8 else 2)  # together, as far as there is room

@@ -191,11 +191,15 @@ class DeviceDrafter(Drafter):
     most_nodes: int = MAX_NODES  # it never guesses more for a request
     reads_ahead: int = 1  # its own cache holds at a place what depends on so many tokens behind it
     rereads: int = 2  # last tokens that a draft reads again, whatever was read before: it may be behind by as many
-    crowd_rereads: tuple[int, ...] = ()  # fewer of them, as `DraftRound.recent` says, where many rows take their time
+    fewer_rereads: tuple[int, ...] = ()  # … or fewer, as `DraftRound.recent` says, where many rows take their time
 
     def most_at(self, levels: int) -> int:
         """Nodes that its trees of so many levels can have."""
         return self.most_nodes
+
+    def reaches(self, requests: int) -> int:
+        """Last tokens that a draft for so many requests reads at most: `rereads`, or more where that costs little."""
+        return self.rereads
 
     def unread(self, committed: int) -> int:
         """Last tokens that it has to read behind a round of its own guesses that committed so many at most.

@@ -75,7 +75,7 @@ class FeatureDrafter(DeviceDrafter):
         self.depth, self.width = depth, width
         self.rereads = depth + 1
         self.makes_trees = self.grows = width > 1
-        self.crowd_rereads = (4, 8) if self.grows else ()
+        self.fewer_rereads = (4, 8) if self.grows else ()
         self.most_nodes = min(nodes, offered) if self.makes_trees else depth
         self._services: Services | None = None
         self._cache: KVCache | None = None

@@ -32,6 +32,9 @@ from slipstream.models.shared import shares_embeddings
 from slipstream.sampling.choose import choose, processed
 from slipstream.sampling.rows import SampleRows
 
+_FEW, _FAR = 8, 32
+"""For up to so many requests, as many of their last tokens are read at the beginning of a draft, if need be."""
+
 
 @dataclass(slots=True)
 class _Progress:
@@ -49,7 +52,7 @@ class ModelDrafter(DeviceDrafter):
     needs: ClassVar[Needs] = Needs(device=True, own_cache=True, probabilities=True)
     default_draft_tokens: ClassVar[int] = 5
     rereads = 8
-    crowd_rereads = (2,)
+    fewer_rereads = (2, 8)
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -60,6 +63,13 @@ class ModelDrafter(DeviceDrafter):
         self._services: Services | None = None
         self._cache: KVCache | None = None
         self._progress: dict[str, _Progress] = {}
+
+    def reaches(self, requests: int) -> int:
+        return self.reaches_of(requests)
+
+    @classmethod
+    def reaches_of(cls, requests: int) -> int:
+        return _FAR if requests <= _FEW else cls.rereads
 
     @classmethod
     def check(cls, opening: Opening) -> None:
@@ -181,7 +191,7 @@ class ModelDrafter(DeviceDrafter):
         next_at = at + 1  # [depth, B]
         guesses = torch.zeros((round.depth, requests), dtype=torch.int64, device=device)
         one = torch.arange(requests + 1, dtype=torch.int32, device=device)
-        count = 2 if round.recent <= 2 else self.rereads
+        count = next((few for few in self.fewer_rereads if few >= round.recent), self.reaches(requests))
         trash_slot = (self._services.cache_pages - 1) * size  # where rounds are queued, the last page is nobody's
         rows = last_rows(state, lanes, count, page_size=size, trash_slot=trash_slot, last_place=last, shift=0)
         begin = self._layout(round, rows.places, rows.slots, count * one)

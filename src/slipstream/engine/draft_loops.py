@@ -181,7 +181,8 @@ class DraftLoops:
     def made(self, shape: LoopShape) -> LoopShape:
         """The shape of the loop that serves this one: trees come in few sizes."""
         crowd = shape.requests >= _CROWD
-        fewer = {count for size in shape.drafts for count in self._drafters[size.drafter].crowd_rereads if crowd}
+        drafters = [self._drafters[size.drafter] for size in shape.drafts]
+        fewer = {count for drafter in drafters if crowd or not drafter.grows for count in drafter.fewer_rereads}
         recent = min([count for count in fewer if count >= shape.recent], default=RECENT)
         drafts = shape.drafts
         if any(size.levels for size in drafts):

@@ -14,7 +14,7 @@ from slipstream.engine.state import Answer
 class Following:
     """Notes in `Answer.behind` how much such drafters have read of a request that they do not follow.
 
-    A draft reads the last tokens again, `rereads` at most: who is not further behind has nothing to catch up on.
+    A draft reads the last tokens again, as far as it `reaches`: who is not further behind has nothing to catch up on.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
@@ -31,7 +31,7 @@ class Following:
         for answer in answers:
             if answer.behind:
                 for name in drafting.intersection(answer.behind):
-                    if not self._is_lagging(answer, name):
+                    if not self._is_lagging(answer, name, len(answers)):
                         del answer.behind[name]
             if idle:
                 for name in answer.drafters:
@@ -65,25 +65,31 @@ class Following:
         for answer, shares in zip(answers, plan.shares, strict=True):
             if answer.behind:
                 for name, _ in shares:
-                    if name in answer.behind and self._is_lagging(answer, name):
+                    if name in answer.behind and self._is_lagging(answer, name, len(answers)):
                         lagging.setdefault(name, []).append(answer)
         return lagging
 
     def may_lag(self, answers: Sequence[Answer], drafts: Drafts) -> bool:
         """Has one of these to be read to one of the drafters first?"""
-        names = [size.drafter for size in drafts]
-        return any(name in a.behind and self._is_lagging(a, name) for a in answers if a.behind for name in names)
+        names, count = [size.drafter for size in drafts], len(answers)
+        late = [(answer, name) for answer in answers if answer.behind for name in names if name in answer.behind]
+        return any(self._is_lagging(answer, name, count) for answer, name in late)
 
     def recent(self, answers: Sequence[Answer], drafts: Drafts) -> int:
         """Last tokens of one of these that drafts have to read; who lags behind all the same is not heeded."""
         drafters = [(name, self._drafters[name]) for name, _, _ in drafts if name in self._drafters]
-        return max([self._unread(answer, *drafter) for drafter in drafters for answer in answers], default=0)
+        unread = [
+            min(self._unread(answer, name, drafter), drafter.reaches(len(answers)))
+            for name, drafter in drafters
+            for answer in answers
+        ]
+        return max(unread, default=0)
 
     def _unread(self, answer: Answer, name: str, drafter: DeviceDrafter) -> int:
         if name in answer.behind:
-            return min(answer.reach - answer.behind[name], drafter.rereads)
+            return answer.reach - answer.behind[name]
         alone = not answer.guessers or answer.guessers == (name,)
         return drafter.unread(answer.stride) if alone else min(answer.stride, drafter.rereads)
 
-    def _is_lagging(self, answer: Answer, name: str) -> bool:
-        return answer.reach - answer.behind[name] > self._drafters[name].rereads
+    def _is_lagging(self, answer: Answer, name: str, requests: int) -> bool:
+        return answer.reach - answer.behind[name] > self._drafters[name].reaches(requests)

@@ -17,7 +17,7 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
 from slipstream.plan.free import FreeGuesses
 from slipstream.plan.gains import NO_WAIT, Turn, Waited
-from slipstream.plan.kept import KeptPromises
+from slipstream.plan.kept import Foretold, KeptPromises
 from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
@@ -201,7 +201,8 @@ class AdaptivePlanner(FreeGuesses):
         count = int(rates[size].argmax()) if size else 0  # of requests, less one
         if size:
             lasts = float(pass_s[size, count] + draft_s[size])
-            self._promises.foretell(drafter, rows, float(rate[size]) * lasts, lasts)
+            total = int(nodes[size, count]) + others.nodes
+            self._promises.foretell(drafter, rows, Foretold(float(rate[size]) * lasts, lasts, total))
         if has_turn and drafter not in self._hosts:  # it guesses on the device
             if not others.nodes:
                 self._hear_alone(rows, float(rate[size] / rate[0]))
@@ -305,7 +306,8 @@ class AdaptivePlanner(FreeGuesses):
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
         if nodes:
             who = frozenset([name for turn in turns if turn.drafted for name in turn.drafters])
-            self._promises.observe(who, rows, sum([turn.emitted for turn in turns]), seconds - waited.seconds)
+            emitted = sum([turn.emitted for turn in turns])
+            self._promises.observe(who, rows, emitted, seconds - waited.seconds, nodes)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
 

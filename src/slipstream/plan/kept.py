@@ -8,6 +8,7 @@ So what each foretold is added up beside what came of it, tokens and seconds, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.plan.extras import crowd_of
 
@@ -17,6 +18,16 @@ _TRUST = 6.0
 """Rounds that were as foretold, which everybody starts with."""
 _LEAST, _MOST = 0.7, 1.2
 """So far a promise is bent at most: what is further off is another matter, and the guard's."""
+_ALIKE = 0.2
+"""Rounds whose nodes differ by no more than such a part are of the kind that was foretold: not so probes."""
+
+
+class Foretold(NamedTuple):
+    """What a round is to bring: all its tokens and nodes, those of others included."""
+
+    tokens: float
+    seconds: float
+    nodes: int
 
 
 @dataclass(slots=True)
@@ -47,22 +58,22 @@ class KeptPromises:
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[str, _Sums]] = {}
-        self._foretold: dict[tuple[int, str], tuple[float, float]] = {}  # tokens, seconds
+        self._foretold: dict[tuple[int, str], Foretold] = {}
 
-    def foretell(self, drafter: str, requests: int, tokens: float, seconds: float) -> None:
-        """A round of so many in which it guesses is to bring so much, and to last so long."""
-        self._foretold[crowd_of(requests), drafter] = tokens, seconds
+    def foretell(self, drafter: str, requests: int, foretold: Foretold) -> None:
+        """Of a round of so many in which it guesses."""
+        self._foretold[crowd_of(requests), drafter] = foretold
 
-    def observe(self, drafters: frozenset[str], requests: int, tokens: int, seconds: float) -> None:
-        """A round is over in which these guessed."""
+    def observe(self, drafters: frozenset[str], requests: int, tokens: int, seconds: float, nodes: int) -> None:
+        """A round is over in which these guessed. It may have been planned before the last that was foretold."""
         crowd = crowd_of(requests)
         for drafter, sums in self._sums.get(crowd, {}).items():
             if drafter not in drafters:
                 sums.fade()
         for drafter in drafters:
-            if (crowd, drafter) in self._foretold:
-                brought, lasted = self._foretold[crowd, drafter]
-                parts = tokens / brought, seconds / lasted
+            foretold = self._foretold.get((crowd, drafter))
+            if foretold is not None and abs(nodes - foretold.nodes) <= _ALIKE * foretold.nodes:
+                parts = tokens / foretold.tokens, seconds / foretold.seconds
                 self._sums.setdefault(crowd, {}).setdefault(drafter, _Sums()).add(*parts)
 
     def kept(self, drafter: str, requests: int) -> float:
