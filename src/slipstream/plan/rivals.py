@@ -15,13 +15,14 @@ from slipstream.plan.planner import Beside
 
 _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
-_BETTER, _BETTER_OF_MANY, _MANY = 1.05, 1.12, 8
+_FEW = 8
+_BETTER, _BETTER_OF_MANY = 1.05, 1.12
 """Whoever takes another's turn must promise so many times as much: it has to read what it missed, which takes as long
-as a round, and longer for more than so many requests."""
+as a round, and longer for more than a few requests."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
-_FEW, _NEAR = 2, 0.85
-"""… and it is tried, of so few requests, if it promises so many times as much as the best."""
+_NEAR = 0.7
+"""… and it is tried, of few requests, if it promises so many times as much as the best."""
 _ASKED = 4
 """Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time."""
 _LONGEST = 256
@@ -132,7 +133,7 @@ class Rivals:
             other = self._promises.get((crowd, not beside), {}).get(last)
             if other is None or now - other.round > _OLD or frozenset((last, drafter)) in self._apart:
                 last = best  # else it is asked in this round, too: what it promises then is not known yet
-        elif fresh[best] > (_BETTER_OF_MANY if rows > _MANY else _BETTER) * fresh[last]:
+        elif fresh[best] > (_BETTER if rows <= _FEW else _BETTER_OF_MANY) * fresh[last]:
             last = best
         idle = self._declined.get(crowd)
         if idle is not None and last == idle.drafter and now <= idle.until and last in fresh and len(fresh) > 1:
