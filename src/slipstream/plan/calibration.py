@@ -18,7 +18,9 @@ _WEIGHT = 4.0
 _KIND_WEIGHT = 8.0
 _LEAST_WEIGHT = 2.0
 """Tokens of a promise kept as usual that a newcomer starts with, and a kind with promises that were kept; those of a
-request fade like everything else, but never wholly."""
+request fade like everything else, but never wholly, unless …"""
+_BROKEN = 2
+"""… so many drafts in a row brought nothing of a token or more that they promised: a text that echoed has gone on."""
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class _Sums:
     promised: float = 0.0
     brought: float = 0.0
     trust: float = _WEIGHT
+    failed: int = 0  # drafts in a row of which a token or more was to be right, and none was
 
     def add(self, promised: float, brought: int, decay: float) -> None:
         self.promised = self.promised * decay + promised
@@ -65,8 +68,11 @@ class Calibration:
         if said is None:
             return
         sums = self._sums.setdefault(request_id, _Sums())
+        sums.failed = sums.failed + 1 if said >= 1 and not accepted else 0
         sums.add(said, accepted, _DECAY)
-        sums.trust = max(_LEAST_WEIGHT, sums.trust * _DECAY)
+        sums.trust *= _DECAY
+        if sums.failed < _BROKEN:
+            sums.trust = max(_LEAST_WEIGHT, sums.trust)
         kind = self._traits.get(request_id)
         if kind is not None:
             self._kinds.setdefault(kind, _Sums()).add(said, accepted, _KIND_DECAY)
