@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from families import CPU, save_random, tiny_config
+from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.models import fuse, gpu, reads
 from slipstream.models.batch import PassBatch
 from slipstream.models.device_pass import layout_of
 from slipstream.models.reads import Reads, ReadShape
 from slipstream.models.runner import Runner, open_unchecked
+from slipstream.models.wide_reads import WideReads
 
 PAGE, PAGES = 4, 40
 TRASH = (PAGES - 1) * PAGE
@@ -125,6 +129,71 @@ def test_a_runner_takes_them_for_their_own_cache_and_short_prompts_only(
     assert not runner.reads._reads
     runner.forward(replace(batch, wide=True), cache)
     assert not runner.reads._reads
+    assert runner.wide_reads is None, "prompts do not share wide passes here"
     torch.testing.assert_close(runner.forward(batch, cache), expected, rtol=1e-5, atol=1e-5)
     assert len(runner.reads._reads) == 1
     runner.reads = None
+
+
+def padded(batch: PassBatch, rows: int) -> PassBatch:
+    """Filled up by rows that write to a slot which is nobody's, as passes that prompts share are."""
+    more = rows - batch.num_rows
+    return replace(
+        batch,
+        input_ids=torch.cat((batch.input_ids, torch.zeros(more, dtype=torch.int64))),
+        positions=torch.cat((batch.positions, torch.zeros(more, dtype=torch.int64))),
+        slots=torch.cat((batch.slots, torch.full((more,), TRASH))),
+        logit_rows=torch.zeros(0, dtype=torch.int64),
+        wide=True,
+    )
+
+
+class TestWide:
+    """Passes over many rows: the second of a size is captured, if it has the bits of the first."""
+
+    @staticmethod
+    def wide(runner: Runner) -> WideReads:
+        return WideReads(partial(runner._read, wide=True), (24, 32, 2048), filled(runner.new_cache(PAGES, PAGE)), TRASH)
+
+    @torch.inference_mode()
+    def test_what_fills_up_a_pass_changes_nothing(self, runner: Runner) -> None:
+        static = Reads(runner._read, filled(runner.new_cache(PAGES, PAGE)), TRASH)
+        plain = filled(runner.new_cache(PAGES, PAGE))
+        for lengths in ((13, 9), (7, 3, 2)):  # of the first one something is left in the tensors
+            batch = prompts(*lengths)
+            runner._read(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.slots[:0])
+            filled_up = padded(batch, 24)
+            assert static.run(filled_up, layout_of(filled_up, PAGE)) is not None
+            for mine, theirs in zip(static.cache.planes, plain.planes, strict=True):
+                torch.testing.assert_close(mine[:, :TRASH], theirs[:, :TRASH], rtol=1e-5, atol=1e-5)
+
+    @torch.inference_mode()
+    def test_from_the_second_time_on(self, runner: Runner) -> None:
+        found = self.wide(runner)
+        batch, other = padded(prompts(13, 9), 24), padded(prompts(5, 4, 8, seed=3), 24)
+        assert found.run(batch, layout_of(batch, PAGE)) is None, "the first time as it is"
+        assert found.run(padded(prompts(13, 9), 32), layout_of(batch, PAGE)) is None, "and so with another size"
+        assert found.run(batch, layout_of(batch, PAGE)) is not None
+        assert found.run(other, layout_of(other, PAGE)) is not None
+        alone = replace(prompts(22), wide=True)
+        for _ in range(3):
+            assert found.run(alone, layout_of(alone, PAGE)) is None, "no pass that is shared has such a size"
+
+    @torch.inference_mode()
+    def test_one_bit_that_differs_and_nothing_is_captured(self, runner: Runner) -> None:
+        found = self.wide(runner)
+        run = found._reads._run
+
+        def other(ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor) -> Tensor:
+            logits = run(ids, positions, layout, cache, rows)
+            cache.planes[0][0, layout.slots[0]] *= 1 + 2**-20
+            return logits
+
+        found._reads._run = other
+        batch = padded(prompts(13, 9), 24)
+        for _ in range(4):
+            assert found.run(batch, layout_of(batch, PAGE)) is None
+        assert len(found._reads._reads) == 1, "it was tried once"
+
+    def test_very_long_ones_are_never(self, runner: Runner) -> None:
+        assert self.wide(runner)._sizes == (24, 32)

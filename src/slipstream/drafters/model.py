@@ -231,7 +231,7 @@ class ModelDrafter(DeviceDrafter):
             positions=batch.positions.clamp_max(self.runner.max_positions - 1),
             logit_rows=batch.slots.new_zeros(1),
             # what it reads decides no token, and a small model is sooner done with a captured pass
-            wide=batch.num_rows > READ_ROWS[-1],
+            wide=batch.size > READ_ROWS[-1],
         )
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:

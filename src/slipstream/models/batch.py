@@ -61,6 +61,11 @@ class PassBatch:
         return self.row_starts[-1]
 
     @property
+    def size(self) -> int:
+        """Rows, with those that fill up the pass."""
+        return self.input_ids.shape[0]
+
+    @property
     def num_requests(self) -> int:
         return len(self.prefix_lengths)
 

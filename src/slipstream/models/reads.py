@@ -37,11 +37,11 @@ class ReadShape:
     keys: int
 
     @staticmethod
-    def of(batch: PassBatch, keys: int) -> ReadShape | None:
+    def of(batch: PassBatch, keys: int, rows_of: Sequence[int] = READ_ROWS) -> ReadShape | None:
         """None: larger than all sizes."""
         found = [
             next((size for size in sizes if size >= wanted), None)
-            for wanted, sizes in ((batch.num_rows, READ_ROWS), (batch.num_requests, _REQUESTS), (keys, _KEYS))
+            for wanted, sizes in ((batch.size, rows_of), (batch.num_requests, _REQUESTS), (keys, _KEYS))
         ]
         rows, requests, most = found
         return None if rows is None or requests is None or most is None else ReadShape(rows, requests, most)
@@ -64,7 +64,7 @@ class _Read:
         self._keys, self._run, self._cache, self._trash_slot = shape.keys, run, cache, trash_slot
 
     def load(self, batch: PassBatch, layout: RowLayout) -> None:
-        rows, requests = batch.num_rows, batch.num_requests
+        rows, requests = batch.size, batch.num_requests
         pairs: Sequence[tuple[Tensor, Tensor]] = (
             (self.ids, batch.input_ids),
             (self.positions, batch.positions),
@@ -76,7 +76,7 @@ class _Read:
             static[: values.shape[0]].copy_(values)
         self.slots[rows:] = self._trash_slot
         self.starts[: requests + 1].copy_(layout.starts)
-        self.starts[requests + 1 :] = rows  # requests that bring no rows
+        self.starts[requests + 1 :] = batch.row_starts[-1]  # requests that bring no rows
         self.pages[:requests, : layout.pages.shape[1]].copy_(layout.pages)
         assert batch.logit_rows is not None
         self.logit_rows[: batch.logit_rows.shape[0]].copy_(batch.logit_rows)
@@ -100,10 +100,14 @@ class Reads:
     """A runner's passes over short prompts into one cache, captured when a size comes for the first time.
 
     trash_slot: a place of the cache that is nobody's. pool: memory shared with other graphs; None: nothing is captured.
+    rows: that passes are filled up to.
     """
 
-    def __init__(self, run: Run, cache: KVCache, trash_slot: int, pool: Any = None) -> None:
+    def __init__(
+        self, run: Run, cache: KVCache, trash_slot: int, pool: Any = None, rows: Sequence[int] = READ_ROWS
+    ) -> None:
         self.cache = cache
+        self._rows = rows
         self._run = run
         self._trash_slot = trash_slot
         self._pool = pool
@@ -111,7 +115,7 @@ class Reads:
 
     def run(self, batch: PassBatch, layout: RowLayout) -> Tensor | None:  # [R, V] fp32
         """The pass; None where it has no such size, and must be run as it is."""
-        shape = ReadShape.of(batch, layout.max_keys)
+        shape = ReadShape.of(batch, layout.max_keys, self._rows)
         if shape is None or batch.logit_rows is None:
             return None
         read = self._reads.pop(shape, None) or self._make(shape)

@@ -27,13 +27,14 @@ from slipstream.models import attention, fuse, gpu
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.device_pass import DevicePass, layout_of
-from slipstream.models.gpu import WIDE_ROWS
+from slipstream.models.gpu import WIDE_ROWS, WIDE_SIZES
 from slipstream.models.load import load_config, load_weights, quiet_transformers
 from slipstream.models.reads import Reads
 from slipstream.models.shared import LENT, check_fits, lend, shape_of, without_words
 from slipstream.models.support import SHARES, check_supported
 from slipstream.models.tapped import hook
 from slipstream.models.taps import Taps
+from slipstream.models.wide_reads import WideReads
 
 
 class Runner:
@@ -54,6 +55,7 @@ class Runner:
         self.shares_wide = False  # prompts of more rows may share a pass
         self._row_independent = False
         self.reads: Reads | None = None
+        self.wide_reads: WideReads | None = None
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = self._probe()
         self.layers = [LayerShape(*probe.shapes[layer]) for layer in probe.layers_seen]
@@ -105,8 +107,9 @@ class Runner:
         if has_kernels(self.device):
             wide = batch.num_rows > self.wide_rows if batch.wide is None else batch.wide
             layout = layout_of(batch, cache.page_size)
-            if self.reads is not None and self.reads.cache is cache and not wide and layout.ancestors is None:
-                logits = self.reads.run(batch, layout)
+            reads = self.wide_reads if wide else self.reads
+            if reads is not None and reads.cache is cache and layout.ancestors is None:
+                logits = reads.run(batch, layout)
                 if logits is not None:
                     return logits
             context = DevicePass(layout, cache, wide=wide)
@@ -115,11 +118,15 @@ class Runner:
         return logits.float()
 
     def capture_reads(self, cache: KVCache, trash_slot: int, pool: Any) -> None:
-        """From now on passes over short prompts into this cache are captured. Its `trash_slot` is nobody's."""
+        """From now on passes over prompts into this cache are captured, but for long ones; `trash_slot` is nobody's."""
         self.reads = Reads(self._read, cache, trash_slot, pool)
+        if self.shares_wide:
+            self.wide_reads = WideReads(partial(self._read, wide=True), WIDE_SIZES, cache, trash_slot, pool)
 
-    def _read(self, ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor) -> Tensor:
-        return self._call(DevicePass(layout, cache), ids, positions, rows).float()
+    def _read(
+        self, ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor, *, wide: bool = False
+    ) -> Tensor:
+        return self._call(DevicePass(layout, cache, wide=wide), ids, positions, rows).float()
 
     def run(self, ids: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor | None = None) -> Tensor:  # [R, V] fp32
         """As `forward`, for a pass that was laid out on the device: nothing here looks at a value."""
