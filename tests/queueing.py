@@ -15,6 +15,7 @@ from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Ho
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.state import Job
 from slipstream.engine.tickets import Ticket
+from slipstream.kernels.pack_rows import RECENT
 from stepping import Stepper
 
 OFF = SpeculationParams(enabled=False)
@@ -113,5 +114,27 @@ class Knowing(HostDrafter):
     def _one(self, request: DraftRequest, nodes: int) -> Tree:
         said = list(request.tokens[request.prompt_length :])
         self._asked += 1
-        rest = next((text[len(said) :] for text in self.texts if text[: len(said)] == said), [])
-        return Tree.chain(rest[: min(nodes, self._asked * 5 % 15)])
+        rest = next((text[len(said) :] for text in self.texts if text[: len(said)] == said), list[int]())
+        return Tree.chain(rest[: min(nodes, self._asked * 7 % 15)])
+
+
+class KnowingAhead(Echo):
+    """The same on the device, whose guesses nobody waits for: always as far as it may."""
+
+    name: ClassVar[str] = "ahead"
+    default_draft_tokens: ClassVar[int] = 14
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[list[int]] = []
+
+    def draft(self, round: DraftRound) -> Tensor:
+        return torch.tensor([self._behind(round, lane) for lane in round.lanes.tolist()])
+
+    def _behind(self, round: DraftRound, lane: int) -> list[int]:
+        length, generated = int(round.state.length[lane]), int(round.state.generated[lane])
+        count = min(generated, 8)
+        said = [int(round.state.recent[lane, at % RECENT]) for at in range(length + 1 - count, length + 1)]
+        known = [text for text in self.texts if count and text[generated - count : generated] == said]
+        rest = known[0][generated : generated + round.depth] if known else []
+        return [*rest, *[0] * (round.depth - len(rest))]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conftest import save_model, tiny_llama
 from exactness import Case, cases, differences, plain, run
-from queueing import OFF, PARAMS, Echo, First, Knowing, Letters, Queue
+from queueing import OFF, PARAMS, Echo, First, Knowing, KnowingAhead, Letters, Queue
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRequest
@@ -112,15 +112,18 @@ class TestModelDrafter:
             assert max(map(len, passes)) == (3 if room > 8 else 2)  # together, as far as there is room
             assert max(map(sum, passes)) <= room
 
-    @pytest.mark.parametrize("requests", [2, 11])
-    @pytest.mark.parametrize("seed", range(4))
-    def test_however_far_it_is_behind_its_guesses_are_right(self, tiny_target: Path, requests: int, seed: int) -> None:
+    @pytest.mark.parametrize("planned", [True, False])
+    @pytest.mark.parametrize("helper", [Knowing, KnowingAhead])
+    @pytest.mark.parametrize("requests", [2, 8, 9, 11])
+    def test_however_far_it_is_behind_its_guesses_are_right(
+        self, tiny_target: Path, requests: int, helper: type[Knowing | KnowingAhead], planned: bool
+    ) -> None:
         """Rounds without it, rounds that others take further, few requests and a crowd, in any order."""
 
         class Chance(Planner):
             """Nobody, one or both, for some or for all; now one more often, now the other."""
 
-            dice = random.Random(seed)
+            dice = random.Random(requests)
             keen = 0.5
 
             def rests(self, drafter: str, rows: int) -> bool:
@@ -133,13 +136,14 @@ class TestModelDrafter:
                 wants = self.dice.random() < self.keen
                 return [cap if wants and self.dice.random() < 0.8 else 0 for cap in caps]
 
-        helper = Knowing()
-        bench = Queue(tiny_target, [f"model:{tiny_target}", helper], max_num_seqs=requests)
+        other = helper()
+        bench = Queue(tiny_target, [f"model:{tiny_target}", other], max_num_seqs=requests)
         plainly = [Arrival(4 + i, replace(PARAMS, max_tokens=150, seed=i), i % 3) for i in range(requests)]
         expected = Stepper(tiny_target, None).run(plainly)
-        helper.texts = [list(answer.token_ids) for answer in expected]
-        bench.engine.drafting.planner = Chance()
-        both = SpeculationParams(drafter="model+knowing")
+        other.texts = [list(answer.token_ids) for answer in expected]
+        if planned:
+            bench.engine.drafting.planner = Chance()
+        both = SpeculationParams(drafter=f"model+{other.name}")
         got = bench.run([replace(one, params=replace(one.params, speculation=both)) for one in plainly])
         assert [a.token_ids for a in got] == [a.token_ids for a in expected]
         for answer in got:

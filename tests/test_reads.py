@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from families import CPU, save_random, tiny_config
+from slipstream.drafters.model import ModelDrafter
 from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.models import fuse, gpu, reads
@@ -166,6 +167,26 @@ class TestWide:
             assert static.run(filled_up, layout_of(filled_up, PAGE)) is not None
             for mine, theirs in zip(static.cache.planes, plain.planes, strict=True):
                 torch.testing.assert_close(mine[:, :TRASH], theirs[:, :TRASH], rtol=1e-5, atol=1e-5)
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize("found", [0, 13])
+    def test_a_draft_model_reads_what_is_filled_up(
+        self, runner: Runner, monkeypatch: pytest.MonkeyPatch, found: int
+    ) -> None:
+        """The rest of a long prompt, of which most was found, in a pass of the size that such passes have."""
+        monkeypatch.setattr("slipstream.models.runner.has_kernels", lambda device: True)
+        drafter = ModelDrafter(runner)
+        drafter._cache = filled(runner.new_cache(PAGES, PAGE))
+        plain = filled(runner.new_cache(PAGES, PAGE))
+        drafter.capture_reads(TRASH, None)
+        assert runner.reads is not None
+        batch = prompts(9, prefix=found)
+        runner._read(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.slots[:0])
+        drafter.read(padded(batch, 24))
+        assert [shape.rows for shape in runner.reads._reads] == [32]
+        for mine, theirs in zip(drafter._cache.planes, plain.planes, strict=True):
+            torch.testing.assert_close(mine[:, :TRASH], theirs[:, :TRASH], rtol=1e-5, atol=1e-5)
+        runner.reads = None
 
     @torch.inference_mode()
     def test_from_the_second_time_on(self, runner: Runner) -> None:

@@ -48,6 +48,7 @@ def test_to_the_last_bit(
             for length, want in zip(LENGTHS, fresh, strict=True):
                 have = ask(llm, length, length % 200)
                 assert facts(have) == facts(want), f"{length} tokens, {have.num_cached_tokens} of them found"
+                assert not drafted or not have.outputs[0].speculation.of("model").failures
                 if turn and (length <= 257 or (shares and length > 600)):
                     assert have.num_cached_tokens > 0
         llm.engine.scheduler.check_integrity()

@@ -191,7 +191,7 @@ class DeviceDrafter(Drafter):
     most_nodes: int = MAX_NODES  # it never guesses more for a request
     reads_ahead: int = 1  # its own cache holds at a place what depends on so many tokens behind it
     rereads: int = 2  # last tokens that a draft reads again, whatever was read before: it may be behind by as many
-    fewer_rereads: tuple[int, ...] = ()  # … or fewer, as `DraftRound.recent` says, where many rows take their time
+    fewer_rereads: tuple[int, ...] = ()  # numbers of them that are enough where `DraftRound.recent` is no more
 
     def most_at(self, levels: int) -> int:
         """Nodes that its trees of so many levels can have."""
@@ -239,9 +239,9 @@ class DeviceDrafter(Drafter):
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:  # [B, depth] int64, or trees of `round.nodes`
         """Guess for each request, without looking at a value: on a GPU this is captured in a graph.
 
-        Writes only the drafter's own cache, for the last `rereads` tokens and behind them. It may be asked twice for
-        the same place, and for requests that have ended meanwhile: nothing but `round` and that cache may decide the
-        guesses.
+        Writes only the drafter's own cache, for the last tokens, as many as it `reaches`, and behind them. It may be
+        asked twice for the same place, and for requests that have ended meanwhile: nothing but `round` and that cache
+        may decide the guesses.
         """
         raise NotImplementedError(f"drafter {self.name!r} cannot draft inside a queued round")
 

@@ -33,7 +33,7 @@ from slipstream.sampling.choose import choose, processed
 from slipstream.sampling.rows import SampleRows
 
 _FEW, _FAR = 8, 32
-"""For up to so many requests, as many of their last tokens are read at the beginning of a draft, if need be."""
+"""For up to 8 requests a draft begins with up to 32 of their last tokens, if need be."""
 
 
 @dataclass(slots=True)

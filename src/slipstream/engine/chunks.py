@@ -69,8 +69,7 @@ class OwnChunks(ChunkRule):
 
     A prompt stands in blocks of `max_rows`. What it has of a block, if more than `narrow` tokens, is one chunk. A pass
     over it may sum in an order that depends on how many rows there are, so it has a pass to itself, unless that is
-    known not to matter. It holds prompt tokens only, and never the last, whose
-    logits choose.
+    known not to matter. It holds prompt tokens only, and never the last, whose logits choose.
     Rows of narrow passes come out the same however they are cut, and in whatever company: so many share one.
 
     So the end of a block may be computed after its beginning was found where it is narrow, or shares passes: there at

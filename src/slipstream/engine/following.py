@@ -76,20 +76,27 @@ class Following:
         return any(self._is_lagging(answer, name, count) for answer, name in late)
 
     def recent(self, answers: Sequence[Answer], drafts: Drafts) -> int:
-        """Last tokens of one of these that drafts have to read; who lags behind all the same is not heeded."""
-        drafters = [(name, self._drafters[name]) for name, _, _ in drafts if name in self._drafters]
-        unread = [
-            min(self._unread(answer, name, drafter), drafter.reaches(len(answers)))
-            for name, drafter in drafters
-            for answer in answers
-        ]
-        return max(unread, default=0)
+        """Last tokens of one of these that drafts have to read. Who is further behind is not heeded: it stays so."""
+        most = 0
+        for name in [size.drafter for size in drafts if size.drafter in self._drafters]:
+            reaches = self._drafters[name].reaches(len(answers))
+            unread = [self._unread(answer, name, reaches) for answer in answers if name in answer.drafters]
+            most = max([most, *[count for count in unread if count <= reaches]])
+        return most
 
-    def _unread(self, answer: Answer, name: str, drafter: DeviceDrafter) -> int:
+    def _unread(self, answer: Answer, name: str, reaches: int) -> int:
+        """Of its last tokens, those of rounds under way included, as far as that is known."""
         if name in answer.behind:
-            return answer.reach - answer.behind[name]
+            return _most_tokens(answer) - answer.behind[name]
+        if not answer.queued:
+            return answer.missed.get(name, 0) + 1
         alone = not answer.guessers or answer.guessers == (name,)
-        return drafter.unread(answer.stride) if alone else min(answer.stride, drafter.rereads)
+        return self._drafters[name].unread(answer.stride) if alone else min(answer.stride, reaches)
 
     def _is_lagging(self, answer: Answer, name: str, requests: int) -> bool:
-        return answer.reach - answer.behind[name] > self._drafters[name].reaches(requests)
+        return _most_tokens(answer) - answer.behind[name] > self._drafters[name].reaches(requests)
+
+
+def _most_tokens(answer: Answer) -> int:
+    """That it may have before the next round: one under way commits no more than its drafts are deep, and one."""
+    return len(answer.tokens) + min(answer.coming, answer.stride)

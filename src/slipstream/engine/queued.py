@@ -221,7 +221,8 @@ class QueuedEngine(Engine):
             decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
             if not decodes:
                 return None
-            self.drafting.catch_up(following.lagging(decodes, plan))
+            lagging = following.lagging(decodes, plan)
+            self.drafting.catch_up(lagging)
             for name in {name for answer in decodes for name in answer.drafters if name in answer.refused}:
                 plan = plan.without(name)  # it could not
         self.lanes.send_pages(decodes)

@@ -125,6 +125,9 @@ class Reads:
         assert read.logits is not None
         return read.logits[: batch.logit_rows.shape[0]].clone()  # the next pass overwrites them
 
+    def has(self, shape: ReadShape) -> bool:
+        return shape in self._reads
+
     def _make(self, shape: ReadShape) -> _Read:
         read = _Read(shape, self._run, self.cache, self._trash_slot)
         if self._pool is not None:

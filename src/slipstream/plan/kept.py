@@ -2,7 +2,8 @@
 
 Costs and chances are learned apart, and what is wrong with them together shows in no one of them: a pass that takes
 longer behind a draft, levels of a tree that hang together. Among rivals that decides wrongly for as long as both run.
-So what each foretold is added up beside what came of it, tokens and seconds, and its next promise is bent by that.
+So what each foretold is added up beside what came of it, tokens and seconds, and its next promise is bent by that, as
+far as it kept its word less or more than all: where the host is slow, all rounds are, and that decides nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from slipstream.plan.extras import crowd_of
 _DECAY, _FADES = 0.95, 0.995
 """The last 20 rounds or so of its own speak for it; how that is forgotten in rounds of others."""
 _TRUST = 6.0
-"""Rounds that were as foretold, which everybody starts with."""
+"""Rounds like all of that crowd, which everybody starts with."""
 _LEAST, _MOST = 0.7, 1.2
 """So far a promise is bent at most: what is further off is another matter, and the guard's."""
 _ALIKE = 0.2
@@ -48,9 +49,9 @@ class _Sums:
         self.tokens *= _FADES
         self.seconds *= _FADES
 
-    @property
-    def kept(self) -> float:
-        return min(max((self.tokens + _TRUST) / (self.seconds + _TRUST), _LEAST), _MOST)
+    def kept(self, usual: float) -> float:
+        """How many times as fast they were as foretold; usual: … as those of all were."""
+        return (self.tokens + _TRUST * usual) / (self.seconds + _TRUST)
 
 
 class KeptPromises:
@@ -58,6 +59,7 @@ class KeptPromises:
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[str, _Sums]] = {}
+        self._all: dict[int, _Sums] = {}
         self._foretold: dict[tuple[int, str], Foretold] = {}
 
     def foretell(self, drafter: str, requests: int, foretold: Foretold) -> None:
@@ -75,8 +77,15 @@ class KeptPromises:
             if foretold is not None and abs(nodes - foretold.nodes) <= _ALIKE * foretold.nodes:
                 parts = tokens / foretold.tokens, seconds / foretold.seconds
                 self._sums.setdefault(crowd, {}).setdefault(drafter, _Sums()).add(*parts)
+                self._all.setdefault(crowd, _Sums()).add(*parts)
 
     def kept(self, drafter: str, requests: int) -> float:
-        """How many times as fast its rounds were as was foretold of them."""
-        sums = self._sums.get(crowd_of(requests), {}).get(drafter)
-        return 1.0 if sums is None else sums.kept
+        """How many times as fast its rounds were as was foretold of them, by those of all."""
+        crowd = crowd_of(requests)
+        sums = self._sums.get(crowd, {}).get(drafter)
+        if sums is None:
+            return 1.0
+        usual = self._all[crowd].tokens / self._all[crowd].seconds
+        if not usual:
+            return 1.0
+        return min(max(sums.kept(usual) / usual, _LEAST), _MOST)

@@ -1,0 +1,121 @@
+"""Who lags behind, and how much a draft has to read again: by what is known of rounds that are over and under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from slipstream.core.verdict import Verdict, author
+from slipstream.drafters.model import ModelDrafter
+from slipstream.engine.draft_loops import DraftLoop, DraftSize, LoopShape
+from slipstream.engine.following import Following
+from slipstream.engine.plans import Plan, Share
+from slipstream.engine.round_shape import RoundShape
+from slipstream.kernels.pack_rows import RECENT
+from slipstream.sampling.table import Features
+
+DRAFTS = (DraftSize("model", 5),)
+NOBODY = Plan((), (), ())
+
+
+@dataclass
+class Text:
+    """An answer, as far as it matters here: 100 tokens, of which the last is not in the cache."""
+
+    cached: int = 99
+    queued: int = 0
+    coming: int = 0
+    stride: int = RECENT
+    guessers: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ("model", "suffix")
+    behind: dict[str, int] = field(default_factory=dict)
+    missed: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [1] * (self.cached + 1)
+
+
+@pytest.fixture
+def following() -> Following:
+    return Following({"model": ModelDrafter.__new__(ModelDrafter)})
+
+
+def plan_for(*nodes: int) -> Any:
+    shares = tuple((Share("model", count),) if count else () for count in nodes)
+    return replace(NOBODY, trees=(), shares=shares)
+
+
+def lags(following: Following, *texts: Text) -> bool:
+    answers: Any = texts
+    found = bool(following.lagging(answers, plan_for(*[5] * len(texts))))
+    assert following.may_lag(answers, DRAFTS) == found
+    return found
+
+
+def test_a_tree_under_way_commits_no_more_than_it_is_deep(following: Following) -> None:
+    """60 nodes in 10 levels: at most 11 tokens, which a draft reads again."""
+    under_way = Text(queued=1, coming=61, stride=11, behind={"model": 99})
+    assert not lags(following, under_way)
+    assert following.recent([under_way], DRAFTS) == 12  # type: ignore[list-item]
+
+
+def test_of_many_less_is_read_again(following: Following) -> None:
+    late = Text(behind={"model": 80})  # 20 of its tokens
+    assert not lags(following, *[Text()] * 7, late)
+    assert lags(following, *[Text()] * 8, late)
+    assert lags(following, Text(behind={"model": 60}))
+
+
+def test_who_is_out_of_reach_or_nobodys_does_not_count(following: Following) -> None:
+    follows, late = Text(stride=1), Text(behind={"model": 10})
+    others = Text(drafters=("suffix",), stride=16, queued=1, guessers=("suffix",))
+    answers: Any = [follows, late, others]
+    assert following.recent(answers, DRAFTS) == 1
+    following.follows(answers, plan_for(5, 0, 0))
+    assert late.behind == {"model": 10}, "nothing was read of it"
+
+
+def test_while_others_guesses_are_under_way_all_of_them_may_be_right(following: Following) -> None:
+    answers: Any = [Text(queued=1, coming=15, stride=15, guessers=("suffix",))]
+    assert following.recent(answers, DRAFTS) == 15
+    assert following.recent(answers * 9, DRAFTS) == 8, "further it does not reach"
+    alone: Any = [Text(queued=1, coming=6, stride=6, guessers=("model",))]
+    assert following.recent(alone, DRAFTS) == 2
+
+
+def test_what_it_guessed_itself_is_known_though_it_stopped_meanwhile(following: Following) -> None:
+    text = Text(queued=1, coming=6, stride=6)
+    answers: Any = [text]
+    following.follows(answers, plan_for(0))
+    assert text.behind == {"model": 99}, "as far as the round under way began with"
+    text.cached, text.queued, text.coming = 105, 0, 0
+    following.falls_behind(answers[0], Verdict("a", (1,) * 6, 5, 5, (0, 1, 2, 3, 4), authors=author("model")))
+    assert text.behind == {"model": 104}, "its last guess was not read"
+    text.cached = 107
+    following.falls_behind(answers[0], Verdict("a", (1, 1), 5, 1, (0,), authors=author("model")))
+    assert text.behind == {"model": 104}, "that round is not the one in which it stopped"
+
+
+@pytest.mark.parametrize("requests", [1, 3, 5, 8, 9, 16, 33, 64])
+def test_a_round_that_is_filled_up_reaches_as_far(requests: int) -> None:
+    shape = RoundShape.of(
+        [5] * requests,
+        100,
+        is_tree=False,
+        features=Features(),
+        version=0,
+        keeps_logits=False,
+        most_keys=2048,
+    )
+    assert ModelDrafter.reaches_of(shape.requests) == ModelDrafter.reaches_of(requests)
+
+
+def test_a_draft_that_reads_more_serves_as_well_and_none_that_reads_less() -> None:
+    loop = DraftLoop.__new__(DraftLoop)
+    loop.shape = LoopShape(4, 2048, Features(), 0, DRAFTS, 8)
+    assert loop.serves(loop.shape._replace(recent=2, keys=1024))
+    assert not loop.serves(loop.shape._replace(recent=RECENT))
+    assert not loop.serves(loop.shape._replace(requests=2))
