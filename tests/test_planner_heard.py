@@ -189,7 +189,7 @@ def test_a_rival_that_was_not_tried_is_for_a_few_rounds() -> None:
     assert rivals.tries(1, 4) == "two"
     assert [turns(now, untried=1.0) for now in range(5, 50)] == [["one"]] * 45
     rivals = Rivals()
-    for untried, rows, promise in ((0.0, 1, 1.8), (1.0, 16, 1.8), (1.0, 1, 1.2)):
+    for untried, rows, promise in ((0.0, 1, 1.8), (0.4, 16, 1.8), (1.0, 1, 1.2)):
         assert [turns(now, untried, rows, promise) for now in range(1, 30)] == [["one"]] * 29, (untried, rows, promise)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,16 +104,26 @@ def test_a_rival_that_breaks_its_word_has_no_turn(is_slower: bool) -> None:
     assert (turns["fair"] > turns["liar"]) == is_slower
 
 
-@pytest.mark.parametrize(("requests", "promise", "is_tried"), [(8, 1.5, True), (8, 1.3, False), (9, 1.5, False)])
-def test_who_is_tried(requests: int, promise: float, is_tried: bool) -> None:
-    """Of few requests, who promises nearly as much as the best and has not guessed for them yet."""
+@pytest.mark.parametrize(
+    ("requests", "promise", "untried", "reads", "trials"),
+    [
+        (8, 1.5, 1.0, 0.0, 4),
+        (64, 1.5, 1.0, 0.0, 4),
+        (8, 1.3, 1.0, 0.0, 0),
+        (8, 1.5, 0.4, 0.0, 0),
+        (16, 1.5, 1.0, 3.0, 2),
+    ],
+)
+def test_who_is_tried(requests: int, promise: float, untried: float, reads: float, trials: int) -> None:
+    """Who promises nearly as much as the best and has not guessed for most of them yet; the more rarely, the longer it
+    takes until it has read what they said."""
     rivals, ids = Rivals(), [str(i) for i in range(requests)]
     found = []
-    for now in range(60):
+    for now in range(200):
         rivals.has_turn("eagle", ids, requests, 2.0, now)
-        rivals.has_turn("model", ids, requests, promise, now, untried=1.0)
+        rivals.has_turn("model", ids, requests, promise, now, untried=untried, reads=reads)
         found.append(rivals.tries(requests, now) == "model")
-    assert any(found) == is_tried
+    assert sum(now and not before for before, now in pairwise([False, *found])) == trials
 
 
 def test_two_broken_promises_weigh_more_than_what_others_of_its_kind_kept() -> None:

@@ -189,7 +189,14 @@ class AdaptivePlanner(FreeGuesses):
         beside = bool(others.nodes)
         untried = self._estimate(drafter).untried(request_ids)
         has_turn = self._rivals.has_turn(
-            drafter, request_ids, rows, speed, self._rounds, beside=beside, untried=untried
+            drafter,
+            request_ids,
+            rows,
+            speed,
+            self._rounds,
+            beside=beside,
+            untried=untried,
+            reads=self._catch_ups.seconds(drafter, rows) / float(pass_s[0, 0]),
         )
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
         if has_turn and not size and not beside:  # free guesses may leave nothing to win

@@ -22,15 +22,15 @@ as a round, and longer for more than a few requests."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
 _NEAR = 0.7
-"""… and it is tried, of few requests, if it promises so many times as much as the best."""
+"""… and it is tried, if it promises so many times as much as the best."""
 _ASKED = 4
 """Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time."""
 _LONGEST = 256
 """Rounds, at the most, for which others have the turn of one who does not guess."""
 _TRIAL = 3
 """Rounds of a trial, and …"""
-_APART = 48
-"""… from one trial to the next."""
+_APART, _WASTE = 48, 0.02
+"""… from one trial to the next: so many, and as many more as what must be read before it may cost of the time."""
 
 
 @dataclass(slots=True)
@@ -112,12 +112,14 @@ class Rivals:
         *,
         beside: bool = False,
         untried: float = 0.0,
+        reads: float = 0.0,
     ) -> bool:
         """It promises to make this round so many times as fast by guesses for these requests. Is no other one better?
 
         Whoever guesses for other requests takes nobody's turn. beside: others' guesses are in the round already, and
         leave less to promise: that is compared with what was promised in such rounds, for rivals are asked in turn.
-        untried: the part of the requests for which it has not guessed yet.
+        untried: the part of the requests for which it has not guessed yet. reads: rounds that it takes to read what it
+        missed.
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
@@ -142,7 +144,7 @@ class Rivals:
         trial = self._trials.get(crowd)
         if self.tries(rows, now) in fresh:
             return self.tries(rows, now) == drafter
-        is_time = rows <= _FEW and (trial is None or now >= trial.end + _APART)
+        is_time = trial is None or now >= trial.end + max(_APART, reads / _WASTE)
         if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, _NEAR * fresh[best]):
             self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL)  # this round may be another's already
         return last == drafter
