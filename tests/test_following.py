@@ -73,15 +73,18 @@ def test_who_is_out_of_reach_or_nobodys_does_not_count(following: Following) -> 
     follows, late = Text(stride=1), Text(behind={"model": 10})
     others = Text(drafters=("suffix",), stride=16, queued=1, guessers=("suffix",))
     answers: Any = [follows, late, others]
-    assert following.recent(answers, DRAFTS) == 1
+    assert following.recent(answers, DRAFTS) == 2
     following.follows(answers, plan_for(5, 0, 0))
     assert late.behind == {"model": 10}, "nothing was read of it"
 
 
-def test_while_others_guesses_are_under_way_all_of_them_may_be_right(following: Following) -> None:
-    answers: Any = [Text(queued=1, coming=15, stride=15, guessers=("suffix",))]
-    assert following.recent(answers, DRAFTS) == 15
-    assert following.recent(answers * 9, DRAFTS) == 8, "further it does not reach"
+def test_while_others_guesses_are_under_way_they_may_be_right(following: Following) -> None:
+    """A draft that is begun then and one that is made when they are heard of read as much."""
+    for under_way in (0, 1):
+        answers: Any = [Text(queued=under_way, coming=15 * under_way, stride=15, guessers=("suffix",))]
+        assert following.recent(answers, DRAFTS) == 8, "more is noted when it is heard of"
+        short: Any = [Text(queued=under_way, coming=4 * under_way, stride=4, guessers=("model", "suffix"))]
+        assert following.recent(short, DRAFTS) == 4
     alone: Any = [Text(queued=1, coming=6, stride=6, guessers=("model",))]
     assert following.recent(alone, DRAFTS) == 2
 

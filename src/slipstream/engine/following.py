@@ -80,18 +80,18 @@ class Following:
         most = 0
         for name in [size.drafter for size in drafts if size.drafter in self._drafters]:
             reaches = self._drafters[name].reaches(len(answers))
-            unread = [self._unread(answer, name, reaches) for answer in answers if name in answer.drafters]
+            unread = [self._unread(answer, name) for answer in answers if name in answer.drafters]
             most = max([most, *[count for count in unread if count <= reaches]])
         return most
 
-    def _unread(self, answer: Answer, name: str, reaches: int) -> int:
-        """Of its last tokens, those of rounds under way included, as far as that is known."""
+    def _unread(self, answer: Answer, name: str) -> int:
+        """Of its last tokens, by what the last round may have committed, though it be over: a draft that was begun
+        before that was known is of the same size then. Who missed more is noted in `behind`."""
         if name in answer.behind:
             return _most_tokens(answer) - answer.behind[name]
-        if not answer.queued:
-            return answer.missed.get(name, 0) + 1
+        drafter = self._drafters[name]
         alone = not answer.guessers or answer.guessers == (name,)
-        return self._drafters[name].unread(answer.stride) if alone else min(answer.stride, reaches)
+        return drafter.unread(answer.stride) if alone else min(answer.stride, drafter.rereads)
 
     def _is_lagging(self, answer: Answer, name: str, requests: int) -> bool:
         return _most_tokens(answer) - answer.behind[name] > self._drafters[name].reaches(requests)
