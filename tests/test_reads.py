@@ -216,5 +216,17 @@ class TestWide:
             assert found.run(batch, layout_of(batch, PAGE)) is None
         assert len(found._reads._reads) == 1, "it was tried once"
 
+    @torch.inference_mode()
+    def test_where_there_is_no_room_to_compare_nothing_is_captured(
+        self, runner: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(reads: WideReads, batch: PassBatch) -> list[Tensor]:
+            raise torch.OutOfMemoryError("no room")
+
+        monkeypatch.setattr(WideReads, "_written", full)
+        found, batch = self.wide(runner), padded(prompts(13, 9), 24)
+        for _ in range(4):
+            assert found.run(batch, layout_of(batch, PAGE)) is None
+
     def test_very_long_ones_are_never(self, runner: Runner) -> None:
         assert self.wide(runner)._sizes == (24, 32)

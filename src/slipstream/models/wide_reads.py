@@ -53,15 +53,28 @@ class WideReads:
             return None
         if shape in self._compared and self._reads.has(shape):
             return self._reads.run(batch, layout)
-        self._run(batch.input_ids, batch.positions, layout, self.cache, batch.logit_rows)
-        expected = self._written(batch)
-        logits = self._reads.run(batch, layout)
-        self._differs = not all(torch.equal(*pair) for pair in zip(expected, self._written(batch), strict=True))
-        if self._differs:
-            _log.warning("a captured pass over %d rows of prompts has other bits: none is captured", batch.size)
+        logits = self._compare(batch, layout)
+        if logits is None:
+            self._differs = True
+            _log.warning(
+                "a captured pass over %d rows of prompts does not have the bits of another: none is captured",
+                batch.size,
+            )
             return None  # and what it wrote is written again
         self._compared.add(shape)
         return logits
+
+    def _compare(self, batch: PassBatch, layout: RowLayout) -> Tensor | None:
+        """The captured pass; None: it does not write what the same one does launched as it is, or nobody can say."""
+        assert batch.logit_rows is not None
+        try:
+            self._run(batch.input_ids, batch.positions, layout, self.cache, batch.logit_rows)
+            expected = self._written(batch)
+            logits = self._reads.run(batch, layout)
+            found = self._written(batch)
+        except torch.OutOfMemoryError:  # what is compared takes room, too
+            return None
+        return logits if all(torch.equal(*pair) for pair in zip(expected, found, strict=True)) else None
 
     def _written(self, batch: PassBatch) -> list[Tensor]:
         """What the cache has of these rows; not of those that fill up the pass, whose slot is nobody's."""
