@@ -57,9 +57,9 @@ def lags(following: Following, *texts: Text) -> bool:
 
 def test_a_tree_under_way_commits_no_more_than_it_is_deep(following: Following) -> None:
     """60 nodes in 10 levels: at most 11 tokens, which a draft reads again."""
-    under_way = Text(queued=1, coming=61, stride=11, behind={"model": 99})
-    assert not lags(following, under_way)
-    assert following.recent([under_way], DRAFTS) == 12  # type: ignore[list-item]
+    answers: Any = [Text(queued=1, coming=61, stride=11, behind={"model": 99})]
+    assert not lags(following, *answers)
+    assert following.recent(answers, DRAFTS) == 12
 
 
 def test_of_many_less_is_read_again(following: Following) -> None:
@@ -113,7 +113,7 @@ def test_a_round_that_is_filled_up_reaches_as_far(requests: int) -> None:
         keeps_logits=False,
         most_keys=2048,
     )
-    assert ModelDrafter.reaches_of(shape.requests) == ModelDrafter.reaches_of(requests)
+    assert ModelDrafter.reaches(shape.requests) == ModelDrafter.reaches(requests)
 
 
 def test_a_draft_that_reads_more_serves_as_well_and_none_that_reads_less() -> None:

@@ -156,7 +156,7 @@ class ReplayedDevice(DeviceDrafter):
         self._walks = walks
 
     def reaches(self, requests: int) -> int:
-        return self.rereads if self.grows else ModelDrafter.reaches_of(requests)
+        return self.rereads if self.grows else ModelDrafter.reaches(requests)
 
     def most_at(self, levels: int) -> int:
         return min(self.most_nodes, self.width + (levels - 1) * self.width**2) if self.grows else self.most_nodes

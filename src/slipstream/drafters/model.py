@@ -64,11 +64,8 @@ class ModelDrafter(DeviceDrafter):
         self._cache: KVCache | None = None
         self._progress: dict[str, _Progress] = {}
 
-    def reaches(self, requests: int) -> int:
-        return self.reaches_of(requests)
-
     @classmethod
-    def reaches_of(cls, requests: int) -> int:
+    def reaches(cls, requests: int) -> int:
         return _FAR if requests <= _FEW else cls.rereads
 
     @classmethod

@@ -48,8 +48,10 @@ class WideReads:
         if self._differs or batch.size not in self._sizes or batch.logit_rows is None:
             return None
         shape = ReadShape.of(batch, layout.max_keys, self._sizes)
-        if shape is None or shape not in self._seen:
-            self._seen.update(() if shape is None else (shape,))
+        if shape is None:
+            return None
+        if shape not in self._seen:
+            self._seen.add(shape)
             return None
         if shape in self._compared and self._reads.has(shape):
             return self._reads.run(batch, layout)

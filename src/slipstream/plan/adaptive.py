@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
 from slipstream.plan.free import FreeGuesses
-from slipstream.plan.gains import NO_WAIT, Turn, Waited
+from slipstream.plan.gains import NO_WAIT, Turn, Waited, guessers
 from slipstream.plan.kept import Foretold, KeptPromises
 from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
@@ -312,9 +312,8 @@ class AdaptivePlanner(FreeGuesses):
         if beyond_s is not None and turns:
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
         if nodes:
-            who = frozenset([name for turn in turns if turn.drafted for name in turn.drafters])
             emitted = sum([turn.emitted for turn in turns])
-            self._promises.observe(who, rows, emitted, seconds - waited.seconds, nodes)
+            self._promises.observe(guessers(turns), rows, emitted, seconds - waited.seconds, nodes)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
 

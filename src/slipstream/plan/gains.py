@@ -68,6 +68,11 @@ class Turn(NamedTuple):
     drafters: tuple[str, ...] = ()  # whose guesses they were
 
 
+def guessers(turns: Sequence[Turn]) -> frozenset[str]:
+    """Whose guesses were in a round."""
+    return frozenset([name for turn in turns if turn.drafted for name in turn.drafters])
+
+
 @dataclass(slots=True)
 class Gain:
     """Tokens of drafted rounds, and how many plain rounds their time would have been."""
@@ -255,7 +260,7 @@ class Gains:
         self._told = True
         drafted = sum(turn.drafted for turn in turns)
         requests = len(turns)
-        crowd, who = crowd_of(requests), frozenset([name for turn in turns if turn.drafted for name in turn.drafters])
+        crowd, who = crowd_of(requests), guessers(turns)
         for others, record in self._records.get(crowd, {}).items():
             if not drafted or others != who:
                 record.fade()

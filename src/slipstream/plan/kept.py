@@ -35,17 +35,14 @@ class Foretold(NamedTuple):
 class _Sums:
     """Of rounds: as parts of what was foretold."""
 
-    rounds: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
-        self.rounds = self.rounds * _DECAY + 1
         self.tokens = self.tokens * _DECAY + tokens
         self.seconds = self.seconds * _DECAY + seconds
 
     def fade(self) -> None:
-        self.rounds *= _FADES
         self.tokens *= _FADES
         self.seconds *= _FADES
 
