@@ -138,5 +138,12 @@ def test_two_broken_promises_weigh_more_than_what_others_of_its_kind_kept() -> N
         word.observe("a", 0)
         factors.append(word.factor("a"))
     assert factors[0] > 0.8
-    assert factors[-1] < 0.1
+    assert factors[2] > 0.5  # by chance that happens to good guesses, too
+    assert factors[-1] < 0.001  # a pass over a few more rows takes hardly longer, and yet this is worth none
     assert factors == sorted(factors, reverse=True)
+    word.promise("a", 0.5)  # a small one that was not kept, either, is no reason to believe it again
+    word.observe("a", 0)
+    assert word.factor("a") < factors[-1]
+    word.promise("a", 1.0)
+    word.observe("a", 1)
+    assert word.factor("a") > 0.2

@@ -105,3 +105,19 @@ def test_with_many_requests_a_few_rounds_tell() -> None:
                 break
             rounds -= 1
         assert rounds == 1, rows
+
+
+@pytest.mark.parametrize(("won", "rounds"), [(1.6, 6), (1.9, 6), (2.05, 25)])
+def test_one_that_was_listened_to_again_has_to_show_at_once_what_it_promised(won: float, rounds: int) -> None:
+    """A little worse than without it: in a trial that comes round by itself that may be chance, here it is enough."""
+    waits, rows = Waits(), 4
+    waits.observe(1.3e-3)
+    waits.until = 100
+    waits.wake(50)
+    for now in range(50, 50 + rounds):
+        assert not waits.rests(now, rows)
+        waits.weigh(won, 2.0, 4e-3, now, rows)
+    assert waits.asked == 0  # the trial is over
+    assert waits.rests(50 + rounds, rows)
+    waits.weigh(1.9, 2.0, 4e-3, 500, rows)
+    assert not waits.woken

@@ -20,7 +20,9 @@ _LEAST_WEIGHT = 2.0
 """Tokens of a promise kept as usual that a newcomer starts with, and a kind with promises that were kept; those of a
 request fade like everything else, but never wholly, unless …"""
 _BROKEN = 2
-"""… so many drafts in a row brought nothing of a token or more that they promised: a text that echoed has gone on."""
+"""… so many drafts in a row brought nothing of a token or more that they promised."""
+_GONE, _FORGETS = 4, 0.5
+"""Where so many did not, a text that echoed has gone on: what was before is forgotten so much faster."""
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class _Sums:
     promised: float = 0.0
     brought: float = 0.0
     trust: float = _WEIGHT
-    failed: int = 0  # drafts in a row of which a token or more was to be right, and none was
+    failed: int = 0  # drafts of which a token or more was to be right, since one was
 
     def add(self, promised: float, brought: int, decay: float) -> None:
         self.promised = self.promised * decay + promised
@@ -68,9 +70,10 @@ class Calibration:
         if said is None:
             return
         sums = self._sums.setdefault(request_id, _Sums())
-        sums.failed = sums.failed + 1 if said >= 1 and not accepted else 0
-        sums.add(said, accepted, _DECAY)
-        sums.trust *= _DECAY
+        sums.failed = 0 if accepted else sums.failed + (said >= 1)
+        decay = _DECAY if sums.failed < _GONE else _FORGETS
+        sums.add(said, accepted, decay)
+        sums.trust *= decay
         if sums.failed < _BROKEN:
             sums.trust = max(_LEAST_WEIGHT, sums.trust)
         kind = self._traits.get(request_id)

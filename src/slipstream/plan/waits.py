@@ -15,6 +15,8 @@ requests are listened to for longer, but not when the waits come to so many pass
 _HOPELESS, _SOON, _LITTLE = 0.85, 6, 24
 """It need not be waited for that long where rounds with it are only so fast beside others, after so many rounds, with
 so much evidence: of few requests there is never as much so soon."""
+_WOKEN = 1.0
+"""The same of a trial that began because it had something to say: what it said was to be worth far more."""
 _CLEARLY = 1.05
 """So many times as fast rounds must be with it: those that wait for nobody hide whatever else the host does."""
 _FREE = 0.04
@@ -45,6 +47,7 @@ class Waits:
     until: int = 0  # the round before which nobody asks
     failed: int = 0  # trials in a row in which it was not worth the wait
     seen: bool = False  # it was waited for
+    woken: bool = False  # this trial began because it had something to say
 
     def observe(self, seconds: float) -> None:
         self.seconds = self.seconds + 0.2 * (min(seconds, 3 * self.seconds) - self.seconds) if self.seen else seconds
@@ -58,6 +61,7 @@ class Waits:
         if now < self.until:
             self.until = now
             self._begin()
+            self.woken = True
 
     def weigh(self, won: float, spent: float, pass_s: float, now: int, rows: int) -> None:
         """A round that waited brought each request so many tokens, where as long without it would have brought so many.
@@ -69,7 +73,8 @@ class Waits:
         self.asked += 1
         share = self.seconds / pass_s
         seen = self.asked * rows
-        hopeless = self.won < _HOPELESS * self.spent and self.asked >= _SOON and seen >= _LITTLE
+        least = _WOKEN if self.woken else _HOPELESS
+        hopeless = self.won < least * self.spent and self.asked >= _SOON and seen >= _LITTLE
         short = (self.asked < _TRIAL and seen < 4 * _EVIDENCE) or (seen < _EVIDENCE and self.asked * share < _PAID)
         if short and not hopeless:
             return
@@ -80,7 +85,7 @@ class Waits:
         self._begin()
 
     def _begin(self) -> None:
-        self.won, self.spent, self.asked = 0.0, 0.0, 0
+        self.won, self.spent, self.asked, self.woken = 0.0, 0.0, 0, False
 
 
 class CrowdWaits:
