@@ -76,6 +76,18 @@ class _Course:
         return np.array(found)
 
 
+class _LastingCourse(_Course):
+    """Of everybody. A depth fades when it is tried again: short drafts, and of a crowd at that, do not make anybody
+    forget what guesses further on were worth, or nobody would ever try them."""
+
+    __slots__ = ()
+
+    def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
+        for depth in range(min(tried, DEPTHS)):
+            self.tried[depth] = self.tried[depth] * decay + 1
+            self.right[depth] = self.right[depth] * decay + (1 if depth < right else missed)
+
+
 class Acceptance:
     """The chance that a guess is right when everything before it was. Newcomers start from the record of their kind,
     and a kind of which little is known from everybody's.
@@ -85,7 +97,7 @@ class Acceptance:
 
     def __init__(self, traits: Mapping[str, Traits] | None = None) -> None:
         self._shared = _Tally(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
-        self._course = _Course()
+        self._course = _LastingCourse()
         self._kinds: dict[Traits, _Tally] = {}
         self._traits = {} if traits is None else traits
         self.peers: Collection[Acceptance] = ()  # of drafters that find the same text easy, and itself

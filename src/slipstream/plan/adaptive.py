@@ -282,7 +282,9 @@ class AdaptivePlanner(FreeGuesses):
         self._rounds += 1
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
-        self._busy, self._granting = self._granting, set()
+        if not self._plain_round:  # who had to be silent for a round of comparison misses no more than its tokens
+            self._busy = self._granting
+        self._granting = set()
         self._rest.next_round(requests, drafts=bool(self._guessing or self._busy))
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
