@@ -153,6 +153,19 @@ class TestAcceptance:
             seen.observe("bad", 4, 0)
         assert seen.alpha("bad") < 0.01
 
+    def test_short_drafts_do_not_make_it_forget_what_long_ones_were_worth(self) -> None:
+        """Of a text whose first word is hard and the rest easy. With 64 at once ten rounds of one guess are enough to
+        have seen nothing else."""
+        seen = Acceptance()
+        for right in (0, 5, 5, 0, 5) * 40:
+            seen.observe("long", 5, right)
+        before = seen.paths(["new"], 5)[:, 0]
+        assert before[4] > 0.85 * before[0]
+        for right in (0, 1, 1, 0, 1) * 128:
+            seen.observe("short", 1, right)
+        after = seen.paths(["new"], 5)[:, 0]
+        assert after[4] > 0.7 * after[0]
+
     def test_it_follows_a_change(self) -> None:
         seen = Acceptance()
         for _ in range(200):

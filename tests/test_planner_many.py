@@ -17,6 +17,7 @@ from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.catching_up import CatchUps
 from slipstream.plan.cost import PassCost
+from slipstream.plan.gains import Turn
 from slipstream.plan.hopes import Hopes
 from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
 from slipstream.plan.planner import Levels
@@ -286,3 +287,27 @@ def test_an_engine_with_many_requests_plans_in_few_rounds_and_says_the_same(tiny
             assert 0 < planner.budgets < 60
             assert stats.of("echo").declined >= 40
     assert answers[0] == answers[1]
+
+
+def test_a_round_of_comparison_is_one_round() -> None:
+    """Nothing is drafted in it, and that is no reason to rest, nor to ask of anybody that it first catch up."""
+    planner, rows = new_planner(), 16
+    ids = [str(i) for i in range(rows)]
+    for name in ids:
+        planner.start(name, Traits())
+    silent: list[bool] = []
+    for _ in range(1200):
+        planner.next_round(rows, 300 * rows)
+        nodes = [0] * rows
+        if not planner.idles(rows) and planner.asks("small", rows) and planner.speculates(ids[0], ("small",)):
+            nodes = planner.budget("small", ids, [5] * rows, rows)
+        seconds = pass_s(rows + sum(nodes))
+        planner.observe_pass(PassCost.filled(rows + sum(nodes)), seconds)
+        for name, drafted in zip(ids, nodes, strict=True):
+            planner.observe("small", name, drafted, min(drafted, 2))
+        turns = [Turn(name, n, 1 + min(n, 2), ("small",) if n else ()) for name, n in zip(ids, nodes, strict=True)]
+        planner.observe_round(turns, seconds + 0.5e-3 * any(nodes), 300 * rows)
+        silent.append(not any(nodes))
+    later = "".join("-" if one else "d" for one in silent[100:])
+    assert "-" in later
+    assert "--" not in later
