@@ -148,9 +148,13 @@ def point(runs: Sequence[PeerRun]) -> dict[str, Any]:
 
 
 def acceptance(counts: Counts, tokens: int, prompts: int) -> dict[str, Any]:
-    """tau as ours, and vLLM's own counts. Those include what an answer's end cut off, tau does not."""
+    """tau as ours, and vLLM's own counts. Those include what an answer's end cut off, tau does not.
+
+    Passes in which nothing was drafted are not counted: each brought one token, and n-grams have many of them.
+    """
+    undrafted = max(0, tokens - prompts - counts.drafts - counts.accepted)
     return {
-        "tau": tokens / (prompts + counts.drafts),
+        "tau": tokens / (prompts + counts.drafts + undrafted),
         "alpha": counts.accepted / counts.drafted if counts.drafted else None,
         "prompts": prompts,
         "answered_tokens": tokens,

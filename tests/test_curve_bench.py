@@ -247,6 +247,13 @@ def test_first_turns_are_spread(tmp_path: Path) -> None:
     assert curve_work.first_turns(path, 3) == ["coding 0?", "qa 80?", "rag 160?"]
 
 
+@pytest.mark.parametrize(("drafts", "accepted", "tau"), [(30, 60, 100 / 40), (30, 70, 100 / 40), (10, 20, 100 / 80)])
+def test_passes_without_a_draft_are_passes(drafts: int, accepted: int, tau: float) -> None:
+    """A hundred tokens of ten prompts: what was not drafted came one by one. More may be accepted than came out."""
+    counts = curve_peers.Counts(drafts, 5 * drafts, accepted)
+    assert curve_peers.acceptance(counts, 100, 10)["tau"] == pytest.approx(tau)
+
+
 def test_acceptance_within_five_percent_is_by_guesses_that_stood() -> None:
     assert curve_peers.compared({"tau": 3.0}, {"tau": 2.92})["within_5_percent"]
     found = curve_peers.compared({"tau": 3.0}, {"tau": 2.89})

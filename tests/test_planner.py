@@ -166,6 +166,22 @@ class TestAcceptance:
         after = seen.paths(["new"], 5)[:, 0]
         assert after[4] > 0.7 * after[0]
 
+    @pytest.mark.parametrize("deep", [0, 1])
+    def test_nor_is_it_remembered_for_ever(self, deep: int) -> None:
+        """Chains of one guess are never proved wrong, or right, about a second: some hundred rounds later it is taken
+        to fare as the first."""
+        seen = Acceptance()
+        for _ in range(200):
+            seen.observe("long", 2, 2 * deep or 1)
+        chances = [seen.paths(["new"], 2)[1, 0] / seen.paths(["new"], 2)[0, 0]]
+        for _ in range(500):
+            seen.next_round()
+            for name in "abcd":
+                seen.observe(name, 1, int(name != "a"))  # three of four are right
+        first, both = seen.paths(["new"], 2)[:, 0]
+        assert both / first == pytest.approx(first, abs=0.1)
+        assert abs(chances[0] - first) > 0.2
+
     def test_it_follows_a_change(self) -> None:
         seen = Acceptance()
         for _ in range(200):

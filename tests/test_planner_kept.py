@@ -147,3 +147,12 @@ def test_two_broken_promises_weigh_more_than_what_others_of_its_kind_kept() -> N
     word.promise("a", 1.0)
     word.observe("a", 1)
     assert word.factor("a") > 0.2
+
+
+def test_somebody_who_never_keeps_a_promise_is_not_taken_for_one_who_makes_none() -> None:
+    """After thousands of them, too: what is left of trust is little, and it is not nothing."""
+    word = Calibration()
+    for _ in range(3000):
+        word.promise("a", 5.0)
+        word.observe("a", 0)
+    assert 0 < word.factor("a") < 0.001

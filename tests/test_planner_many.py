@@ -289,7 +289,8 @@ def test_an_engine_with_many_requests_plans_in_few_rounds_and_says_the_same(tiny
     assert answers[0] == answers[1]
 
 
-def test_a_round_of_comparison_is_one_round() -> None:
+@pytest.mark.parametrize("who", ["small", "host"])
+def test_a_round_of_comparison_is_one_round(who: str) -> None:
     """Nothing is drafted in it, and that is no reason to rest, nor to ask of anybody that it first catch up."""
     planner, rows = new_planner(), 16
     ids = [str(i) for i in range(rows)]
@@ -299,13 +300,18 @@ def test_a_round_of_comparison_is_one_round() -> None:
     for _ in range(1200):
         planner.next_round(rows, 300 * rows)
         nodes = [0] * rows
-        if not planner.idles(rows) and planner.asks("small", rows) and planner.speculates(ids[0], ("small",)):
-            nodes = planner.budget("small", ids, [5] * rows, rows)
+        if not planner.idles(rows) and planner.asks(who, rows) and planner.speculates(ids[0], (who,)):
+            if who == "small":
+                nodes = planner.budget(who, ids, [5] * rows, rows)
+            else:
+                promises = [[0.8, 0.7, 0.6]] * rows
+                trees = planner.trim(who, ids, [Tree.chain([1, 2, 3])] * rows, promises, rows)
+                nodes = [len(tree.tokens) for tree in trees]
         seconds = pass_s(rows + sum(nodes))
         planner.observe_pass(PassCost.filled(rows + sum(nodes)), seconds)
         for name, drafted in zip(ids, nodes, strict=True):
-            planner.observe("small", name, drafted, min(drafted, 2))
-        turns = [Turn(name, n, 1 + min(n, 2), ("small",) if n else ()) for name, n in zip(ids, nodes, strict=True)]
+            planner.observe(who, name, drafted, min(drafted, 2))
+        turns = [Turn(name, n, 1 + min(n, 2), (who,) if n else ()) for name, n in zip(ids, nodes, strict=True)]
         planner.observe_round(turns, seconds + 0.5e-3 * any(nodes), 300 * rows)
         silent.append(not any(nodes))
     later = "".join("-" if one else "d" for one in silent[100:])

@@ -18,6 +18,9 @@ _PRIOR = 0.6
 _PRIOR_WEIGHT = 4.0
 _DECAY = 0.9
 _SHARED_DECAY = 0.98
+_AGES = 0.99
+"""How what is known of guesses fades with every draft, of a request and of everybody; and with every round, where it is
+of a depth."""
 _MOST_WEIGHT = 16.0
 """Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
 _HEAVY = 1e9
@@ -59,13 +62,16 @@ class _Course:
 
     def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
         self.weight /= decay
+        self.lighten()
+        for depth in range(min(tried, DEPTHS)):
+            self.tried[depth] += self.weight
+            self.right[depth] += self.weight if depth < right else missed * self.weight
+
+    def lighten(self) -> None:
         if self.weight > _HEAVY:
             self.right = [count / self.weight for count in self.right]
             self.tried = [count / self.weight for count in self.tried]
             self.weight = 1.0
-        for depth in range(min(tried, DEPTHS)):
-            self.tried[depth] += self.weight
-            self.right[depth] += self.weight if depth < right else missed * self.weight
 
     def chances(self, usual: float) -> Floats:  # [D]
         """By depth; where little was seen, as one depth before, and in the first as `usual`."""
@@ -77,15 +83,20 @@ class _Course:
 
 
 class _LastingCourse(_Course):
-    """Of everybody. A depth fades when it is tried again: short drafts, and of a crowd at that, do not make anybody
-    forget what guesses further on were worth, or nobody would ever try them."""
+    """Of everybody. A depth fades when it is tried again, and slowly by rounds: a crowd's short drafts do not make
+    anybody forget at once what guesses further on were worth, or nobody would ever try them."""
 
     __slots__ = ()
 
     def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
         for depth in range(min(tried, DEPTHS)):
-            self.tried[depth] = self.tried[depth] * decay + 1
-            self.right[depth] = self.right[depth] * decay + (1 if depth < right else missed)
+            self.tried[depth] = self.tried[depth] * decay + self.weight
+            self.right[depth] = self.right[depth] * decay + (self.weight if depth < right else missed * self.weight)
+
+    def age(self) -> None:
+        """A round has passed."""
+        self.weight /= _AGES
+        self.lighten()
 
 
 class Acceptance:
@@ -104,6 +115,9 @@ class Acceptance:
         self._beside: dict[Traits | None, dict[Acceptance, _Tally]] = {}  # by kind: their log odds when it was tried
         self._requests: dict[str, _Tally] = {}
         self._courses: dict[str, _Course] = {}
+
+    def next_round(self) -> None:
+        self._course.age()
 
     @property
     def shared(self) -> float:

@@ -64,7 +64,7 @@ class AdaptivePlanner(FreeGuesses):
         self._rivals = Rivals()
         self._promises = KeptPromises()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
-        self._busy: set[str] = set()  # … in the last plan, too
+        self._busy: set[str] = set()  # … in the last plan that let them guess, too
         self._granting: set[str] = set()  # … in this one
 
     def start(self, request_id: str, traits: Traits) -> None:
@@ -285,7 +285,9 @@ class AdaptivePlanner(FreeGuesses):
         if not self._plain_round:  # who had to be silent for a round of comparison misses no more than its tokens
             self._busy = self._granting
         self._granting = set()
-        self._rest.next_round(requests, drafts=bool(self._guessing or self._busy))
+        self._rest.next_round(requests, drafts=bool(self._guessing or self._busy or self._plain_round))
+        for estimate in self._acceptance.values():
+            estimate.next_round()
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
 

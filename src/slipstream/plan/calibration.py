@@ -20,9 +20,11 @@ _LEAST_WEIGHT = 2.0
 """Tokens of a promise kept as usual that a newcomer starts with, and a kind with promises that were kept; those of a
 request fade like everything else, but never wholly, unless …"""
 _BROKEN = 2
-"""… so many drafts in a row brought nothing of a token or more that they promised."""
+"""… so many drafts that promised a token or more brought nothing, and none brought anything between them."""
 _GONE, _FORGETS = 4, 0.5
 """Where so many did not, a text that echoed has gone on: what was before is forgotten so much faster."""
+_LEAST = 1e-4
+"""Somebody who never kept a promise has made some all the same."""
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class Calibration:
         sums = self._sums.get(request_id)
         if sums is None:
             return usual
-        return min(1.0, (sums.brought + sums.trust * usual) / (sums.promised + sums.trust))
+        return min(1.0, max(_LEAST, (sums.brought + sums.trust * usual) / (sums.promised + sums.trust)))
 
     def _usual(self, request_id: str) -> float:
         traits = self._traits.get(request_id)

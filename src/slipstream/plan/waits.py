@@ -21,8 +21,8 @@ _CLEARLY = 1.05
 """So many times as fast rounds must be with it: those that wait for nobody hide whatever else the host does."""
 _FREE = 0.04
 """A wait that is a smaller part of the pass is always borne: texts change, and a good guess brings far more."""
-_WASTE = 0.01
-_LONGEST_REST = 512
+_WASTE = 0.005
+_LONGEST_REST = 1024
 """What trials may cost of the time, and the most rounds that go without a drafter which was not worth the wait."""
 _FEW = 8
 _WASTE_OF_MANY = 0.003
