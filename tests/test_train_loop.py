@@ -33,6 +33,7 @@ from slipstream.train.plot import Panel, draw
 from slipstream.train.progress import watched
 from slipstream.train.recipe import Losses
 from slipstream.train.run import train
+from slipstream.train.stop import stop_asked
 from tiny_recipe import TinyRecipe
 from training_scenes import killed_before, measure_on_known, small_run
 
@@ -313,3 +314,22 @@ def test_the_learning_rate_rises_and_falls(base: TrainConfig) -> None:
 def test_a_picture_of_nothing_and_of_one_point() -> None:
     assert draw([Panel("empty", {})], "<none>").count("&lt;none&gt;") == 1
     assert draw([Panel("one", {"a": [(3, 1.0)]})], "t").count("<circle") == 1
+
+
+def test_who_asks_it_to_stop_hears_of_it_at_once() -> None:
+    """A step may take minutes on a CPU. The second time it does not wait."""
+    said: list[str] = []
+    heard = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        heard.set()
+
+    with stop_asked(say) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert heard.wait(10)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert len(said) == 1
+    assert "after this step" in said[0]

@@ -125,7 +125,7 @@ class Trainer:
         config = self.config
         self._sums = _Sums()
         try:
-            with stop_asked(at_once=self.ranks.world > 1) as stop, watched(self._say, self._at):
+            with stop_asked(self._say, at_once=self.ranks.world > 1) as stop, watched(self._say, self._at):
                 if self._unmeasured:
                     self._measure_now(stop)
                 if self._device.type == "cuda" and self.step < config.steps:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HEARD = "asked to stop: after this step, which is saved; asked once more, at once, with what was saved last"
 
 
 @dataclass(slots=True)
@@ -30,8 +31,8 @@ class Stop:
 
 
 @contextmanager
-def stop_asked(*, at_once: bool = False) -> Iterator[Stop]:
-    """Inside, the first Ctrl-C or kill is noted and not raised; the second one is raised.
+def stop_asked(say: Callable[[str], None], *, at_once: bool = False) -> Iterator[Stop]:
+    """Inside, the first Ctrl-C or kill is noted and not raised, and it is said so; the second one is raised.
 
     at_once: nothing is noted. Several ranks are not at the same step when they hear of it, so none of them could save.
     """
@@ -44,6 +45,7 @@ def stop_asked(*, at_once: bool = False) -> Iterator[Stop]:
         again, stop.asked = stop.asked, True
         if again or not stop.waits:
             raise KeyboardInterrupt
+        threading.Thread(target=say, args=(_HEARD,), daemon=True).start()  # here, a print may be under way
 
     before = {number: signal.signal(number, hear) for number in _SIGNALS}
     try:
