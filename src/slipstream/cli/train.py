@@ -129,7 +129,13 @@ def train(
     ] = None,
     setting: Annotated[
         list[str] | None,
-        option("--set", metavar="NAME=VALUE", panel=TRAINING, help="An option of the recipe's own. May be repeated."),
+        option(
+            "--set",
+            metavar="NAME=VALUE",
+            panel=TRAINING,
+            help="An option of the recipe's own (docs/training.md); a name that it does not know is answered with all "
+            "that it has. May be repeated.",
+        ),
     ] = None,
     threads: Annotated[int | None, option(metavar="N", min=1, panel=MODEL, help="CPU threads to compute with.")] = None,
     debug: DebugOption = False,
