@@ -150,7 +150,7 @@ def point(runs: Sequence[PeerRun]) -> dict[str, Any]:
 def acceptance(counts: Counts, tokens: int, prompts: int) -> dict[str, Any]:
     """tau as ours, and vLLM's own counts. Those include what an answer's end cut off, tau does not.
 
-    Passes in which nothing was drafted are not counted: each brought one token, and n-grams have many of them.
+    vLLM does not count passes in which nothing was drafted, of which n-grams have many: each brought one token.
     """
     undrafted = max(0, tokens - prompts - counts.drafts - counts.accepted)
     return {

@@ -61,13 +61,14 @@ class _Course:
         self.weight = 1.0  # of what was seen last
 
     def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
-        self.weight /= decay
-        self.lighten()
+        self.fade(decay)
         for depth in range(min(tried, DEPTHS)):
             self.tried[depth] += self.weight
             self.right[depth] += self.weight if depth < right else missed * self.weight
 
-    def lighten(self) -> None:
+    def fade(self, decay: float) -> None:
+        """Everything that was seen so far."""
+        self.weight /= decay
         if self.weight > _HEAVY:
             self.right = [count / self.weight for count in self.right]
             self.tried = [count / self.weight for count in self.tried]
@@ -93,11 +94,6 @@ class _LastingCourse(_Course):
             self.tried[depth] = self.tried[depth] * decay + self.weight
             self.right[depth] = self.right[depth] * decay + (self.weight if depth < right else missed * self.weight)
 
-    def age(self) -> None:
-        """A round has passed."""
-        self.weight /= _AGES
-        self.lighten()
-
 
 class Acceptance:
     """The chance that a guess is right when everything before it was. Newcomers start from the record of their kind,
@@ -117,7 +113,7 @@ class Acceptance:
         self._courses: dict[str, _Course] = {}
 
     def next_round(self) -> None:
-        self._course.age()
+        self._course.fade(_AGES)
 
     @property
     def shared(self) -> float:
