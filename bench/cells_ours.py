@@ -66,7 +66,8 @@ class Meter:
         drafted = sum(verdict.drafted for verdict in verdicts)
         now = time.perf_counter()
         made = recorded.graphs + recorded.kernels
-        self.beats.append(Beat(now, len(answers), sum(kept), drafted, times.read_rows, made, recorded.seconds))
+        parts = times.host, times.draft, times.verify
+        self.beats.append(Beat(now, len(answers), sum(kept), drafted, times.read_rows, made, recorded.seconds, parts))
 
 
 class Crowd:

@@ -14,7 +14,7 @@ import cells_peers
 import curve_ours
 from cells_ours import AUTO, SETTINGS, Bench
 from cells_trials import Trials, scripted
-from cells_work import Cell, by_task, keep_rounds, prompts_of, side_by_side
+from cells_work import Cell, Window, by_task, keep_rounds, prompts_of, side_by_side
 from curve_run import Models, peer_draft
 from gpu_clock import free
 from gpu_report import Report
@@ -137,6 +137,11 @@ class Run:
         finally:
             llm.close()
 
+    def keep(self, where: str, setting: str, seen: Window) -> None:
+        """These rounds, if they are to be kept."""
+        if self.options.rounds_to:
+            keep_rounds(self.options.rounds_to, where, setting, seen)
+
     def prompts(self, llm: LLM, cell: Cell) -> list[list[int]]:
         room = llm.max_model_len - self.options.max_tokens - 1
         return prompts_of(llm.tokenizer, self.texts[cell.task], cell.at_once, room, self.options.prompts_each)
@@ -162,7 +167,7 @@ def _ours(whole: Run) -> None:
         whole.report.put(sorted(bench.llm.engine.drafting.auto), "auto")
         if "cells" in whole.wanted.parts:
             _cells(whole, bench, modes)
-        trials = Trials(bench, own, _mixed(whole, bench.llm), whole.options.max_tokens)
+        trials = Trials(bench, own, _mixed(whole, bench.llm), whole.options.max_tokens, whole.keep)
         for name, part in (("adversaries", _adversaries), ("switches", _switches)):
             if name in whole.wanted.parts:
                 with whole.report.part(name):
@@ -187,8 +192,7 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
 
             def measure(name: str, cell: Cell = cell, prompts: list[list[int]] = prompts) -> Any:
                 seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, options.seconds)
-                if options.rounds_to:
-                    keep_rounds(options.rounds_to, cell.name, name, seen)
+                whole.keep(cell.name, name, seen)
                 return seen
 
             firsts = bench.distinct(modes, cell.at_once)

@@ -6,7 +6,7 @@ Each trial has a copy of the engine's planner, with all that it has learned, and
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
@@ -42,12 +42,13 @@ ADVERSARIES = ("wrong", "slow", "alternating")
 
 @dataclass(slots=True)
 class Trials:
-    """The trials of one engine. drafters: those of `scripted` that it was opened with."""
+    """The trials of one engine. drafters: those of `scripted` that it was opened with. keep: is told what was timed."""
 
     bench: Bench
     drafters: Sequence[Knowing]
     prompts: Sequence[list[int]]
     max_tokens: int
+    keep: Callable[[str, str, Window], None] = lambda where, setting, seen: None
     _known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # plain decoding's answers to the prompts
 
     def adversaries(self, at_once: int, seconds: float, repeats: int) -> dict[str, Any]:
@@ -63,6 +64,7 @@ class Trials:
                 for drafter in self.drafters:
                     if isinstance(drafter, Slow):
                         drafter.seconds = 2 * seen.seconds / len(seen.spans)  # two passes for each guess
+            self.keep(f"adversaries x{at_once}", name, seen)
             return seen
 
         return side_by_side((PLAIN, *ADVERSARIES), measure, repeats)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from gpu_tokens import MULTI_TURN, encode
@@ -104,6 +104,7 @@ class Beat:
     read_rows: int = 0  # of prompts
     recorded: int = 0  # graphs recorded so far, and kernels compiled beside them
     recording_s: float = 0.0  # … and how long that took
+    parts_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the host, the draft and the pass, where they are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +153,17 @@ def window(beats: Sequence[Beat], at_once: int) -> Window:
 def keep_rounds(file: Path, cell: str, setting: str, seen: Window) -> None:
     """Add a line of these rounds to a file: to see afterwards why a setting was slow."""
     rounds = [
-        [round(1e6 * one.seconds), one.beat.requests, one.beat.drafted, one.beat.tokens, one.beat.read_rows]
+        [_us(one.seconds), beat.requests, beat.drafted, beat.tokens, beat.read_rows, *map(_us, beat.parts_s)]
         for one in seen.spans
+        for beat in (one.beat,)
     ]
-    columns = ["us", "requests", "drafted", "tokens", "read_rows"]
+    columns = ["us", "requests", "drafted", "tokens", "read_rows", "host_us", "draft_us", "verify_us"]
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"cell": cell, "setting": setting, "columns": columns, "rounds": rounds}) + "\n")
+
+
+def _us(seconds: float) -> int:
+    return round(1e6 * seconds)
 
 
 def point(windows: Sequence[Window]) -> dict[str, Any]:
@@ -173,6 +179,7 @@ def point(windows: Sequence[Window]) -> dict[str, Any]:
         "rounds": len(spans),
         "tau": sum(span.beat.tokens for span in spans) / turns,
         "drafted_per_turn": sum(span.beat.drafted for span in spans) / turns,
+        "parts_ms": [round(1e3 * fmean(part), 3) for part in zip(*(span.beat.parts_s for span in spans), strict=True)],
         "recorded": sum(w.recorded for w in windows),
     }
 

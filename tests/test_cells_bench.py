@@ -144,12 +144,14 @@ def test_the_whole_command(
             assert point["rounds"] >= 2 * cells_work.FEW, (name, setting)
             assert point["tok_s"] > 0
             assert point["tau"] >= 1, (name, setting)
+            assert [part > 0 for part in point["parts_ms"]][2:] == [True], (name, setting)
         assert settings["plain"]["tau"] == 1.0, name
         assert settings["plain"]["drafted_per_turn"] == 0.0, name
         assert settings["eagle3"]["drafted_per_turn"] > 3, "a tree in every round, whatever the planner thinks of it"
         assert 0 < settings["eagle3-3"]["drafted_per_turn"] <= 3, name
     kept = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    assert {(one["cell"], one["setting"]) for one in kept} == {
+    trials = {(f"adversaries x{n}", who) for n in (1, 2) for who in ("plain", "wrong", "slow", "alternating")}
+    assert {(one["cell"], one["setting"]) for one in kept} == trials | {
         (name, setting) for name in names for setting in SETTINGS
     }
     assert all(len(row) == len(one["columns"]) for one in kept for row in one["rounds"])

@@ -72,9 +72,11 @@ def test_each_author_is_told_what_it_would_have_heard_alone(
         while alone < len(path) and tuple(path[: alone + 1]) in [paths(tree)[j] for j in own]:
             alone += 1
         assert (share.drafted, share.accepted, share.tokens) == (len(own), alone, verdict.tokens)
+        assert verdict.counts(name) == (len(own), alone)
         assert [paths(tree)[own[j]] for j in share.path] == [tuple(path[: i + 1]) for i in range(alone)]
         if merged.tree.tokens:
             assert share.choices == (100, *[101 + places[j] for j in own])
             assert share.authors.names == (name,)
     stranger = verdict.share("stranger")
     assert (stranger.drafted, stranger.accepted, stranger.tokens) == (0, 0, verdict.tokens)
+    assert verdict.counts("stranger") == (0, 0)

@@ -84,3 +84,37 @@ def test_a_short_round_still_makes_up_for_a_long_one() -> None:
         gains.next_round()
         gains.observe([Turn("r0", 4, 2, ("d",))], seconds, 1.2)
     assert gains.of("r0").measured == pytest.approx(4 / 2.4)
+
+
+def undrafted(gains: Gains, requests: int, seconds: float, idle: float) -> None:
+    gains.next_round(requests)
+    gains.observe([Turn(f"r{i}", 0, 1) for i in range(requests)], seconds, waited=Waited(idle=idle))
+
+
+def drafted(gains: Gains, seconds: float, brought: int = 2) -> None:
+    gains.next_round(4)
+    gains.observe([Turn(f"r{i}", 1, brought, ("d",)) for i in range(4)], seconds, 1.1)
+
+
+def test_a_plain_round_among_drafted_ones_is_not_blamed_for_what_the_host_does_for_those() -> None:
+    """Its pass takes 1 s, but the device waits another for the plan: rounds of 2 s that bring 2 are no gain then."""
+    gains = guard(4)
+    for _ in range(40):
+        drafted(gains, 2.2)
+        undrafted(gains, 4, 2.0, idle=1.0)
+    assert gains.of("r0").measured == pytest.approx(2 / 2.2, rel=0.01)
+    assert not gains.drafts("r0", ("d",))
+
+
+def test_what_plain_decoding_waits_for_the_host_is_its_own() -> None:
+    """Rounds that follow each other and wait all the same: a host that is slower than the device."""
+    gains = Gains(0.001)
+    for i in range(4):
+        gains.start(f"r{i}", Traits())
+    for _ in range(60):
+        undrafted(gains, 4, 2.0, idle=1.0)
+    for _ in range(20):
+        drafted(gains, 2.2)
+        undrafted(gains, 4, 3.0, idle=2.0)  # two of which one would be there without drafts
+    assert gains.of("r0").measured == pytest.approx(2 / 1.1, rel=0.05)
+    assert gains.drafts("r0", ("d",))

@@ -231,16 +231,17 @@ def test_a_trial_concerns_rivals_only() -> None:
     assert [rivals.asks(name, 1, 2) for name in ("one", "two", "suffix")] == [False, True, True]
 
 
-def test_those_without_the_turn_are_asked_now_and_then() -> None:
+@pytest.mark.parametrize(("requests", "every"), [(4, 4), (8, 4), (16, 16), (64, 16)])
+def test_those_without_the_turn_are_asked_now_and_then(requests: int, every: int) -> None:
     rivals = Rivals()
     asked = []
-    for now in range(1, 41):
+    for now in range(1, 161):
         for name, speed in (("one", 2.0), ("two", 1.1)):
-            if rivals.asks(name, 16, now):
+            if rivals.asks(name, requests, now):
                 asked.append(name)
-                rivals.has_turn(name, ["a"], 16, speed, now)
-    assert asked.count("one") == 40
-    assert 9 <= asked.count("two") <= 13
+                rivals.has_turn(name, ["a"], requests, speed, now)
+    assert asked.count("one") == 160
+    assert asked.count("two") == pytest.approx(160 / every, abs=3)
 
 
 def test_what_makes_text_easy_for_one_does_for_the_other() -> None:

@@ -75,6 +75,33 @@ def test_a_batch_of_all_drafters(bench: Bench) -> None:
     assert not differences(bench.cases, bench.expected, got)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("drafter", [None, "model"])
+def test_requests_that_come_and_go_leave_the_device_at_work(bench: Bench, drafter: str | None) -> None:
+    """Only results of rounds are waited for: what a request brings is sent behind what is queued."""
+    wishes = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.9, top_k=7, seed=1),
+        SamplingParams(temperature=0.7, top_p=0.8, min_p=0.01, seed=2),
+        SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.2, presence_penalty=0.1),
+        SamplingParams(temperature=0, logit_bias={3: 1.5}, min_tokens=2),
+    ]
+    how = SpeculationParams(enabled=drafter is not None, drafter=drafter)
+    params = [
+        replace(wishes[i % len(wishes)], max_tokens=5 + i % 7, ignore_eos=True, speculation=how) for i in range(50)
+    ]
+    prompts = [[7 + i, 3, 5, 1 + i % 9] * 4 for i in range(50)]
+    asked = [bench.llm.generate(prompts, params) for _ in range(2)]  # the second time nothing is left to be recorded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        asked.append(bench.llm.generate(prompts, params))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    outputs = [[output.outputs[0] for output in outputs] for outputs in asked]
+    assert not [output.error for output in outputs[2] if output.error]
+    assert len({str([output.token_ids for output in one]) for one in outputs}) == 1
+
+
 def test_the_fused_trunk_is_in_place(bench: Bench) -> None:
     assert any(isinstance(module, GpuTrunk) for module in bench.llm.engine.target.model.modules())
 

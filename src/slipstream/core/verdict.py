@@ -96,7 +96,7 @@ class Verdict:
         if not self.drafted or authors.names == (name,):
             return self
         if name not in authors.names:
-            return replace(self, drafted=0, accepted=0, path=(), choices=self.choices[:1], authors=NOBODY)
+            return self.undrafted()
         places = authors.places[authors.names.index(name)]
         own = {node: i for i, node in enumerate([node for node in places if node >= 0])}
         path = tuple([own[node] for node in self.path if node in own])
@@ -105,6 +105,20 @@ class Verdict:
             return replace(told, path=(), choices=(), authors=Authors((name,), mixed=frozenset((name,))))
         choices = (self.choices[0], *[self.choices[1 + node] for node in own]) if self.choices else ()
         return replace(told, path=path, choices=choices)
+
+    def undrafted(self) -> Verdict:
+        """What those are told who drafted nothing. There are many of them: `replace` takes four times as long."""
+        return Verdict(self.request_id, self.tokens, 0, 0, (), self.choices[:1])
+
+    def counts(self, name: str) -> tuple[int, int]:
+        """How many nodes one drafter proposed, and how many of them stood."""
+        names = self.authors.names
+        if names == (name,):
+            return self.drafted, self.accepted
+        if not self.drafted or name not in names:
+            return 0, 0
+        share = self.share(name)
+        return share.drafted, share.accepted
 
     def guessers(self, place: int) -> tuple[str, ...]:
         """Who proposed the token at this place of `tokens`; nobody: it is the target's own."""

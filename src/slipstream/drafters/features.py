@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.attention import PassContext
-from slipstream.models.batch import PassBatch
+from slipstream.models.batch import PassBatch, sent
 from slipstream.models.device_pass import DevicePass, layout_of
 from slipstream.models.gpu import WIDE_ROWS
 from slipstream.models.heads.base import Head, HeadStates
@@ -168,7 +169,7 @@ class FeatureDrafter(DeviceDrafter):
 
     def _read_missed(self, stretches: Sequence[Stretch], ids: Sequence[int]) -> None:
         assert self._cache is not None
-        given = torch.tensor(ids, dtype=torch.int64, device=self._cache.device)
+        given = sent(np.array(ids, dtype=np.int64), self._cache.device)
         self._read(head_batch(stretches, given, self._cache.page_size))
 
     def _read(self, batch: PassBatch) -> None:

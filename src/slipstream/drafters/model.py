@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from slipstream.kernels.last_rows import last_rows
 from slipstream.kernels.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
-from slipstream.models.batch import PassBatch
+from slipstream.models.batch import PassBatch, sent
 from slipstream.models.headers import stored_names
 from slipstream.models.heads.kinds import check_kind
 from slipstream.models.reads import READ_ROWS
@@ -163,7 +164,7 @@ class ModelDrafter(DeviceDrafter):
     def _read_missed(self, missed: Sequence[tuple[DraftRequest, int, int]]) -> None:
         assert self._cache is not None
         ids = [token for request, at, end in missed for token in request.tokens[at:end]]
-        given = torch.tensor(ids, dtype=torch.int64, device=self.runner.device)
+        given = sent(np.array(ids, dtype=np.int64), self.runner.device)
         whose, starts, ends = zip(*missed, strict=True)
         rows = [end - at for at, end in zip(starts, ends, strict=True)]
         self.runner.forward(self._own(self._batch(whose, starts, rows, given)), self._cache)
@@ -288,7 +289,7 @@ class ModelDrafter(DeviceDrafter):
             if known + count == len(request.tokens):
                 ready.append(i)
         if active:
-            given = torch.tensor(ids, dtype=torch.int64, device=self.runner.device)
+            given = sent(np.array(ids, dtype=np.int64), self.runner.device)
             self._pass([requests[i] for i in active], active, at, rows, given, 0, tokens, q)
         return ready
 

@@ -29,6 +29,7 @@ class NodeCaps:
         self.turns = {name: _turn(drafter) for name, drafter in drafters.items()}  # in this order they are asked
         self._drafters = drafters
         self._made_for = {name: made_for(drafter) for name, drafter in drafters.items()}
+        self._together: dict[tuple[str, ...], int] = {}  # the same for several
         self._wide = frozenset(n for n, d in drafters.items() if _is_wide(d))
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
         self._judged_nodes = judged_nodes(list(drafters.values()), draft_tokens)
@@ -51,7 +52,7 @@ class NodeCaps:
         share = min(self._max_rows // requests - 1, MAX_NODES)
         if self._places is not None:
             share = min(share, self._places // requests)
-        wide = name in self._wide
+        wide, made_for = name in self._wide, self._made_for[name]
         caps: list[int] = []
         kept: dict[tuple[tuple[str, ...], tuple[str, ...], int], int] = {}  # for others: for many requests the same
         for answer, before in zip(answers, used, strict=True):
@@ -61,8 +62,8 @@ class NodeCaps:
             wanted = params.speculation.draft_tokens
             usual = self._draft_tokens if wanted is None else wanted
             if usual is None:
-                usual = self._usual(answer) if several else drafter.default_draft_tokens
-                own = min(most, self._made_for[name])  # what others left is no reason to go further than alone
+                usual = self._usual(answer.drafters) if several else drafter.default_draft_tokens
+                own = min(most, made_for)  # what others left is no reason to go further than alone
             if params.rejects and not self._telling.isdisjoint(answer.drafters):
                 usual = min(usual, self._judged_nodes)  # there is memory for what so many were drawn from
             if answer.constraint is not None:
@@ -73,16 +74,19 @@ class NodeCaps:
                 useful = min(useful, left)
             if several:
                 alike = (answer.drafters, tuple(answer.refused), useful)
-                if alike not in kept:
-                    kept[alike] = self._others(name, answer, useful, exclusive)
-                useful -= before + kept[alike]
+                others = kept.get(alike)
+                if others is None:
+                    others = kept[alike] = self._others(name, answer, useful, exclusive)
+                useful -= before + others
             useful = min(useful, own if ends is None else min(own, ends - length - answer.coming))
             caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
 
-    def _usual(self, answer: Answer) -> int:
+    def _usual(self, drafters: tuple[str, ...]) -> int:
         """Nodes that all of a request's drafters together are made for."""
-        return sum([self._made_for[name] for name in answer.drafters])
+        if drafters not in self._together:
+            self._together[drafters] = sum([self._made_for[name] for name in drafters])
+        return self._together[drafters]
 
     def _others(self, name: str, answer: Answer, nodes: int, exclusive: bool) -> int:
         """How many of the request's nodes are kept for drafters that are asked after this one."""
@@ -93,7 +97,7 @@ class NodeCaps:
             hosts = [self._made_for[n] for n in names if self.turns[n] < _ON_DEVICE]
             later = hosts if self.turns[name] == _ON_DEVICE else [*hosts, *sorted(later[len(hosts) :])[-1:]]
         least = 1 if nodes >= len(order) else 0
-        return sum(max(least, nodes * made_for // self._usual(answer)) for made_for in later)
+        return sum(max(least, nodes * made_for // self._usual(answer.drafters)) for made_for in later)
 
 
 def _turn(drafter: Drafter) -> int:

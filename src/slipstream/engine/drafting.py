@@ -163,14 +163,16 @@ class Drafting:
                     self._decline(name, answer)
             return
         for name, theirs in self._groups(decodes):
-            mine = [i for i in theirs if self.planner.speculates(decodes[i].id, (*gathered.company[i], name))]
+            mine = theirs
+            if self.planner.silences:
+                mine = [i for i in theirs if self.planner.speculates(decodes[i].id, (*gathered.company[i], name))]
             self.undrafted["plain"] += len(theirs) - len(mine)
             if not (mine and (self.records or self.planner.asks(name, len(decodes)))):
                 self.undrafted["declined"] += len(mine)
                 continue
             answers = [decodes[i] for i in mine]
-            used, exclusive = [gathered.used(i) for i in mine], self.planner.exclusive
-            rivals = [gathered.granted(i) if exclusive else 0 for i in mine]
+            exclusive = self.planner.exclusive
+            used, rivals = gathered.used_by(mine, exclusive=exclusive)
             left = [nodes - others for nodes, others in zip(used, rivals, strict=True)]
             caps = self._caps.of(name, answers, left, len(decodes), exclusive=exclusive)
             self.undrafted["limited"] += caps.count(0)
@@ -238,17 +240,21 @@ class Drafting:
     def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int]]]:
         """For each drafter that may be asked: which requests are its. Those whose guesses are free come first."""
         groups: dict[str, list[int]] = {}
+        if not self.enabled:
+            self.undrafted["off"] += len(decodes)
+            return
         for i, answer in enumerate(decodes):
-            if not (answer.drafters and self.enabled):
+            if not answer.drafters:
                 self.undrafted["off"] += 1
-                continue
             for name in answer.drafters:
                 if name in answer.refused:
                     self.undrafted["failed"] += 1
                 elif name in self._resting:
                     self._decline(name, answer)
+                elif name in groups:
+                    groups[name].append(i)
                 else:
-                    groups.setdefault(name, []).append(i)
+                    groups[name] = [i]
         yield from sorted(groups.items(), key=lambda group: self._caps.turns[group[0]])
 
     def observe(
@@ -258,8 +264,9 @@ class Drafting:
         grown = self._grown if grown is None else grown
         told: dict[str, tuple[list[Answer], list[Verdict]]] = {}
         for answer, verdict in zip(answers, verdicts, strict=True):
+            authors, others = verdict.authors.names, verdict.undrafted() if verdict.drafted else verdict
             for name in answer.drafters:
-                share = verdict.share(name)
+                share = verdict.share(name) if name in authors else others
                 if share.drafted:
                     # of a tree no more can be accepted than it has levels
                     reached = min(share.drafted, grown.get(name, share.drafted))

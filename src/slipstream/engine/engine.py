@@ -315,13 +315,14 @@ class Engine:
         counters.verify_s += times.verify
         counters.host_s += times.host
         counters.generated_tokens += sum(kept)
+        draft_s, verify_s, host_s = (seconds / max(len(told), 1) for seconds in (times.draft, times.verify, times.host))
         for answer, verdict, count in zip(answers, told, kept, strict=True):
             stats = answer.output.speculation
             stats.rounds += 1
             stats.emitted += count
-            stats.draft_s += times.draft / len(told)
-            stats.verify_s += times.verify / len(told)
-            stats.host_s += times.host / len(told)
+            stats.draft_s += draft_s
+            stats.verify_s += verify_s
+            stats.host_s += host_s
             if not verdict.drafted:
                 continue
             accepted = min(verdict.accepted, count)  # what a stop cut off was of no use
@@ -329,12 +330,12 @@ class Engine:
             stats.accepted += accepted
             counters.draft(verdict.drafted, accepted)
             for name in verdict.authors.names:
-                share = verdict.share(name)
-                if share.drafted:
+                drafted, right = verdict.counts(name)
+                if drafted:
                     for theirs in (stats.of(name), totals[name]):
                         theirs.drafts += 1
-                        theirs.drafted += share.drafted
-                        theirs.accepted += min(share.accepted, count)
+                        theirs.drafted += drafted
+                        theirs.accepted += min(right, count)
 
     def _close(self, job: Job) -> None:
         self.jobs.pop(job.id, None)

@@ -47,11 +47,12 @@ class Following:
         for name in answer.drafters:
             if name not in self._drafters:
                 continue
-            share, drafter, known = verdict.share(name), self._drafters[name], answer.behind.get(name)
+            drafter, known = self._drafters[name], answer.behind.get(name)
+            drafted, accepted = verdict.counts(name)
             began = answer.cached - len(verdict.tokens)
-            if known is not None and not (share.drafted and known == began):  # … it stopped while this was under way
+            if known is not None and not (drafted and known == began):  # … it stopped while this was under way
                 continue
-            kept = max(0, min(share.accepted, share.drafted - 1))  # its last guess is not read
+            kept = max(0, min(accepted, drafted - 1))  # its last guess is not read
             # one that reads the target's hidden states must read its own guesses again as well
             missed = verdict.accepted - (0 if drafter.taps else kept)
             if known is not None or missed >= drafter.rereads:

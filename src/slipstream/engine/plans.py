@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -50,9 +51,9 @@ class Share(NamedTuple):
     nodes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
-    """The drafts of a round whose device drafters run inside it."""
+    """The drafts of a round whose device drafters run inside it. What is asked of it often is found out once."""
 
     trees: tuple[Tree, ...]  # of the host drafters, merged; empty where they gave none
     shares: tuple[tuple[Share, ...], ...]  # of the device drafters that guess for the request
@@ -62,7 +63,7 @@ class Plan:
     hosts: tuple[str, ...] = ()  # host drafters that were asked
     levels: Mapping[str, int] = field(default_factory=dict)  # of the trees of device drafters that make some
 
-    @property
+    @cached_property
     def counts(self) -> list[int]:
         """Most nodes of each request: guesses that others made as well take no room."""
         return [
@@ -70,7 +71,7 @@ class Plan:
             for tree, shares in zip(self.trees, self.shares, strict=True)
         ]
 
-    @property
+    @cached_property
     def depths(self) -> list[int]:
         """Most guesses of each request that may stand: in whatever tree one is, all before it are in the same."""
         return [
@@ -78,12 +79,12 @@ class Plan:
             for tree, shares in zip(self.trees, self.shares, strict=True)
         ]
 
-    @property
+    @cached_property
     def merges(self) -> bool:
         """Is there a request for which the device must join several drafts?"""
         return any(len(s) > 1 or (s and tree.tokens) for tree, s in zip(self.trees, self.shares, strict=True))
 
-    @property
+    @cached_property
     def drafts(self) -> Drafts:
         """The device drafters that have something to do, and how much."""
         most: dict[str, int] = {}
@@ -120,18 +121,18 @@ class Gathered:
         self.levels: dict[str, int] = {}  # as in `Plan`
         self._authors = [NOBODY] * requests  # of the trees
 
-    def used(self, request: int) -> int:
-        """Nodes that the request has or may get so far."""
-        return len(self.trees[request].tokens) + self.granted(request)
-
-    def granted(self, request: int) -> int:
-        """Of these, what device drafters may guess."""
-        shares = self.shares[request]
-        return sum([share.nodes for share in shares]) if shares else 0
+    def used_by(self, requests: Sequence[int], *, exclusive: bool) -> tuple[list[int], list[int]]:
+        """Nodes that each of these has or may get so far; and of these, what device drafters may guess, where one of
+        them at a time is enough."""
+        if not any(self.company):
+            return [0] * len(requests), [0] * len(requests)
+        granted = [sum([share.nodes for share in self.shares[i]]) for i in requests]
+        used = [len(self.trees[i].tokens) + nodes for i, nodes in zip(requests, granted, strict=True)]
+        return used, granted if exclusive else [0] * len(requests)
 
     def beside(self, requests: Sequence[int]) -> list[tuple[Beside, ...]]:
         """Who drafts for these already; nothing where nobody does for any of them."""
-        if not any(self.used(i) for i in requests):
+        if not any(self.company[i] for i in requests):
             return []
         return [self._beside(i) for i in requests]
 

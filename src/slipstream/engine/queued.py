@@ -28,6 +28,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.followers import QueuedFollowers
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.listening import RoundTimes
+from slipstream.engine.marks import Marks
 from slipstream.engine.packing import FirstTokens, pack_chunks
 from slipstream.engine.plans import Plan
 from slipstream.engine.round_shape import RoundShape
@@ -40,7 +41,7 @@ from slipstream.kernels.pack_rows import RECENT
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.models.graphs import recorded
-from slipstream.plan.gains import NO_WAIT, Waited
+from slipstream.plan.gains import Waited
 from slipstream.plan.measured import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
@@ -72,15 +73,14 @@ class QueuedEngine(Engine):
                 drafter.capture_reads(machine.trash_slot, self.rounds.pool)
         self._tickets: deque[Ticket] = deque()
         self._crowd = Crowd([], Features(), reads_logits=False)
-        self._has_clock = self.target.device.type == "cuda"
-        self._free_marks: list[Any] = []  # events, to be used again
+        self._marks = Marks(has_clock=self.target.device.type == "cuda")
         self._heard_at: float | None = None  # since when the device waits for the host
         self._waits_for_drafts = False  # … and for nothing but drafts
         self._ahead = DraftAhead(
             self.drafting,
             self.lanes,
             self.scheduler.reserve_draft,
-            self._mark,
+            self._marks.put,
             self.plan.max_model_len,
             self.counters,
         )
@@ -93,6 +93,7 @@ class QueuedEngine(Engine):
 
     def fail_all(self, error: BaseException) -> None:
         self._tickets.clear()  # nobody is left to hear
+        self._marks.rest()
         self._ahead.drop()
         if self.target.device.type == "cuda":
             with suppress(RuntimeError):  # it may be the device that failed
@@ -118,10 +119,11 @@ class QueuedEngine(Engine):
         schedule = self.scheduler.schedule()
         self._report(schedule.refused)
         if schedule:
-            if not self._tickets:
+            if not (self._tickets or waits):
+                self._marks.rest()
                 self._idle_since = time.perf_counter()
             self._tickets.append(self._queue(schedule))
-        self._free_marks += self._ahead.drop()
+        self._marks.give_back(self._ahead.drop())
         self._tell(heard)
         while len(self._tickets) > (1 if schedule else 0):
             self._tell([self._hear(self._tickets.popleft())])
@@ -161,10 +163,10 @@ class QueuedEngine(Engine):
         known = len(self.rounds), recorded.seconds
         ahead = None
         drafting = self._draft(schedule.decodes) if schedule.decodes else None
-        begun = drafted = self._mark() if drafting is None else drafting.begun
+        begun = drafted = self._marks.put() if drafting is None else drafting.begun
         if drafting is not None:
             plan, run, caught_up, _, ahead = drafting
-            drafted = self._mark()
+            drafted = self._marks.put()
             if self._heard_at is not None and self._waits_for_drafts:
                 waited_s = time.perf_counter() - self._heard_at
             if run.shape.features.grammar:
@@ -177,10 +179,10 @@ class QueuedEngine(Engine):
             for answer, authors, count, deep in zip(schedule.decodes, plan.authors, counts, plan.depths, strict=True):
                 members.append(Member.of(answer, authors, count, decodes=True))
                 answer.stride, answer.guessers = 1 + deep, authors.names
-        read = verified = self._mark()
+        read = verified = self._marks.put()
         first, logits = self._read_prompts(schedule.chunks, members) if schedule.chunks else (None, None)
         if schedule.chunks:
-            read = self._mark()
+            read = self._marks.put()
         marks = (begun, drafted, verified, read) if begun is not None else ()
         usual = not schedule.chunks and (len(self.rounds), recorded.seconds) == known
         asked = any(member.answer.params.logprobs is not None for member in members)
@@ -248,7 +250,7 @@ class QueuedEngine(Engine):
             )
             run = self.rounds.of(shape)
             run.load(slots, plan.trees, plan.shares)
-            begun = self._mark()
+            begun = self._marks.put()
             try:
                 loop = run.draft(drafts, in_hand, recent) if drafts else None
             except DraftFailed as failed:
@@ -341,16 +343,16 @@ class QueuedEngine(Engine):
         ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
         if ticket.marks:
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
+            lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
             times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows)
-            self._free_marks += ticket.free_marks()
             self.drafting.observe_catch_up(ticket.caught_up, ticket.decodes, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
-        waited = NO_WAIT
-        if idle_s is not None and self._has_clock:  # elsewhere a round waits for its own pass anyway
-            waited = Waited(ticket.hosts, max(0.0, idle_s - ticket.guessed_s))
+        waited = Waited(idle=times.host)
+        if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
+            waited = Waited(ticket.hosts, max(0.0, idle_s - ticket.guessed_s), times.host)
         if waited.drafters and (verdicts := heard.verdicts) and (ticket.steady or ticket.caught_up):
             tokens = sum([len(verdict.tokens) for verdict in verdicts])
             self.drafting.planner.observe_waited(waited.drafters, len(verdicts), tokens, lasted_s)
@@ -376,13 +378,6 @@ class QueuedEngine(Engine):
             for answer in answers:
                 answer.closing = False
             self._report(answers)
-
-    def _mark(self) -> Any:
-        if not self._has_clock:
-            return None
-        event = self._free_marks.pop() if self._free_marks else torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _released(self, answer: Answer) -> None:
         answer.epoch += 1

@@ -126,6 +126,11 @@ class Ticket:
             return authors
         return resolved(authors, self.owners[member, :nodes].tolist(), self.round.numbers, self.round.makes_trees)
 
+    @property
+    def begun(self) -> Any:
+        """The event before its own draft."""
+        return self.marks[0]
+
     def seconds(self, part: int) -> float:
         return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
 
@@ -142,8 +147,8 @@ class Ticket:
         return self.ahead.idle_until(self.marks[0])
 
     def free_marks(self) -> list[Any]:
-        """Its events, which nobody asks any more."""
-        marks, self.marks = (*self.marks, *(self.ahead.marks if self.ahead is not None else ())), ()
+        """Its events, of which nobody asks it any more. The first is the one behind it."""
+        marks, self.marks = (*self.marks[::-1], *(self.ahead.marks if self.ahead is not None else ())), ()
         return list({id(mark): mark for mark in marks}.values())
 
 
@@ -154,7 +159,7 @@ class Heard:
     ticket: Ticket
     members: tuple[Member, ...]
     verdicts: tuple[Verdict, ...]
-    lasted_s: float  # since the round before it, or since the engine was idle
+    lasted_s: float  # since the host heard of the round before it, or since the engine was idle
 
     def row_of(self) -> Tensor:  # [E, K + 1]
         """Where in `Ticket.all_logits` each request's rows lie."""

@@ -41,7 +41,7 @@ class PassBatch:
         """So many tokens of each request from position `at` on, `ids` [N] in all; the last rows reach the LM head."""
 
         def tensor(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            return sent(np.array(values, dtype=np.int64), device)
 
         starts = [0, *accumulate(rows)]
         return PassBatch(

@@ -76,6 +76,10 @@ class AdaptivePlanner(FreeGuesses):
     def speculates(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
         return not self._plain_round and self._gains.drafts(request_id, drafters)
 
+    @property
+    def silences(self) -> bool:
+        return self._plain_round or self._gains.silences
+
     def pad_passes(self) -> None:
         self._cost.padded = self._cost.late = self._gains.hiccups = True
         self._cost.context.per_row = False  # rows of a request share what is read of its context

@@ -41,6 +41,9 @@ _HICCUP = 4.0
 """A round that lasts so many plain ones says nothing about drafts, unless it has so many rows that half of it is usual.
 """
 
+_IDLE_WEIGHT = 0.2
+"""Of the last plain round, in what the device waits in such rounds."""
+
 _DOUBT_DECAY, _DOUBT_FADES = 0.95, 0.99
 """How drafted rounds count against what was expected of them, and how that is forgotten while nothing is drafted."""
 _TRUST, _MOST_DOUBT = 6.0, 1.5
@@ -54,6 +57,7 @@ class Waited(NamedTuple):
 
     drafters: Sequence[str] = ()
     seconds: float = 0.0
+    idle: float = 0.0  # … and for whatever the host does, these seconds included
 
 
 NO_WAIT = Waited()
@@ -163,6 +167,8 @@ class Gains:
     def __init__(self, slope: float, min_gain: float = 1.0, context: ContextCost | None = None) -> None:
         self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
         self._last_plain: dict[int, int] = {}  # by requests: the round
+        self._plain_idle: dict[int, float] = {}  # by crowd: what of those that follow each other the device waits
+        self._before = -1  # the crowd of the last round, if nothing was drafted in it
         self._min_gain = min_gain
         self.hiccups = False  # may a round take long for no fault of its drafts?
         self._kinds: dict[Kind, _Kind] = {}
@@ -213,6 +219,11 @@ class Gains:
     def drafts(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
         """May these draft for it? As long as that pays for its kind, and in trials."""
         return not self._off or (self._traits.get(request_id, _UNKNOWN), drafters) not in self._off
+
+    @property
+    def silences(self) -> bool:
+        """Is there a kind for which somebody may not?"""
+        return bool(self._off)
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
@@ -266,9 +277,10 @@ class Gains:
                 record.fade()
         if not drafted:
             if requests:
-                self._plain.observe(requests, seconds - waited.seconds, Load(requests, context))
+                self._plain.observe(requests, self._plain_s(crowd, seconds, waited), Load(requests, context))
                 self._last_plain[requests] = self._rounds
             return
+        self._before = -1
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
             return
@@ -294,12 +306,28 @@ class Gains:
                 plain = max(0.1, 1 + (lasted(drafters) - 1) * requests * nodes / drafted)
                 self._own.setdefault(request_id, Gain()).add(emitted, plain, expected)
                 name = Kind(self._traits[request_id], crowd, drafters)
-                kind = self._kinds.setdefault(name, _Kind())
-                kind.gain.add(emitted, plain, expected, 1.0 if name in seen else _DECAY)
-                seen.setdefault(name, Gain()).add(emitted, plain, expected)
+                decay = 1.0
+                if name not in seen:
+                    seen[name], decay = Gain(), _DECAY
+                    self._kinds.setdefault(name, _Kind())
+                self._kinds[name].gain.add(emitted, plain, expected, decay)
+                seen[name].add(emitted, plain, expected)
         for name, gain in seen.items():
             self._kinds[name].rounds.append(gain.measured)
             self._judge(name, self._kinds[name])
+
+    def _plain_s(self, crowd: int, seconds: float, waited: Waited) -> float:
+        """What an undrafted round would have taken among others.
+
+        Behind a drafted one the device waits until the host is done with that one's guesses and with the next plan:
+        that is none of plain decoding's. So it counts how long it waits where nothing was drafted before, either.
+        """
+        idle, usual = waited.idle - waited.seconds, self._plain_idle.get(crowd, 0.0)
+        if self._before == crowd:
+            self._plain_idle[crowd] = usual + _IDLE_WEIGHT * (idle - usual)
+            return seconds - waited.seconds
+        self._before = crowd
+        return seconds - waited.idle + min(idle, usual)
 
     def _judge(self, name: Kind, kind: _Kind) -> None:
         if kind.gain.drafts < _EVIDENCE - 2.5 or self._rounds < kind.until:  # decayed, 16 of them weigh 13

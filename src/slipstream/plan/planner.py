@@ -145,6 +145,11 @@ class Planner:
         """May these guess for it together in this round? False where that slows down requests of its kind."""
         return True
 
+    @property
+    def silences(self) -> bool:
+        """Is there anybody who may not guess in this round? Else nobody has to be asked about, one by one."""
+        return False
+
     def pad_passes(self) -> None:
         """Passes come in a few sizes only, and are filled up to the next one."""
 

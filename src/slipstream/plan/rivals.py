@@ -23,8 +23,9 @@ _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
 _NEAR = 0.7
 """… and it is tried, if it promises so many times as much as the best."""
-_ASKED = 4
-"""Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time."""
+_ASKED, _ASKED_OF_MANY = 4, 16
+"""Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time, of
+which there is none to spare with many requests."""
 _LONGEST = 256
 """Rounds, at the most, for which others have the turn of one who does not guess."""
 _TRIAL = 3
@@ -82,7 +83,7 @@ class Rivals:
             return True
         if trial is not None and trial.begin <= now < trial.end:
             return drafter == trial.drafter
-        if now % _ASKED == 0 or last == drafter:
+        if now % (_ASKED if rows <= _FEW else _ASKED_OF_MANY) == 0 or last == drafter:
             return True
         # or whose turn it was guesses no more
         return not any(last in one and now - one[last].round <= _ASKED for one in promises)

@@ -33,6 +33,7 @@ MIX64 = (_signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64))
 HASH32 = (_signed(0x21F0AAAD, 32), _signed(0x735A2D97, 32))
 KEYED32 = (_signed(0x9E3779B1, 32), _signed(0x85EBCA6B, 32), _signed(0xC2B2AE35, 32))
 
+_WORD = (1 << 64) - 1
 LARGEST_BELOW_ONE = 1 - 2**-24
 
 
@@ -46,6 +47,17 @@ def _mix64(x: Tensor) -> Tensor:
 def stream_keys(seeds: Tensor, samples: Tensor) -> Tensor:
     """What is fixed for the life of a request: [R] int64 from its seed's 64 bits and its index among `n`."""
     return _mix64(_mix64(seeds + GOLDEN) + samples * SAMPLE_STEP)
+
+
+def stream_key(seed: int, sample: int) -> int:
+    """The same for one request, on the host: a dozen small tensors take as long as a request has to be admitted."""
+
+    def mixed(x: int) -> int:
+        x = ((x ^ (x >> 30)) * MIX64[0]) & _WORD
+        x = ((x ^ (x >> 27)) * MIX64[1]) & _WORD
+        return x ^ (x >> 31)
+
+    return _signed(mixed((mixed((seed + GOLDEN) & _WORD) + sample * SAMPLE_STEP) & _WORD), 64)
 
 
 def position_keys(streams: Tensor, positions: Tensor) -> Tensor:

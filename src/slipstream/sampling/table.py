@@ -20,11 +20,26 @@ from torch.nn.functional import pad
 
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.params import SamplingParams
-from slipstream.sampling.noise import hash_tokens, position_keys, stream_keys
+from slipstream.sampling.columns import Columns
+from slipstream.sampling.noise import hash_tokens, position_keys, stream_key, stream_keys
 from slipstream.sampling.rows import SampleRows
 
 PADDING = -1
 SMALLEST_TEMPERATURE = 2.0**-126  # below it fp32 loses digits, then becomes 0, which would mean greedy
+_COLUMNS = {
+    "temperature": (0, torch.float32),
+    "top_k": (0, torch.int64),
+    "top_p": (1, torch.float64),
+    "log_min_p": (-math.inf, torch.float32),
+    "streams": (0, torch.int64),
+    "repetition": (1, torch.float32),
+    "frequency": (0, torch.float32),
+    "presence": (0, torch.float32),
+    "penalized": (0, torch.bool),
+    "rejects": (0, torch.bool),
+    "min_tokens": (0, torch.int64),
+}
+"""The numbers of a slot: what they are where nobody asks for anything, and their types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +68,19 @@ class SamplingTable:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
 
-        def column(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((num_slots,), value, dtype=dtype, device=self.device)
-
-        self.temperature = column(0, torch.float32)  # [S], 0 is greedy
-        self.top_k = column(0, torch.int64)  # [S], 0 is off
-        self.top_p = column(1, torch.float64)  # [S], 1 is off
-        self.log_min_p = column(-math.inf, torch.float32)  # [S], -inf is off
-        self.streams = column(0, torch.int64)  # [S] noise key of seed and sample index
-        self.repetition = column(1, torch.float32)  # [S]
-        self.frequency = column(0, torch.float32)  # [S]
-        self.presence = column(0, torch.float32)  # [S]
-        self.penalized = column(0, torch.bool)  # [S]
-        self.rejects = column(0, torch.bool)  # [S]: drafts are judged by rejection sampling
-        self.min_tokens = column(0, torch.int64)  # [S]
+        self._columns = Columns(num_slots, _COLUMNS, self.device)
+        column = self._columns.by_name
+        self.temperature = column["temperature"]  # [S], 0 is greedy
+        self.top_k = column["top_k"]  # [S], 0 is off
+        self.top_p = column["top_p"]  # [S], 1 is off
+        self.log_min_p = column["log_min_p"]  # [S], -inf is off
+        self.streams = column["streams"]  # [S] noise key of seed and sample index
+        self.repetition = column["repetition"]  # [S]
+        self.frequency = column["frequency"]  # [S]
+        self.presence = column["presence"]  # [S]
+        self.penalized = column["penalized"]  # [S]
+        self.rejects = column["rejects"]  # [S]: drafts are judged by rejection sampling
+        self.min_tokens = column["min_tokens"]  # [S]
 
         def ragged(*shape: int) -> Tensor:
             return torch.full((num_slots, *shape), PADDING, dtype=torch.int64, device=self.device)
@@ -137,8 +151,8 @@ class SamplingTable:
     def add_plain(self, slots: Tensor, temperatures: Tensor, seeds: Tensor) -> None:
         """Give distinct `slots` [B] to requests that ask for a temperature [B] and no more, with these seeds [B].
 
-        For very many requests at a time: three launches for all of them. All three lie on the device; the slots must
-        not have had a request from `add` before, whose other wishes would stay.
+        For very many requests at a time: three launches for all of them. All three lie on the device, and the host
+        does not hear of them: so the table must have no requests from `add`, neither before nor later.
         """
         sampled = torch.where(temperatures > 0, temperatures.clamp_min(SMALLEST_TEMPERATURE), 0.0)
         self.temperature.index_copy_(0, slots, sampled.to(torch.float32))
@@ -157,14 +171,20 @@ class SamplingTable:
         bad_words: Sequence[Sequence[int]],
     ) -> None:
         sampled = features.sampled
-        self.temperature[slot] = max(params.temperature, SMALLEST_TEMPERATURE) if sampled else 0
-        self.top_k[slot] = params.top_k if features.top_k else 0
-        self.top_p[slot] = params.top_p if features.top_p else 1
-        self.log_min_p[slot] = math.log(params.min_p) if features.min_p else -math.inf
-        signed_seed = seed - (1 << 64) if seed >> 63 else seed
-        self.streams[slot] = int(stream_keys(torch.tensor(signed_seed), torch.tensor(sample)))
-        self.min_tokens[slot] = params.min_tokens
-        self.rejects[slot] = params.rejects
+        numbers = {
+            "temperature": max(params.temperature, SMALLEST_TEMPERATURE) if sampled else 0,
+            "top_k": params.top_k if features.top_k else 0,
+            "top_p": params.top_p if features.top_p else 1,
+            "log_min_p": math.log(params.min_p) if features.min_p else -math.inf,
+            "streams": stream_key(seed, sample),
+            "repetition": params.repetition_penalty,
+            "frequency": params.frequency_penalty,
+            "presence": params.presence_penalty,
+            "penalized": params.penalized,
+            "rejects": params.rejects,
+            "min_tokens": params.min_tokens,
+        }
+        self._columns.write(slot, numbers)
         self.end_ids = self._fill(self.end_ids, slot, torch.tensor(ends, dtype=torch.int64))
         self.bias_ids = self._fill(self.bias_ids, slot, torch.tensor(list(params.logit_bias), dtype=torch.int64))
         self.bias = self._fill(self.bias, slot, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), 0)
@@ -221,10 +241,6 @@ class SamplingTable:
         return view
 
     def _add_penalties(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.repetition[slot] = params.repetition_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.presence[slot] = params.presence_penalty
-        self.penalized[slot] = params.penalized
         if not params.penalized:
             return
         if self.counts.shape[0] == 0:
@@ -232,8 +248,8 @@ class SamplingTable:
             self.prompt_seen = self.prompt_seen.new_zeros(self.num_slots, self.vocab_size)
         counted = torch.tensor(list(output), dtype=torch.int64).bincount(minlength=self.vocab_size)
         self.counts[slot] = _sent(counted.to(torch.int32), self.device)
-        self.prompt_seen[slot] = False
-        self.prompt_seen[slot, _sent(torch.tensor(list(prompt), dtype=torch.int64), self.device)] = True
+        seen = self.prompt_seen[slot].zero_()  # to assign a number would wait for the device
+        seen.index_fill_(0, _sent(torch.tensor(list(prompt), dtype=torch.int64), self.device), True)
 
     def _add_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
         _, count, length = self.bad_words.shape
