@@ -20,6 +20,7 @@ from gpu_clock import free
 from gpu_report import Report
 
 from slipstream import LLM
+from slipstream.core.responsive import responsive
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.drafters.base import Drafter
 from slipstream.models.load import load_config
@@ -163,7 +164,7 @@ def _ours(whole: Run) -> None:
     own = scripted(whole.options.phase) if {"adversaries", "switches"} & set(whole.wanted.parts) else []
     specs = whole.specs()
     modes = whole.modes(list(specs))
-    with whole.engine(specs, own) as bench:
+    with whole.engine(specs, own) as bench, responsive():  # as the server runs it: a search for garbage takes 0.4 s
         whole.report.put(sorted(bench.llm.engine.drafting.auto), "auto")
         if "cells" in whole.wanted.parts:
             _cells(whole, bench, modes)

@@ -322,6 +322,8 @@ class AdaptivePlanner(FreeGuesses):
         if nodes:
             emitted = sum([turn.emitted for turn in turns])
             self._promises.observe(guessers(turns), rows, emitted, seconds - waited.seconds, nodes)
+            if seconds > 0 and not waited.drafters:
+                self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
 

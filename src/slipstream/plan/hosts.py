@@ -34,6 +34,8 @@ _PEEKED, _WORTH_WAKING = 8, 2.0
 times as much as a wait costs: the more, the more often that was in vain."""
 _FORGET = 16
 """Rounds after which it does not count what the device brought: it may guess for nobody any more."""
+_REMEMBER = 64
+"""… but for as many it counts what it did bring, where nobody was waited for: that is no promise."""
 _OLDER = 0.9
 """Weight of what was known in a running figure."""
 
@@ -58,7 +60,8 @@ class HostPlans(Planner):
         self._hosts: set[str] = set()  # drafters that rounds may wait for
         self._asked_rows = 1  # requests of the round in which drafters on the host were asked last
         self._asked_at: dict[tuple[str, int], int] = {}  # by drafter and crowd: … and when
-        self._alone: dict[int, _Alone] = {}  # by requests: rounds with guesses that nobody waits for
+        self._alone: dict[int, _Alone] = {}  # by requests: what rounds promise with guesses that nobody waits for
+        self._brought: dict[int, _Alone] = {}  # by crowd: … and what they brought
         self._decided: dict[str, Decision] = {}  # by drafter: the last plan of its guesses
         self._hoped = 1.0  # the best gain that was expected of guesses of this round
         self._guessing: tuple[str, ...] = ()  # whose guesses are in it so far
@@ -180,12 +183,23 @@ class HostPlans(Planner):
         self._hear_alone(rows, float(rates.max()) * self._cost.seconds(rows) / rows)
 
     def _hear_alone(self, rows: int, speed: float) -> None:
-        known = self._spare(rows) if rows in self._alone else speed
-        self._alone[rows] = _Alone(speed + _OLDER * (known - speed), self._rounds)
+        """A round in which nobody is waited for promises to be so many times as fast as a plain one."""
+        self._alone[rows] = self._smoothed(self._alone.get(rows), speed, _FORGET)
+
+    def _hear_brought(self, rows: int, speed: float) -> None:
+        """… and was."""
+        crowd = crowd_of(rows)
+        self._brought[crowd] = self._smoothed(self._brought.get(crowd), speed, _REMEMBER)
+
+    def _smoothed(self, last: _Alone | None, speed: float, lasts: int) -> _Alone:
+        known = speed if last is None else self._speed(last, lasts)
+        return _Alone(speed + _OLDER * (known - speed), self._rounds)
 
     def _spare(self, rows: int) -> float:
         """How many times as fast as plain ones rounds of so many would be in which nobody is waited for."""
-        known = self._alone.get(rows)
-        if known is None or self._rounds - known.round > _FORGET:
-            return 1.0
-        return max(known.speed, 1.0)
+        brought = self._speed(self._brought.get(crowd_of(rows)), _REMEMBER)
+        return max(brought, self._speed(self._alone.get(rows), _FORGET))
+
+    def _speed(self, known: _Alone | None, lasts: int) -> float:
+        """1 where that was long ago."""
+        return 1.0 if known is None or self._rounds - known.round > lasts else max(known.speed, 1.0)
