@@ -244,6 +244,20 @@ def test_those_without_the_turn_are_asked_now_and_then(requests: int, every: int
     assert asked.count("two") == pytest.approx(160 / every, abs=3)
 
 
+def test_how_far_guesses_hold_is_known_by_kind() -> None:
+    """Of sampled texts the second guess is hardly ever right, of greedy ones it nearly always is, if the first is."""
+    kinds = {f"{warm}{i}": Traits(warm=warm) for warm in (False, True) for i in range(40)}
+    acceptance = Acceptance(kinds)
+    for i in range(39):
+        for _ in range(3):
+            acceptance.observe(f"False{i}", 2, 2 * (i % 2))
+            acceptance.observe(f"True{i}", 2, i % 2)
+    greedy, sampled = acceptance.paths(["False39", "True39"], 2).T
+    assert greedy[1] / greedy[0] > 0.8
+    assert sampled[1] / sampled[0] < 0.4
+    assert acceptance.paths(["True39"], 2).T[0] == pytest.approx(sampled)
+
+
 def test_what_makes_text_easy_for_one_does_for_the_other() -> None:
     """Both were tried on hard text; then one of them alone on easy text, of which the other hears."""
     traits = {name: Traits() for name in ("hard", "easy", "new")}

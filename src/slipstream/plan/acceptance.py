@@ -82,6 +82,11 @@ class _Course:
             found.append(usual)
         return np.array(found)
 
+    def beside(self, usual: Floats) -> Floats:  # [D]
+        """By depth; where little was seen, as `usual` [D]."""
+        prior = _DEPTH_WEIGHT * self.weight
+        return (np.array(self.right) + prior * usual) / (np.array(self.tried) + prior)
+
 
 class _LastingCourse(_Course):
     """Of everybody. A depth fades when it is tried again, and slowly by rounds: a crowd's short drafts do not make
@@ -106,6 +111,7 @@ class Acceptance:
         self._shared = _Tally(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
         self._course = _LastingCourse()
         self._kinds: dict[Traits, _Tally] = {}
+        self._kind_courses: dict[Traits, _LastingCourse] = {}
         self._traits = {} if traits is None else traits
         self.peers: Collection[Acceptance] = ()  # of drafters that find the same text easy, and itself
         self._beside: dict[Traits | None, dict[Acceptance, _Tally]] = {}  # by kind: their log odds when it was tried
@@ -113,7 +119,8 @@ class Acceptance:
         self._courses: dict[str, _Course] = {}
 
     def next_round(self) -> None:
-        self._course.fade(_AGES)
+        for course in (self._course, *self._kind_courses.values()):
+            course.fade(_AGES)
 
     @property
     def shared(self) -> float:
@@ -137,9 +144,7 @@ class Acceptance:
     def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
         """The chance that all of the first 1, 2, … guesses are right."""
         alphas = np.array([self.alpha(request_id) for request_id in request_ids])  # [B]
-        shared = self._shared.share
-        course = self._course.chances(shared)  # [D]
-        usual = np.minimum(course[:, None] / max(shared, 1e-6) * alphas, np.maximum(alphas, 0.98))  # [D, B]
+        usual = np.minimum(self._usual_courses(request_ids) * alphas, np.maximum(alphas, 0.98))  # [D, B]
         courses = [self._courses.get(r, _NO_COURSE) for r in request_ids]
         seen = np.array([[course.right, course.tried] for course in courses])  # [B, 2, D]
         weights = _DEPTH_WEIGHT * np.array([course.weight for course in courses])  # [B]
@@ -150,6 +155,22 @@ class Acceptance:
         chances = np.minimum(chances * alphas / np.maximum(mean, 1e-9), np.maximum(alphas, 0.98))
         deep = np.minimum(np.arange(depth), DEPTHS - 1)
         return np.cumprod(chances[deep], axis=0)
+
+    def _usual_courses(self, request_ids: Sequence[str]) -> Floats:  # [D, B]
+        """How many times as likely as any of its guesses each depth's are for each, by what others of its kind saw."""
+        shared = max(self._shared.share, 1e-6)
+        everybody = self._course.chances(shared) / shared  # [D]
+        known: dict[Traits | None, Floats] = {}
+        for kind in {self._traits.get(request_id) for request_id in request_ids}:
+            course = None if kind is None else self._kind_courses.get(kind)
+            if kind is None or course is None:
+                known[kind] = everybody
+            else:
+                share = max(self._kinds[kind].share, 1e-6)
+                known[kind] = course.beside(everybody * share) / share
+        if len(known) == 1:
+            return next(iter(known.values()))[:, None]
+        return np.stack([known[self._traits.get(request_id)] for request_id in request_ids], axis=1)
 
     def observe(self, request_id: str, drafted: int, accepted: int, missed: float = 0.0) -> None:
         """Guesses behind the first wrong one were never put to the test.
@@ -173,7 +194,10 @@ class Acceptance:
         self._course.add(accepted, tried, _SHARED_DECAY, missed)
         traits = self._traits.get(request_id)
         if traits is not None:
-            self._kinds.setdefault(traits, _Tally(0.0, 0.0)).add(accepted + missed, tried, _SHARED_DECAY)
+            if traits not in self._kinds:
+                self._kinds[traits], self._kind_courses[traits] = _Tally(0.0, 0.0), _LastingCourse()
+            self._kinds[traits].add(accepted + missed, tried, _SHARED_DECAY)
+            self._kind_courses[traits].add(accepted, tried, _SHARED_DECAY, missed)
             for peer in self.peers:
                 if peer is not self and peer.known:
                     mean = self._beside.setdefault(traits, {}).setdefault(peer, _Tally(0.0, 0.0))

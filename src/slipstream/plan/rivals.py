@@ -21,8 +21,9 @@ _BETTER, _BETTER_OF_MANY = 1.05, 1.12
 as a round, and longer for more than a few requests."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
-_NEAR = 0.7
-"""… and it is tried, if it promises so many times as much as the best."""
+_NEAR, _NEAR_OF_MANY = 0.7, 0.9
+"""… and it is tried, if it promises so many times as much as the best: among more than a few requests the others of
+their kind speak for them, and to read what was missed of all of them takes several rounds."""
 _ASKED, _ASKED_OF_MANY = 4, 16
 """Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time, of
 which there is none to spare with many requests."""
@@ -146,6 +147,7 @@ class Rivals:
         if self.tries(rows, now) in fresh:
             return self.tries(rows, now) == drafter
         is_time = trial is None or now >= trial.end + max(_APART, reads / _WASTE)
-        if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, _NEAR * fresh[best]):
+        near = (_NEAR if rows <= _FEW else _NEAR_OF_MANY) * fresh[best]
+        if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, near):
             self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL)  # this round may be another's already
         return last == drafter
