@@ -179,9 +179,14 @@ def point(windows: Sequence[Window]) -> dict[str, Any]:
         "rounds": len(spans),
         "tau": sum(span.beat.tokens for span in spans) / turns,
         "drafted_per_turn": sum(span.beat.drafted for span in spans) / turns,
-        "parts_ms": [round(1e3 * fmean(part), 3) for part in zip(*(span.beat.parts_s for span in spans), strict=True)],
         "recorded": sum(w.recorded for w in windows),
-    }
+    } | _parts(spans)
+
+
+def _parts(spans: Sequence[Span]) -> dict[str, list[float]]:
+    """What of a round was the host's, the draft's and the pass's, on average; nothing where nobody tells."""
+    means = [round(1e3 * fmean(part), 3) for part in zip(*(span.beat.parts_s for span in spans), strict=True)]
+    return {"parts_ms": means} if any(means) else {}
 
 
 def _steady_s(spans: Sequence[Span]) -> float:

@@ -31,7 +31,7 @@ class Device:
         for _ in range(2):
             self.now += seconds / 2
             found.append(marks.put())
-        return SimpleNamespace(begun=found[0], free_marks=lambda: found[::-1])
+        return SimpleNamespace(begun=found[0], ended=found[-1], free_marks=lambda: found)
 
 
 @pytest.fixture

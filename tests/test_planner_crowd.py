@@ -176,6 +176,7 @@ def test_it_is_asked_again_when_most_have_left_or_the_text_has_changed() -> None
     crowd.play(20)
     assert crowd.planner.rests("ngram", REQUESTS)
     assert crowd.planner.rests("ngram", REQUESTS // 2), "about as many: what was seen of those holds for these"
+    assert not crowd.planner.rests("ngram", REQUESTS // 4), "those were not tried themselves"
     assert not crowd.planner.rests("ngram", REQUESTS // 8)
     crowd.chances = [0.9] * REQUESTS
     crowd.play(700)

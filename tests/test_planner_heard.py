@@ -202,7 +202,7 @@ def test_who_has_the_turn_and_does_not_guess_leaves_it_to_others() -> None:
             rivals.decline("one", 64, now)
             empty.append(now)
         rivals.has_turn("two", ["a"], 64, 1.1, now)
-    assert empty[:3] == [1, 6, 15]
+    assert empty[:3] == [1, 18, 51]
     assert len(empty) < 10
 
 

@@ -13,6 +13,7 @@ import pytest
 from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import SIZES, PassCost
+from slipstream.plan.gains import Turn
 from slipstream.plan.planner import Beside
 from slipstream.plan.traits import Traits
 from slipstream.plan.waits import Waits
@@ -122,3 +123,39 @@ def test_one_that_was_listened_to_again_has_to_show_at_once_what_it_promised(won
     for now in range(1000, 1006):  # the next trial comes round by itself
         waits.weigh(1.9, 2.0, 4e-3, now, rows)
     assert waits.asked == 6
+
+
+def test_a_wait_is_weighed_against_what_rounds_brought_without_one() -> None:
+    """What a drafter on the host brought itself, in rounds in which it was not waited for, is none of that."""
+    planner = AdaptivePlanner(PassCost(0.001))
+    planner.pad_passes()
+    planner.rests("ngram", 2)  # the planner hears of it
+    for _ in range(40):
+        planner.observe_pass(2, 1.0)
+        planner.next_round(2, 100)
+        planner.observe_round([Turn("a", 3, 3, ("ngram",)), Turn("b", 3, 3, ("ngram",))], 1.0)
+    assert planner._spare(2) == 1.0
+    for _ in range(40):
+        planner.next_round(2, 100)
+        planner.observe_round([Turn("a", 3, 3, ("model",)), Turn("b", 3, 1, ("model",))], 1.0)
+    assert planner._spare(2) == pytest.approx(2.0, rel=0.05)
+    for _ in range(100):
+        planner.next_round(2, 100)
+    assert planner._spare(2) == 1.0, "that was long ago"
+    planner.observe_round([Turn("a", 3, 3, ("model",)), Turn("b", 3, 1, ("model",))], 1.0)
+    assert planner._spare(2) == pytest.approx(2.0, rel=0.05)
+
+
+def test_who_silences_nobody_lets_everybody_guess() -> None:
+    planner = AdaptivePlanner(PassCost(0.001))
+    for i in range(4):
+        planner.start(f"r{i}", Traits())
+    for number in range(60):
+        planner.observe_pass(4, 1.0)
+        planner.next_round(4, 400)
+        may = [planner.speculates(f"r{i}", ("d",)) for i in range(4)]
+        assert all(may) or planner.silences
+        drafts = number > 3 and all(may)
+        turns = [Turn(f"r{i}", 3 * drafts, 1, ("d",) if drafts else ()) for i in range(4)]
+        planner.observe_round(turns, 2.0 if drafts else 1.0)
+    assert planner.silences

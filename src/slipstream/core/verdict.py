@@ -117,8 +117,8 @@ class Verdict:
             return self.drafted, self.accepted
         if not self.drafted or name not in names:
             return 0, 0
-        share = self.share(name)
-        return share.drafted, share.accepted
+        own = {node for node in self.authors.places[names.index(name)] if node >= 0}
+        return len(own), sum([node in own for node in self.path])
 
     def guessers(self, place: int) -> tuple[str, ...]:
         """Who proposed the token at this place of `tokens`; nobody: it is the target's own."""

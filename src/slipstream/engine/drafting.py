@@ -171,8 +171,8 @@ class Drafting:
                 self.undrafted["declined"] += len(mine)
                 continue
             answers = [decodes[i] for i in mine]
-            exclusive = self.planner.exclusive
-            used, rivals = gathered.used_by(mine, exclusive=exclusive)
+            exclusive, (used, granted) = self.planner.exclusive, gathered.used_by(mine)
+            rivals = granted if exclusive else [0] * len(mine)
             left = [nodes - others for nodes, others in zip(used, rivals, strict=True)]
             caps = self._caps.of(name, answers, left, len(decodes), exclusive=exclusive)
             self.undrafted["limited"] += caps.count(0)

@@ -32,12 +32,11 @@ class Marks:
         By when the host hears of rounds that could not be told: it may be at a later one still, and what it does there
         (prompts, a graph to record) has nothing to do with this one. Asked once, of each in turn: its events are free.
         """
-        before = self._ended or ticket.begun
-        end, *others = ticket.free_marks()
+        before, end = ticket.begun if self._ended is None else self._ended, ticket.ended
         lasted_s = float(before.elapsed_time(end)) / 1e3
         self.rest()
         self._ended = end
-        self.give_back(others)
+        self.give_back([mark for mark in ticket.free_marks() if mark is not end])
         return lasted_s
 
     def rest(self) -> None:

@@ -64,20 +64,18 @@ class Plan:
     levels: Mapping[str, int] = field(default_factory=dict)  # of the trees of device drafters that make some
 
     @cached_property
-    def counts(self) -> list[int]:
+    def counts(self) -> tuple[int, ...]:
         """Most nodes of each request: guesses that others made as well take no room."""
-        return [
-            len(tree.tokens) + sum([share.nodes for share in shares]) if shares else len(tree.tokens)
-            for tree, shares in zip(self.trees, self.shares, strict=True)
-        ]
+        parts = zip(self.trees, self.shares, strict=True)
+        return tuple([len(tree.tokens) + sum([share.nodes for share in shares]) for tree, shares in parts])
 
     @cached_property
-    def depths(self) -> list[int]:
+    def depths(self) -> tuple[int, ...]:
         """Most guesses of each request that may stand: in whatever tree one is, all before it are in the same."""
-        return [
-            max([len(tree.tokens), *[min(nodes, self.levels.get(name, nodes)) for name, nodes in shares]])
-            for tree, shares in zip(self.trees, self.shares, strict=True)
-        ]
+        parts, levels = zip(self.trees, self.shares, strict=True), self.levels
+        return tuple(
+            [max([len(tree.tokens), *[min(n, levels.get(name, n)) for name, n in shares]]) for tree, shares in parts]
+        )
 
     @cached_property
     def merges(self) -> bool:
@@ -121,14 +119,12 @@ class Gathered:
         self.levels: dict[str, int] = {}  # as in `Plan`
         self._authors = [NOBODY] * requests  # of the trees
 
-    def used_by(self, requests: Sequence[int], *, exclusive: bool) -> tuple[list[int], list[int]]:
-        """Nodes that each of these has or may get so far; and of these, what device drafters may guess, where one of
-        them at a time is enough."""
+    def used_by(self, requests: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Nodes that each of these has or may get so far; and of these, what device drafters may guess."""
         if not any(self.company):
             return [0] * len(requests), [0] * len(requests)
         granted = [sum([share.nodes for share in self.shares[i]]) for i in requests]
-        used = [len(self.trees[i].tokens) + nodes for i, nodes in zip(requests, granted, strict=True)]
-        return used, granted if exclusive else [0] * len(requests)
+        return [len(self.trees[i].tokens) + nodes for i, nodes in zip(requests, granted, strict=True)], granted
 
     def beside(self, requests: Sequence[int]) -> list[tuple[Beside, ...]]:
         """Who drafts for these already; nothing where nobody does for any of them."""

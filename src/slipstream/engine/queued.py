@@ -350,9 +350,10 @@ class QueuedEngine(Engine):
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
-        waited = Waited(idle=times.host)
+        waited = Waited(beyond=times.host)
         if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
-            waited = Waited(ticket.hosts, max(0.0, idle_s - ticket.guessed_s), times.host)
+            waited_s = max(0.0, idle_s - ticket.guessed_s)
+            waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))
         if waited.drafters and (verdicts := heard.verdicts) and (ticket.steady or ticket.caught_up):
             tokens = sum([len(verdict.tokens) for verdict in verdicts])
             self.drafting.planner.observe_waited(waited.drafters, len(verdicts), tokens, lasted_s)

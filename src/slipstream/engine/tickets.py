@@ -131,6 +131,11 @@ class Ticket:
         """The event before its own draft."""
         return self.marks[0]
 
+    @property
+    def ended(self) -> Any:
+        """The event behind all of it."""
+        return self.marks[-1]
+
     def seconds(self, part: int) -> float:
         return self.marks[part].elapsed_time(self.marks[part + 1]) / 1e3 if self.marks else 0.0
 
@@ -147,8 +152,8 @@ class Ticket:
         return self.ahead.idle_until(self.marks[0])
 
     def free_marks(self) -> list[Any]:
-        """Its events, of which nobody asks it any more. The first is the one behind it."""
-        marks, self.marks = (*self.marks[::-1], *(self.ahead.marks if self.ahead is not None else ())), ()
+        """Its events, of which nobody asks it any more."""
+        marks, self.marks = (*self.marks, *(self.ahead.marks if self.ahead is not None else ())), ()
         return list({id(mark): mark for mark in marks}.values())
 
 

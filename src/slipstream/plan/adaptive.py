@@ -28,7 +28,8 @@ from slipstream.plan.traits import Traits
 from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
 
 _COMPARE = 4
-"""Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately."""
+"""Every so many rounds nothing is drafted, where no undrafted round of as many requests was seen lately; and in all of
+them but one, once, where a device may wait for the host in such rounds as well."""
 
 _FIRST = 1
 """Nodes for a request, of a drafter of which nobody knows how long it takes."""
@@ -293,7 +294,9 @@ class AdaptivePlanner(FreeGuesses):
         for estimate in self._acceptance.values():
             estimate.next_round()
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
-        self._plain_round = requests > 0 and self._rounds % _COMPARE == 2 and self._gains.lacks_plain(requests)
+        turn = self._rounds % _COMPARE
+        lacks_plain = turn == 2 and self._gains.lacks_plain(requests)
+        self._plain_round = requests > 0 and (lacks_plain or (turn > 0 and self._gains.lacks_idle(requests)))
 
     def leaves(self, drafter: str) -> bool:
         return self._cost.padded and self._rest.leaves(drafter)
@@ -322,7 +325,7 @@ class AdaptivePlanner(FreeGuesses):
         if nodes:
             emitted = sum([turn.emitted for turn in turns])
             self._promises.observe(guessers(turns), rows, emitted, seconds - waited.seconds, nodes)
-            if seconds > 0 and not waited.drafters:
+            if seconds > 0 and self._hosts.isdisjoint(guessers(turns)) and not waited.drafters:
                 self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)

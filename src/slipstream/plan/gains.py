@@ -43,6 +43,9 @@ _HICCUP = 4.0
 
 _IDLE_WEIGHT = 0.2
 """Of the last plain round, in what the device waits in such rounds."""
+_AMONG, _FEW = 2, 8
+"""Plain rounds before one that is a plain one among others; and requests for whom the host has no more to do than fits
+into a round."""
 
 _DOUBT_DECAY, _DOUBT_FADES = 0.95, 0.99
 """How drafted rounds count against what was expected of them, and how that is forgotten while nothing is drafted."""
@@ -57,7 +60,7 @@ class Waited(NamedTuple):
 
     drafters: Sequence[str] = ()
     seconds: float = 0.0
-    idle: float = 0.0  # … and for whatever the host does, these seconds included
+    beyond: float = 0.0  # … and besides, for whatever else the host did
 
 
 NO_WAIT = Waited()
@@ -149,6 +152,14 @@ class _Record:
         return 1.0 if lacking <= 0 else min(1 + lacking / (self.measured + _TRUST), _MOST_DOUBT)
 
 
+class _Run(NamedTuple):
+    """Plain rounds that followed each other."""
+
+    crowd: int = 0
+    round: int = 0  # the last of them
+    length: int = 0
+
+
 @dataclass(slots=True)
 class _Kind:
     gain: Gain = field(default_factory=Gain)
@@ -168,7 +179,7 @@ class Gains:
         self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
         self._last_plain: dict[int, int] = {}  # by requests: the round
         self._plain_idle: dict[int, float] = {}  # by crowd: what of those that follow each other the device waits
-        self._before = -1  # the crowd of the last round, if nothing was drafted in it
+        self._before = _Run()
         self._min_gain = min_gain
         self.hiccups = False  # may a round take long for no fault of its drafts?
         self._kinds: dict[Kind, _Kind] = {}
@@ -232,6 +243,10 @@ class Gains:
         last = self._last_plain.get(requests)
         return not self._plain.seen(requests) or (last is not None and self._rounds - last > _OLD)
 
+    def lacks_idle(self, requests: int) -> bool:
+        """Is it not known what plain rounds of about so many wait for the host, where they may? Of few they do not."""
+        return self._told and self.hiccups and requests > _FEW and crowd_of(requests) not in self._plain_idle
+
     def of(self, request_id: str) -> Gain:
         """What was measured for a request."""
         return self._own.get(request_id, Gain())
@@ -280,7 +295,6 @@ class Gains:
                 self._plain.observe(requests, self._plain_s(crowd, seconds, waited), Load(requests, context))
                 self._last_plain[requests] = self._rounds
             return
-        self._before = -1
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
             return
@@ -320,14 +334,16 @@ class Gains:
         """What an undrafted round would have taken among others.
 
         Behind a drafted one the device waits until the host is done with that one's guesses and with the next plan:
-        that is none of plain decoding's. So it counts how long it waits where nothing was drafted before, either.
+        that is none of plain decoding's. So it counts how long it waits where nothing was drafted before, either: the
+        host tells of a round while the next but one is on its way.
         """
-        idle, usual = waited.idle - waited.seconds, self._plain_idle.get(crowd, 0.0)
-        if self._before == crowd:
-            self._plain_idle[crowd] = usual + _IDLE_WEIGHT * (idle - usual)
+        follows = self._before.crowd == crowd and self._rounds - self._before.round <= 1
+        self._before = _Run(crowd, self._rounds, self._before.length + 1 if follows else 1)
+        if self._before.length > _AMONG:
+            usual = self._plain_idle.get(crowd, waited.beyond)
+            self._plain_idle[crowd] = usual + _IDLE_WEIGHT * (waited.beyond - usual)
             return seconds - waited.seconds
-        self._before = crowd
-        return seconds - waited.idle + min(idle, usual)
+        return seconds - waited.seconds - waited.beyond + min(waited.beyond, self._plain_idle.get(crowd, 0.0))
 
     def _judge(self, name: Kind, kind: _Kind) -> None:
         if kind.gain.drafts < _EVIDENCE - 2.5 or self._rounds < kind.until:  # decayed, 16 of them weigh 13

@@ -192,7 +192,7 @@ class HostPlans(Planner):
         self._brought[crowd] = self._smoothed(self._brought.get(crowd), speed, _REMEMBER)
 
     def _smoothed(self, last: _Alone | None, speed: float, lasts: int) -> _Alone:
-        known = speed if last is None else self._speed(last, lasts)
+        known = speed if last is None or self._rounds - last.round > lasts else last.speed
         return _Alone(speed + _OLDER * (known - speed), self._rounds)
 
     def _spare(self, rows: int) -> float:

@@ -84,7 +84,7 @@ class Rivals:
             return True
         if trial is not None and trial.begin <= now < trial.end:
             return drafter == trial.drafter
-        if now % (_ASKED if rows <= _FEW else _ASKED_OF_MANY) == 0 or last == drafter:
+        if now % _asked(rows) == 0 or last == drafter:
             return True
         # or whose turn it was guesses no more
         return not any(last in one and now - one[last].round <= _ASKED for one in promises)
@@ -94,7 +94,7 @@ class Rivals:
         crowd = crowd_of(rows)
         before, trial = self._declined.get(crowd), self._trials.get(crowd)
         again = before is not None and before.drafter == drafter and now <= before.until + _OLD
-        lasts = min(2 * before.lasts, _LONGEST) if before is not None and again else _ASKED
+        lasts = min(2 * before.lasts, _LONGEST) if before is not None and again else _asked(rows)
         self._declined[crowd] = _Declined(drafter, now + lasts, lasts)
         if trial is not None and trial.drafter == drafter:
             trial.end = min(trial.end, now + 1)
@@ -151,3 +151,8 @@ class Rivals:
         if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, near):
             self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL)  # this round may be another's already
         return last == drafter
+
+
+def _asked(rows: int) -> int:
+    """Rounds from one question to the next."""
+    return _ASKED if rows <= _FEW else _ASKED_OF_MANY

@@ -96,12 +96,12 @@ class CrowdWaits:
         self._crowds: dict[int, Waits] = {}
 
     def of(self, rows: int) -> Waits:
-        """One that is new takes as long as the nearest that is known, and where that is next to it and rests, it rests
-        as well: of a crowd that ends together there is one after the other, and each would be tried."""
+        """One that is new takes as long as the nearest that is known. Where that is next to it, was tried itself and
+        rests, it rests as well, but few requests do not for what was seen of many: those rest far longer."""
         crowd = crowd_of(rows)
         if crowd not in self._crowds:
             near = nearest_crowd(self._crowds, crowd)
             known = Waits() if near is None else self._crowds[near]
-            is_next = near is not None and crowd / 2 <= near <= 2 * crowd
-            self._crowds[crowd] = Waits(known.seconds, until=known.until if is_next else 0)
+            is_next = near is not None and crowd / 2 <= near <= 2 * crowd and (crowd > _FEW or near <= _FEW)
+            self._crowds[crowd] = Waits(known.seconds, until=known.until if is_next and known.seen else 0)
         return self._crowds[crowd]

@@ -68,6 +68,7 @@ class SamplingTable:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
 
+        self._in_bulk = False  # has it requests from `add_plain`?
         self._columns = Columns(num_slots, _COLUMNS, self.device)
         column = self._columns.by_name
         self.temperature = column["temperature"]  # [S], 0 is greedy
@@ -118,6 +119,7 @@ class SamplingTable:
         `end_ids` (EOS and stop ids) are not chosen while fewer than `min_tokens` were emitted. The last token of a
         bad word is not chosen where the emitted tokens end with the ones before it; the prompt does not count.
         """
+        assert not self._in_bulk, "it has requests from `add_plain`, of which the host knows nothing"
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("bad_words", [token for word in bad_words for token in word])
         if params.penalized:
@@ -154,6 +156,8 @@ class SamplingTable:
         For very many requests at a time: three launches for all of them. All three lie on the device, and the host
         does not hear of them: so the table must have no requests from `add`, neither before nor later.
         """
+        assert not self._features, "it has requests from `add`, which would be sent again over these"
+        self._in_bulk = True
         sampled = torch.where(temperatures > 0, temperatures.clamp_min(SMALLEST_TEMPERATURE), 0.0)
         self.temperature.index_copy_(0, slots, sampled.to(torch.float32))
         self.streams.index_copy_(0, slots, stream_keys(seeds, torch.zeros_like(seeds)))
@@ -248,8 +252,8 @@ class SamplingTable:
             self.prompt_seen = self.prompt_seen.new_zeros(self.num_slots, self.vocab_size)
         counted = torch.tensor(list(output), dtype=torch.int64).bincount(minlength=self.vocab_size)
         self.counts[slot] = _sent(counted.to(torch.int32), self.device)
-        seen = self.prompt_seen[slot].zero_()  # to assign a number would wait for the device
-        seen.index_fill_(0, _sent(torch.tensor(list(prompt), dtype=torch.int64), self.device), True)
+        places = _sent(torch.tensor(list(prompt), dtype=torch.int64), self.device)
+        self.prompt_seen[slot].zero_().index_fill_(0, places, True)  # to assign a number to places may wait
 
     def _add_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
         _, count, length = self.bad_words.shape
