@@ -42,7 +42,7 @@ ADVERSARIES = ("wrong", "slow", "alternating")
 
 @dataclass(slots=True)
 class Trials:
-    """The trials of one engine. drafters: those of `scripted` that it was opened with. keep: is told what was timed."""
+    """The trials of one engine. drafters: those of `scripted` that it was opened with. keep: hears of adversaries."""
 
     bench: Bench
     drafters: Sequence[Knowing]

@@ -164,7 +164,7 @@ class Heard:
     ticket: Ticket
     members: tuple[Member, ...]
     verdicts: tuple[Verdict, ...]
-    lasted_s: float  # since the host heard of the round before it, or since the engine was idle
+    lasted_s: float  # since the host heard of the one before it, or the engine was idle: for devices without a clock
 
     def row_of(self) -> Tensor:  # [E, K + 1]
         """Where in `Ticket.all_logits` each request's rows lie."""
