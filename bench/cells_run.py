@@ -164,7 +164,7 @@ def _ours(whole: Run) -> None:
     own = scripted(whole.options.phase) if {"adversaries", "switches"} & set(whole.wanted.parts) else []
     specs = whole.specs()
     modes = whole.modes(list(specs))
-    with whole.engine(specs, own) as bench, responsive():  # as the server runs it: a search for garbage takes 0.4 s
+    with whole.engine(specs, own) as bench, responsive():  # as the server runs it
         whole.report.put(sorted(bench.llm.engine.drafting.auto), "auto")
         if "cells" in whole.wanted.parts:
             _cells(whole, bench, modes)

@@ -107,7 +107,7 @@ class Verdict:
         return replace(told, path=path, choices=choices)
 
     def undrafted(self) -> Verdict:
-        """What those are told who drafted nothing. There are many of them: `replace` takes four times as long."""
+        """What those are told who drafted nothing. There are many of them, and `replace` takes longer."""
         return Verdict(self.request_id, self.tokens, 0, 0, (), self.choices[:1])
 
     def counts(self, name: str) -> tuple[int, int]:

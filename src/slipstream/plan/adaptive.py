@@ -323,9 +323,9 @@ class AdaptivePlanner(FreeGuesses):
         if beyond_s is not None and turns:
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
         if nodes:
-            emitted = sum([turn.emitted for turn in turns])
-            self._promises.observe(guessers(turns), rows, emitted, seconds - waited.seconds, nodes)
-            if seconds > 0 and self._hosts.isdisjoint(guessers(turns)) and not waited.drafters:
+            emitted, who = sum([turn.emitted for turn in turns]), guessers(turns)
+            self._promises.observe(who, rows, emitted, seconds - waited.seconds, nodes)
+            if seconds > 0 and self._hosts.isdisjoint(who) and not waited.drafters:
                 self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited)

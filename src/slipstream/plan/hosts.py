@@ -33,9 +33,9 @@ _PEEKED, _WORTH_WAKING = 8, 2.0
 """Up to so many requests a drafter that nobody waits for is listened to, and waited for again when it says so many
 times as much as a wait costs: the more, the more often that was in vain."""
 _FORGET = 16
-"""Rounds after which it does not count what the device brought: it may guess for nobody any more."""
+"""Rounds after which it does not count what the device's guesses promised: it may guess for nobody any more."""
 _REMEMBER = 64
-"""… but for as many it counts what it did bring, where nobody was waited for: that is no promise."""
+"""… and what they brought, where nobody was waited for."""
 _OLDER = 0.9
 """Weight of what was known in a running figure."""
 

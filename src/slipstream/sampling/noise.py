@@ -50,7 +50,7 @@ def stream_keys(seeds: Tensor, samples: Tensor) -> Tensor:
 
 
 def stream_key(seed: int, sample: int) -> int:
-    """The same for one request, on the host: to make a dozen small tensors of it would take ten times as long."""
+    """The same for one request, on the host, without a dozen small tensors."""
 
     def mixed(x: int) -> int:
         x = ((x ^ (x >> 30)) * MIX64[0]) & _WORD
