@@ -71,10 +71,14 @@ class DraftAhead:
         self._purse = _PURSE
         self._rests = 0  # rounds that go without
 
-    def begin(self, run: Round, answers: Sequence[Answer]) -> None:
-        """Queue a draft behind this round for the requests in it, where the next plan will most likely want it."""
-        before, drafts = self._planned
-        if self._rests or not drafts or drafts != before:
+    def begin(self, run: Round, answers: Sequence[Answer], foreseen: Drafts | None) -> None:
+        """Queue a draft behind this round for the requests in it, where the next plan will most likely want it.
+
+        foreseen: what that will be; None: it is not planned yet, so it is taken to be like the last two.
+        """
+        before, last = self._planned
+        drafts = foreseen if foreseen is not None else last if last == before else ()
+        if self._rests or not drafts:
             return
         following = self._drafting.following
         if following.may_lag(answers, drafts):

@@ -22,7 +22,8 @@ from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts, DraftSize
 from slipstream.engine.following import Following
-from slipstream.engine.levels import levels_of, no_deeper
+from slipstream.engine.foresight import Foresight
+from slipstream.engine.gathering import Gathering
 from slipstream.engine.listening import Offered, RoundListener
 from slipstream.engine.peeks import Peek, peek
 from slipstream.engine.plans import Drafted, Gathered, Group, Guesses, Plan
@@ -68,9 +69,7 @@ class Drafting:
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self.following = Following(drafters)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
-        self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
         self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
-        self._levels = {name: levels_of(drafter) for name, drafter in drafters.items()}
         self._grown: Mapping[str, int] = {}  # by drafter: levels of the trees that were planned last
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
         self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
@@ -83,6 +82,9 @@ class Drafting:
         self._device = device
         self.constraining = Constraining(vocab_size, device)
         self.room = DraftRoom(reserve)
+        caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
+        self._gathering = Gathering(drafters, caps, self.room, self.undrafted)
+        self._foresight = Foresight()
         self._decode = decode
         self._sources = {n: d.source for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._failures: dict[str, dict[str, str]] = {}  # by drafter and request: what its next draft will hear of
@@ -137,7 +139,7 @@ class Drafting:
 
     def propose(self, decodes: Sequence[Answer]) -> Drafted:
         """Drafts for the decoding requests. Reserves the pages that they need."""
-        gathered = Gathered(len(decodes))
+        gathered = Gathered.of(len(decodes))
         guessed: dict[str, Guesses] = {}
         for name, mine, budgets in self._gather(decodes, gathered):
             asked = DraftSize(name, max(budgets), gathered.levels.get(name, 0))
@@ -146,14 +148,16 @@ class Drafting:
 
     def plan(self, decodes: Sequence[Answer]) -> Plan:
         """As `propose`, but what device drafters guess stays on the device: they are told how far to go."""
-        gathered = Gathered(len(decodes))
+        gathered = Gathered.of(len(decodes))
         for _ in self._gather(decodes, gathered):
             pass
         return gathered.plan()
 
     def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
-        self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]))
+        foreseen = self._foresight.take(decodes)
+        if foreseen is None:
+            self._next_round(decodes)
         self.guessed_s = 0.0
         self._grown = gathered.levels
         if not self._waited and self.planner.idles(len(decodes)):
@@ -162,33 +166,44 @@ class Drafting:
                 for name in answer.drafters:
                     self._decline(name, answer)
             return
-        for name, theirs in self._groups(decodes):
-            mine = theirs
-            if self.planner.silences:
-                mine = [i for i in theirs if self.planner.speculates(decodes[i].id, (*gathered.company[i], name))]
-            self.undrafted["plain"] += len(theirs) - len(mine)
-            if not (mine and (self.records or self.planner.asks(name, len(decodes)))):
-                self.undrafted["declined"] += len(mine)
-                continue
-            answers = [decodes[i] for i in mine]
-            exclusive, (used, granted) = self.planner.exclusive, gathered.used_by(mine)
-            rivals = granted if exclusive else [0] * len(mine)
-            left = [nodes - others for nodes, others in zip(used, rivals, strict=True)]
-            caps = self._caps.of(name, answers, left, len(decodes), exclusive=exclusive)
-            self.undrafted["limited"] += caps.count(0)
-            if not any(caps):
-                continue
-            group = Group(name, answers, caps, used, rivals, gathered.beside(mine), len(decodes))
-            if name in self._on_device:
-                budgets = self._budgets(group, gathered.levels)
-                for i, nodes in zip(mine, budgets, strict=True):
-                    gathered.grant(i, name, nodes)
-                if any(budgets):
-                    yield name, mine, budgets
-            else:
+        self._count_idle(decodes)
+        hosts, on_device = self._groups(decodes)
+        for name, theirs in hosts:
+            found = self._gathering.group(self.planner, name, theirs, decodes, gathered, asked=self.records or None)
+            if found is not None:
                 gathered.hosts.append(name)
-                for i, tree in zip(mine, self._trees(group), strict=True):
+                for i, tree in zip(found.requests, self._trees(found.group), strict=True):
                     gathered.add(i, name, tree)
+        self._foresight.note(decodes, gathered)
+        if foreseen is not None and not foreseen.holds(gathered):
+            foreseen = None
+            self.planner.plan_again()
+        for name, theirs in on_device:
+            asked = self.records or (foreseen is not None and name in foreseen.budgets)
+            found = self._gathering.group(self.planner, name, theirs, decodes, gathered, asked=asked or None)
+            if found is None:
+                continue
+            requests, group = found
+            known = None if foreseen is None else foreseen.budget(name, requests)
+            budget = known or self._gathering.wanted(self.planner, group)
+            self._declined(name, group.answers, group.caps, budget.nodes)
+            nodes = self._gathering.granted(group, budget, gathered, requests)
+            if any(nodes):
+                yield name, requests, nodes
+
+    def foresee(self, decodes: Sequence[Answer]) -> Drafts | None:
+        """Plan for device drafters while a round of these is under way, as if those on the host guessed as in the last.
+        Says what is drafted then; None: that is planned when it is time."""
+        if not (self.planner.foresees and self.enabled):
+            return None
+        self._next_round(decodes)
+        _, on_device = self._groups(decodes)
+        found = self._gathering.foreseen(self.planner, on_device, decodes, self._foresight.supposed(decodes))
+        self._foresight.put(found)
+        return found.drafts
+
+    def _next_round(self, decodes: Sequence[Answer]) -> None:
+        self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]))
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
         """A device drafter failed inside a round: it drafts for none of these any more."""
@@ -237,25 +252,28 @@ class Drafting:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""
         return bool(self._reading) and any(not self._reading.isdisjoint(answer.drafters) for answer in answers)
 
-    def _groups(self, decodes: Sequence[Answer]) -> Iterator[tuple[str, list[int]]]:
-        """For each drafter that may be asked: which requests are its. Those whose guesses are free come first."""
+    def _groups(self, decodes: Sequence[Answer]) -> tuple[list[tuple[str, list[int]]], list[tuple[str, list[int]]]]:
+        """For each drafter that may be asked, on the host and on the device: which requests are its."""
         groups: dict[str, list[int]] = {}
+        for i, answer in enumerate(decodes if self.enabled else ()):
+            for name in answer.drafters:
+                if name not in answer.refused and name not in self._resting:
+                    groups.setdefault(name, []).append(i)
+        ordered = self._gathering.ordered(groups)
+        hosts = [group for group in ordered if group[0] not in self._on_device]
+        return hosts, ordered[len(hosts) :]
+
+    def _count_idle(self, decodes: Sequence[Answer]) -> None:
+        """Who goes without a drafter before anybody is asked."""
         if not self.enabled:
             self.undrafted["off"] += len(decodes)
             return
-        for i, answer in enumerate(decodes):
-            if not answer.drafters:
-                self.undrafted["off"] += 1
-            for name in answer.drafters:
-                if name in answer.refused:
-                    self.undrafted["failed"] += 1
-                elif name in self._resting:
+        for answer in decodes:
+            self.undrafted["off"] += not answer.drafters
+            self.undrafted["failed"] += len(answer.refused)
+            for name in answer.drafters if self._resting else ():
+                if name in self._resting and name not in answer.refused:
                     self._decline(name, answer)
-                elif name in groups:
-                    groups[name].append(i)
-                else:
-                    groups[name] = [i]
-        yield from sorted(groups.items(), key=lambda group: self._caps.turns[group[0]])
 
     def observe(
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], grown: Mapping[str, int] | None = None
@@ -270,7 +288,7 @@ class Drafting:
                 if share.drafted:
                     # of a tree no more can be accepted than it has levels
                     reached = min(share.drafted, grown.get(name, share.drafted))
-                    tree = TreeSeen(share.drafted, share.path) if self._levels[name] else None
+                    tree = TreeSeen(share.drafted, share.path) if self._gathering.levels[name] else None
                     self.planner.observe(name, answer.id, reached, share.accepted, tree)
                 elif verdict.tokens and name in self.guards:  # others' guesses are not there unless they are checked
                     self.planner.hear(name, answer.id, verdict.tokens[0])
@@ -305,24 +323,6 @@ class Drafting:
     def makes_trees(self, drafts: Drafts) -> bool:
         """Does one of these device drafters guess trees?"""
         return any(size.levels for size in drafts)
-
-    def _budgets(self, group: Group, grown: dict[str, int]) -> list[int]:
-        """How far a device drafter is to go for each request: as far as pays, and as far as there are pages.
-
-        Notes in `grown` how many levels its trees are to have.
-        """
-        name, answers, caps, used, rivals, beside, rows = group
-        ids, choices, levels = [answer.id for answer in answers], self._levels[name], 0
-        if choices:
-            budget, levels = self.planner.budget_trees(name, ids, caps, rows, beside, levels=choices)
-        else:
-            budget = self.planner.budget(name, ids, caps, rows, beside)
-        self._declined(name, answers, caps, budget)
-        budget = [min(nodes, max(0, cap - theirs)) for nodes, cap, theirs in zip(budget, caps, rivals, strict=True)]
-        granted = [self.room.nodes(*parts) for parts in zip(answers, used, budget, strict=True)]
-        if levels and any(granted):
-            grown[name] = no_deeper(choices, levels, max(granted))
-        return granted
 
     def _trees(self, group: Group) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""

@@ -51,6 +51,14 @@ class Share(NamedTuple):
     nodes: int
 
 
+class HostGuess(NamedTuple):
+    """What drafters on the host guessed for a request."""
+
+    tree: Tree = _EMPTY
+    authors: Authors = NOBODY
+    company: tuple[str, ...] = ()  # who had something to say
+
+
 @dataclass(frozen=True)
 class Plan:
     """The drafts of a round whose device drafters run inside it. What is asked of it often is found out once."""
@@ -108,16 +116,29 @@ class Plan:
         return Plan(self.trees, shares, authors, self.hosts, self.levels)
 
 
+_NOTHING = HostGuess()
+
+
 class Gathered:
     """The drafts of a round as drafter after drafter gives its own: those on the host first."""
 
-    def __init__(self, requests: int) -> None:
-        self.trees = [_EMPTY] * requests
-        self.shares: list[tuple[Share, ...]] = [()] * requests
-        self.company: list[tuple[str, ...]] = [()] * requests  # who drafts for each so far
+    def __init__(self, guesses: Sequence[HostGuess]) -> None:
+        """guesses: of the host, of each request: what is there already, or supposed to be."""
+        self.trees = [guess.tree for guess in guesses]
+        self.shares: list[tuple[Share, ...]] = [()] * len(guesses)
+        self.company = [guess.company for guess in guesses]  # who drafts for each so far
         self.hosts: list[str] = []
         self.levels: dict[str, int] = {}  # as in `Plan`
-        self._authors = [NOBODY] * requests  # of the trees
+        self._authors = [guess.authors for guess in guesses]  # of the trees
+
+    @staticmethod
+    def of(requests: int) -> Gathered:
+        """So many, for which nobody has guessed yet."""
+        return Gathered([_NOTHING] * requests)
+
+    def guesses(self) -> list[HostGuess]:
+        """What the host guessed, as long as no device drafter was granted anything."""
+        return list(map(HostGuess, self.trees, self._authors, self.company))
 
     def used_by(self, requests: Sequence[int]) -> tuple[list[int], list[int]]:
         """Nodes that each of these has or may get so far; and of these, what device drafters may guess."""

@@ -145,7 +145,7 @@ class QueuedEngine(Engine):
         run, members = self._tickets[-1].round, self._tickets[-1].members[: self._tickets[-1].decodes]
         decodes = [answer for answer in self.scheduler.running if answer.decoding and not answer.will_end]
         if run is not None and decodes == [m.answer for m in members] and all(m.listens for m in members):
-            self._ahead.begin(run, decodes)
+            self._ahead.begin(run, decodes, self.drafting.foresee(decodes))
 
     def _hear_all(self) -> list[Heard]:
         heard = [self._hear(ticket) for ticket in self._tickets]

@@ -55,6 +55,7 @@ class AdaptivePlanner(FreeGuesses):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
     exclusive = True
+    foresees = True
 
     def __init__(self, cost: PassCost, *, min_gain: float = 1.0) -> None:
         super().__init__(cost, min_gain)
@@ -297,6 +298,9 @@ class AdaptivePlanner(FreeGuesses):
         turn = self._rounds % _COMPARE
         lacks_plain = turn == 2 and self._gains.lacks_plain(requests)
         self._plain_round = requests > 0 and (lacks_plain or (turn > 0 and self._gains.lacks_idle(requests)))
+
+    def plan_again(self) -> None:
+        self._granting = set()
 
     def leaves(self, drafter: str) -> bool:
         return self._cost.padded and self._rest.leaves(drafter)

@@ -52,6 +52,9 @@ class Planner:
     """Of several on the device that may guess for a request, does one guess in a round? Then each is asked as if it
     were alone."""
 
+    foresees = False
+    """Does it take time to plan, so that it is done ahead where a device would wait for it?"""
+
     def budget(
         self,
         drafter: str,
@@ -127,6 +130,9 @@ class Planner:
 
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         """A round of so many decoding requests with so many tokens in all is about to be planned; 0: not said."""
+
+    def plan_again(self) -> None:
+        """What device drafters were to do in this round is not what they will: it is planned once more."""
 
     def leaves(self, drafter: str) -> bool:
         """Has this one, whose guesses take time, had no part in rounds of as many requests for long? Then newcomers

@@ -1,0 +1,109 @@
+"""Whom a drafter may guess for in a round, and how far it is to go: as far as pays, and as there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from slipstream.core.snapshot import Undrafted
+from slipstream.drafters.base import Drafter
+from slipstream.engine.caps import NodeCaps
+from slipstream.engine.foresight import Budgeted, Foreseen
+from slipstream.engine.levels import levels_of, no_deeper
+from slipstream.engine.plans import Gathered, Group, HostGuess
+from slipstream.engine.room import DraftRoom
+from slipstream.engine.state import Answer
+from slipstream.plan.planner import Planner, TreeBudget
+
+
+class Found(NamedTuple):
+    """The requests of a round that a drafter may guess for, by their numbers."""
+
+    requests: list[int]
+    group: Group
+
+
+class Gathering:
+    """Of one engine. undrafted: counts who goes without, and why."""
+
+    def __init__(
+        self, drafters: Mapping[str, Drafter], caps: NodeCaps, room: DraftRoom, undrafted: dict[Undrafted, int]
+    ) -> None:
+        self._caps, self._room, self._undrafted = caps, room, undrafted
+        self.levels = {name: levels_of(drafter) for name, drafter in drafters.items()}
+
+    def ordered(self, groups: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+        """Those whose guesses are free come first."""
+        return sorted(groups.items(), key=lambda group: self._caps.turns[group[0]])
+
+    def group(
+        self,
+        planner: Planner,
+        name: str,
+        theirs: list[int],
+        decodes: Sequence[Answer],
+        gathered: Gathered,
+        *,
+        asked: bool | None = None,
+        counts: bool = True,
+    ) -> Found | None:
+        """None: it has nobody to guess for. asked: is it to guess in this round? None: the planner says."""
+        undrafted = self._undrafted if counts else dict.fromkeys(self._undrafted, 0)
+        mine = theirs
+        if planner.silences:
+            mine = [i for i in theirs if planner.speculates(decodes[i].id, (*gathered.company[i], name))]
+        undrafted["plain"] += len(theirs) - len(mine)
+        if not mine or not (planner.asks(name, len(decodes)) if asked is None else asked):
+            undrafted["declined"] += len(mine)
+            return None
+        answers = [decodes[i] for i in mine]
+        exclusive, (used, granted) = planner.exclusive, gathered.used_by(mine)
+        rivals = granted if exclusive else [0] * len(mine)
+        left = [nodes - others for nodes, others in zip(used, rivals, strict=True)]
+        caps = self._caps.of(name, answers, left, len(decodes), exclusive=exclusive)
+        undrafted["limited"] += caps.count(0)
+        if not any(caps):
+            return None
+        return Found(mine, Group(name, answers, caps, used, rivals, gathered.beside(mine), len(decodes)))
+
+    def wanted(self, planner: Planner, group: Group) -> TreeBudget:
+        """How far the planner would have a device drafter go; levels: 0 where it makes no trees."""
+        ids, choices = [answer.id for answer in group.answers], self.levels[group.drafter]
+        if choices:
+            return planner.budget_trees(group.drafter, ids, group.caps, group.rows, group.beside, levels=choices)
+        return TreeBudget(planner.budget(group.drafter, ids, group.caps, group.rows, group.beside), 0)
+
+    def granted(self, group: Group, budget: TreeBudget, gathered: Gathered, requests: Sequence[int]) -> list[int]:
+        """As much of that as there are pages for. Notes it, and how many levels its trees are to have."""
+        fitting = _fitting(group, budget)
+        nodes = [self._room.nodes(*parts) for parts in zip(group.answers, group.used, fitting, strict=True)]
+        self._grant(group.drafter, requests, nodes, budget.levels, gathered)
+        return nodes
+
+    def foreseen(
+        self,
+        planner: Planner,
+        groups: Sequence[tuple[str, list[int]]],
+        decodes: Sequence[Answer],
+        supposed: list[HostGuess],
+    ) -> Foreseen:
+        """What these device drafters are to do, if the host guesses so."""
+        gathered, budgets = Gathered(supposed), dict[str, Budgeted]()
+        for name, theirs in groups:
+            found = self.group(planner, name, theirs, decodes, gathered, counts=False)
+            if found is not None:
+                budget = self.wanted(planner, found.group)
+                budgets[name] = Budgeted(found.requests, budget)
+                self._grant(name, found.requests, _fitting(found.group, budget), budget.levels, gathered)
+        return Foreseen(list(decodes), supposed, budgets, gathered.plan().drafts)
+
+    def _grant(self, name: str, requests: Sequence[int], nodes: Sequence[int], levels: int, gathered: Gathered) -> None:
+        for i, count in zip(requests, nodes, strict=True):
+            gathered.grant(i, name, count)
+        if levels and any(nodes):
+            gathered.levels[name] = no_deeper(self.levels[name], levels, max(nodes))
+
+
+def _fitting(group: Group, budget: TreeBudget) -> list[int]:
+    parts = zip(budget.nodes, group.caps, group.rivals, strict=True)
+    return [min(nodes, max(0, cap - theirs)) for nodes, cap, theirs in parts]
