@@ -71,11 +71,36 @@ def test_whoever_is_hardly_better_does_not_take_the_turn() -> None:
     assert rivals.has_turn("one", ["a"], 4, 1.50, 1)
     assert not rivals.has_turn("two", ["a"], 4, 1.52, 1)
     assert rivals.has_turn("one", ["a"], 4, 1.50, 2)
-    assert rivals.has_turn("two", ["a"], 4, 1.70, 2)
+    assert not rivals.has_turn("two", ["a"], 4, 1.70, 2), "the other guesses in this round already"
     assert not rivals.has_turn("one", ["a"], 4, 1.68, 3)
+    assert rivals.has_turn("two", ["a"], 4, 1.70, 3)
     assert rivals.has_turn("one", ["a"], 64, 1.1, 3), "with more requests somebody else may be the better one"
     assert rivals.has_turn("one", ["a"], 4, 1.58, 30), "the other has not been heard of for long"
     assert rivals.beside([[Beside("two", 3), Beside("free", 2)]]) == [[Beside("free", 2)]]
+
+
+def test_in_every_round_just_one_guesses() -> None:
+    """Rivals are asked one by one, and what they promise is known only then."""
+    rivals = Rivals()
+    promised = [(1.5, 1.4), (1.5, 1.9), (1.5, 1.2), (1.5, 1.2), (1.2, 1.8), (1.9, 1.0), (1.9, 1.0), (1.1, 1.7)]
+    turns = []
+    for now, (one, two) in enumerate(promised, start=1):
+        turns.append((rivals.has_turn("one", "a", 4, one, now), rivals.has_turn("two", "a", 4, two, now)))
+    assert all(sum(turn) == 1 for turn in turns)
+    assert turns[1:5] == [(True, False), (False, True), (True, False), (True, False)]
+
+
+def test_whoever_is_not_asked_in_a_round_does_not_get_the_turn_of_the_one_that_is() -> None:
+    rivals = Rivals()
+    for now in range(1, 9):
+        if now % 4 == 0:
+            rivals.has_turn("one", "a", 4, 1.6, now)
+        assert rivals.has_turn("two", "a", 4, 1.9, now) or now == 1
+    assert not rivals.asks("one", 4, 9)
+    assert rivals.has_turn("two", "a", 4, 1.2, 9), "worse than the other, who was passed over in this round"
+    assert rivals.asks("one", 4, 10)
+    assert rivals.has_turn("one", "a", 4, 1.6, 10)
+    assert not rivals.has_turn("two", "a", 4, 1.2, 10)
 
 
 def test_drafters_of_different_requests_are_no_rivals() -> None:
@@ -85,8 +110,9 @@ def test_drafters_of_different_requests_are_no_rivals() -> None:
         assert rivals.has_turn("one", "a", 4, 1.2, now)
         assert rivals.has_turn("two", "b", 4, 1.8, now)
     assert rivals.has_turn("one", "c", 4, 1.2, 4), "these requests are new, but that they were apart is known"
-    assert rivals.has_turn("two", "cd", 4, 1.8, 4)
-    assert not rivals.has_turn("one", "c", 4, 1.2, 5), "now both may guess for one of them"
+    assert not rivals.has_turn("two", "cd", 4, 1.8, 4), "now both may guess for one of them, and the other does"
+    assert not rivals.has_turn("one", "c", 4, 1.2, 5)
+    assert rivals.has_turn("two", "cd", 4, 1.8, 5)
 
 
 def test_a_round_without_free_guesses_does_not_go_by_promises_beside_them() -> None:
@@ -94,7 +120,7 @@ def test_a_round_without_free_guesses_does_not_go_by_promises_beside_them() -> N
     better one for that: else both guess in such a round."""
     rivals = Rivals()
     assert rivals.has_turn("one", "a", 1, 1.3, 1)
-    assert rivals.has_turn("two", "a", 1, 2.0, 1)
+    assert not rivals.has_turn("two", "a", 1, 2.0, 1)
     for now in range(2, 20):
         assert not rivals.has_turn("one", "a", 1, 1.0, now, beside=True)
         assert rivals.has_turn("two", "a", 1, 1.0, now, beside=True)
@@ -105,7 +131,7 @@ def test_a_round_without_free_guesses_does_not_go_by_promises_beside_them() -> N
 def test_a_turn_outlives_the_requests() -> None:
     rivals = Rivals()
     assert rivals.has_turn("one", "a", 1, 1.5, 1)
-    assert rivals.has_turn("two", "a", 1, 1.8, 1)
+    assert not rivals.has_turn("two", "a", 1, 1.8, 1)
     assert not rivals.has_turn("one", "b", 1, 1.5, 2)
     assert rivals.has_turn("two", "b", 1, 1.8, 2)
 

@@ -197,9 +197,12 @@ class Replica:
         self.busy_until = now + lasted_s
         self.rounds += 1
         done = self._emit(decodes, verdicts, completing, plan.drafts)
+        tokens = sum([len(verdict.tokens) for verdict in verdicts])
         if wait_s and not chunks:
-            tokens = sum([len(verdict.tokens) for verdict in verdicts])
             self._news.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s))
+        if queued and decodes:
+            read_s = self.costs.pass_s(0, read_rows, 0) if chunks else 0.0
+            self._news.append(partial(planner.observe_reads, len(decodes), tokens, read_s))
         if queued and (chunks or lagging):
             return done  # a round like no other: what it took is not told
         for size in plan.drafts:

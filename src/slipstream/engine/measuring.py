@@ -41,7 +41,7 @@ _LIMIT_S = {"cpu": 2.0, "cuda": 20.0}
 GPU, where recording takes longer than running, nothing more is begun when it is over. What was measured by then is of
 use, but not remembered: the next start finds everything compiled, and has the time."""
 _LARGEST = {"cpu": 64, "cuda": 256}
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Rows of passes that are timed: on a GPU each is captured for it."""
 _FEWEST = 3
 """Sizes that make a curve."""

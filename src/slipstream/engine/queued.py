@@ -341,7 +341,10 @@ class QueuedEngine(Engine):
     def _times(self, heard: Heard) -> RoundTimes:
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
         ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
+        tokens = sum([len(verdict.tokens) for verdict in heard.verdicts])
         if ticket.marks:
+            if ticket.decodes:
+                self.drafting.planner.observe_reads(ticket.decodes, tokens, ticket.read_s)
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
@@ -354,9 +357,8 @@ class QueuedEngine(Engine):
         if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
             waited_s = max(0.0, idle_s - ticket.guessed_s)
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))
-        if waited.drafters and (verdicts := heard.verdicts) and (ticket.steady or ticket.caught_up):
-            tokens = sum([len(verdict.tokens) for verdict in verdicts])
-            self.drafting.planner.observe_waited(waited.drafters, len(verdicts), tokens, lasted_s)
+        if waited.drafters and tokens and (ticket.steady or ticket.caught_up):
+            self.drafting.planner.observe_waited(waited.drafters, len(heard.verdicts), tokens, lasted_s)
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]

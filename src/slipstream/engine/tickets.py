@@ -145,6 +145,11 @@ class Ticket:
         return self.seconds(0) + (self.ahead.seconds if self.ahead is not None else 0.0)
 
     @property
+    def read_s(self) -> float:
+        """What prompts took that were read beside."""
+        return self.seconds(2) if self.read_rows else 0.0
+
+    @property
     def idle_s(self) -> float | None:
         """How long the device did nothing of use before the round; None: it was queued in time."""
         if self.waited_s is None or self.ahead is None or not self.marks:

@@ -21,6 +21,12 @@ _SHARED_DECAY = 0.98
 _AGES = 0.99
 """How what is known of guesses fades with every draft, of a request and of everybody; and with every round, where it is
 of a depth."""
+_FIRST_DECAY = 0.995
+"""The same for first guesses, where those further on are compared with them: what is tried in every draft must not
+waver more than what is not."""
+_FRESH, _FADES = 4, 0.95
+"""Rounds in which others guess for a request before what was seen of it begins to fade, and how it does: who stopped
+when it was least lucky would seem to be so for as long as the request runs."""
 _MOST_WEIGHT = 16.0
 """Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
 _HEAVY = 1e9
@@ -74,10 +80,14 @@ class _Course:
             self.tried = [count / self.weight for count in self.tried]
             self.weight = 1.0
 
+    def known(self) -> list[float]:  # [D]
+        """Right guesses of those that were tried, by depth."""
+        return self.right
+
     def chances(self, usual: float) -> Floats:  # [D]
         """By depth; where little was seen, as one depth before, and in the first as `usual`."""
         prior, found = _DEPTH_WEIGHT * self.weight, []
-        for right, tried in zip(self.right, self.tried, strict=True):
+        for right, tried in zip(self.known(), self.tried, strict=True):
             usual = (right + prior * usual) / (tried + prior)
             found.append(usual)
         return np.array(found)
@@ -85,19 +95,43 @@ class _Course:
     def beside(self, usual: Floats) -> Floats:  # [D]
         """By depth; where little was seen, as `usual` [D]."""
         prior = _DEPTH_WEIGHT * self.weight
-        return (np.array(self.right) + prior * usual) / (np.array(self.tried) + prior)
+        return (np.array(self.known()) + prior * usual) / (np.array(self.tried) + prior)
 
 
 class _LastingCourse(_Course):
     """Of everybody. A depth fades when it is tried again, and slowly by rounds: a crowd's short drafts do not make
-    anybody forget at once what guesses further on were worth, or nobody would ever try them."""
+    anybody forget at once what guesses further on were worth, or nobody would ever try them. Texts change meanwhile:
+    if first guesses fare better now than when a depth was tried, that depth would, too.
+    """
 
-    __slots__ = ()
+    __slots__ = ("begun", "first")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Tally(0.0, 0.0)  # guesses
+        self.begun = [0.0] * DEPTHS  # as `right`, but first guesses, as they fared when each depth was tried
 
     def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
+        self.first.add(1.0 if right else missed, 1, _FIRST_DECAY)
         for depth in range(min(tried, DEPTHS)):
             self.tried[depth] = self.tried[depth] * decay + self.weight
             self.right[depth] = self.right[depth] * decay + (self.weight if depth < right else missed * self.weight)
+            self.begun[depth] = self.begun[depth] * decay + self.weight * self.first.share
+
+    def fade(self, decay: float) -> None:
+        before = self.weight
+        super().fade(decay)
+        if self.weight < before:  # numbers were brought down
+            self.begun = [count * decay / before for count in self.begun]
+
+    def known(self) -> list[float]:
+        if not self.first.tried:
+            return self.right
+        now, found = _log_odds(self.first.share), self.right[:1]
+        for right, tried, begun in zip(self.right[1:], self.tried[1:], self.begun[1:], strict=True):
+            leans = now - _log_odds(begun / tried) if tried else 0.0
+            found.append(tried * _share_of(_log_odds(right / tried) + leans) if leans else right)
+        return found
 
 
 class Acceptance:
@@ -115,10 +149,13 @@ class Acceptance:
         self._traits = {} if traits is None else traits
         self.peers: Collection[Acceptance] = ()  # of drafters that find the same text easy, and itself
         self._beside: dict[Traits | None, dict[Acceptance, _Tally]] = {}  # by kind: their log odds when it was tried
+        self._round = 0
         self._requests: dict[str, _Tally] = {}
+        self._last: dict[str, int] = {}  # by request: the round in which it was last guessed for
         self._courses: dict[str, _Course] = {}
 
     def next_round(self) -> None:
+        self._round += 1
         for course in (self._course, *self._kind_courses.values()):
             course.fade(_AGES)
 
@@ -135,7 +172,13 @@ class Acceptance:
     def alpha(self, request_id: str) -> float:
         """At any depth."""
         own = self._requests.get(request_id)
-        return self._newcomer(request_id) if own is None else own.share
+        if own is None:
+            return self._newcomer(request_id)
+        passed = self._round - self._last[request_id]
+        if passed <= _FRESH or len(self.peers) < 2:
+            return own.share
+        left = _FADES**passed
+        return (own.right * left + _PRIOR_WEIGHT * self._newcomer(request_id)) / (own.tried * left + _PRIOR_WEIGHT)
 
     def untried(self, request_ids: Sequence[str]) -> float:
         """For which part of these was nothing of its guesses put to the test?"""
@@ -184,7 +227,7 @@ class Acceptance:
             # what it starts from fades like everything else: one that fares worse than all others must not live on hope
             self._requests[request_id] = _Tally(self._newcomer(request_id) * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
             self._courses[request_id] = _Course()
-        own = self._requests[request_id]
+        own, self._last[request_id] = self._requests[request_id], self._round
         missed *= accepted < drafted
         own.add(accepted + missed, tried, _DECAY)
         if own.tried > _MOST_WEIGHT:
@@ -205,6 +248,7 @@ class Acceptance:
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._last.pop(request_id, None)
         self._courses.pop(request_id, None)
 
     def _newcomer(self, request_id: str) -> float:

@@ -185,7 +185,9 @@ class AdaptivePlanner(FreeGuesses):
         pass_s = self._cost.curve(known, known + int(nodes[-1, -1]))[nodes]
         if not others.nodes:
             pass_s[1:] += self._extras.seconds(rows)
-        rates = (brought + tokens) / (pass_s + draft_s[:, None])
+        tokens = brought + tokens
+        round_s = pass_s + draft_s[:, None]
+        rates = tokens / (round_s + self._reads.seconds(rows, tokens))
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
         speed = float(rate.max() / rate[0])
@@ -213,17 +215,18 @@ class AdaptivePlanner(FreeGuesses):
         self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
         count = int(rates[size].argmax()) if size else 0  # of requests, less one
         if size:
-            lasts = float(pass_s[size, count] + draft_s[size])
             total = int(nodes[size, count]) + others.nodes
-            self._promises.foretell(drafter, rows, Foretold(float(rate[size]) * lasts, lasts, total))
+            foretold = Foretold(float(tokens[size, count]), float(round_s[size, count]), total)
+            self._promises.foretell(drafter, rows, foretold)
         if has_turn and drafter not in self._hosts:  # it guesses on the device
             if not others.nodes:
-                self._hear_alone(rows, float(rate[size] / rate[0]))
+                alone_s = float(round_s[size, count] / round_s[0, 0])
+                self._hear_alone(rows, float(tokens[size, count] / tokens[0, 0]) / alone_s)
             elif self._rounds % _RECKON == 0:
                 self._suppose_alone(rows, *alone())
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
             return _Chosen(most, deep, order[: count + 1] if size else order)
-        lost_s = (pass_s[:, -1] + draft_s) * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
+        lost_s = round_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
         return _Chosen(0, 0, order, trials=tuple(_Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
 
@@ -297,6 +300,8 @@ class AdaptivePlanner(FreeGuesses):
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         turn = self._rounds % _COMPARE
         lacks_plain = turn == 2 and self._gains.lacks_plain(requests)
+        if lacks_plain:
+            self._gains.ask_plain(requests)
         self._plain_round = requests > 0 and (lacks_plain or (turn > 0 and self._gains.lacks_idle(requests)))
 
     def plan_again(self) -> None:

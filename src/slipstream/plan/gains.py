@@ -37,6 +37,8 @@ _LONGEST_REST = 2048
 """What trials may cost of the time, and rounds between two of them."""
 _OLD = 512
 """Rounds after which there must be another plain one of as many requests to compare with: machines change."""
+_AGAIN = 256
+"""… and from one to the next where nothing was heard of it: rounds in which prompts are read are not told of."""
 _HICCUP = 4.0
 """A round that lasts so many plain ones says nothing about drafts, unless it has so many rows that half of it is usual.
 """
@@ -178,6 +180,7 @@ class Gains:
     def __init__(self, slope: float, min_gain: float = 1.0, context: ContextCost | None = None) -> None:
         self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
         self._last_plain: dict[int, int] = {}  # by requests: the round
+        self._asked_plain: dict[int, int] = {}  # … in which there was to be one
         self._plain_idle: dict[int, float] = {}  # by crowd: what of those that follow each other the device waits
         self._before = _Run()
         self._min_gain = min_gain
@@ -238,10 +241,14 @@ class Gains:
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
-        if not self._told:
+        if not self._told or self._rounds - self._asked_plain.get(requests, -_AGAIN) < _AGAIN:
             return False
         last = self._last_plain.get(requests)
         return not self._plain.seen(requests) or (last is not None and self._rounds - last > _OLD)
+
+    def ask_plain(self, requests: int) -> None:
+        """This round of so many goes without drafts, to compare with."""
+        self._asked_plain[requests] = self._rounds
 
     def lacks_idle(self, requests: int) -> bool:
         """Is it not known what plain rounds of about so many wait for the host, where they may? Of few they do not."""

@@ -11,6 +11,7 @@ from slipstream.plan.gains import Gain
 from slipstream.plan.hosts import HostPlans
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.ranks import NodeRanks
+from slipstream.plan.reads import PromptReads
 from slipstream.plan.traits import Traits
 
 
@@ -21,6 +22,7 @@ class KnowingPlanner(HostPlans):
         super().__init__(cost, min_gain)
         self.costs = Costs(cost)
         self._catch_ups = CatchUps()
+        self._reads = PromptReads()
         self._guessed_s = 0.0  # what guesses took in this round, of drafters that take time
         self._traits: dict[str, Traits] = {}
         self._acceptance: dict[str, Acceptance] = {}
@@ -32,6 +34,10 @@ class KnowingPlanner(HostPlans):
 
     def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
         self._cost.observe(rows, seconds, load)
+
+    def observe_reads(self, requests: int, tokens: int, seconds: float) -> None:
+        if self._cost.observed:  # what a long prompt takes beyond a pass is its own, however few rounds there are
+            self._reads.observe(requests, tokens, min(seconds, self._cost.seconds(1)))
 
     def observe_draft(
         self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False

@@ -168,6 +168,10 @@ class Planner:
     def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
         """A target pass over this many rows took this long. load: None: that of the round that was planned last."""
 
+    def observe_reads(self, requests: int, tokens: int, seconds: float) -> None:
+        """A round of so many decoding requests brought them so many tokens; to read prompts of others in a pass of
+        their own took it so long, 0: there were none."""
+
     def observe_round(
         self,
         turns: Sequence[Turn],

@@ -49,6 +49,12 @@ class _Trial:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Heir:
+    drafter: str
+    since: int  # the round from which on it has the turn
+
+
 @dataclass(slots=True)
 class _Declined:
     drafter: str
@@ -62,6 +68,7 @@ class Rivals:
     def __init__(self) -> None:
         self._promises: dict[tuple[int, bool], dict[str, _Promise]] = {}  # by crowd, others' guesses or none, drafter
         self._turns: dict[int, str] = {}  # by crowd: whose it is
+        self._heirs: dict[int, _Heir] = {}  # by crowd: who has it from the next round on
         self._apart: set[frozenset[str]] = set()  # two who were asked for quite other requests, the last time
         self._trials: dict[int, _Trial] = {}  # by crowd: the last
         self._declined: dict[int, _Declined] = {}  # by crowd: the last
@@ -76,7 +83,7 @@ class Rivals:
     def asks(self, drafter: str, rows: int, now: int) -> bool:
         """Is it worth knowing in this round what it promises?"""
         crowd = crowd_of(rows)
-        last, trial = self._turns.get(crowd), self._trials.get(crowd)
+        last, trial = self._holder(crowd, now), self._trials.get(crowd)
         promises = [one for (of, _), one in self._promises.items() if of == crowd]
         if not any(drafter in one for one in promises):
             return True  # it is nobody's rival, or was never asked
@@ -132,7 +139,7 @@ class Rivals:
                 (self._apart.add if one.requests.isdisjoint(requests) else self._apart.discard)(pair)
         recent = [name for name, one in promises.items() if now - one.round <= _OLD]
         fresh = {name: promises[name].speed for name in recent if frozenset((name, drafter)) not in self._apart}
-        best, last = max(fresh, key=fresh.__getitem__), self._turns.get(crowd, drafter)
+        best, last = max(fresh, key=fresh.__getitem__), self._holder(crowd, now) or drafter
         if last not in fresh:
             other = self._promises.get((crowd, not beside), {}).get(last)
             if other is None or now - other.round > _OLD or frozenset((last, drafter)) in self._apart:
@@ -142,15 +149,41 @@ class Rivals:
         idle = self._declined.get(crowd)
         if idle is not None and last == idle.drafter and now <= idle.until and last in fresh and len(fresh) > 1:
             last = max((name for name in fresh if name != idle.drafter), key=fresh.__getitem__)
-        self._turns[crowd] = last
+        holder = self._pass_on(crowd, last, drafter, now) if self._turns.get(crowd) in fresh else last
+        self._turns[crowd] = holder
         trial = self._trials.get(crowd)
         if self.tries(rows, now) in fresh:
             return self.tries(rows, now) == drafter
         is_time = trial is None or now >= trial.end + max(_APART, reads / _WASTE)
         near = (_NEAR if rows <= _FEW else _NEAR_OF_MANY) * fresh[best]
-        if is_time and last != drafter and untried > _UNTRIED and speed > max(1.0, near):
+        if is_time and holder != drafter and untried > _UNTRIED and speed > max(1.0, near):
             self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL)  # this round may be another's already
-        return last == drafter
+        return holder == drafter
+
+    def _holder(self, crowd: int, now: int) -> str | None:
+        """Whose turn it is, if it is anybody's."""
+        heir = self._heirs.get(crowd)
+        if heir is not None and heir.since <= now:
+            self._turns[crowd] = self._heirs.pop(crowd).drafter
+        return self._turns.get(crowd)
+
+    def _pass_on(self, crowd: int, wanted: str, drafter: str, now: int) -> str:
+        """The turn becomes another's: at once if whose it was is still to be asked or does not guess, else from the
+        next round on. For rivals are asked one by one: else both would guess in this round, or nobody."""
+        before = self._turns[crowd]
+        if wanted != before and (before == drafter or self._guesses(crowd, before, now)):
+            self._heirs[crowd] = _Heir(wanted, now + 1)
+            return before
+        self._heirs.pop(crowd, None)
+        return wanted
+
+    def _guesses(self, crowd: int, drafter: str, now: int) -> bool:
+        """Had it the turn in this round already, and took it?"""
+        idle = self._declined.get(crowd)
+        if idle is not None and idle.drafter == drafter and now <= idle.until:
+            return False
+        promises = [one.get(drafter) for (of, _), one in self._promises.items() if of == crowd]
+        return any(one is not None and one.round == now for one in promises)
 
 
 def _asked(rows: int) -> int:
