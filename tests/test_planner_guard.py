@@ -146,3 +146,18 @@ def test_a_plain_round_behind_one_that_nobody_tells_of_is_not_among_plain_ones()
         undrafted(gains, 4, 3.0, idle=2.0)
     drafted(gains, 2.0)
     assert gains.of("r0").measured == pytest.approx(1.0)
+
+
+def test_a_round_to_compare_with_that_was_not_told_of_is_not_made_again_at_once() -> None:
+    """Where prompts are read beside it nobody says how long it took."""
+    gains = Gains(0.001)
+    gains.observe([Turn(str(i), 0, 1) for i in range(4)], 0.004)
+    gains.next_round(3)
+    assert gains.lacks_plain(3)
+    gains.ask_plain(3)
+    for _ in range(200):
+        gains.next_round(3)
+        assert not gains.lacks_plain(3)
+    for _ in range(60):
+        gains.next_round(3)
+    assert gains.lacks_plain(3)

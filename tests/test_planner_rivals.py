@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -71,7 +72,7 @@ def test_whoever_is_hardly_better_does_not_take_the_turn() -> None:
     assert rivals.has_turn("one", ["a"], 4, 1.50, 1)
     assert not rivals.has_turn("two", ["a"], 4, 1.52, 1)
     assert rivals.has_turn("one", ["a"], 4, 1.50, 2)
-    assert not rivals.has_turn("two", ["a"], 4, 1.70, 2), "the other guesses in this round already"
+    assert not rivals.has_turn("two", ["a"], 4, 2.20, 2), "the other guesses in this round already"
     assert not rivals.has_turn("one", ["a"], 4, 1.68, 3)
     assert rivals.has_turn("two", ["a"], 4, 1.70, 3)
     assert rivals.has_turn("one", ["a"], 64, 1.1, 3), "with more requests somebody else may be the better one"
@@ -82,12 +83,24 @@ def test_whoever_is_hardly_better_does_not_take_the_turn() -> None:
 def test_in_every_round_just_one_guesses() -> None:
     """Rivals are asked one by one, and what they promise is known only then."""
     rivals = Rivals()
-    promised = [(1.5, 1.4), (1.5, 1.9), (1.5, 1.2), (1.5, 1.2), (1.2, 1.8), (1.9, 1.0), (1.9, 1.0), (1.1, 1.7)]
-    turns = []
-    for now, (one, two) in enumerate(promised, start=1):
+    dice, turns = random.Random(1), []
+    for now in range(1, 400):
+        one, two = dice.uniform(1, 2), dice.uniform(1, 2) + 0.5 * (now // 50 % 2)
         turns.append((rivals.has_turn("one", "a", 4, one, now), rivals.has_turn("two", "a", 4, two, now)))
-    assert all(sum(turn) == 1 for turn in turns)
-    assert turns[1:5] == [(True, False), (False, True), (True, False), (True, False)]
+    assert {sum(turn) for turn in turns} == {1}
+    assert {turn.index(True) for turn in turns} == {0, 1}
+
+
+def test_one_good_round_is_no_reason_to_take_the_turn() -> None:
+    """What is promised wavers, and to begin again costs."""
+    rivals = Rivals()
+    for now in range(1, 20):
+        assert rivals.has_turn("one", "a", 4, 1.5, now)
+        assert not rivals.has_turn("two", "a", 4, 1.7 if now == 8 else 1.4, now)
+    for now in range(20, 26):
+        rivals.has_turn("one", "a", 4, 1.5, now)
+        took = rivals.has_turn("two", "a", 4, 1.7, now)
+    assert took, "but it does not take many"
 
 
 def test_whoever_is_not_asked_in_a_round_does_not_get_the_turn_of_the_one_that_is() -> None:
@@ -97,10 +110,10 @@ def test_whoever_is_not_asked_in_a_round_does_not_get_the_turn_of_the_one_that_i
             rivals.has_turn("one", "a", 4, 1.6, now)
         assert rivals.has_turn("two", "a", 4, 1.9, now) or now == 1
     assert not rivals.asks("one", 4, 9)
-    assert rivals.has_turn("two", "a", 4, 1.2, 9), "worse than the other, who was passed over in this round"
+    assert rivals.has_turn("two", "a", 4, 0.5, 9), "worse than the other, who was passed over in this round"
     assert rivals.asks("one", 4, 10)
     assert rivals.has_turn("one", "a", 4, 1.6, 10)
-    assert not rivals.has_turn("two", "a", 4, 1.2, 10)
+    assert not rivals.has_turn("two", "a", 4, 0.5, 10)
 
 
 def test_drafters_of_different_requests_are_no_rivals() -> None:

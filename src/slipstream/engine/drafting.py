@@ -268,11 +268,11 @@ class Drafting:
         if not self.enabled:
             self.undrafted["off"] += len(decodes)
             return
-        for answer in decodes:
-            self.undrafted["off"] += not answer.drafters
-            self.undrafted["failed"] += len(answer.refused)
-            for name in answer.drafters if self._resting else ():
-                if name in self._resting and name not in answer.refused:
+        self.undrafted["off"] += sum([not answer.drafters for answer in decodes])
+        self.undrafted["failed"] += sum([len(answer.refused) for answer in decodes])
+        for name in self._resting:
+            for answer in decodes:
+                if name in answer.drafters and name not in answer.refused:
                     self._decline(name, answer)
 
     def observe(

@@ -109,14 +109,18 @@ class _LastingCourse(_Course):
     def __init__(self) -> None:
         super().__init__()
         self.first = _Tally(0.0, 0.0)  # guesses
-        self.begun = [0.0] * DEPTHS  # as `right`, but first guesses, as they fared when each depth was tried
+        self.begun = [0.0] * DEPTHS  # as `right`, but first guesses, as they fared when a later depth was tried
 
     def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
-        self.first.add(1.0 if right else missed, 1, _FIRST_DECAY)
+        first, weight = self.first, self.weight
+        first.right = first.right * _FIRST_DECAY + (1.0 if right else missed)
+        first.tried = first.tried * _FIRST_DECAY + 1
+        begun = weight * first.right / first.tried
         for depth in range(min(tried, DEPTHS)):
-            self.tried[depth] = self.tried[depth] * decay + self.weight
-            self.right[depth] = self.right[depth] * decay + (self.weight if depth < right else missed * self.weight)
-            self.begun[depth] = self.begun[depth] * decay + self.weight * self.first.share
+            self.tried[depth] = self.tried[depth] * decay + weight
+            self.right[depth] = self.right[depth] * decay + (weight if depth < right else missed * weight)
+            if depth:
+                self.begun[depth] = self.begun[depth] * decay + begun
 
     def fade(self, decay: float) -> None:
         before = self.weight
@@ -176,7 +180,7 @@ class Acceptance:
             return self._newcomer(request_id)
         passed = self._round - self._last[request_id]
         if passed <= _FRESH or len(self.peers) < 2:
-            return own.share
+            return own.right / own.tried
         left = _FADES**passed
         return (own.right * left + _PRIOR_WEIGHT * self._newcomer(request_id)) / (own.tried * left + _PRIOR_WEIGHT)
 

@@ -19,11 +19,13 @@ _FEW = 8
 _BETTER, _BETTER_OF_MANY = 1.05, 1.12
 """Whoever takes another's turn must promise so many times as much: it has to read what it missed, which takes as long
 as a round, and longer for more than a few requests."""
+_NEW, _NEWS = 0.3, 0.6
+"""The part that a new promise has in what one is taken to promise: of those who are asked in every round, and others."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
-_NEAR, _NEAR_OF_MANY = 0.7, 0.9
-"""… and it is tried, if it promises so many times as much as the best: among more than a few requests the others of
-their kind speak for them, and to read what was missed of all of them takes several rounds."""
+_NEAR = 0.7
+"""… and it is tried, if it promises so many times as much as the best. Not among more than a few requests: others of
+their kind speak for them, and to read what was missed of all of them takes many rounds, in which everybody waits."""
 _ASKED, _ASKED_OF_MANY = 4, 16
 """Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time, of
 which there is none to spare with many requests."""
@@ -32,7 +34,8 @@ _LONGEST = 256
 _TRIAL = 3
 """Rounds of a trial, and …"""
 _APART, _WASTE = 48, 0.02
-"""… from one trial to the next: so many, and as many more as what must be read before it may cost of the time."""
+"""… from one trial to the next: so many, twice as many behind each that did not win the turn, and as many more as what
+must be read before it may cost of the time."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class _Trial:
     drafter: str
     begin: int  # rounds
     end: int
+    apart: int = _APART  # rounds from its end to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class Rivals:
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
-        promises[drafter] = _Promise(speed, now, requests)
+        promises[drafter] = _Promise(self._smoothed(promises.get(drafter), speed, now), now, requests)
         for name, one in promises.items():
             if one.round == now and name != drafter:
                 pair = frozenset((name, drafter))
@@ -154,11 +158,22 @@ class Rivals:
         trial = self._trials.get(crowd)
         if self.tries(rows, now) in fresh:
             return self.tries(rows, now) == drafter
-        is_time = trial is None or now >= trial.end + max(_APART, reads / _WASTE)
-        near = (_NEAR if rows <= _FEW else _NEAR_OF_MANY) * fresh[best]
-        if is_time and holder != drafter and untried > _UNTRIED and speed > max(1.0, near):
-            self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL)  # this round may be another's already
+        if trial is not None and holder == trial.drafter:
+            trial.apart = _APART
+        is_time = trial is None or now >= trial.end + max(trial.apart, reads / _WASTE)
+        is_unknown = rows <= _FEW and holder != drafter and untried > _UNTRIED
+        if is_time and is_unknown and speed > max(1.0, _NEAR * fresh[best]):
+            apart = _APART if trial is None else min(2 * trial.apart, _LONGEST)
+            self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL, apart)  # this round may be another's
         return holder == drafter
+
+    @staticmethod
+    def _smoothed(before: _Promise | None, speed: float, now: int) -> float:
+        """Promises waver from round to round, and to take another's turn costs more than that is worth."""
+        if before is None or now - before.round > _OLD:
+            return speed
+        part = _NEW if now - before.round == 1 else _NEWS
+        return float(before.speed ** (1 - part) * speed**part)
 
     def _holder(self, crowd: int, now: int) -> str | None:
         """Whose turn it is, if it is anybody's."""
