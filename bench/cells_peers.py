@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from cells_work import Beat, Cell, Window, by_task, point, prompts_of, window
+from cells_work import FEW, Beat, Cell, Window, by_task, point, prompts_of, window
 from gpu_peers import JsonTask, apart, opened
 
 MODES = ("plain", "eagle3", "ngram", "draft", "eagle3_drawn", "ngram_gpu")
@@ -66,7 +66,8 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
 def run(
     llm: Any, cell: Cell, prompts: Sequence[list[int]], max_tokens: int, seconds: float, names: Iterator[int]
 ) -> Window:
-    """One window: when one request ends the next begins, and when time is up all end."""
+    """One window: when one request ends the next begins, and when time is up, or for one that compiles in it enough
+    rounds are over, all end."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -83,13 +84,13 @@ def run(
     for _ in range(cell.at_once):
         begin()
     beats: list[Beat] = []
-    full: float | None = None
-    while full is None or beats[-1].at - full < seconds:
+    full: int | None = None
+    while full is None or beats[-1].at - beats[full].at < seconds or len(beats) - full <= FEW:
         outputs = engine.step()
         tokens = [len(output.outputs[0].token_ids) for output in outputs]
         if any(tokens):
             beats.append(Beat(time.perf_counter(), sum(map(bool, tokens)), sum(tokens)))
-            full = beats[-1].at if full is None and beats[-1].requests >= cell.at_once else full
+            full = len(beats) - 1 if full is None and beats[-1].requests >= cell.at_once else full
         for output in outputs:
             if output.finished:
                 running.discard(output.request_id)

@@ -20,7 +20,7 @@ _BETTER, _BETTER_OF_MANY = 1.05, 1.12
 """Whoever takes another's turn must promise so many times as much: it has to read what it missed, which takes as long
 as a round, and longer for more than a few requests."""
 _NEW, _NEWS = 0.3, 0.6
-"""The part that a new promise has in what one is taken to promise: of those who are asked in every round, and others."""
+"""The part of a new promise in what one is taken to promise: of those who are asked in every round, and of others."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
 _NEAR = 0.7
