@@ -66,8 +66,8 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
 def run(
     llm: Any, cell: Cell, prompts: Sequence[list[int]], max_tokens: int, seconds: float, names: Iterator[int]
 ) -> Window:
-    """One window: when one request ends the next begins, and when time is up, or for one that compiles in it enough
-    rounds are over, all end."""
+    """One window: when one request ends the next begins, and when time is up, and enough rounds are over for a window
+    in which something is compiled, all end."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -13,6 +13,7 @@ from slipstream.core.errors import CapacityError, ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, parse_merged, register
 from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.shipped import HEADS
+from slipstream.engine.reasons import SWITCHED_OFF
 from slipstream.models.default import default_folder
 
 Open = Callable[..., LLM]
@@ -94,6 +95,7 @@ def test_the_hard_switch_and_what_the_plan_says(open_llm: Open) -> None:
     off = llm.generate(ECHO, params())[0].outputs[0]
     assert off.speculation.drafted == 0
     assert llm.snapshot().decisions["off"] > 0
+    assert off.speculation.plan == llm.snapshot().plan == {"suffix": SWITCHED_OFF}
     llm.speculates = True
     on = llm.generate(ECHO, params())[0].outputs[0]
     assert on.token_ids == off.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -32,6 +33,9 @@ def test_bytes_and_parts() -> None:
     assert parse_share(None, "k") is None
     with pytest.raises(ConfigError, match="max_draft_memory='much'"):
         parse_share("much", "max_draft_memory")
+    for wrong in ("1.5", "120%", "5XB", "nan"):
+        with pytest.raises(ConfigError, match=rf"k='{wrong}': must be a part such as 0.2 or 20%, or a size"):
+            parse_share(wrong, "k")
     with pytest.raises(ConfigError, match="max_draft_memory=-1"):
         EngineConfig(max_draft_memory=-1)
     with pytest.raises(ConfigError, match=r"max_draft_memory=2000000000.0: must be whole bytes"):
@@ -68,8 +72,10 @@ def test_guesses_have_so_many_places_and_no_more(open_llm: Open) -> None:
 
 
 def test_drafters_that_keep_more_than_that_are_refused(open_llm: Open, tiny_draft: Path) -> None:
-    with pytest.raises(CapacityError, match=r"max_draft_memory=0.01: drafters keep .* leave out"):
+    with pytest.raises(CapacityError, match=r"max_draft_memory=0.01: drafters keep .* leave out") as refused:
         open_llm(drafter=f"model:{tiny_draft}", max_draft_memory=0.01)
+    part = float(re.search(r"or ([0-9.]+) at least", str(refused.value))[1])  # type: ignore[index]
+    open_llm(drafter=f"model:{tiny_draft}", max_draft_memory=part)
     plan = open_llm(drafter=f"model:{tiny_draft}", max_draft_memory=0.9).memory_plan
     assert 0 < plan.draft_cache_bytes < 0.9 * plan.cache_bytes
     assert plan.draft_places is not None

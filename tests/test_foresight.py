@@ -17,6 +17,7 @@ from slipstream.engine.foresight import Foreseen
 from slipstream.engine.plans import Gathered, HostGuess
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.decisions import Decision
 from stepping import Arrival
 from test_draft_ahead import LONG, Bench, Sizes, plain
 
@@ -169,15 +170,54 @@ class TestHolds:
     )
     def test_the_same_drafters_with_about_as_much_to_say(self, guess: HostGuess, alike: bool) -> None:
         foreseen = Foreseen([], [self.SAID, HostGuess()], {}, ())
-        assert foreseen.holds(Gathered([guess, HostGuess()])) == alike
+        planner = Foreseeing(1)
+        assert foreseen.stands(Gathered([guess, HostGuess()]), planner) == alike
+        assert planner.again == (not alike)
 
 
-def test_who_guessed_in_a_plan_that_was_given_up_has_nothing_to_catch_up() -> None:
-    """A plan that is made anew takes back whose turn it was."""
-    planner = AdaptivePlanner(PassCost(0.001))
-    planner.next_round(1)
-    planner._granting = {"eagle"}
-    planner.plan_again()
-    planner._granting.add("draft")
-    planner.next_round(1)
-    assert planner._busy == {"draft"}
+class TestPlanner:
+    """What the planner that learns makes of a plan before its round."""
+
+    def planner(self) -> AdaptivePlanner:
+        made = AdaptivePlanner(PassCost(0.001))
+        made.next_round(1)
+        return made
+
+    def test_who_guessed_in_a_plan_that_was_made_anew_has_nothing_to_catch_up(self) -> None:
+        planner = self.planner()
+        planner._granting = {"eagle"}
+        planner.plan_again()
+        planner._granting.add("draft")
+        planner.next_round(1)
+        assert planner._busy == {"draft"}
+
+    def test_a_round_that_does_not_take_place_changes_nobody_s_turn(self) -> None:
+        planner = self.planner()
+        planner._granting = {"draft"}
+        planner.next_round(1)
+        planner._granting = {"eagle"}
+        planner.skip_round()
+        planner.next_round(2)
+        assert planner._busy == {"draft"}
+
+    @pytest.mark.parametrize("stands", [True, False])
+    def test_company_is_judged_as_if_the_host_had_been_asked_first(self, stands: bool) -> None:
+        planner = self.planner()
+        planner.suppose(("suffix",))
+        assert planner._with("eagle") == ("suffix", "eagle")
+        planner._decide("eagle", Decision(1, 5, 1.8))
+        planner.put_aside()
+        assert planner._with("suffix") == ("suffix",)
+        assert planner._hoped == 1.0
+        planner._decide("suffix", Decision(1, 5, 1.4))
+        (planner.go_on if stands else planner.plan_again)()
+        assert planner._guessing == (("suffix", "eagle") if stands else ("suffix",))
+        assert planner._hoped == (1.8 if stands else 1.4)
+
+    def test_in_an_engine_it_changes_no_token(self, tiny_target: Path) -> None:
+        bench = Bench(tiny_target, [Fickle(3), Echo()], max_num_seqs=4)
+        planner = bench.engine.drafting.planner = AdaptivePlanner(PassCost(0.001))
+        planner.pad_passes()
+        arrivals = [Arrival(3 + i, replace(LONG, seed=i, max_tokens=20 + 9 * i), 9 * i) for i in range(4)]
+        assert [answer.token_ids for answer in bench.run(arrivals)] == plain(tiny_target, arrivals)
+        assert planner._acceptance["echo"].known

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from slipstream.plan.gains import Gains, Turn, Waited
@@ -148,16 +150,30 @@ def test_a_plain_round_behind_one_that_nobody_tells_of_is_not_among_plain_ones()
     assert gains.of("r0").measured == pytest.approx(1.0)
 
 
-def test_a_round_to_compare_with_that_was_not_told_of_is_not_made_again_at_once() -> None:
-    """Where prompts are read beside it nobody says how long it took."""
+def test_a_round_to_compare_with_that_was_not_told_of_is_made_again_ever_more_rarely() -> None:
+    """Where prompts are read beside it, or something is recorded, nobody says how long it took."""
     gains = Gains(0.001)
     gains.observe([Turn(str(i), 0, 1) for i in range(4)], 0.004)
-    gains.next_round(3)
-    assert gains.lacks_plain(3)
-    gains.ask_plain(3)
-    for _ in range(200):
+    asked = []
+    for now in range(600):
         gains.next_round(3)
-        assert not gains.lacks_plain(3)
-    for _ in range(60):
-        gains.next_round(3)
-    assert gains.lacks_plain(3)
+        if gains.lacks_plain(3):
+            gains.ask_plain(3)
+            asked.append(now)
+    assert [after - before for before, after in pairwise(asked)][:5] == [8, 16, 32, 64, 128]
+    gains.observe([Turn(str(i), 0, 1) for i in range(3)], 0.004)
+    assert not gains.lacks_plain(3)
+    assert not gains._asked_plain
+
+
+def test_what_plain_rounds_wait_is_not_looked_for_in_every_round_where_nothing_is_heard() -> None:
+    gains = Gains(0.001)
+    gains.hiccups = True
+    gains.observe([Turn("a", 0, 1)], 0.004)
+    asked = 0
+    for _ in range(500):
+        gains.next_round(64)
+        if gains.lacks_idle(64):
+            gains.ask_plain(64)
+            asked += 1
+    assert 12 <= asked <= 24

@@ -91,6 +91,32 @@ def test_in_every_round_just_one_guesses() -> None:
     assert {turn.index(True) for turn in turns} == {0, 1}
 
 
+@pytest.mark.parametrize("declines", [0.05, 0.3])
+def test_not_even_where_some_decline_do_two_guess(declines: float) -> None:
+    rivals, dice = Rivals(), random.Random(2)
+    for now in range(1, 3000):
+        guess = 0
+        for name in ("one", "two"):
+            if not rivals.asks(name, 4, now) or not rivals.has_turn(name, "a", 4, dice.uniform(1, 2), now):
+                continue
+            if dice.random() < declines:
+                rivals.decline(name, 4, now)
+            else:
+                guess += 1
+        assert guess <= 1
+
+
+def test_a_round_that_is_planned_again_counts_once() -> None:
+    once, twice = Rivals(), Rivals()
+    for now, speed in enumerate([1.5, 1.9, 1.2, 1.4], start=1):
+        for rivals, times in ((once, 1), (twice, 3)):
+            for _ in range(times):
+                rivals.has_turn("one", "a", 4, speed, now)
+                rivals.decline("one", 4, now)
+    assert once._promises[4, False]["one"].speed == pytest.approx(twice._promises[4, False]["one"].speed)
+    assert once._declined[4].lasts == twice._declined[4].lasts
+
+
 def test_one_good_round_is_no_reason_to_take_the_turn() -> None:
     """What is promised wavers, and to begin again costs."""
     rivals = Rivals()

@@ -132,8 +132,15 @@ def parse_share(size: str | int | float | None, key: str) -> int | float | None:
         return size
     text = str(size).strip()
     part = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%", text)
-    if part is not None:
+    if part is not None and float(part[1]) <= 100:
         return float(part[1]) / 100
     if re.fullmatch(r"0?\.[0-9]+|1\.0*|0", text):
         return float(text)
-    return parse_bytes(size, key)
+    try:
+        if part is None and not re.fullmatch(
+            r"[0-9]+\.[0-9]*", text
+        ):  # what has a point and no unit was meant as a part
+            return parse_bytes(size, key)
+    except ConfigError:
+        pass
+    raise ConfigError(f"{key}={size!r}: must be a part such as 0.2 or 20%, or a size such as 512MB or 2GiB")

@@ -2,10 +2,11 @@
 
 Where drafters on the host guess as well (`eagle3+suffix`), the host must hear what the last round said before it can
 plan the next, and the device would wait. But drafters on the device need nothing from the host: a draft is a function
-of the lanes and of the drafter's own cache. So it is queued behind the round that is under way, in the size that the
-last plans had. A plan that wants just that for the same requests takes it; any other makes its draft as if nothing had
-been. To guess twice, or for a request that turns out to have ended, harms nobody: what is written is written again by
-the next draft, the lane holds the pages when it is queued, and whoever gets them writes to them later in the queue.
+of the lanes and of the drafter's own cache. So it is queued behind the round that is under way, in the size that is
+foreseen, or that the last plans had. A plan that wants just that for the same requests takes it; any other makes its
+draft as if nothing had been. To guess twice, or for a request that turns out to have ended, harms nobody: what is
+written is written again by the next draft, the lane holds the pages when it is queued, and whoever gets them writes to
+them later in the queue.
 """
 
 from __future__ import annotations

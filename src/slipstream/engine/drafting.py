@@ -120,7 +120,7 @@ class Drafting:
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
-        note_plan(answer, self.planner, self.room, self._decode)
+        note_plan(answer, self.planner, self.room, self._decode, enabled=self.enabled)
         self.room.forget(answer)
         self.planner.forget(answer.id)
         for name in answer.drafters:
@@ -155,7 +155,7 @@ class Drafting:
 
     def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
-        foreseen = self._foresight.take(decodes)
+        foreseen = self._foresight.take(decodes, self.planner)
         if foreseen is None:
             self._next_round(decodes)
         self.guessed_s = 0.0
@@ -175,9 +175,8 @@ class Drafting:
                 for i, tree in zip(found.requests, self._trees(found.group), strict=True):
                     gathered.add(i, name, tree)
         self._foresight.note(decodes, gathered)
-        if foreseen is not None and not foreseen.holds(gathered):
+        if foreseen is not None and not foreseen.stands(gathered, self.planner):
             foreseen = None
-            self.planner.plan_again()
         for name, theirs in on_device:
             asked = self.records or (foreseen is not None and name in foreseen.budgets)
             found = self._gathering.group(self.planner, name, theirs, decodes, gathered, asked=asked or None)

@@ -3,8 +3,8 @@
 Where a round waits for drafters on the host, all that the host does between hearing of one round and queueing the next
 keeps the device waiting, and most of that is to plan. What device drafters are to do depends little on the last tokens,
 but on what those on the host guess beside them; and that is most likely much the same as the last time. So it is
-planned as if it were. Where it turns out that others have guesses than was thought, or quite as many more or fewer, it
-is planned anew.
+planned as if it were. Where it turns out that others have guesses than was thought, or far more or fewer of them, it is
+planned anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.plans import Gathered, HostGuess
 from slipstream.engine.state import Answer
-from slipstream.plan.planner import TreeBudget
+from slipstream.plan.planner import Planner, TreeBudget
 
 _ALIKE = 2
 """Guesses of which there are no more than so many times as many as was thought are what was thought."""
@@ -41,9 +41,11 @@ class Foreseen(NamedTuple):
         found = self.budgets.get(drafter)
         return found.budget if found is not None and found.requests == list(requests) else None
 
-    def holds(self, gathered: Gathered) -> bool:
-        """Did the host guess like that?"""
-        return all(map(_alike, self.supposed, gathered.guesses()))
+    def stands(self, gathered: Gathered, planner: Planner) -> bool:
+        """Did the host guess like that? Tells the planner."""
+        stands = all(map(_alike, self.supposed, gathered.guesses()))
+        (planner.go_on if stands else planner.plan_again)()
+        return stands
 
 
 class Foresight:
@@ -60,10 +62,13 @@ class Foresight:
     def put(self, foreseen: Foreseen) -> None:
         self._foreseen = foreseen
 
-    def take(self, answers: Sequence[Answer]) -> Foreseen | None:
-        """What was foreseen of a round of just these; whatever was, is forgotten."""
+    def take(self, answers: Sequence[Answer], planner: Planner) -> Foreseen | None:
+        """What was foreseen of a round of just these, which begins now; whatever was, is forgotten."""
         found, self._foreseen = self._foreseen, None
-        return found if found is not None and found.answers == list(answers) else None
+        if found is None or found.answers == list(answers):
+            return found
+        planner.skip_round()
+        return None
 
     def note(self, answers: Sequence[Answer], gathered: Gathered) -> None:
         """That is what the host guessed."""

@@ -89,12 +89,14 @@ class Gathering:
     ) -> Foreseen:
         """What these device drafters are to do, if the host guesses so."""
         gathered, budgets = Gathered(supposed), dict[str, Budgeted]()
+        planner.suppose(tuple(dict.fromkeys([name for guess in supposed for name in guess.company])))
         for name, theirs in groups:
             found = self.group(planner, name, theirs, decodes, gathered, counts=False)
             if found is not None:
                 budget = self.wanted(planner, found.group)
                 budgets[name] = Budgeted(found.requests, budget)
                 self._grant(name, found.requests, _fitting(found.group, budget), budget.levels, gathered)
+        planner.put_aside()
         return Foreseen(list(decodes), supposed, budgets, gathered.plan().drafts)
 
     def _grant(self, name: str, requests: Sequence[int], nodes: Sequence[int], levels: int, gathered: Gathered) -> None:

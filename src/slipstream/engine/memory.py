@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _places(config: EngineConfig, pages: int, page: int, drafts_page: int) -> in
         return None
     limit = wanted * pages * page if isinstance(wanted, float) else wanted
     if limit < pages * drafts_page:
-        part = drafts_page / page
+        part = math.ceil(100 * drafts_page / page) / 100
         raise CapacityError(
             f"max_draft_memory={wanted!r}: drafters keep {pages * drafts_page:,} bytes of the cache's "
             f"{pages * page:,} for themselves; allow {-(-pages * drafts_page // 2**20)}MiB or {part:.2f} at least, or "

@@ -341,7 +341,8 @@ class QueuedEngine(Engine):
     def _times(self, heard: Heard) -> RoundTimes:
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
         ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
-        tokens = sum([len(verdict.tokens) for verdict in heard.verdicts])
+        parts = zip(heard.members, heard.verdicts, strict=True)
+        tokens = sum([len(verdict.tokens) for member, verdict in parts if member.decodes])
         if ticket.marks:
             if ticket.decodes:
                 self.drafting.planner.observe_reads(ticket.decodes, tokens, ticket.read_s)

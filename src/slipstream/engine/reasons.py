@@ -20,14 +20,17 @@ _READ = 2048
 _ROLES = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user|<start_of_turn>user|<\|user\|>|\[INST\]", re.I)
 """How the chat templates that are around begin what a user says."""
 
+SWITCHED_OFF = "off: switched off for everybody (LLM.speculates)"
+
 Decode = Callable[[list[int]], str]
 
 
-def note_plan(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> None:
-    """The answer leaves: what was measured for it, and what was decided last."""
+def note_plan(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode, *, enabled: bool = True) -> None:
+    """The answer leaves: what was measured for it, and what was decided last. enabled: as in `Drafting`."""
     stats, gain = answer.output.speculation, planner.gain(answer.id)
     stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
-    stats.plan = plan_of(answer, planner, room, decode)
+    off = dict.fromkeys(answer.drafters, SWITCHED_OFF)
+    stats.plan = plan_of(answer, planner, room, decode) if enabled else off
 
 
 def plan_of(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> dict[str, str]:

@@ -8,6 +8,7 @@ from slipstream.core.snapshot import Snapshot
 from slipstream.engine.admission import Admission
 from slipstream.engine.counters import Counters
 from slipstream.engine.drafting import Drafting
+from slipstream.engine.reasons import SWITCHED_OFF
 from slipstream.engine.room import SHORT
 from slipstream.engine.scheduler import Scheduler
 
@@ -54,6 +55,8 @@ def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, 
 
 
 def _plan(drafting: Drafting) -> dict[str, str]:
-    """What was decided last; where nobody's draft found room, that it did not."""
+    """What was decided last; where nobody's draft found room, or nobody may have one, just that."""
     reasons = drafting.planner.reasons()
+    if not drafting.enabled:
+        return dict.fromkeys(drafting.drafters, SWITCHED_OFF)
     return dict.fromkeys(reasons, SHORT) if drafting.room.nobody else reasons

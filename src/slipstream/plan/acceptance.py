@@ -25,8 +25,8 @@ _FIRST_DECAY = 0.995
 """The same for first guesses, where those further on are compared with them: what is tried in every draft must not
 waver more than what is not."""
 _FRESH, _FADES = 4, 0.95
-"""Rounds in which others guess for a request before what was seen of it begins to fade, and how it does: who stopped
-when it was least lucky would seem to be so for as long as the request runs."""
+"""Rounds without a guess for a request, where others may guess for it, before what was seen of it begins to fade, and
+how it does: who stopped when it was least lucky would seem to be so for as long as the request runs."""
 _MOST_WEIGHT = 16.0
 """Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
 _HEAVY = 1e9
@@ -180,9 +180,10 @@ class Acceptance:
             return self._newcomer(request_id)
         passed = self._round - self._last[request_id]
         if passed <= _FRESH or len(self.peers) < 2:
-            return own.right / own.tried
-        left = _FADES**passed
-        return (own.right * left + _PRIOR_WEIGHT * self._newcomer(request_id)) / (own.tried * left + _PRIOR_WEIGHT)
+            return own.share
+        left = _FADES ** (passed - _FRESH)
+        prior = _PRIOR_WEIGHT * (1 - left)
+        return (own.right * left + prior * self._newcomer(request_id)) / (own.tried * left + prior)
 
     def untried(self, request_ids: Sequence[str]) -> float:
         """For which part of these was nothing of its guesses put to the test?"""

@@ -51,6 +51,13 @@ class _Chosen(NamedTuple):
     trials: tuple[_Chosen, ...] = ()  # where nothing was chosen: what could be, the largest last
 
 
+class _Aside(NamedTuple):
+    """What was decided for device drafters of a round that has not begun."""
+
+    guessing: tuple[str, ...] = ()
+    hoped: float = 1.0
+
+
 class AdaptivePlanner(FreeGuesses):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
@@ -68,6 +75,8 @@ class AdaptivePlanner(FreeGuesses):
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
         self._busy: set[str] = set()  # … in the last plan that let them guess, too
         self._granting: set[str] = set()  # … in this one
+        self._supposed: tuple[str, ...] = ()  # who is supposed to guess on the host in a round that is planned ahead
+        self._aside = _Aside()  # what was planned of it
 
     def start(self, request_id: str, traits: Traits) -> None:
         for asking in self._asking.values():
@@ -187,7 +196,8 @@ class AdaptivePlanner(FreeGuesses):
             pass_s[1:] += self._extras.seconds(rows)
         tokens = brought + tokens
         round_s = pass_s + draft_s[:, None]
-        rates = tokens / (round_s + self._reads.seconds(rows, tokens))
+        whole_s = round_s + self._reads.seconds(rows, tokens)
+        rates = tokens / whole_s
         rate = rates.max(1)  # [K + 1]
         rate[0] = rates[0, 0]
         speed = float(rate.max() / rate[0])
@@ -209,10 +219,16 @@ class AdaptivePlanner(FreeGuesses):
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
         if has_turn and not size and not beside:  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
+
+        def gain(size: int) -> float:
+            """Of rounds without prompts beside them, which is what is measured."""
+            count = int(rates[size].argmax()) if size else 0
+            return float(tokens[size, count] / tokens[0, 0] * round_s[0, 0] / round_s[size, count])
+
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
-        self._decide(drafter, Decision(rows, most, float(rate[shown] / rate[0]), guess, deep))
+        self._decide(drafter, Decision(rows, most, gain(shown), guess, deep))
         count = int(rates[size].argmax()) if size else 0  # of requests, less one
         if size:
             total = int(nodes[size, count]) + others.nodes
@@ -220,13 +236,12 @@ class AdaptivePlanner(FreeGuesses):
             self._promises.foretell(drafter, rows, foretold)
         if has_turn and drafter not in self._hosts:  # it guesses on the device
             if not others.nodes:
-                alone_s = float(round_s[size, count] / round_s[0, 0])
-                self._hear_alone(rows, float(tokens[size, count] / tokens[0, 0]) / alone_s)
+                self._hear_alone(rows, gain(size))
             elif self._rounds % _RECKON == 0:
                 self._suppose_alone(rows, *alone())
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
             return _Chosen(most, deep, order[: count + 1] if size else order)
-        lost_s = round_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
+        lost_s = whole_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
         return _Chosen(0, 0, order, trials=tuple(_Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
 
@@ -300,12 +315,27 @@ class AdaptivePlanner(FreeGuesses):
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
         turn = self._rounds % _COMPARE
         lacks_plain = turn == 2 and self._gains.lacks_plain(requests)
-        if lacks_plain:
-            self._gains.ask_plain(requests)
         self._plain_round = requests > 0 and (lacks_plain or (turn > 0 and self._gains.lacks_idle(requests)))
+        if self._plain_round:
+            self._gains.ask_plain(requests)
+
+    def suppose(self, drafters: Sequence[str]) -> None:
+        self._guessing = self._supposed = tuple(drafters)
+
+    def put_aside(self) -> None:
+        theirs = tuple([name for name in self._guessing if name not in self._supposed])
+        self._aside = _Aside(theirs, self._hoped)
+        self._guessing, self._hoped = (), 1.0
+
+    def go_on(self) -> None:
+        others = [name for name in self._aside.guessing if name not in self._guessing]
+        self._guessing, self._hoped = (*self._guessing, *others), max(self._hoped, self._aside.hoped)
 
     def plan_again(self) -> None:
         self._granting = set()
+
+    def skip_round(self) -> None:
+        self._granting = self._busy
 
     def leaves(self, drafter: str) -> bool:
         return self._cost.padded and self._rest.leaves(drafter)

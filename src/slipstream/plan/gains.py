@@ -37,8 +37,11 @@ _LONGEST_REST = 2048
 """What trials may cost of the time, and rounds between two of them."""
 _OLD = 512
 """Rounds after which there must be another plain one of as many requests to compare with: machines change."""
-_AGAIN = 256
-"""… and from one to the next where nothing was heard of it: rounds in which prompts are read are not told of."""
+_SOON, _AGAIN = 8, 256
+"""… and from one to the next where nothing was heard of it, twice as many each time: rounds in which prompts are read,
+or something is recorded, are not told of."""
+_TRIES = 12
+"""Plain rounds that are made to find out what such rounds wait for the host, before that is left for as long."""
 _HICCUP = 4.0
 """A round that lasts so many plain ones says nothing about drafts, unless it has so many rows that half of it is usual.
 """
@@ -154,6 +157,17 @@ class _Record:
         return 1.0 if lacking <= 0 else min(1 + lacking / (self.measured + _TRUST), _MOST_DOUBT)
 
 
+class _Asked(NamedTuple):
+    """Plain rounds that were made to compare with."""
+
+    until: int = 0  # the round before which there are no more
+    waits: int = _SOON  # rounds to the next
+    tries: int = 0
+
+
+_NEVER = _Asked()
+
+
 class _Run(NamedTuple):
     """Plain rounds that followed each other."""
 
@@ -180,7 +194,8 @@ class Gains:
     def __init__(self, slope: float, min_gain: float = 1.0, context: ContextCost | None = None) -> None:
         self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
         self._last_plain: dict[int, int] = {}  # by requests: the round
-        self._asked_plain: dict[int, int] = {}  # … in which there was to be one
+        self._asked_plain: dict[int, _Asked] = {}  # … when there was to be one of which nothing was heard
+        self._asked_idle: dict[int, _Asked] = {}  # by crowd: the same of some that follow each other
         self._plain_idle: dict[int, float] = {}  # by crowd: what of those that follow each other the device waits
         self._before = _Run()
         self._min_gain = min_gain
@@ -241,18 +256,26 @@ class Gains:
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
-        if not self._told or self._rounds - self._asked_plain.get(requests, -_AGAIN) < _AGAIN:
+        if not self._told or self._rounds < self._asked_plain.get(requests, _NEVER).until:
             return False
         last = self._last_plain.get(requests)
         return not self._plain.seen(requests) or (last is not None and self._rounds - last > _OLD)
 
     def ask_plain(self, requests: int) -> None:
         """This round of so many goes without drafts, to compare with."""
-        self._asked_plain[requests] = self._rounds
+        waits = self._asked_plain.get(requests, _NEVER).waits
+        self._asked_plain[requests] = _Asked(self._rounds + waits, min(2 * waits, _AGAIN))
+        crowd = crowd_of(requests)
+        tries = self._asked_idle.get(crowd, _NEVER).tries + 1
+        over = tries >= _TRIES
+        self._asked_idle[crowd] = _Asked(self._rounds + _AGAIN if over else 0, tries=0 if over else tries)
 
     def lacks_idle(self, requests: int) -> bool:
         """Is it not known what plain rounds of about so many wait for the host, where they may? Of few they do not."""
-        return self._told and self.hiccups and requests > _FEW and crowd_of(requests) not in self._plain_idle
+        crowd = crowd_of(requests)
+        if self._rounds < self._asked_idle.get(crowd, _NEVER).until:
+            return False
+        return self._told and self.hiccups and requests > _FEW and crowd not in self._plain_idle
 
     def of(self, request_id: str) -> Gain:
         """What was measured for a request."""
@@ -301,6 +324,7 @@ class Gains:
             if requests:
                 self._plain.observe(requests, self._plain_s(crowd, seconds, waited), Load(requests, context))
                 self._last_plain[requests] = self._rounds
+                self._asked_plain.pop(requests, None)
             return
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten

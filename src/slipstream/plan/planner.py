@@ -131,8 +131,20 @@ class Planner:
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         """A round of so many decoding requests with so many tokens in all is about to be planned; 0: not said."""
 
+    def suppose(self, drafters: Sequence[str]) -> None:
+        """Device drafters are planned before those on the host are asked, of whom these are supposed to guess."""
+
+    def put_aside(self) -> None:
+        """They are planned. Next those on the host are asked."""
+
+    def go_on(self) -> None:
+        """These guessed as was supposed: what was planned for the others stands."""
+
     def plan_again(self) -> None:
-        """What device drafters were to do in this round is not what they will: it is planned once more."""
+        """They did not, and the others are planned once more."""
+
+    def skip_round(self) -> None:
+        """The round that was planned ahead does not take place: others decode in the next one."""
 
     def leaves(self, drafter: str) -> bool:
         """Has this one, whose guesses take time, had no part in rounds of as many requests for long? Then newcomers

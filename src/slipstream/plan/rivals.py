@@ -43,6 +43,7 @@ class _Promise:
     speed: float  # times that of a round without it
     round: int
     requests: frozenset[str]  # for whom
+    before: _Promise | None = None  # that of an earlier round
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class _Trial:
     begin: int  # rounds
     end: int
     apart: int = _APART  # rounds from its end to the next
+    has_won: bool = False  # it has had the turn since
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,12 @@ class _Heir:
 @dataclass(slots=True)
 class _Declined:
     drafter: str
-    until: int  # the round up to which others may have its turn
-    lasts: int
+    round: int
+    lasts: int  # rounds in which others may have its turn
+
+    @property
+    def until(self) -> int:
+        return self.round + self.lasts
 
 
 class Rivals:
@@ -104,9 +110,11 @@ class Rivals:
         """It has the turn, and does not guess: then others may, for longer each time."""
         crowd = crowd_of(rows)
         before, trial = self._declined.get(crowd), self._trials.get(crowd)
+        if before is not None and before.drafter == drafter and before.round == now:
+            return  # this round is planned again
         again = before is not None and before.drafter == drafter and now <= before.until + _OLD
         lasts = min(2 * before.lasts, _LONGEST) if before is not None and again else _asked(rows)
-        self._declined[crowd] = _Declined(drafter, now + lasts, lasts)
+        self._declined[crowd] = _Declined(drafter, now, lasts)
         if trial is not None and trial.drafter == drafter:
             trial.end = min(trial.end, now + 1)
 
@@ -136,7 +144,7 @@ class Rivals:
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
-        promises[drafter] = _Promise(self._smoothed(promises.get(drafter), speed, now), now, requests)
+        promises[drafter] = _promised(promises.get(drafter), speed, now, requests)
         for name, one in promises.items():
             if one.round == now and name != drafter:
                 pair = frozenset((name, drafter))
@@ -159,21 +167,14 @@ class Rivals:
         if self.tries(rows, now) in fresh:
             return self.tries(rows, now) == drafter
         if trial is not None and holder == trial.drafter:
-            trial.apart = _APART
+            trial.apart, trial.has_won = _APART, True
         is_time = trial is None or now >= trial.end + max(trial.apart, reads / _WASTE)
         is_unknown = rows <= _FEW and holder != drafter and untried > _UNTRIED
         if is_time and is_unknown and speed > max(1.0, _NEAR * fresh[best]):
-            apart = _APART if trial is None else min(2 * trial.apart, _LONGEST)
+            again = trial is not None and trial.drafter == drafter and not trial.has_won
+            apart = min(2 * trial.apart, _LONGEST) if trial is not None and again else _APART
             self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL, apart)  # this round may be another's
         return holder == drafter
-
-    @staticmethod
-    def _smoothed(before: _Promise | None, speed: float, now: int) -> float:
-        """Promises waver from round to round, and to take another's turn costs more than that is worth."""
-        if before is None or now - before.round > _OLD:
-            return speed
-        part = _NEW if now - before.round == 1 else _NEWS
-        return float(before.speed ** (1 - part) * speed**part)
 
     def _holder(self, crowd: int, now: int) -> str | None:
         """Whose turn it is, if it is anybody's."""
@@ -195,10 +196,22 @@ class Rivals:
     def _guesses(self, crowd: int, drafter: str, now: int) -> bool:
         """Had it the turn in this round already, and took it?"""
         idle = self._declined.get(crowd)
-        if idle is not None and idle.drafter == drafter and now <= idle.until:
+        if idle is not None and idle.drafter == drafter and idle.round == now:
             return False
         promises = [one.get(drafter) for (of, _), one in self._promises.items() if of == crowd]
         return any(one is not None and one.round == now for one in promises)
+
+
+def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset[str]) -> _Promise:
+    """Promises waver from round to round, and to take another's turn costs more than that is worth: so each is a mean
+    with those before it. Of two in one round the second counts."""
+    if last is not None and last.round == now:
+        last = last.before
+    if last is None or now - last.round > _OLD:
+        return _Promise(speed, now, requests)
+    part = _NEW if now - last.round == 1 else _NEWS
+    last.before = None
+    return _Promise(float(last.speed ** (1 - part) * speed**part), now, requests, last)
 
 
 def _asked(rows: int) -> int:

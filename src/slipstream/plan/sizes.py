@@ -47,8 +47,8 @@ class CapturedSizes:
         return self._kept(drafter, rate, _better(rate, every, old), same[0] if same else 0)
 
     def _kept(self, drafter: str, rate: NDArray[np.float64], best: int, last: int) -> int:
-        """The last choice, where the best is hardly better, for a while: a draft that is begun ahead is one like the
-        last, and what changes from round to round is not worth it."""
+        """The last choice, where the best is hardly better, for a while: what changes from round to round is not worth
+        it."""
         stays = self._stays.get(drafter, 0)
         if best and best == last:
             self._stays[drafter] = max(0, stays - 1)
