@@ -95,7 +95,8 @@ def test_the_hard_switch_and_what_the_plan_says(open_llm: Open) -> None:
     off = llm.generate(ECHO, params())[0].outputs[0]
     assert off.speculation.drafted == 0
     assert llm.snapshot().decisions["off"] > 0
-    assert off.speculation.plan == llm.snapshot().plan == {"suffix": SWITCHED_OFF}
+    assert off.speculation.plan == {"suffix": SWITCHED_OFF}
+    assert set(llm.snapshot().plan.values()) == {SWITCHED_OFF}
     llm.speculates = True
     on = llm.generate(ECHO, params())[0].outputs[0]
     assert on.token_ids == off.token_ids
