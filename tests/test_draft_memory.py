@@ -74,8 +74,8 @@ def test_guesses_have_so_many_places_and_no_more(open_llm: Open) -> None:
 def test_drafters_that_keep_more_than_that_are_refused(open_llm: Open, tiny_draft: Path) -> None:
     with pytest.raises(CapacityError, match=r"max_draft_memory=0.01: drafters keep .* leave out") as refused:
         open_llm(drafter=f"model:{tiny_draft}", max_draft_memory=0.01)
-    part = float(re.search(r"or ([0-9.]+) at least", str(refused.value))[1])  # type: ignore[index]
-    open_llm(drafter=f"model:{tiny_draft}", max_draft_memory=part)
+    (part,) = re.findall(r"or ([0-9.]+) at least", str(refused.value))
+    open_llm(drafter=f"model:{tiny_draft}", max_draft_memory=float(part))
     plan = open_llm(drafter=f"model:{tiny_draft}", max_draft_memory=0.9).memory_plan
     assert 0 < plan.draft_cache_bytes < 0.9 * plan.cache_bytes
     assert plan.draft_places is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -136,11 +137,8 @@ def parse_share(size: str | int | float | None, key: str) -> int | float | None:
         return float(part[1]) / 100
     if re.fullmatch(r"0?\.[0-9]+|1\.0*|0", text):
         return float(text)
-    try:
-        if part is None and not re.fullmatch(
-            r"[0-9]+\.[0-9]*", text
-        ):  # what has a point and no unit was meant as a part
+    is_part = part is not None or re.fullmatch(r"[0-9]+\.[0-9]*", text)  # what has a point and no unit was meant as one
+    with suppress(ConfigError):
+        if not is_part:
             return parse_bytes(size, key)
-    except ConfigError:
-        pass
     raise ConfigError(f"{key}={size!r}: must be a part such as 0.2 or 20%, or a size such as 512MB or 2GiB")

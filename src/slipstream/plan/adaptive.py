@@ -198,8 +198,8 @@ class AdaptivePlanner(FreeGuesses):
         round_s = pass_s + draft_s[:, None]
         whole_s = round_s + self._reads.seconds(rows, tokens)
         rates = tokens / whole_s
-        rate = rates.max(1)  # [K + 1]
-        rate[0] = rates[0, 0]
+        rate, counts = rates.max(1), rates.argmax(1)  # [K + 1]; counts: of requests, less one
+        rate[0], counts[0] = rates[0, 0], 0
         speed = float(rate.max() / rate[0])
         if drafter not in self._busy:
             speed /= self._catch_ups.margin(drafter, rows, float(pass_s[0, 0]))
@@ -222,14 +222,14 @@ class AdaptivePlanner(FreeGuesses):
 
         def gain(size: int) -> float:
             """Of rounds without prompts beside them, which is what is measured."""
-            count = int(rates[size].argmax()) if size else 0
-            return float(tokens[size, count] / tokens[0, 0] * round_s[0, 0] / round_s[size, count])
+            at = size, counts[size]
+            return float(tokens[at] / tokens[0, 0] * round_s[0, 0] / round_s[at])
 
         shown = size or int(rate.argmax())
         guess = float(draft_s[shown or -1] / pass_s[0, 0])
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
         self._decide(drafter, Decision(rows, most, gain(shown), guess, deep))
-        count = int(rates[size].argmax()) if size else 0  # of requests, less one
+        count = int(counts[size])
         if size:
             total = int(nodes[size, count]) + others.nodes
             foretold = Foretold(float(tokens[size, count]), float(round_s[size, count]), total)
