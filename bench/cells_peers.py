@@ -13,11 +13,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from cells_work import FEW, Beat, Cell, Window, by_task, point, prompts_of, window
+from cells_work import FEW, WARM_S, Beat, Cell, Window, by_task, point, prompts_of, window
 from gpu_peers import JsonTask, apart, opened
 
 MODES = ("plain", "eagle3", "ngram", "draft", "eagle3_drawn", "ngram_gpu")
-WARM_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,8 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
     for cell in task.cells:
         room = vllm.context - task.max_tokens - 1
         prompts = prompts_of(tokenizer, texts[cell.task], cell.at_once, room, task.prompts_each)
-        load = (cell.at_once, cell.temperature)
-        if load not in loads:
-            loads.add(load)
+        if cell.load not in loads:
+            loads.add(cell.load)
             run(vllm.llm, cell, prompts, task.max_tokens, WARM_S, names)
         windows = [run(vllm.llm, cell, prompts, task.max_tokens, task.seconds, names) for _ in range(task.repeats)]
         found["cells"][cell.name] = point(windows)

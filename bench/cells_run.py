@@ -14,7 +14,7 @@ import cells_peers
 import curve_ours
 from cells_ours import AUTO, SETTINGS, Bench
 from cells_trials import Trials, scripted
-from cells_work import Cell, Window, by_task, keep_rounds, prompts_of, side_by_side
+from cells_work import WARM_S, Cell, Window, by_task, keep_rounds, prompts_of, side_by_side
 from curve_run import Models, peer_draft
 from gpu_clock import free
 from gpu_report import Report
@@ -180,6 +180,7 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
     report, options, by_name = whole.report, whole.options, {mode.name: mode for mode in modes}
     known = report.results.get("cells", {})
     left = [cell for cell in whole.wanted.cells if not by_name.keys() <= known.get(cell.name, {}).keys()]
+    warm = set[tuple[int, float]]()  # loads
     for number, cell in enumerate(left):
         needed = whole.clock.takes(1)
         if whole.clock.left < needed:
@@ -197,7 +198,11 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
                 return seen
 
             firsts = bench.distinct(modes, cell.at_once)
-            found = side_by_side(list(dict.fromkeys(firsts.values())), measure, options.repeats)
+            names = list(dict.fromkeys(firsts.values()))
+            for name in names if cell.load not in warm else ():
+                bench.measure(by_name[name], cell, prompts, options.max_tokens, WARM_S)
+            warm.add(cell.load)
+            found = side_by_side(names, measure, options.repeats)
             if AUTO in found:
                 found[AUTO]["plan"] = bench.planner.reasons()  # what it decided last, in words
                 found[AUTO]["off"] = bench.planner.resting()

@@ -150,7 +150,7 @@ def _switches(results: Mapping[str, Any]) -> str:
     found = results.get("switches", {})
     rows = [["change", "nodes of a request, phase by phase", f"rounds until followed (bar {FOLLOWS})"]]
     for name, part in found.items():
-        rounds = ["no change" if n is None else str(n) for n in part["rounds"]]
+        rounds = ["no change" if n is None else f"{n}" if n <= FOLLOWS else f"**{n}**" for n in part["rounds"]]
         rows.append([name, " → ".join(f"{level:g}" for level in part["levels"]), ", ".join(rounds)])
     return table(rows) if found else ""
 

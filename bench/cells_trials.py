@@ -84,7 +84,7 @@ class Trials:
         with self.bench.planned(copy.deepcopy(self.bench.planner)):
             beats = _full(self.bench.run(lambda number: (prompts[number % at_once], params), play), at_once)
         drafted = [beat.drafted / beat.requests for beat in beats]
-        return asdict(followed([drafted[n * phase : (n + 1) * phase] for n in range(3)]))
+        return asdict(followed([drafted[n * phase : (n + 1) * phase] for n in range(3)], returns=True))
 
     def load(self, at_once: int, phase: int) -> dict[str, Any]:
         """One request, then so many, then one again, all of them planned."""
@@ -138,10 +138,15 @@ class Followed:
     rounds: list[int | None]
 
 
-def followed(phases: Sequence[Sequence[float]]) -> Followed:
-    """phases: nodes of a request, round by round."""
+def followed(phases: Sequence[Sequence[float]], *, returns: bool = False) -> Followed:
+    """phases: nodes of a request, round by round.
+
+    returns: the last phase is as the first one, and the plan has followed when it is where it was then. One that never
+    is counts as all rounds of the phase.
+    """
     levels = [fmean(phase[len(phase) // 2 :]) for phase in phases]
-    pairs = zip(levels, levels[1:], phases[1:], strict=False)
+    goals = [*levels[1:-1], levels[0] if returns else levels[-1]]
+    pairs = zip(levels, goals, phases[1:], strict=False)
     return Followed([round(level, 2) for level in levels], [_rounds(part, was, now) for was, now, part in pairs])
 
 

@@ -27,6 +27,9 @@ LONGEST = ((4, 1024), (16, 512), (64, 256))
 """Tokens of a prompt, at most, up to so many at once: reading 64 long articles takes longer than what is measured."""
 FEW = 8
 """Rounds, at least, of which a speed can be told."""
+WARM_S = 0.2
+"""Of every setting, ours and a peer's, before it is timed with so many requests at a temperature for the first time: or
+who comes first pays for what is compiled, recorded and learned then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,11 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.task} x{self.at_once} T={self.temperature:g}"
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """Cells of one load share what was recorded and compiled."""
+        return self.at_once, self.temperature
 
 
 def cells(tasks: Sequence[str], at_once: Sequence[int], temperatures: Sequence[float], text: str = "") -> list[Cell]:

@@ -320,6 +320,9 @@ def test_when_a_plan_has_followed() -> None:
     assert cells_trials.followed([[6.0] * 40, [6.0] * 40]).rounds == [None], "it never turned off"
     probing = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0] * 5
     assert cells_trials.followed([[6.0] * 40, probing]).rounds == [0], "a probe is no change of plan"
+    gone = [[3.0] * 40, [0.0] * 40, [0.0] * 40]
+    assert cells_trials.followed(gone).rounds == [0, None]
+    assert cells_trials.followed(gone, returns=True).rounds == [0, 40], "it should have come back"
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -340,7 +343,10 @@ RESULTS: dict[str, Any] = {
         "rag x64 T=1": rates(plain=400),
     },
     "adversaries": {"1": rates(plain=100, wrong=98, slow=96)},
-    "switches": {"1, 64, 1 at once": {"levels": [6.0, 0.5, 6.0], "rounds": [4, None]}},
+    "switches": {
+        "1, 64, 1 at once": {"levels": [6.0, 0.5, 6.0], "rounds": [4, None]},
+        "echoing, surprising, echoing; 64 at once": {"levels": [3.0, 0.0, 0.0], "rounds": [20, 50]},
+    },
     "vllm": {"plain": {"cells": {"qa x1 T=0": {"tok_s": 195.0}}}, "eagle3": {"failed": "died\nImportError: vllm"}},
     "failed": {"cell rag x64 T=1": "RuntimeError: no"},
 }
@@ -370,6 +376,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "| change | nodes of a request, phase by phase | rounds until followed (bar 20) |",
         "| --- | --- | --- |",
         "| 1, 64, 1 at once | 6 → 0.5 → 6 | 4, no change |",
+        "| echoing, surprising, echoing; 64 at once | 3 → 0 → 0 | 20, **50** |",
         "| tok/s | auto | vLLM, plain | auto / best of vLLM |",
         "| --- | --- | --- | --- |",
         "| qa x1 T=0 | 390 | 195 | 2.00 |",

@@ -92,9 +92,8 @@ def test_a_drafter_that_rests_is_waited_for_when_it_has_much_to_say() -> None:
     planner = new_planner()
     ids = ["a", "b", "c", "d"]
     listen(planner, 4, 40)
-    assert planner.peeks("host", 4)
-    assert not planner.peeks("host", 64), "of many it would take too long"
-    assert not planner.peeks("another", 4)
+    assert list(planner.peeks("host", 4, 3)) == [0, 1, 2]
+    assert not planner.peeks("another", 4, 4)
     little, much = [[0.5, 0.25]] * 4, [[0.99] * 20] * 4
     trees = [Tree.chain(range(2))] * 4, [Tree.chain(range(20))] * 4
     assert not planner.peek("host", ids, trees[0], little, 4)
@@ -117,7 +116,7 @@ def test_a_peek_asks_whom_it_may_and_wakes_who_is_worth_it(tiny_target: Path, mo
         return True
 
     monkeypatch.setattr(planner, "peek", hear)
-    monkeypatch.setattr(planner, "peeks", lambda name, rows: name == "ngram")
+    monkeypatch.setattr(planner, "peeks", lambda name, rows, requests: range(requests) if name == "ngram" else ())
     running = list(engine.scheduler.running)
     assert peek(planner, guard, running, 1.0).is_worth
     assert heard == [1]

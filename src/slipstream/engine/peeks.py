@@ -27,7 +27,8 @@ def peek(planner: Planner, guard: DrafterGuard, answers: Sequence[Answer], round
     if guard.drafter.costly or guard.drafter.whole or guard.dropped is not None or not guard.is_quick:
         return Peek()
     mine = [answer for answer in answers if name in answer.drafters and name not in answer.refused]
-    if not mine or not planner.peeks(name, len(answers)):
+    mine = [mine[i] for i in planner.peeks(name, len(answers), len(mine))] if mine else []
+    if not mine:
         return Peek()
     said = guard.propose([cast(DraftRequest, answer.view) for answer in mine], [_NODES] * len(mine), round_s)
     is_worth = planner.peek(name, [answer.id for answer in mine], said.trees, said.promises, len(answers))

@@ -76,10 +76,12 @@ class FreeGuesses(KnowingPlanner):
         found: list[float] = []  # [B]: tokens
         for request_id, tree, promise in zip(request_ids, trees, promises, strict=True):
             if promise is None:
-                said, factor = shared_out(tree, self._estimate(drafter).alpha(request_id)), 1.0
+                said, factor = shared_out(tree, self._estimate(drafter).alpha(request_id)), 0.0
             else:
                 said, factor = list(promise), 1.0 if word is None else word.factor(request_id)
-            found.append(factor * sum(said))
+            found.append((factor or 1.0) * sum(said))
+            # what the round under way says next tells whether it would have been right
+            self._unsent.note(drafter, request_id, tree, said, factor)
         return self._wakes(drafter, rows, found)
 
     def _best(self, drafter: str, rows: int, expected: Sequence[float] | Floats, wait_s: float, stake: float) -> int:

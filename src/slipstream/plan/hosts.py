@@ -30,8 +30,8 @@ NOTHING = Tree()
 _HICCUP = 6.0
 """No round is taken to have lasted longer than so many passes."""
 _PEEKED, _WORTH_WAKING = 8, 2.0
-"""Up to so many requests a drafter that nobody waits for is listened to, and waited for again when it says so many
-times as much as a wait costs: the more, the more often that was in vain."""
+"""A drafter that nobody waits for is looked at for so many requests, or for some of more (`samples.py`), and waited for
+again when it says so many times as much as a wait costs: the more, the more often that was in vain."""
 _FORGET = 16
 """Rounds after which it does not count what the device's guesses promised: it may guess for nobody any more."""
 _REMEMBER = 64
@@ -84,15 +84,20 @@ class HostPlans(Planner):
         costs = np.full(MAX_NODES + 1, wait_s)
         return self._hopes.any(drafter, rows, costs, self._rounds)
 
-    def peeks(self, drafter: str, rows: int) -> bool:
-        return self._cost.padded and rows <= _PEEKED and drafter in self._waits
+    def peeks(self, drafter: str, rows: int, requests: int) -> Sequence[int]:
+        if not self._cost.padded or drafter not in self._waits:
+            return ()
+        return range(requests) if rows <= _PEEKED else self._waits[drafter].of(rows).sample.choose(requests)
 
     def _wakes(self, drafter: str, rows: int, chances: Sequence[float]) -> bool:
         """chances [B]: tokens that its guesses for each are expected to bring, from where the texts stood when the
         round under way began: what that brings itself is not to be won any more."""
         waits, spare = self._waits[drafter].of(rows), self._spare(rows)
-        won = sum([max(0.0, tokens - 2 * spare) for tokens in chances])
-        if won * self._cost.seconds(rows) <= _WORTH_WAKING * (1 + waits.failed) * waits.seconds * rows * spare:
+        room = self._hopes.most_rows / rows - 1
+        each = [min(max(0.0, tokens - 2 * spare), room) for tokens in chances]
+        won = sum(each) if rows <= _PEEKED else waits.sample.add(each)
+        worth = _WORTH_WAKING * (1 + waits.failed) * waits.seconds * rows * spare
+        if won is None or won * self._cost.seconds(rows) <= worth:
             return False
         waits.wake(self._rounds)
         return True

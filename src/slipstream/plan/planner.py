@@ -112,10 +112,10 @@ class Planner:
         """Is waiting for this drafter on the host not worth it for now, with so many requests?"""
         return False
 
-    def peeks(self, drafter: str, rows: int) -> bool:
-        """May this drafter on the host, for which nobody waits, be asked all the same by what is known of the texts? A
-        round is under way by which they go on."""
-        return False
+    def peeks(self, drafter: str, rows: int, requests: int) -> Sequence[int]:
+        """For which of its requests is this drafter on the host, for which nobody waits, asked all the same by what is
+        known of the texts? A round of so many rows is under way by which they go on."""
+        return ()
 
     def peek(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.plan.extras import crowd_of, nearest_crowd
+from slipstream.plan.samples import Sample
 
 _TRIAL = 16
 _EVIDENCE = 128
@@ -48,6 +49,7 @@ class Waits:
     failed: int = 0  # trials in a row in which it was not worth the wait
     seen: bool = False  # it was waited for
     woken: bool = False  # this trial began because it had something to say
+    sample: Sample = field(default_factory=Sample)  # of requests that are looked at meanwhile, where there are many
 
     def observe(self, seconds: float) -> None:
         self.seconds = self.seconds + 0.2 * (min(seconds, 3 * self.seconds) - self.seconds) if self.seen else seconds
@@ -86,6 +88,7 @@ class Waits:
 
     def _begin(self) -> None:
         self.won, self.spent, self.asked, self.woken = 0.0, 0.0, 0, False
+        self.sample.begin()
 
 
 class CrowdWaits:
