@@ -17,7 +17,7 @@ from exactness import FEW
 from queueing import Echo, Letters
 from slipstream.engine import queued
 from slipstream.engine.listening import RoundTimes
-from slipstream.engine.tickets import Heard
+from slipstream.engine.tickets import CaughtUp, Heard
 from slipstream.plan.planner import Planner
 from test_draft_ahead import LONG, Bench, Sizes
 
@@ -115,7 +115,7 @@ class TestTimes:
         def late(heard: Heard) -> RoundTimes:
             ticket = heard.ticket
             if ticket.steady and len(rounds) % 2:
-                ticket.steady, ticket.caught_up = False, ("echo",)
+                ticket.steady, ticket.caught_up = False, (CaughtUp("echo", 1),)
             rounds.append((ticket.steady or bool(ticket.caught_up), ticket.steady))
             return times(heard)
 

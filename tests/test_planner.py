@@ -350,6 +350,7 @@ class TestProbes:
         """Nodes drafted in each round."""
         sizes = []
         for _ in range(rounds):
+            planner.next_round(1)
             if how == "budget":
                 nodes = planner.budget("d", ["a"], [6], 1)[0]
             else:

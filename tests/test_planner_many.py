@@ -15,7 +15,7 @@ from queueing import Echo, First, Letters, Queue
 from slipstream import SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.catching_up import CatchUps
+from slipstream.plan.catching_up import CatchUps, margin_for
 from slipstream.plan.cost import PassCost
 from slipstream.plan.gains import Turn
 from slipstream.plan.hopes import Hopes
@@ -30,7 +30,6 @@ PASSES = Curve((1, 16, 64, 96, 128, 192, 256), (3.8e-3, 4.1e-3, 4.9e-3, 6.6e-3, 
 SMALL = (DraftSeen(1, Curve((1, 5), (0.1e-3, 0.45e-3))), DraftSeen(64, Curve((1, 5), (0.35e-3, 1.7e-3))))
 HEAD = (DraftSeen(1, Curve((1, 6), (0.3e-3, 1.4e-3))), DraftSeen(64, Curve((1, 6), (2.8e-3, 16e-3))))
 LEVELS = [Levels(1, 8), Levels(2, 24), Levels(4, 63), Levels(6, 63)]
-CATCH_UP_S = 5e-3
 
 
 def new_planner() -> AdaptivePlanner:
@@ -45,6 +44,10 @@ def pass_s(rows: int) -> float:
     return float(PASSES.at(np.array([float(PassCost.filled(rows))]))[0])
 
 
+def catch_up_s(requests: int) -> float:
+    return 1.5e-3 + 0.3e-3 * requests
+
+
 class Crowd:
     """Rounds of so many requests with a draft model and a head, whose guesses are right with such chances."""
 
@@ -54,7 +57,7 @@ class Crowd:
         for name in self.ids:
             self.planner.start(name, Traits())
         self.dice = np.random.default_rng(1)
-        self.behind = {"small": True, "head": True}
+        self.behind: dict[str, set[str]] = {"small": set(), "head": set()}  # requests of which each missed something
         self.rounds = 0
         self.planned = 0  # plans of a drafter
         self.tokens, self.seconds = 0, 0.0
@@ -74,12 +77,17 @@ class Crowd:
             planner.forget(ids.pop(0))
             ids.append(f"later {self.rounds}")
             planner.start(ids[-1], Traits())
+            for name, behind in self.behind.items():
+                behind.intersection_update(ids)
+                if planner.leaves(name):
+                    behind.add(ids[-1])
         planner.next_round(rows, 300 * rows)
         nodes, plans = [0] * rows, dict[str, tuple[list[int], int]]()
         if not planner.idles(rows):
             for name in ("small", "head"):
                 if planner.asks(name, rows):
                     self.planned += 1
+                    planner.lag(name, len(self.behind[name]))
                     caps = [max(0, 256 // rows - 1)] * rows
                     if name == "small":
                         plans[name] = planner.budget(name, ids, [min(5, cap) for cap in caps], rows), 0
@@ -90,12 +98,13 @@ class Crowd:
         for name in ("small", "head"):
             granted, deep = plans.get(name, ([0] * rows, 0))
             if not any(granted):
-                self.behind[name] = True
+                self.behind[name] = set(ids)
                 continue
-            if self.behind[name]:
-                took += CATCH_UP_S
-                planner.observe_catch_up(name, rows, CATCH_UP_S)
-            self.behind[name] = False
+            lagging = {request_id for request_id, count in zip(ids, granted, strict=True) if count} & self.behind[name]
+            if lagging:
+                took += catch_up_s(len(lagging))
+                planner.observe_catch_up(name, len(lagging), catch_up_s(len(lagging)))
+            self.behind[name] -= lagging
             size = deep or max(granted)
             draft_s = float(planner.costs._of(name)._usual(64 if rows > 16 else 1, size)[-1])
             took += draft_s
@@ -176,10 +185,10 @@ def test_hope_is_a_matter_of_what_passes_and_guesses_cost() -> None:
 def test_one_whose_probes_cost_much_is_probed_more_rarely() -> None:
     def probed(lost: float, others: int = 0, rounds: int = 3000, could_pay: bool = True) -> int:
         probes, found = Probes(PassCost(0.001)), 0
-        for _ in range(rounds):
+        for now in range(rounds):
             for other in range(others):
-                probes.due(str(other), False, lost, lambda: True)
-            found += probes.due("one", False, lost, lambda: could_pay)
+                probes.due(str(other), False, lost, lambda: True, now=now)
+            found += probes.due("one", False, lost, lambda: could_pay, now=now)
         return found
 
     assert probed(0.01) > probed(5.0) > 0
@@ -226,14 +235,16 @@ def test_a_wait_that_nothing_could_make_good_is_not_tried_again() -> None:
 
 def test_what_catching_up_takes_is_asked_of_whoever_begins_again() -> None:
     catch_ups = CatchUps()
-    assert catch_ups.seconds("one", 4) == 0.0
-    assert catch_ups.margin("one", 4, 4e-3) == 1.0
+    assert catch_ups.seconds("one", 4, 4e-3) == 0.0, "rounds that are not queued have nothing to read"
+    catch_ups.assumes = True
+    assert 2e-3 < catch_ups.seconds("one", 1, 4e-3) < 4e-3 < 20e-3 < catch_ups.seconds("one", 64, 4e-3)
     for seconds in (4e-3, 900e-3, 4e-3):
         catch_ups.observe("one", 4, seconds)
-    assert catch_ups.seconds("one", 4) == catch_ups.seconds("one", 64) == 4e-3, "a hiccup is forgotten"
-    assert catch_ups.margin("one", 4, 4e-3) == pytest.approx(1 + 1 / 32)
-    catch_ups.observe("two", 1, 10.0)
-    assert catch_ups.margin("two", 1, 4e-3) < 1.2
+    assert catch_ups.seconds("one", 4, 4e-3) == 4e-3, "a hiccup is forgotten"
+    assert 20e-3 < catch_ups.seconds("one", 64, 4e-3) < 40e-3, "of more there is more to read"
+    assert catch_ups.seconds("one", 1, 4e-3) < 4e-3
+    assert margin_for(4e-3, 4e-3) == pytest.approx(1 + 1 / 32)
+    assert margin_for(10.0, 4e-3) < 1.2
 
 
 def test_a_drafter_that_nobody_has_any_more_keeps_no_turn() -> None:

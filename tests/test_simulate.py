@@ -365,6 +365,16 @@ def queued_engine(host: bool) -> Replica:
     return engine
 
 
+def test_a_tree_of_few_nodes_is_right_no_deeper_than_they_reach() -> None:
+    """Recorded without its nodes: 60 of them were right ten levels deep."""
+    deep = Offer(0, 60, tuple(range(10)))
+    walk = Walk(Trace(4, 20, 0, 0, 0, ("head",), {"head": (deep,)}), {}, random.Random(0))
+    for nodes, levels in ((1, 10), (3, 10), (3, 2), (15, 4)):
+        depths = {walk.depth("head", 0, nodes, levels) for _ in range(40)}
+        assert max(depths) <= min(nodes, levels)
+        assert min(depths) >= 1
+
+
 @pytest.mark.parametrize("host", [True, False])
 def test_a_queued_round_waits_for_the_host_and_else_is_planned_before_the_last_is_heard_of(
     monkeypatch: pytest.MonkeyPatch, host: bool

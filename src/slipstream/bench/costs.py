@@ -97,6 +97,10 @@ class RoundCosts:
         # guesses for more requests than were seen at once take as much longer, at the most
         return curves[near].at(nodes) * max(1.0, requests / near if near == max(curves) else 1.0)
 
+    def catch_up_s(self, drafter: str, requests: int) -> float:
+        """What it takes a device drafter to read what it missed of so many: at least a guess for each."""
+        return self.draft_s(drafter, requests, 1)
+
     def host_s(self, requests: int) -> float:
         return self._host.at(requests)
 

@@ -57,10 +57,10 @@ class Walk:
         offer = self.offer(drafter, position)
         alpha = self.alphas.get(drafter, 0.0)
         right, tried = (0, 0) if offer is None else (offer.right, min(offer.nodes, levels or offer.nodes))
+        most = min(nodes, levels) if levels else nodes
         if levels and offer is not None and nodes < offer.nodes:  # of a smaller tree each level is likelier missed
             share = (1 + nodes).bit_length() / (1 + offer.nodes).bit_length()
-            return min(right, int(right * share + self.dice.random()))
-        most = min(nodes, levels) if levels else nodes
+            return min(right, most, int(right * share + self.dice.random()))
         while right == tried < most and self.dice.random() < alpha:  # beyond what was tried
             right, tried = right + 1, tried + 1
         return min(right, most)

@@ -83,7 +83,7 @@ class Drafting:
         self.constraining = Constraining(vocab_size, device)
         self.room = DraftRoom(reserve)
         caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
-        self._gathering = Gathering(drafters, caps, self.room, self.undrafted)
+        self._gathering = Gathering(drafters, caps, self.room, self.following, self.undrafted)
         self._foresight = Foresight()
         self._decode = decode
         self._sources = {n: d.source for n, d in drafters.items() if isinstance(d, HostDrafter)}
@@ -226,9 +226,9 @@ class Drafting:
             known = [answer.behind.pop(name) for answer in answers]
             self._guarded(name, answers, functools.partial(drafter.catch_up, views, known))
 
-    def observe_catch_up(self, drafters: Sequence[str], requests: int, seconds: float) -> None:
-        """Before a round of so many these read what they had missed, and so much longer did it take."""
-        for name in drafters:
+    def observe_catch_up(self, caught_up: Sequence[tuple[str, int]], seconds: float) -> None:
+        """By drafter: of how many requests it read what it had missed before a round, which took so much longer."""
+        for name, requests in caught_up:
             self.planner.observe_catch_up(name, requests, seconds)
 
     def waits(self, answers: Sequence[Answer]) -> bool:

@@ -70,6 +70,11 @@ class Following:
                         lagging.setdefault(name, []).append(answer)
         return lagging
 
+    def lags(self, name: str, answers: Sequence[Answer], requests: int) -> int:
+        """For how many of these a drafter would be so far behind, in a round of so many requests."""
+        behind = [answer for answer in answers if name in answer.behind]
+        return sum([self._is_lagging(answer, name, requests) for answer in behind])
+
     def may_lag(self, answers: Sequence[Answer], drafts: Drafts) -> bool:
         """Has one of these to be read to one of the drafters first?"""
         names, count = [size.drafter for size in drafts], len(answers)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from slipstream.core.snapshot import Undrafted
 from slipstream.drafters.base import Drafter
 from slipstream.engine.caps import NodeCaps
+from slipstream.engine.following import Following
 from slipstream.engine.foresight import Budgeted, Foreseen
 from slipstream.engine.levels import levels_of, no_deeper
 from slipstream.engine.plans import Gathered, Group, HostGuess
@@ -27,9 +28,14 @@ class Gathering:
     """Of one engine. undrafted: counts who goes without, and why."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], caps: NodeCaps, room: DraftRoom, undrafted: dict[Undrafted, int]
+        self,
+        drafters: Mapping[str, Drafter],
+        caps: NodeCaps,
+        room: DraftRoom,
+        following: Following,
+        undrafted: dict[Undrafted, int],
     ) -> None:
-        self._caps, self._room, self._undrafted = caps, room, undrafted
+        self._caps, self._room, self._following, self._undrafted = caps, room, following, undrafted
         self.levels = {name: levels_of(drafter) for name, drafter in drafters.items()}
 
     def ordered(self, groups: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
@@ -69,6 +75,7 @@ class Gathering:
     def wanted(self, planner: Planner, group: Group) -> TreeBudget:
         """How far the planner would have a device drafter go; levels: 0 where it makes no trees."""
         ids, choices = [answer.id for answer in group.answers], self.levels[group.drafter]
+        planner.lag(group.drafter, self._following.lags(group.drafter, group.answers, group.rows))
         if choices:
             return planner.budget_trees(group.drafter, ids, group.caps, group.rows, group.beside, levels=choices)
         return TreeBudget(planner.budget(group.drafter, ids, group.caps, group.rows, group.beside), 0)

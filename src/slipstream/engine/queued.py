@@ -35,7 +35,7 @@ from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.rounds import Machine, Round, Rounds
 from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
-from slipstream.engine.tickets import EmittedRows, Guessed, Heard, Member, Ticket
+from slipstream.engine.tickets import CaughtUp, EmittedRows, Guessed, Heard, Member, Ticket
 from slipstream.engine.turns import observe_round
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.models.batch import fetched
@@ -158,7 +158,7 @@ class QueuedEngine(Engine):
         told = run = chosen = owners = None
         rows = 0
         drafts: Drafts = ()
-        hosts = caught_up = tuple[str, ...]()
+        hosts, caught_up = tuple[str, ...](), tuple[CaughtUp, ...]()
         waited_s = None
         known = len(self.rounds), recorded.seconds
         ahead = None
@@ -257,7 +257,8 @@ class QueuedEngine(Engine):
                 self.drafting.drop(decodes, str(failed), failed.__cause__)
                 plan = plan.without(str(failed))  # what the others guess stands
             else:
-                return Guessed(plan, run, tuple(lagging), begun, self._ahead.settle(loop, plan.trees))
+                caught_up = tuple([CaughtUp(name, len(theirs)) for name, theirs in lagging.items()])
+                return Guessed(plan, run, caught_up, begun, self._ahead.settle(loop, plan.trees))
 
     def _allowed_rows(self, decodes: Sequence[Answer], plan: Plan, run: Round) -> Tensor:  # [R, W]
         """What each row may choose. Guesses of device drafters are read back first: the host follows grammars."""
@@ -350,7 +351,7 @@ class QueuedEngine(Engine):
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
             times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows)
-            self.drafting.observe_catch_up(ticket.caught_up, ticket.decodes, host_s)
+            self.drafting.observe_catch_up(ticket.caught_up, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)

@@ -22,12 +22,19 @@ _PATHS = tuple(tuple(range(nodes)) for nodes in range(MAX_NODES + 1))
 """The accepted nodes of chains."""
 
 
+class CaughtUp(NamedTuple):
+    """A drafter on the device that had to read first what it had missed, and of how many requests."""
+
+    drafter: str
+    requests: int
+
+
 class Guessed(NamedTuple):
     """A round whose drafts are there, or on their way on the device."""
 
     plan: Plan
     run: Round
-    caught_up: tuple[str, ...]  # drafters that had to read what they had missed first
+    caught_up: tuple[CaughtUp, ...]
     begun: Any  # a mark where the device begins with it: what the host guesses is not its work
     ahead: Ahead | None  # what it had begun before
 
@@ -79,7 +86,7 @@ class Ticket:
     guessed_s: float = 0.0  # what guesses on the host took that the planner counts by themselves
     read_rows: int = 0  # of prompts that were computed beside
     ahead: Ahead | None = None  # the draft that was begun before it was planned
-    caught_up: tuple[str, ...] = ()  # drafters that read what they had missed before it, and nothing else was unusual
+    caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
 
     def wait(self) -> None:
         if self.marks:

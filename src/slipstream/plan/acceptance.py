@@ -25,8 +25,8 @@ _FIRST_DECAY = 0.995
 """The same for first guesses, where those further on are compared with them: what is tried in every draft must not
 waver more than what is not."""
 _FRESH, _FADES = 4, 0.95
-"""Rounds without a guess for a request, where others may guess for it, before what was seen of it begins to fade, and
-how it does: who stopped when it was least lucky would seem to be so for as long as the request runs."""
+"""Rounds without a guess for a request, of drafters whose guesses take time, before what was seen of it begins to fade,
+and how it does: who stopped when it was least lucky would seem to be so for as long as the request runs."""
 _MOST_WEIGHT = 16.0
 """Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
 _HEAVY = 1e9
@@ -179,7 +179,7 @@ class Acceptance:
         if own is None:
             return self._newcomer(request_id)
         passed = self._round - self._last[request_id]
-        if passed <= _FRESH or len(self.peers) < 2:
+        if passed <= _FRESH or not self.peers:
             return own.share
         left = _FADES ** (passed - _FRESH)
         prior = _PRIOR_WEIGHT * (1 - left)

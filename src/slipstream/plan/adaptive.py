@@ -7,21 +7,20 @@ expected tokens per second of the whole batch, and none where none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.plan.catching_up import margin_for
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
-from slipstream.plan.free import FreeGuesses
 from slipstream.plan.gains import NO_WAIT, Turn, Waited, guessers
 from slipstream.plan.kept import Foretold, KeptPromises
 from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
-from slipstream.plan.rest import PlanRest
+from slipstream.plan.probing import Chosen, ProbingPlanner
 from slipstream.plan.rivals import Rivals
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
@@ -41,16 +40,6 @@ _Brought = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
 """What sizes bring, as in `_paying`: tokens [K + 1, B] for rows [K + 1, B] in seconds [K + 1]."""
 
 
-class _Chosen(NamedTuple):
-    """How many nodes, of trees in how many levels, and for whom."""
-
-    nodes: int
-    levels: int
-    members: NDArray[np.int64]  # requests
-    lost_s: float = 0.0  # what a round with them is expected to lose against rounds without
-    trials: tuple[_Chosen, ...] = ()  # where nothing was chosen: what could be, the largest last
-
-
 class _Aside(NamedTuple):
     """What was decided for device drafters of a round that has not begun."""
 
@@ -58,7 +47,7 @@ class _Aside(NamedTuple):
     hoped: float = 1.0
 
 
-class AdaptivePlanner(FreeGuesses):
+class AdaptivePlanner(ProbingPlanner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
     exclusive = True
@@ -68,13 +57,11 @@ class AdaptivePlanner(FreeGuesses):
         super().__init__(cost, min_gain)
         self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
         self._grown: dict[str, int] = {}  # how often drafters were planned that make trees
-        self._rest = PlanRest()
         self._sizes = CapturedSizes()
         self._rivals = Rivals()
         self._promises = KeptPromises()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
-        self._busy: set[str] = set()  # … in the last plan that let them guess, too
-        self._granting: set[str] = set()  # … in this one
+        self._granting: set[str] = set()  # … in this plan
         self._supposed: tuple[str, ...] = ()  # who is supposed to guess on the host in a round that is planned ahead
         self._aside = _Aside()  # what was planned of it
 
@@ -92,6 +79,7 @@ class AdaptivePlanner(FreeGuesses):
         return self._plain_round or self._gains.silences
 
     def pad_passes(self) -> None:
+        super().pad_passes()
         self._cost.padded = self._cost.late = self._gains.hiccups = True
         self._cost.context.per_row = False  # rows of a request share what is read of its context
 
@@ -125,7 +113,7 @@ class AdaptivePlanner(FreeGuesses):
             drafter, request_ids, rows, others, gained, drafted, draft_s, lambda: (brought(1.0), drafted, draft_s)
         )
         few = min(2, deepest)
-        chosen = self._or_probe(drafter, rows, chosen, _Chosen(few, 0, chosen.members, float(draft_s[few])), draft_s)
+        chosen = self._or_probe(drafter, rows, chosen, Chosen(few, 0, chosen.members, float(draft_s[few])), draft_s)
         return self._granted(drafter, chosen, caps)
 
     def budget_trees(
@@ -163,7 +151,7 @@ class AdaptivePlanner(FreeGuesses):
         chosen = self._paying(drafter, request_ids, rows, others, *parts)
         deep, nodes = probe_of(levels, most)
         chosen = self._or_probe(
-            drafter, rows, chosen, _Chosen(nodes, deep, chosen.members, float(level_s[deep])), level_s
+            drafter, rows, chosen, Chosen(nodes, deep, chosen.members, float(level_s[deep])), level_s
         )
         granted = self._granted(drafter, chosen, caps)
         if any(granted):
@@ -181,7 +169,7 @@ class AdaptivePlanner(FreeGuesses):
         draft_s: NDArray[np.float64],  # [K + 1]
         alone: Callable[[], _Brought],  # the same three, if nobody else guessed
         trees: TreeChoices | None = None,
-    ) -> _Chosen:
+    ) -> Chosen:
         """Which size, 0 to K, or which of the trees, brings most tokens a second, and for whom: each brings `gained`,
         adds `drafted` rows, and takes `draft_s`, for however many. Those of whom most is expected come first, if they
         pay for their rows.
@@ -201,8 +189,9 @@ class AdaptivePlanner(FreeGuesses):
         rate, counts = rates.max(1), rates.argmax(1)  # [K + 1]; counts: of requests, less one
         rate[0], counts[0] = rates[0, 0], 0
         speed = float(rate.max() / rate[0])
-        if drafter not in self._busy:
-            speed /= self._catch_ups.margin(drafter, rows, float(pass_s[0, 0]))
+        plain_s = float(pass_s[0, 0])
+        catch_up_s = self._catch_up_s(drafter, plain_s)
+        speed /= margin_for(catch_up_s, plain_s)
         speed *= self._promises.kept(drafter, rows)
         beside = bool(others.nodes)
         untried = self._estimate(drafter).untried(request_ids)
@@ -214,7 +203,7 @@ class AdaptivePlanner(FreeGuesses):
             self._rounds,
             beside=beside,
             untried=untried,
-            reads=self._catch_ups.seconds(drafter, rows) / float(pass_s[0, 0]),
+            reads=catch_up_s / plain_s,
         )
         size = self._size(drafter, rows, rate, trees) if has_turn else 0
         if has_turn and not size and not beside:  # free guesses may leave nothing to win
@@ -240,10 +229,10 @@ class AdaptivePlanner(FreeGuesses):
             elif self._rounds % _RECKON == 0:
                 self._suppose_alone(rows, *alone())
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
-            return _Chosen(most, deep, order[: count + 1] if size else order)
+            return Chosen(most, deep, order[: count + 1] if size else order)
         lost_s = whole_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
-        return _Chosen(0, 0, order, trials=tuple(_Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
+        return Chosen(0, 0, order, trials=tuple(Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
 
     def _size(self, drafter: str, rows: int, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
         if not self._cost.padded:
@@ -254,8 +243,9 @@ class AdaptivePlanner(FreeGuesses):
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
         again = 1.0
         is_tried = self._rivals.tries(rows, self._rounds) == drafter
-        if self._cost.padded and not is_tried and drafter in self._begun - self._busy:  # it has to catch up
-            again = max(MARGIN, self._catch_ups.margin(drafter, rows, self._cost.seconds(rows)))
+        if self._cost.padded and not is_tried and drafter in self._begun - self._busy:
+            plain_s = self._cost.seconds(rows)
+            again = max(MARGIN, margin_for(self._catch_up_s(drafter, plain_s), plain_s))
         if rate[best] <= rate[0] * self._margin * again * self._gains.doubt(self._with(drafter)):
             return 0
         if trees is None:
@@ -267,35 +257,14 @@ class AdaptivePlanner(FreeGuesses):
         old = [self._sizes.planned(rows, *pair) for pair in zip(nodes, trees.levels, strict=True)]
         return trees.larger(best, rate, old if self._cost.padded else None)
 
-    def _or_probe(
-        self,
-        drafter: str,
-        rows: int,
-        chosen: _Chosen,
-        small: _Chosen,  # lost_s: what the guesses take
-        draft_s: NDArray[np.float64],  # [K + 1]: by nodes of a chain or levels of a tree
-    ) -> _Chosen:
-        """What was chosen, or if that is nothing, now and then a probe: small, or among many as much for all of
-        them as loses no more by what is expected of it: that tells far more."""
-        count = self._probes.requests(rows, small.nodes, len(small.members))
-        lost_s = small.lost_s + self._cost.seconds(rows + count * small.nodes) - self._cost.seconds(rows)
-        turn = np.sort(np.roll(small.members, -self._rounds)[:count])  # somebody else's each time
-        probe = small._replace(members=turn, lost_s=lost_s)
-        if count < len(small.members):
-            probe = next((one for one in reversed(chosen.trials) if one.lost_s < lost_s), probe)
-        lost = (max(probe.lost_s, 0.0) + self._catch_ups.seconds(drafter, rows)) / self._cost.seconds(rows)
-        hopes = partial(self._hopes.any, drafter, rows, draft_s, self._rounds)
-        could_pay = hopes if self.costs.measured_for(drafter) else lambda: True
-        passed = self._rest.plan(drafter)
-        return probe if self._probes.due(drafter, chosen.nodes > 0, lost, could_pay, passed) else chosen
-
-    def _granted(self, drafter: str, chosen: _Chosen, caps: Sequence[int]) -> list[int]:
+    def _granted(self, drafter: str, chosen: Chosen, caps: Sequence[int]) -> list[int]:
         """Nodes for each request: as many as were chosen for those for whom they were."""
         granted = [0] * len(caps)
         if not chosen.nodes:
             return granted
         self._begun.add(drafter)
-        self._granting.add(drafter)
+        if not chosen.is_sample:
+            self._granting.add(drafter)
         self._rest.guess(drafter)
         self._sizes.use(drafter, chosen.nodes, chosen.levels)
         for i in chosen.members.tolist():
@@ -309,7 +278,9 @@ class AdaptivePlanner(FreeGuesses):
         if not self._plain_round:  # who had to be silent for a round of comparison misses no more than its tokens
             self._busy = self._granting
         self._granting = set()
-        self._rest.next_round(requests, drafts=bool(self._guessing or self._busy or self._plain_round))
+        drafts = bool(self._guessing or self._busy or self._sampling or self._plain_round)
+        self._rest.next_round(requests, drafts=drafts)
+        self._sampling = set()
         for estimate in self._acceptance.values():
             estimate.next_round()
         self._guessed_s, self._hoped, self._guessing = 0.0, 1.0, ()
@@ -332,7 +303,7 @@ class AdaptivePlanner(FreeGuesses):
         self._guessing, self._hoped = (*self._guessing, *others), max(self._hoped, self._aside.hoped)
 
     def plan_again(self) -> None:
-        self._granting = set()
+        self._granting, self._sampling = set(), set()
 
     def skip_round(self) -> None:
         self._granting = self._busy

@@ -10,27 +10,39 @@ _REMEMBER = 5
 """Rounds that are kept: their median forgets a hiccup."""
 _STAYS, _MOST = 32, 1.15
 """Rounds over which that must come in again, and the most that is asked for it: one hiccup silences nobody."""
+_ONCE, _EACH = 0.5, 1 / 12
+"""Plain passes that it is taken to last, once and for each request, where nobody knows; and how what was seen of some
+requests says something of more or fewer."""
 
 
 class CatchUps:
-    """Seconds of a round in which a drafter caught up, beyond its pass and its guesses."""
+    """Seconds of a round in which a drafter caught up, beyond its pass and its guesses.
+
+    assumes: is something assumed where nothing was seen? Rounds that are not queued never tell.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[str, dict[int, deque[float]]] = {}  # by drafter and crowd
+        self.assumes = False
+        self._seen: dict[str, dict[int, deque[float]]] = {}  # by drafter, and about how many requests it read
 
     def observe(self, drafter: str, requests: int, seconds: float) -> None:
         crowds = self._seen.setdefault(drafter, {})
         crowds.setdefault(crowd_of(requests), deque(maxlen=_REMEMBER)).append(seconds)
 
-    def seconds(self, drafter: str, requests: int) -> float:
-        """0 as long as nobody knows."""
-        crowds = self._seen.get(drafter, {})
-        near = nearest_crowd(crowds, crowd_of(requests))
+    def seconds(self, drafter: str, requests: int, pass_s: float) -> float:
+        """Of so many requests that it reads. pass_s: of a plain pass."""
+        crowds, crowd = self._seen.get(drafter, {}), crowd_of(requests)
+        near = nearest_crowd(crowds, crowd)
         if near is None:
-            return 0.0
+            return self.assumes * pass_s * _passes(requests)
         seen = sorted(crowds[near])
-        return seen[(len(seen) - 1) // 2]
+        return seen[(len(seen) - 1) // 2] * _passes(crowd) / _passes(near)
 
-    def margin(self, drafter: str, requests: int, pass_s: float) -> float:
-        """How many times as fast as without it rounds must be for a while, so that catching up is worth it."""
-        return min(1 + self.seconds(drafter, requests) / (_STAYS * pass_s), _MOST)
+
+def margin_for(seconds: float, pass_s: float) -> float:
+    """How many times as fast as plain ones rounds must be for a while, so that it is worth catching up for so long."""
+    return min(1 + seconds / (_STAYS * pass_s), _MOST)
+
+
+def _passes(requests: int) -> float:
+    return _ONCE + _EACH * requests

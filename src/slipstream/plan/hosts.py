@@ -20,7 +20,7 @@ from slipstream.plan.investment import Investment, most_worth
 from slipstream.plan.measured import Floats
 from slipstream.plan.planner import Planner
 from slipstream.plan.sizes import MARGIN
-from slipstream.plan.waits import CrowdWaits
+from slipstream.plan.waits import CrowdWaits, Waits
 
 EXPLORE = 8
 """Every so many rounds a size of pass is tried that was not seen lately, as long as there is one."""
@@ -32,6 +32,8 @@ _HICCUP = 6.0
 _PEEKED, _WORTH_WAKING = 8, 2.0
 """A drafter that nobody waits for is looked at for so many requests, or for some of more (`samples.py`), and waited for
 again when it says so many times as much as a wait costs: the more, the more often that was in vain."""
+_WORTH_WAKING_OF_MANY = 1.25
+"""The same of many, whose rows cost much: by so much faster, or more, rounds would have to be."""
 _FORGET = 16
 """Rounds after which it does not count what the device's guesses promised: it may guess for nobody any more."""
 _REMEMBER = 64
@@ -93,14 +95,24 @@ class HostPlans(Planner):
         """chances [B]: tokens that its guesses for each are expected to bring, from where the texts stood when the
         round under way began: what that brings itself is not to be won any more."""
         waits, spare = self._waits[drafter].of(rows), self._spare(rows)
+        won = [max(0.0, tokens - 2 * spare) for tokens in chances]
+        if rows <= _PEEKED:  # whose rows cost next to nothing
+            worth = _WORTH_WAKING * (1 + waits.failed) * waits.seconds * rows * spare
+            is_worth = sum(won) * self._cost.seconds(rows) > worth
+        else:
+            is_worth = self._speeds_up(waits, rows, won) > _WORTH_WAKING_OF_MANY * (1 + waits.failed / 4) * spare
+        if is_worth:
+            waits.wake(self._rounds)
+        return is_worth
+
+    def _speeds_up(self, waits: Waits, rows: int, won: Sequence[float]) -> float:
+        """How many times as fast as plain ones rounds would be that wait, if as much is won for all as for these."""
         room = self._hopes.most_rows / rows - 1
-        each = [min(max(0.0, tokens - 2 * spare), room) for tokens in chances]
-        won = sum(each) if rows <= _PEEKED else waits.sample.add(each)
-        worth = _WORTH_WAKING * (1 + waits.failed) * waits.seconds * rows * spare
-        if won is None or won * self._cost.seconds(rows) <= worth:
-            return False
-        waits.wake(self._rounds)
-        return True
+        brought = waits.sample.add([min(tokens, room) for tokens in won])
+        if brought is None:
+            return 0.0
+        seconds = self._cost.seconds(rows + round(brought)) + waits.seconds
+        return (1 + brought / rows) * self._cost.seconds(rows) / seconds
 
     def limit_rows(self, rows: int) -> None:
         self._hopes.most_rows = rows

@@ -235,8 +235,11 @@ class Planner:
         size: nodes that it guessed for each; of trees, their levels.
         """
 
+    def lag(self, drafter: str, requests: int) -> None:
+        """Of so many it would have to read what it missed before it could guess for all that it is asked about next."""
+
     def observe_catch_up(self, drafter: str, requests: int, seconds: float) -> None:
-        """A drafter had to read what it had missed before a round of so many: so much longer did the round take."""
+        """A drafter had to read what it had missed of so many before a round: so much longer did the round take."""
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         """What became of one request's draft: how deep it was, and how far right. tree: None: none was planned."""
