@@ -35,8 +35,23 @@ def test_simulations_end_in_json_and_a_plot(capsys: pytest.CaptureFixture[str], 
     assert by_way["off"]["tau"] == 1.0 < by_way["planned"]["tau"]
     assert json.loads(kept.read_text()) == result
     assert plot.read_text().count("<polyline") == 9
+    assert all(len(line) <= 80 for line in out.splitlines()[:-1])
+    assert "2 replicas" in out
     _, again, _ = run(capsys, *options, "--replicas", "2")
     assert json.loads(again.splitlines()[-1])["rows"] == result["rows"], "the same seed, the same numbers"
+
+
+def test_a_simulated_planner_asks_for_the_gain_that_was_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    made_up(0.0005).save(file)
+    drafted = []
+    for gain in ("1", "50"):
+        options = ("--simulate", str(file), "--rate", "2", "--requests", "20", "--speculation", "planned")
+        _, out, _ = run(capsys, *options, "--min-gain", gain)
+        drafted.append(json.loads(out.splitlines()[-1])["rows"][0]["tau"])
+    assert drafted[0] > 1.5 > 1.1 > drafted[1]
 
 
 @pytest.mark.parametrize(

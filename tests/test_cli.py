@@ -161,7 +161,7 @@ def test_nothing_drafted_says_why(declined: int, rounds: str) -> None:
     line = rate_line(40, 10.0, stats)
     assert "nothing drafted: by what was measured, guesses of eagle would not have paid" in line
     assert rounds in line
-    assert "--planner fixed" in line
+    assert "--min-gain says what is enough, --planner fixed" in line
     assert rate_line(40, 10.0, SpeculationStats(rounds=40, emitted=40)).endswith("nothing drafted")
 
 

@@ -114,8 +114,18 @@ def test_the_command(tiny_target: Path, tiny_draft: Path, capsys: pytest.Capture
         assert words in text
 
 
-def test_without_a_drafter_there_is_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--drafter none", "nothing to explain"),
+        ("--no-measure-costs", "--no-measure-costs: explain shows what was measured"),
+        ("--context 99999999", "--context 99999999: requests have 256 tokens here at the most"),
+    ],
+)
+def test_what_cannot_be_explained(
+    tiny_target: Path, capsys: pytest.CaptureFixture[str], options: str, said: str
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["explain", "--drafter", "none"])
+        main(["explain", "--model", str(tiny_target), "--drafter", "ngram", "--memory", "256MiB", *options.split()])
     assert ended.value.code == 2
-    assert "nothing to explain" in capsys.readouterr().err
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -26,6 +26,7 @@ from slipstream.bench.tune import (
 from slipstream.cli.main import main
 from slipstream.cli.options import Common
 from slipstream.cli.serve import _with_config
+from slipstream.cli.tune import _telling
 from slipstream.core.errors import ConfigError
 
 
@@ -110,10 +111,34 @@ def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     assert all((row["prompts"], row["batches"]) == (3, {1: 3, 3: 1}[row["concurrency"]]) for row in rows)
     assert all(row["gain"] == [1, 1] for row in rows if row["name"] == "plain")
     assert plot.read_text().count("<polyline") == 5
+    assert json.loads(config.read_text())["doubts"] == result["doubts"] != [], "only three prompts"
     engine = read_engine(config)
     assert engine["model"] == str(tiny_target)
     with LLM(**engine, max_model_len=64) as llm:
         assert llm.generate("one two")[0].finished
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--sizes 0", "--sizes 0: must be whole numbers of 1 or more"),
+        ("--concurrency 1,x", "--concurrency 1,x: must be"),
+        ("--no-speculation", "tune measures plain decoding beside its candidates anyway"),
+    ],
+)
+def test_what_tune_refuses(capsys: pytest.CaptureFixture[str], options: str, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", *options.split()])
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_measured_is_told_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with _telling() as tell:
+        for level in (1, 4):
+            for name in ("plain", "suffix"):
+                tell(level, name)
+    assert capsys.readouterr().err.splitlines() == ["measuring with 1 at once", "measuring with 4 at once"]
 
 
 @pytest.mark.parametrize(("load", "warned"), [(1000.0, True), (0.0, False), (None, False)])

@@ -40,18 +40,20 @@ from slipstream.plan.planner import Planner
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a simulated engine speculates. draft_tokens: None: as the recorded engine was told, or the drafter's own."""
+    """How a simulated engine speculates. draft_tokens: None: as the recorded engine was told, or the drafter's own.
+    min_gain: as an engine's, where drafts are planned."""
 
     speculation: Speculation
     drafter: str | None = None
     draft_tokens: int | None = None
+    min_gain: float = 1.0
 
 
 class _TimedPlanner(AdaptivePlanner):
     """The real planner, told the recorded time of a draft where the engine would have measured one."""
 
-    def __init__(self, cost: PassCost, costs: RoundCosts) -> None:
-        super().__init__(cost)
+    def __init__(self, cost: PassCost, costs: RoundCosts, min_gain: float) -> None:
+        super().__init__(cost, min_gain=min_gain)
         self._costs = costs
         self.requests = 1
 
@@ -102,7 +104,7 @@ class Replica:
             on_release=lambda answer: self.drafting.stop(answer),
         )
         planner = (
-            _TimedPlanner(PassCost(machine.row_slope), self.costs)
+            _TimedPlanner(PassCost(machine.row_slope), self.costs, self.setting.min_gain)
             if self.setting.speculation == "planned"
             else Planner()
         )

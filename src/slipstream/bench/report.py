@@ -165,8 +165,8 @@ def undrafted(row: Row) -> str:
     if not row.declined:
         return "nothing drafted: it never had a guess"
     return (
-        f"nothing drafted: by what was measured, its guesses would not have paid in {row.declined} of {row.rounds} "
-        "rounds; --planner fixed guesses all the same"
+        f"nothing drafted: by what was measured, its guesses would not have paid enough in {row.declined} of "
+        f"{row.rounds} rounds; --min-gain says what is enough, --planner fixed guesses all the same"
     )
 
 

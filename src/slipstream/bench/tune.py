@@ -166,6 +166,7 @@ def configuration(model: str, rows: Sequence[Tuned]) -> dict[str, Any]:
         "engine": {"model": model, "drafter": chosen.drafter, "draft_tokens": chosen.draft_tokens},
         "verifier": chosen.verifier,
         "by_concurrency": {str(level): asdict(row) for level, row in best(rows).items()},
+        "doubts": doubts(rows),
     }
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+_CONTEXT = 500
 _CONTEXTS = (100, 1000, 8000)
 _BAR = 40  # characters of the longest bar
 
@@ -30,8 +31,14 @@ _BAR = 40  # characters of the longest bar
 def explain(
     common: Common,
     context: Annotated[
-        int, option(metavar="TOKENS", min=1, panel=SPECULATION, help="Tokens of each request: long texts cost more.")
-    ] = 500,
+        int | None,
+        option(
+            metavar="TOKENS",
+            min=1,
+            panel=SPECULATION,
+            help=f"Tokens of each request: long texts cost more. Default: {_CONTEXT}, or as many as one may have.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, option("--json", panel=OUTPUT, help="Print one JSON object instead, for scripts.")
     ] = False,
@@ -43,7 +50,12 @@ def explain(
     """
     if not common.drafters or common.no_speculation:
         raise ConfigError("explain: there is nothing to explain without a drafter; name one, such as --drafter suffix")
+    if common.measure_costs is False:
+        raise ConfigError("--no-measure-costs: explain shows what was measured; leave it out")
     with loaded(common, common.drafters, max_num_seqs=max(BATCHES), measure_costs=True, planner="adaptive") as llm:
+        if context is not None and context > llm.max_model_len:
+            raise ConfigError(f"--context {context}: requests have {llm.max_model_len} tokens here at the most")
+        context = context or min(_CONTEXT, llm.max_model_len)
         costs = _costs(llm)
         choices = _choices(llm, costs, context)
         deep = {guesser.name for guesser in _guessers(llm) if guesser.levels}

@@ -100,8 +100,8 @@ def undrafted(stats: SpeculationStats) -> str:
         return "nothing drafted"
     rounds = max(declined.values())
     return (
-        f"nothing drafted: by what was measured, guesses of {', '.join(declined)} would not have paid "
-        f"({rounds} round{'s' * (rounds != 1)}; --planner fixed guesses all the same)"
+        f"nothing drafted: by what was measured, guesses of {', '.join(declined)} would not have paid enough "
+        f"({rounds} round{'s' * (rounds != 1)}; --min-gain says what is enough, --planner fixed guesses all the same)"
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +54,9 @@ def tune_command(
 
     The table is for people; the last line on stdout is JSON.
     """
-    levels, tried = _numbers("--concurrency", concurrency, 1), _numbers("--sizes", sizes, 0)
+    if common.no_speculation:
+        raise ConfigError("--no-speculation: tune measures plain decoding beside its candidates anyway; leave it out")
+    levels, tried = _numbers("--concurrency", concurrency), _numbers("--sizes", sizes)
     if not levels:
         raise ConfigError("--concurrency: give at least one number, such as 1,4,16")
     if drafters:
@@ -76,7 +79,8 @@ def tune_command(
         tape = Tape(llm, common.model)
         tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
-        rows = tune.measure(options, ids, each, levels, repeats=repeats)
+        with _telling() as tell:
+            rows = tune.measure(options, ids, each, levels, repeats=repeats, on_step=tell)
         rows = predicted(tape.stop(), rows, llm.engine.drafting.auto)
     console = Console()
     console.print(table(rows))
@@ -95,13 +99,29 @@ def tune_command(
     print(json.dumps({**result, **load, "rows": [asdict(row) for row in rows]}, ensure_ascii=False), flush=True)
 
 
-def _numbers(name: str, text: str, least: int) -> list[int]:
+@contextmanager
+def _telling() -> Iterator[Callable[[int, str], None]]:
+    """On a terminal stderr shows what is being measured; elsewhere a line for each number of requests does."""
+    console, told = Console(stderr=True), set[int]()
+    with console.status("measuring") if console.is_terminal else nullcontext() as status:
+
+        def tell(concurrency: int, name: str) -> None:
+            if status is not None:
+                status.update(f"{concurrency} at once: {name}")
+            elif concurrency not in told:
+                told.add(concurrency)
+                note(f"measuring with {concurrency} at once")
+
+        yield tell
+
+
+def _numbers(name: str, text: str) -> list[int]:
     try:
         found = [int(part) for part in text.split(",") if part]
     except ValueError:
-        found = [least - 1]
-    if any(number < least for number in found):
-        raise ConfigError(f"{name} {text}: must be whole numbers of {least} or more, such as 1,4,16")
+        found = [0]
+    if any(number < 1 for number in found):
+        raise ConfigError(f"{name} {text}: must be whole numbers of 1 or more, such as 1,4,16")
     return found
 
 
