@@ -141,13 +141,15 @@ class Followed:
 def followed(phases: Sequence[Sequence[float]], *, returns: bool = False) -> Followed:
     """phases: nodes of a request, round by round.
 
-    returns: the last phase is as the first one, and the plan has followed when it is where it was then. One that never
-    is counts as all rounds of the phase.
+    returns: the last phase is as the first one, and a plan that drafts less in it has followed when it drafts as much
+    as then. One that never does counts as all rounds of the phase.
     """
     levels = [fmean(phase[len(phase) // 2 :]) for phase in phases]
-    goals = [*levels[1:-1], levels[0] if returns else levels[-1]]
-    pairs = zip(levels, goals, phases[1:], strict=False)
-    return Followed([round(level, 2) for level in levels], [_rounds(part, was, now) for was, now, part in pairs])
+    pairs = zip(levels, levels[1:], phases[1:], strict=False)
+    rounds = [_rounds(part, was, now) for was, now, part in pairs]
+    if returns and levels[-1] < levels[0]:
+        rounds[-1] = _rounds(phases[-1], levels[-2], levels[0])
+    return Followed([round(level, 2) for level in levels], rounds)
 
 
 def _rounds(phase: Sequence[float], was: float, now: float) -> int | None:

@@ -323,6 +323,8 @@ def test_when_a_plan_has_followed() -> None:
     gone = [[3.0] * 40, [0.0] * 40, [0.0] * 40]
     assert cells_trials.followed(gone).rounds == [0, None]
     assert cells_trials.followed(gone, returns=True).rounds == [0, 40], "it should have come back"
+    more = [[1.0] * 40, [0.0] * 40, [3.0] * 40]
+    assert cells_trials.followed(more, returns=True).rounds == [0, 0], "and may do better than before"
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -177,3 +177,23 @@ def test_what_plain_rounds_wait_is_not_looked_for_in_every_round_where_nothing_i
             gains.ask_plain(64)
             asked += 1
     assert 12 <= asked <= 24
+
+
+def test_a_probe_that_does_not_pay_is_held_against_nobody() -> None:
+    """It was made to find out, though nothing was expected of it. A plan that does not keep its word is off."""
+    for is_probe in (True, False):
+        gains = Gains(0.001)
+        gains.hiccups = True
+        ids = [str(number) for number in range(16)]
+        for request_id in ids:
+            gains.start(request_id, Traits())
+        for _ in range(4):
+            gains.next_round(16)
+            gains.observe([Turn(request_id, 0, 1) for request_id in ids], 4e-3)
+        for _ in range(20):
+            gains.next_round(16)
+            drafted = [Turn(request_id, 1, 1, ("d",)) for request_id in ids]
+            gains.observe(drafted, 6e-3, 1.0 if is_probe else 1.2, is_probe=is_probe)
+        gains.next_round(16)
+        assert gains.drafts("0", ("d",)) == is_probe
+        assert gains.of("0").measured < 0.8, "what it came to is told all the same"

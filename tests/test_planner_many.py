@@ -87,7 +87,7 @@ class Crowd:
             for name in ("small", "head"):
                 if planner.asks(name, rows):
                     self.planned += 1
-                    planner.lag(name, len(self.behind[name]))
+                    planner.lag(name, self.behind[name])
                     caps = [max(0, 256 // rows - 1)] * rows
                     if name == "small":
                         plans[name] = planner.budget(name, ids, [min(5, cap) for cap in caps], rows), 0
@@ -187,8 +187,8 @@ def test_one_whose_probes_cost_much_is_probed_more_rarely() -> None:
         probes, found = Probes(PassCost(0.001)), 0
         for now in range(rounds):
             for other in range(others):
-                probes.due(str(other), False, lost, lambda: True, now=now)
-            found += probes.due("one", False, lost, lambda: could_pay, now=now)
+                probes.due(str(other), lost, lambda: True, now=now)
+            found += probes.due("one", lost, lambda: could_pay, now=now)
         return found
 
     assert probed(0.01) > probed(5.0) > 0
@@ -242,6 +242,7 @@ def test_what_catching_up_takes_is_asked_of_whoever_begins_again() -> None:
         catch_ups.observe("one", 4, seconds)
     assert catch_ups.seconds("one", 4, 4e-3) == 4e-3, "a hiccup is forgotten"
     assert 20e-3 < catch_ups.seconds("one", 64, 4e-3) < 40e-3, "of more there is more to read"
+    assert catch_ups.seconds("one", 5, 4e-3) == pytest.approx(4e-3 * (0.5 + 5 / 12) / (0.5 + 4 / 12))
     assert catch_ups.seconds("one", 1, 4e-3) < 4e-3
     assert margin_for(4e-3, 4e-3) == pytest.approx(1 + 1 / 32)
     assert margin_for(10.0, 4e-3) < 1.2

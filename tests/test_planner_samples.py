@@ -14,6 +14,7 @@ from slipstream.plan.gains import Turn
 from slipstream.plan.measured import Curve, MeasuredCosts
 from slipstream.plan.samples import Sample
 from slipstream.plan.traits import Traits
+from slipstream.plan.waits import Waits
 
 SIZES = (1, 16, 64, 96, 128, 192, 256)
 PASSES = Curve(SIZES, (3.7e-3, 3.8e-3, 4.7e-3, 5.2e-3, 5.9e-3, 7.4e-3, 8.7e-3))
@@ -84,15 +85,16 @@ def never(_: int) -> bool:
     return False
 
 
+@pytest.mark.parametrize("between", [PHASE, 1500])
 @pytest.mark.parametrize("wait_s", [0.3e-3, 1e-3, 2e-3, 3e-3])
-def test_a_text_that_echoes_again_is_followed_among_many(wait_s: float) -> None:
+def test_a_text_that_echoes_again_is_followed_among_many(wait_s: float, between: int) -> None:
     play = Play(wait_s)
     first = [play.round(always) for _ in range(PHASE)]
-    between = [play.round(never) for _ in range(PHASE)]
+    silent = [play.round(never) for _ in range(between)]
     last = [play.round(always) for _ in range(PHASE)]
     assert first[-1] == DEEP
-    assert not any(between[10:])
-    assert all(last[10:]), last
+    assert not any(silent[10:])
+    assert all(last[20:]), last
 
 
 def test_a_few_texts_that_echo_do_not_speak_for_all() -> None:
@@ -103,6 +105,24 @@ def test_a_few_texts_that_echo_do_not_speak_for_all() -> None:
     later = [play.round(lambda number: number in (8, 9)) for _ in range(6 * PHASE)]
     assert sum(map(bool, later)) < 25, later
     assert len(play.looked) > 5 * PHASE
+
+
+def test_who_was_woken_in_vain_is_not_heeded_for_a_while() -> None:
+    waits, now, pauses = Waits(), 0, []
+    waits.observe(2e-3)
+    for _ in range(3):
+        waits.until = now + 1
+        waits.wake(now)
+        for _ in range(16):
+            waits.weigh(1.0, 2.0, 4.7e-3, now, MANY)
+        pauses.append(waits.deaf - now)
+        now = waits.deaf
+    assert pauses == [64, 128, 256]
+    waits.until = now + 1
+    waits.wake(now)
+    for _ in range(16):
+        waits.weigh(3.0, 2.0, 4.7e-3, now, MANY)
+    assert (waits.vain, waits.deaf) == (0, now)
 
 
 def test_all_are_looked_at_by_turns() -> None:
@@ -117,9 +137,10 @@ def test_all_are_looked_at_by_turns() -> None:
 
 def test_two_groups_have_been_looked_at_twice_and_more_before_it_counts() -> None:
     sample, told = Sample(), list[float | None]()
-    for _ in range(8):
+    for _ in range(9):
         told.append(sample.add([1.5] * len(sample.choose(64))))
-    assert told == [None] * 7 + [1.5 * 64]
+    assert told == [None] * 7 + [1.5 * 64] * 2
+    before = sample.choose(64)
     sample.begin()
-    sample.choose(64)
-    assert sample.add([1.5] * 4) is None
+    assert before != sample.choose(64), "others from the beginning"
+    assert [sample.add([1.5] * len(sample.choose(64))) for _ in range(8)] == told[:8]

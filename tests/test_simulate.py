@@ -375,6 +375,24 @@ def test_a_tree_of_few_nodes_is_right_no_deeper_than_they_reach() -> None:
         assert min(depths) >= 1
 
 
+def test_only_where_rounds_are_queued_somebody_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere drafters read along whether they guess or not."""
+    told: dict[bool, set[int]] = {True: set(), False: set()}
+    for queued in (True, False):
+        recording = replace(made_up(0.004, right=0, queued=queued), drafters=(DrafterKind("ngram", True, 5),))
+        engine = Replica(recording, RoundCosts(recording.costs, apart=queued), Setting("planned", "ngram"))
+        lag = lambda drafter, request_ids, queued=queued: told[queued].add(len(request_ids))  # noqa: E731
+        monkeypatch.setattr(engine.drafting.planner, "lag", lag)
+        for number in range(3):
+            engine.add(Served(0.0, 50, 100), Walk(recording.traces[0], {}, random.Random(number)))
+        now = 0.0
+        for _ in range(80):
+            engine.step(now)
+            now = engine.busy_until
+    assert max(told[True]) > 0
+    assert told[False] == {0}
+
+
 @pytest.mark.parametrize("host", [True, False])
 def test_a_queued_round_waits_for_the_host_and_else_is_planned_before_the_last_is_heard_of(
     monkeypatch: pytest.MonkeyPatch, host: bool

@@ -14,7 +14,9 @@ from slipstream.bench.tune import Tuned
 from slipstream.drafters import merged_name, names_of, parse_merged
 
 
-def predicted(recording: Recording, rows: Sequence[Tuned], auto: Sequence[str] = ()) -> list[Tuned]:
+def predicted(
+    recording: Recording, rows: Sequence[Tuned], auto: Sequence[str] = (), min_gain: float = 1.0
+) -> list[Tuned]:
     """Each with the tokens a second that a simulation of as many requests at once gives. auto: whom `auto` means."""
     if not recording.traces:
         return list(rows)
@@ -28,7 +30,7 @@ def predicted(recording: Recording, rows: Sequence[Tuned], auto: Sequence[str] =
             found.append(row)
             continue
         traces = traces_of(recording, "" if drafter is None else drafter)
-        setting = Setting("off" if drafter is None else "planned", drafter, row.draft_tokens)
+        setting = Setting("off" if drafter is None else "planned", drafter, row.draft_tokens, min_gain)
         tokens = seconds = 0.0
         for first in range(0, max(row.prompts, 1), row.concurrency):  # in the batches that were measured
             turns = [i % len(traces) for i in range(first, first + row.concurrency)]

@@ -170,7 +170,8 @@ class Replica:
             _tell(news)
         if lagging:
             self.drafting.catch_up(lagging)
-        self.drafting.following.follows(decodes, plan)
+        if queued:
+            self.drafting.following.follows(decodes, plan)
         drafts = [self._draft(plan, i, answer) for i, answer in enumerate(decodes)]
         draft_s = sum(self.costs.draft_s(name, len(decodes), MAX_NODES) for name in self._free(plan))
         on_device = [(size.drafter, size.levels or size.nodes) for size in plan.drafts]
@@ -248,7 +249,7 @@ class Replica:
     def _observe(self, running: Sequence[tuple[Answer, Verdict]], grown: Mapping[str, int]) -> None:
         """Whoever ended meanwhile does not listen any more."""
         heard = [(answer, verdict) for answer, verdict in running if answer.phase is not Phase.ENDED]
-        for answer, verdict in heard:
+        for answer, verdict in heard if self.recording.machine.queued else ():
             self.drafting.following.falls_behind(answer, verdict)
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard], grown)
 

@@ -105,7 +105,7 @@ def _choices(llm: LLM, costs: MeasuredCosts, context: int) -> list[Choice]:
 
     engine = llm.engine
     slope, is_padded = ROW_SLOPE[engine.target.device.type], isinstance(engine, QueuedEngine)
-    asked = Engine(costs, slope, is_padded, engine.config.draft_rows, context)
+    asked = Engine(costs, slope, is_padded, engine.config.draft_rows, context, engine.config.min_gain)
     return [
         forecast(asked, guesser, requests, alpha)
         for guesser in _guessers(llm)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -79,9 +78,8 @@ def tune_command(
         tape = Tape(llm, common.model)
         tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
-        with _telling() as tell:
-            rows = tune.measure(options, ids, each, levels, repeats=repeats, on_step=tell)
-        rows = predicted(tape.stop(), rows, llm.engine.drafting.auto)
+        rows = tune.measure(options, ids, each, levels, repeats=repeats, on_step=_telling())
+        rows = predicted(tape.stop(), rows, llm.engine.drafting.auto, llm.engine.config.min_gain)
     console = Console()
     console.print(table(rows))
     best = tune.best(rows)
@@ -99,20 +97,16 @@ def tune_command(
     print(json.dumps({**result, **load, "rows": [asdict(row) for row in rows]}, ensure_ascii=False), flush=True)
 
 
-@contextmanager
-def _telling() -> Iterator[Callable[[int, str], None]]:
-    """On a terminal stderr shows what is being measured; elsewhere a line for each number of requests does."""
-    console, told = Console(stderr=True), set[int]()
-    with console.status("measuring") if console.is_terminal else nullcontext() as status:
+def _telling() -> Callable[[int, str], None]:
+    """Tells of each number of requests, in a line: what moves on a screen takes time, too, and here time is taken."""
+    told = set[int]()
 
-        def tell(concurrency: int, name: str) -> None:
-            if status is not None:
-                status.update(f"{concurrency} at once: {name}")
-            elif concurrency not in told:
-                told.add(concurrency)
-                note(f"measuring with {concurrency} at once")
+    def tell(concurrency: int, _: str) -> None:
+        if concurrency not in told:
+            told.add(concurrency)
+            note(f"measuring with {concurrency} at once")
 
-        yield tell
+    return tell
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -70,10 +70,13 @@ class Following:
                         lagging.setdefault(name, []).append(answer)
         return lagging
 
-    def lags(self, name: str, answers: Sequence[Answer], requests: int) -> int:
-        """For how many of these a drafter would be so far behind, in a round of so many requests."""
+    def lags(self, name: str, answers: Sequence[Answer], requests: int) -> list[str]:
+        """Those of these for whom a drafter would be so far behind, in a round of so many requests."""
         behind = [answer for answer in answers if name in answer.behind]
-        return sum([self._is_lagging(answer, name, requests) for answer in behind])
+        if not behind:
+            return []
+        reaches = self._drafters[name].reaches(requests)
+        return [answer.id for answer in behind if _most_tokens(answer) - answer.behind[name] > reaches]
 
     def may_lag(self, answers: Sequence[Answer], drafts: Drafts) -> bool:
         """Has one of these to be read to one of the drafters first?"""

@@ -61,6 +61,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._rivals = Rivals()
         self._promises = KeptPromises()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
+        self._busy: set[str] = set()  # … in the last plan that let them guess, too
         self._granting: set[str] = set()  # … in this plan
         self._supposed: tuple[str, ...] = ()  # who is supposed to guess on the host in a round that is planned ahead
         self._aside = _Aside()  # what was planned of it
@@ -113,7 +114,8 @@ class AdaptivePlanner(ProbingPlanner):
             drafter, request_ids, rows, others, gained, drafted, draft_s, lambda: (brought(1.0), drafted, draft_s)
         )
         few = min(2, deepest)
-        chosen = self._or_probe(drafter, rows, chosen, Chosen(few, 0, chosen.members, float(draft_s[few])), draft_s)
+        small = Chosen(few, 0, chosen.members, float(draft_s[few]))
+        chosen = self._or_probe(drafter, request_ids, caps, rows, chosen, small, draft_s)
         return self._granted(drafter, chosen, caps)
 
     def budget_trees(
@@ -150,9 +152,8 @@ class AdaptivePlanner(ProbingPlanner):
         parts = trees.gained, trees.drafted, level_s[trees.levels], alone, trees
         chosen = self._paying(drafter, request_ids, rows, others, *parts)
         deep, nodes = probe_of(levels, most)
-        chosen = self._or_probe(
-            drafter, rows, chosen, Chosen(nodes, deep, chosen.members, float(level_s[deep])), level_s
-        )
+        small = Chosen(nodes, deep, chosen.members, float(level_s[deep]))
+        chosen = self._or_probe(drafter, request_ids, caps, rows, chosen, small, level_s)
         granted = self._granted(drafter, chosen, caps)
         if any(granted):
             self._sizes.plan(rows, sum(granted), chosen.levels)
@@ -189,9 +190,11 @@ class AdaptivePlanner(ProbingPlanner):
         rate, counts = rates.max(1), rates.argmax(1)  # [K + 1]; counts: of requests, less one
         rate[0], counts[0] = rates[0, 0], 0
         speed = float(rate.max() / rate[0])
-        plain_s = float(pass_s[0, 0])
-        catch_up_s = self._catch_up_s(drafter, plain_s)
-        speed /= margin_for(catch_up_s, plain_s)
+        plain_s, best = float(pass_s[0, 0]), int(rate.argmax())
+        late = int(self._behind(drafter, request_ids)[order[: counts[best] + 1]].sum())
+        catch_up_s = self._catch_ups.seconds(drafter, late, plain_s) if late else 0.0
+        margin = margin_for(catch_up_s, plain_s)
+        speed /= margin
         speed *= self._promises.kept(drafter, rows)
         beside = bool(others.nodes)
         untried = self._estimate(drafter).untried(request_ids)
@@ -205,7 +208,7 @@ class AdaptivePlanner(ProbingPlanner):
             untried=untried,
             reads=catch_up_s / plain_s,
         )
-        size = self._size(drafter, rows, rate, trees) if has_turn else 0
+        size = self._size(drafter, rows, rate, margin, trees) if has_turn else 0
         if has_turn and not size and not beside:  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
 
@@ -234,7 +237,10 @@ class AdaptivePlanner(ProbingPlanner):
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
         return Chosen(0, 0, order, trials=tuple(Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
 
-    def _size(self, drafter: str, rows: int, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
+    def _size(
+        self, drafter: str, rows: int, rate: NDArray[np.float64], margin: float, trees: TreeChoices | None
+    ) -> int:
+        """margin: what is asked for catching up."""
         if not self._cost.padded:
             best = int(rate.argmax())
         elif trees is None:
@@ -244,8 +250,7 @@ class AdaptivePlanner(ProbingPlanner):
         again = 1.0
         is_tried = self._rivals.tries(rows, self._rounds) == drafter
         if self._cost.padded and not is_tried and drafter in self._begun - self._busy:
-            plain_s = self._cost.seconds(rows)
-            again = max(MARGIN, margin_for(self._catch_up_s(drafter, plain_s), plain_s))
+            again = max(MARGIN, margin)
         if rate[best] <= rate[0] * self._margin * again * self._gains.doubt(self._with(drafter)):
             return 0
         if trees is None:
@@ -306,7 +311,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._granting, self._sampling = set(), set()
 
     def skip_round(self) -> None:
-        self._granting = self._busy
+        self._granting, self._sampling = self._busy, set()
 
     def leaves(self, drafter: str) -> bool:
         return self._cost.padded and self._rest.leaves(drafter)
@@ -338,7 +343,8 @@ class AdaptivePlanner(ProbingPlanner):
             if seconds > 0 and self._hosts.isdisjoint(who) and not waited.drafters:
                 self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
-        self._gains.observe(turns, seconds, self._hoped, context, usual, waited)
+        is_probe = self._cost.padded and self._hoped <= 1
+        self._gains.observe(turns, seconds, self._hoped, context, usual, waited, is_probe=is_probe)
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         if drafted:
@@ -350,6 +356,7 @@ class AdaptivePlanner(ProbingPlanner):
             estimate.observe(request_id, drafted, accepted, missed)
             if drafter in self._kept_word:
                 self._kept_word[drafter].observe(request_id, accepted)
+            self._unsent.drop(drafter, request_id)
             if accepted:
                 self._probes.succeeded(drafter)
             if drafter in self._investments:

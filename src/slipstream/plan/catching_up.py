@@ -23,20 +23,20 @@ class CatchUps:
 
     def __init__(self) -> None:
         self.assumes = False
-        self._seen: dict[str, dict[int, deque[float]]] = {}  # by drafter, and about how many requests it read
+        self._seen: dict[str, dict[int, deque[float]]] = {}  # by drafter, and of about how many: by `_passes` of them
 
     def observe(self, drafter: str, requests: int, seconds: float) -> None:
         crowds = self._seen.setdefault(drafter, {})
-        crowds.setdefault(crowd_of(requests), deque(maxlen=_REMEMBER)).append(seconds)
+        crowds.setdefault(crowd_of(requests), deque(maxlen=_REMEMBER)).append(seconds / _passes(requests))
 
     def seconds(self, drafter: str, requests: int, pass_s: float) -> float:
         """Of so many requests that it reads. pass_s: of a plain pass."""
-        crowds, crowd = self._seen.get(drafter, {}), crowd_of(requests)
-        near = nearest_crowd(crowds, crowd)
+        crowds = self._seen.get(drafter, {})
+        near = nearest_crowd(crowds, crowd_of(requests))
         if near is None:
             return self.assumes * pass_s * _passes(requests)
         seen = sorted(crowds[near])
-        return seen[(len(seen) - 1) // 2] * _passes(crowd) / _passes(near)
+        return seen[(len(seen) - 1) // 2] * _passes(requests)
 
 
 def margin_for(seconds: float, pass_s: float) -> float:

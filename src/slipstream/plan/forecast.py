@@ -34,6 +34,7 @@ class Engine:
     is_padded: bool
     rows: int
     context: int
+    min_gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class _Assumed(Acceptance):
 
 def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> Choice:
     """What is chosen when all requests are alike. Before it is asked for the first time, nothing was seen of them."""
-    planner = AdaptivePlanner(PassCost(engine.slope))
+    planner = AdaptivePlanner(PassCost(engine.slope), min_gain=engine.min_gain)
     if engine.is_padded:
         planner.pad_passes()
     planner.adopt(engine.costs)

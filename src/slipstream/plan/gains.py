@@ -25,8 +25,7 @@ from slipstream.plan.traits import Traits
 _DECAY = 0.97
 """The last 30 rounds or so with drafts of a kind speak for it: of many requests, one round is a single throw, in which
 those that stand last are no better evidence than the others."""
-_EVIDENCE = 16
-_ROUNDS = 6
+_EVIDENCE, _ROUNDS = 16, 6
 """Drafts of a kind before it is judged, also after each rest; and rounds, where a device may wait for the host: one of
 many requests has drafts enough, but it may be a hiccup. So most of them must have been too slow, too."""
 _SLACK = 0.97
@@ -43,8 +42,7 @@ or something is recorded, are not told of."""
 _TRIES = 12
 """Plain rounds that are made to find out what such rounds wait for the host, before that is left for as long."""
 _HICCUP = 4.0
-"""A round that lasts so many plain ones says nothing about drafts, unless it has so many rows that half of it is usual.
-"""
+"""A round that lasts so many plain ones says nothing about drafts, unless it has so many rows that half is usual."""
 
 _IDLE_WEIGHT = 0.2
 """Of the last plain round, in what the device waits in such rounds."""
@@ -93,9 +91,7 @@ class Gain:
     plain: float = 0.0
     drafts: float = 0.0
     hoped: float = 0.0  # the sum of what was expected of each
-    scatter: float = (
-        0.0  # what chance may have to do with it: the sum of squares of what each brought beyond plain ones
-    )
+    scatter: float = 0.0  # the sum of squares of what each brought beyond plain ones: what may be chance
 
     @property
     def expected(self) -> float:
@@ -295,9 +291,8 @@ class Gains:
         name = next((kind for kind in off if drafter is None or kind.drafters[-1:] == (drafter,)), None)
         if name is None:
             return None
-        own = self.of(request_id)
+        own, last = self.of(request_id), self._kinds[name].last
         this = f", this one {own.measured:.2f}x" if own.drafts else ""
-        last = self._kinds[name].last
         return f"off: drafts made requests of its kind ({name}) {last:.2f}x as fast as none{this}; tried again later"
 
     def observe(
@@ -308,10 +303,13 @@ class Gains:
         context: int = 0,
         usual: float = 1.0,
         waited: Waited = NO_WAIT,
+        *,
+        is_probe: bool = False,
     ) -> None:
         """A round is over, of which such a gain was expected; its requests have so many tokens in all.
 
-        usual: how many plain rounds one with as many rows takes. waited: what of the seconds was a wait.
+        usual: how many plain rounds one with as many rows takes. waited: what of the seconds was a wait. is_probe: it
+        was not expected to pay, and that it does not is held against nobody.
         """
         self._told = True
         drafted = sum(turn.drafted for turn in turns)
@@ -350,6 +348,8 @@ class Gains:
                 # who asks for more rows pays more
                 plain = max(0.1, 1 + (lasted(drafters) - 1) * requests * nodes / drafted)
                 self._own.setdefault(request_id, Gain()).add(emitted, plain, expected)
+                if is_probe:
+                    continue
                 name = Kind(self._traits[request_id], crowd, drafters)
                 decay = 1.0
                 if name not in seen:

@@ -30,10 +30,10 @@ NOTHING = Tree()
 _HICCUP = 6.0
 """No round is taken to have lasted longer than so many passes."""
 _PEEKED, _WORTH_WAKING = 8, 2.0
-"""A drafter that nobody waits for is looked at for so many requests, or for some of more (`samples.py`), and waited for
-again when it says so many times as much as a wait costs: the more, the more often that was in vain."""
+"""A drafter that nobody waits for is looked at: for all of up to so many requests, for a few of more (`samples.py`). It
+is waited for again when it says so many times as much as a wait costs: the more, the more often that was in vain."""
 _WORTH_WAKING_OF_MANY = 1.25
-"""The same of many, whose rows cost much: by so much faster, or more, rounds would have to be."""
+"""Of many, whose rows cost much: when rounds would be so many times as fast as they are."""
 _FORGET = 16
 """Rounds after which it does not count what the device's guesses promised: it may guess for nobody any more."""
 _REMEMBER = 64
@@ -100,7 +100,8 @@ class HostPlans(Planner):
             worth = _WORTH_WAKING * (1 + waits.failed) * waits.seconds * rows * spare
             is_worth = sum(won) * self._cost.seconds(rows) > worth
         else:
-            is_worth = self._speeds_up(waits, rows, won) > _WORTH_WAKING_OF_MANY * (1 + waits.failed / 4) * spare
+            least = max(_WORTH_WAKING_OF_MANY, self._margin) * spare
+            is_worth = self._speeds_up(waits, rows, won) > least and self._rounds >= waits.deaf
         if is_worth:
             waits.wake(self._rounds)
         return is_worth

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from slipstream.core.draft import Tree
@@ -235,8 +235,8 @@ class Planner:
         size: nodes that it guessed for each; of trees, their levels.
         """
 
-    def lag(self, drafter: str, requests: int) -> None:
-        """Of so many it would have to read what it missed before it could guess for all that it is asked about next."""
+    def lag(self, drafter: str, request_ids: Collection[str]) -> None:
+        """Of those that this drafter is asked about next, it would have to read first what it missed of these."""
 
     def observe_catch_up(self, drafter: str, requests: int, seconds: float) -> None:
         """A drafter had to read what it had missed of so many before a round: so much longer did the round take."""

@@ -32,43 +32,29 @@ class Probes:
         self._cost = cost
         self._idle: dict[str, int] = {}  # rounds since the drafter last drafted
         self._patience: dict[str, int] = {}  # idle rounds before the next probe
-        self._runs: dict[str, int] = {}  # further rounds of the last probe
         self._said: dict[str, tuple[int, bool]] = {}  # the round of the last answer, and what it was
         self._follow: dict[str, int] = {}  # probes that still follow one that was right
         self._free: set[str] = set()  # drafters whose guesses take no time
         self._slow: set[str] = set()  # … and the others, as far as there is hope for them
 
-    def due(
-        self,
-        drafter: str,
-        drafts: bool,
-        lost: float,
-        could_pay: Callable[[], bool],
-        passed: int = 1,
-        *,
-        now: int,
-        rounds: int = 1,
-    ) -> bool:
-        """Is a drafter probed now whose guesses take time? Not where it drafts anyway.
+    def drafts(self, drafter: str) -> None:
+        """It has a part in this round anyway."""
+        self._idle[drafter] = 0
+        self._slow.add(drafter)
+
+    def due(self, drafter: str, lost: float, could_pay: Callable[[], bool], passed: int = 1, *, now: int) -> bool:
+        """Is a drafter probed now whose guesses take time, and that does not draft anyway?
 
         lost: what a probe costs, in plain rounds, all that must be read before it included. passed: rounds since the
-        last plan. now: this round; where it is planned again, the answer stands. rounds: of a probe, in a row.
+        last plan. now: this round; where it is planned again, the answer stands.
         """
-        if drafts:
-            self._idle[drafter] = 0
-            self._runs.pop(drafter, None)
-            self._slow.add(drafter)
-            return False
         before, answer = self._said.get(drafter, (-1, False))
         if before != now:
-            answer = self._is_due(drafter, lost, could_pay, passed, rounds)
+            answer = self._is_due(drafter, lost, could_pay, passed)
             self._said[drafter] = now, answer
         return answer
 
-    def _is_due(self, drafter: str, lost: float, could_pay: Callable[[], bool], passed: int, rounds: int) -> bool:
-        if left := self._runs.pop(drafter, 0):
-            self._runs[drafter] = left - 1
-            return True
+    def _is_due(self, drafter: str, lost: float, could_pay: Callable[[], bool], passed: int) -> bool:
         if drafter not in self._idle:
             self._slow.add(drafter)
         idle = self._idle[drafter] = self._idle.get(drafter, 0) + passed
@@ -80,7 +66,6 @@ class Probes:
             return False
         self._slow.add(drafter)
         self._idle[drafter], self._patience[drafter] = 0, min(2 * patience, _LAST)
-        self._runs[drafter] = rounds - 1
         return True
 
     def free(self, drafter: str, chosen: int, rows: int, most: int) -> int:

@@ -7,6 +7,7 @@ what guesses cost beyond that is a fraction of it, and each tells as much.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.plan.cost import PassCost
+from slipstream.plan.extras import crowd_of
 from slipstream.plan.free import FreeGuesses
 from slipstream.plan.rest import PlanRest
 
 _MANY, _FEW = 16, 8
-"""From so many requests on, a drafter that has to catch up is probed for no more than so many of them …"""
+"""Where it has to catch up on so many requests, a drafter is probed for no more than so many of them …"""
 _RUN = 4
-"""… and for so many rounds."""
+"""… and for so many rounds, …"""
+_GAP = 4
+"""… unless nobody plans for so many: who was read has to be read again by then."""
 
 
 class Chosen(NamedTuple):
@@ -34,31 +38,44 @@ class Chosen(NamedTuple):
     is_sample: bool = False  # the others have to catch up still
 
 
+class _Run(NamedTuple):
+    """A probe of a few that lasts for some rounds."""
+
+    request_ids: frozenset[str]
+    crowd: int
+    round: int  # the last of them so far
+    left: int  # rounds beyond that
+
+
 class ProbingPlanner(FreeGuesses):
     """The part of a planner that probes what does not pay."""
 
     def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
         super().__init__(cost, min_gain)
         self._rest = PlanRest()
-        self._busy: set[str] = set()  # drafters on the device that guessed in the last plan that let them
-        self._sampling: set[str] = set()  # … and those that are probed in this one for a few requests
-        self._lagging: dict[str, int] = {}  # by drafter: requests of which it would have to read what it missed
+        self._sampling: set[str] = set()  # drafters that are probed in this round for a few requests
+        self._runs: dict[str, _Run] = {}  # by drafter: its last probe of a few
+        self._sampled = 0  # such probes so far
+        self._lagging: dict[str, frozenset[str]] = {}  # by drafter: requests of which it would have to read first
 
     def pad_passes(self) -> None:
         self._catch_ups.assumes = True
 
-    def lag(self, drafter: str, requests: int) -> None:
-        self._lagging[drafter] = requests
+    def lag(self, drafter: str, request_ids: Collection[str]) -> None:
+        self._lagging[drafter] = frozenset(request_ids)
 
-    def _catch_up_s(self, drafter: str, pass_s: float, most: int | None = None) -> float:
-        """What it would take until it has read what it missed, of `most` requests. pass_s: of a plain pass."""
-        lagging = self._lagging.get(drafter, 0)
-        requests = lagging if most is None else min(lagging, most)
-        return self._catch_ups.seconds(drafter, requests, pass_s) if requests else 0.0
+    def _behind(self, drafter: str, request_ids: Sequence[str]) -> NDArray[np.bool_]:  # [B]
+        """Which of these it would have to catch up on."""
+        lagging = self._lagging.get(drafter)
+        if not lagging:
+            return np.zeros(len(request_ids), dtype=np.bool_)
+        return np.array([request_id in lagging for request_id in request_ids])
 
     def _or_probe(
         self,
         drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
         rows: int,
         chosen: Chosen,
         small: Chosen,  # lost_s: what the guesses take
@@ -66,24 +83,45 @@ class ProbingPlanner(FreeGuesses):
     ) -> Chosen:
         """What was chosen, or if that is nothing, now and then a probe: small, or among many as much for all of
         them as loses no more by what is expected of it: that tells far more."""
-        pass_s = self._cost.seconds(rows)
-        lagging = self._lagging.get(drafter, 0)
-        if lagging >= _MANY:
-            probe, rounds = self._sample(rows, small), _RUN
+        passed = self._rest.plan(drafter)
+        if chosen.nodes:
+            self._probes.drafts(drafter)
+            return chosen
+        if (run := self._goes_on(drafter, rows)) is not None:
+            members = [i for i, name in enumerate(request_ids) if name in run.request_ids and caps[i]]
+            if members:
+                self._sampling.add(drafter)
+                return small._replace(members=np.array(members), is_sample=True)
+        behind = self._behind(drafter, request_ids)  # [B]
+        pass_s, rounds = self._cost.seconds(rows), 1
+        if behind.sum() >= _MANY:
+            probe, rounds = self._sample(rows, small, caps, behind), _RUN
         else:
-            probe, rounds = self._small(rows, small, () if lagging else chosen.trials), 1
-        lost = rounds * max(probe.lost_s, 0.0) + self._catch_up_s(drafter, pass_s, len(probe.members))
+            probe = self._small(rows, small, () if behind.any() else chosen.trials)
+        late = int(behind[probe.members].sum())
+        lost = rounds * max(probe.lost_s, 0.0)
+        lost += self._catch_ups.seconds(drafter, late, pass_s) if late else 0.0
         hopes = partial(self._hopes.any, drafter, rows, draft_s, self._rounds)
         could_pay = hopes if self.costs.measured_for(drafter) else lambda: True
-        passed = self._rest.plan(drafter)
-        due = self._probes.due(
-            drafter, chosen.nodes > 0, lost / pass_s, could_pay, passed, now=self._rounds, rounds=rounds
-        )
-        if not due:
+        if not self._probes.due(drafter, lost / pass_s, could_pay, passed, now=self._rounds):
             return chosen
         if probe.is_sample:
             self._sampling.add(drafter)
+            self._sampled += 1
+            ids = frozenset([request_ids[i] for i in probe.members.tolist()])
+            self._runs[drafter] = _Run(ids, crowd_of(rows), self._rounds, _RUN - 1)
         return probe
+
+    def _goes_on(self, drafter: str, rows: int) -> _Run | None:
+        """Its probe that has rounds left, this one being one of them; the same where a round is planned again."""
+        run = self._runs.get(drafter)
+        if run is None or run.round == self._rounds:
+            return run
+        if not run.left or run.crowd != crowd_of(rows) or self._rounds - run.round > _GAP:
+            del self._runs[drafter]
+            return None
+        run = self._runs[drafter] = run._replace(round=self._rounds, left=run.left - 1)
+        return run
 
     def _small(self, rows: int, small: Chosen, trials: tuple[Chosen, ...]) -> Chosen:
         """For all of them, unless that makes the pass much dearer; somebody else's turn each time."""
@@ -94,9 +132,14 @@ class ProbingPlanner(FreeGuesses):
             probe = next((one for one in reversed(trials) if one.lost_s < probe.lost_s), probe)
         return probe
 
-    def _sample(self, rows: int, small: Chosen) -> Chosen:
-        """For those who came last: there is least to read of them, and they stay the same for some rounds."""
-        return self._losing(rows, small._replace(members=np.sort(small.members)[-_FEW:], is_sample=True))
+    def _sample(self, rows: int, small: Chosen, caps: Sequence[int], behind: NDArray[np.bool_]) -> Chosen:
+        """For some of whom there is nothing to read, if there are enough of them. From all parts of the line, and
+        others each time: neighbours came together, and are alike."""
+        able = np.array([i for i in np.sort(small.members).tolist() if caps[i]])
+        ready = able[~behind[able]]
+        able = ready if len(ready) >= _FEW // 2 else able
+        chosen = able[np.unique((self._sampled + np.arange(_FEW) * len(able) // _FEW) % len(able))]
+        return self._losing(rows, small._replace(members=chosen, is_sample=True))
 
     def _losing(self, rows: int, probe: Chosen) -> Chosen:
         more_s = self._cost.seconds(rows + len(probe.members) * probe.nodes) - self._cost.seconds(rows)

@@ -27,8 +27,8 @@ class Sample:
     def choose(self, requests: int) -> list[int]:
         """Those of so many that are looked at in this round, by their numbers."""
         self._all = requests
-        first = self._rounds // _LOOKS * _AT_ONCE
-        return sorted({(first + i) % requests for i in range(_AT_ONCE)})
+        first, apart = self._rounds // _LOOKS, max(requests // _AT_ONCE, 1)  # neighbours came together, and are alike
+        return sorted({(first + i * apart) % requests for i in range(_AT_ONCE)})
 
     def add(self, won: Sequence[float]) -> float | None:
         """Guesses for those who were chosen would bring so many tokens each. How many for all of them, by all that was
@@ -39,5 +39,6 @@ class Sample:
         return sum(self._won) / _ENOUGH * self._all if len(self._won) == _ENOUGH else None
 
     def begin(self) -> None:
-        """What was seen so far is over."""
+        """What was seen so far is over: others are looked at from now on."""
         self._won.clear()
+        self._rounds += -self._rounds % _LOOKS

@@ -33,12 +33,19 @@ class Unsent:
         """factor: what its word is worth; 0: it gives none. One whose word is good is believed anyway."""
         if tree.tokens and factor < 1 and drafter in self._guesses:
             self._guesses[drafter][request_id] = FirstGuess(tree.tokens[0], chances[0] if factor else None)
+        else:
+            self.drop(drafter, request_id)
 
     def heard(self, drafter: str, request_id: str) -> FirstGuess | None:
         """The request said something: what had been guessed?"""
         if drafter not in self._guesses:
             self._guesses[drafter] = {}
         return self._guesses[drafter].pop(request_id, None)
+
+    def drop(self, drafter: str, request_id: str) -> None:
+        """Another guess of it was checked, or it has none: what was noted before is over."""
+        if drafter in self._guesses:
+            self._guesses[drafter].pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         for guesses in self._guesses.values():

@@ -31,6 +31,8 @@ _LONGEST_OF_MANY = 4096
 """The same where more than these run: a wait for 64 requests is longer than the pass."""
 _MOST_FAILED = 5
 """Trials in vain that are counted."""
+_DEAF = 32
+"""Rounds, twice as many behind each in a row, before another trial among many for what was said of some of them."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class Waits:
     failed: int = 0  # trials in a row in which it was not worth the wait
     seen: bool = False  # it was waited for
     woken: bool = False  # this trial began because it had something to say
+    vain: int = 0  # such trials in a row in which it was not worth the wait
+    deaf: int = 0  # the round before which, of many requests, nobody heeds what it has to say
     sample: Sample = field(default_factory=Sample)  # of requests that are looked at meanwhile, where there are many
 
     def observe(self, seconds: float) -> None:
@@ -81,6 +85,9 @@ class Waits:
         if short and not hopeless:
             return
         self.failed = min(self.failed + 1, _MOST_FAILED) if self.won <= _CLEARLY * self.spent else 0
+        self.vain = min(self.vain + self.woken, _MOST_FAILED) if self.failed else 0
+        if self.vain and self.woken:
+            self.deaf = now + (_DEAF << self.vain)
         if self.failed and share > _FREE:
             longest, waste = (_LONGEST_REST, _WASTE) if rows <= _FEW else (_LONGEST_OF_MANY, _WASTE_OF_MANY)
             self.until = now + min(longest, int(self.asked * share / waste))
