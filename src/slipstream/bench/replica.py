@@ -148,6 +148,15 @@ class Replica:
         self._walks.begin(answer.id, walk)
         self.scheduler.add(answer)
 
+    def clear(self) -> None:
+        """End all requests, however far they are."""
+        for answer in [*self.scheduler.running, *self.scheduler.waiting]:
+            answer.phase = Phase.ENDED
+            self.scheduler.release(answer)
+            self._walks.end(answer.id)
+        self._served.clear()
+        self._news.clear()
+
     def step(self, now: float) -> list[Served]:
         """One round that begins now and lasts to `busy_until`: the requests that it ends."""
         schedule = self.scheduler.schedule()
