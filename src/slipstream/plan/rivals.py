@@ -31,8 +31,9 @@ _ASKED, _ASKED_OF_MANY = 4, 16
 which there is none to spare with many requests."""
 _LONGEST = 256
 """Rounds, at the most, for which others have the turn of one who does not guess."""
-_TRIAL = 3
-"""Rounds of a trial, and …"""
+_TRIAL, _TRIAL_OF_SOME = 3, 6
+"""Rounds of a trial, of one request and of some: texts are easy in stretches, so that three tell little; but with one
+request more of them cost as much as they tell. And …"""
 _APART, _WASTE = 48, 0.02
 """… from one trial to the next: so many, twice as many behind each that did not win the turn, and as many more as what
 must be read before it may cost of the time."""
@@ -173,7 +174,8 @@ class Rivals:
         if is_time and is_unknown and speed > max(1.0, _NEAR * fresh[best]):
             again = trial is not None and trial.drafter == drafter and not trial.has_won
             apart = min(2 * trial.apart, _LONGEST) if trial is not None and again else _APART
-            self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + _TRIAL, apart)  # this round may be another's
+            lasts = _TRIAL if rows == 1 else _TRIAL_OF_SOME
+            self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + lasts, apart)  # this round may be another's
         return holder == drafter
 
     def _holder(self, crowd: int, now: int) -> str | None:
