@@ -101,3 +101,15 @@ def test_it_rests_where_both_together_do_not_pay() -> None:
     """Nearly three tokens for a pass: that is worth 1.5 s more, however they are spent, and not 3."""
     assert play(0.0, 1.5) == play(0.5, 1.0) == 200
     assert play(2.0, 0.5) < 100
+
+
+def test_a_pass_of_which_no_time_is_left_says_nothing() -> None:
+    """A drafter on the host took longer than the round is known to have lasted."""
+    planner = AdaptivePlanner(PassCost(0.001))
+    for _ in range(20):
+        planner.next_round(1)
+        planner.observe_pass(1, 0.0)
+        planner.observe_draft("slow", 1, 1.0)
+    assert planner.budget("slow", ["a"], [4], 1)[0] <= 4, "nothing is divided by nothing"
+    planner.observe_pass(1, 0.01)
+    assert planner._cost.seconds(1) == 0.01

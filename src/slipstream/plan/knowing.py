@@ -33,7 +33,8 @@ class KnowingPlanner(HostPlans):
         self.costs.adopt(measured)
 
     def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
-        self._cost.observe(rows, seconds, load)
+        if seconds > 0:  # else the guesses of a slow drafter took all of the round, and nothing is known of its pass
+            self._cost.observe(rows, seconds, load)
 
     def observe_reads(self, requests: int, tokens: int, seconds: float) -> None:
         if self._cost.observed:  # what a long prompt takes beyond a pass is its own, however few rounds there are
