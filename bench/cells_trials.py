@@ -102,7 +102,7 @@ class Trials:
             beats = self.bench.run(self._asking(Mode(AUTO)), play)
         parts = zip((1, at_once, 1), (0, *marks[:2]), marks, strict=True)
         phases = [_exactly(beats[begin:end], requests) for requests, begin, end in parts]
-        return asdict(followed([[beat.drafted / beat.requests for beat in part] for part in phases]))
+        return asdict(followed([[beat.drafted / beat.requests for beat in part] for part in phases], again=True))
 
     def _asking(self, mode: Mode) -> Ask:
         params = self._params(mode, self.max_tokens)
@@ -132,24 +132,30 @@ class Trials:
 @dataclass(frozen=True, slots=True)
 class Followed:
     """Nodes of a request in each phase, when the plan had settled, and after how many rounds it had followed each
-    change; None: it did not change."""
+    change; None: it did not change. nodes: round by round."""
 
     levels: list[float]
     rounds: list[int | None]
+    nodes: list[list[float]]
 
 
-def followed(phases: Sequence[Sequence[float]], *, returns: bool = False) -> Followed:
+def followed(phases: Sequence[Sequence[float]], *, returns: bool = False, again: bool = False) -> Followed:
     """phases: nodes of a request, round by round.
 
     returns: the last phase is as the first one, and a plan that drafts less in it has followed when it drafts as much
-    as then. One that never does counts as all rounds of the phase.
+    as then. One that never does counts as all rounds of the phase. again: it is as the first one but for the texts, by
+    which plans differ as well: it has followed when it drafts as it did then, or as it does when it has settled.
     """
     levels = [fmean(phase[len(phase) // 2 :]) for phase in phases]
     pairs = zip(levels, levels[1:], phases[1:], strict=False)
     rounds = [_rounds(part, was, now) for was, now, part in pairs]
     if returns and levels[-1] < levels[0]:
         rounds[-1] = _rounds(phases[-1], levels[-2], levels[0])
-    return Followed([round(level, 2) for level in levels], rounds)
+    as_then = _rounds(phases[-1], levels[-2], levels[0]) if again else None
+    if rounds[-1] is not None and as_then is not None:
+        rounds[-1] = min(rounds[-1], as_then)
+    nodes = [[round(count, 2) for count in phase] for phase in phases]
+    return Followed([round(level, 2) for level in levels], rounds, nodes)
 
 
 def _rounds(phase: Sequence[float], was: float, now: float) -> int | None:

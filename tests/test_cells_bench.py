@@ -325,6 +325,12 @@ def test_when_a_plan_has_followed() -> None:
     assert cells_trials.followed(gone, returns=True).rounds == [0, 40], "it should have come back"
     more = [[1.0] * 40, [0.0] * 40, [3.0] * 40]
     assert cells_trials.followed(more, returns=True).rounds == [0, 0], "and may do better than before"
+    wavers = [[30.0] * 40, [1.0] * 40, [30.0] * 24 + [10.0] * 16]
+    assert cells_trials.followed(wavers).rounds == [0, 22]
+    found = cells_trials.followed(wavers, again=True)
+    assert found.rounds == [0, 0], "it was at once where it had been"
+    assert [len(phase) for phase in found.nodes] == [40, 40, 40]
+    assert cells_trials.followed([[30.0] * 9, [1.0] * 9, [1.0] * 9], again=True).rounds == [0, None]
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

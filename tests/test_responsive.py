@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from slipstream.core.responsive import responsive
+from slipstream import LLM, SamplingParams
+from slipstream.core.responsive import responsive, tidy
+from slipstream.engine import loop
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +45,50 @@ def test_an_error_leaves_python_as_it_was() -> None:
         raise OSError("nobody is there")
     assert sys.getswitchinterval() == pytest.approx(0.005)
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold()[2] < 2000
+
+
+class Ring:
+    """Garbage that only a search finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_is_old_is_searched_when_there_is_time() -> None:
+    searches = gc.get_threshold()
+    with responsive():
+        assert gc.get_threshold() == (*searches[:2], 2000)
+        ring = Ring()
+        gc.collect(1)
+        gc.collect(1)  # it is old now
+        lost = weakref.ref(ring)
+        del ring
+        gc.collect(1)
+        assert lost() is not None
+        tidy()
+        assert lost() is None
+    assert gc.get_threshold() == searches
+
+
+def test_nothing_is_tidied_where_nobody_put_it_off() -> None:
+    gc.collect()
+    gc.collect(1)  # which Python counts
+    ring = Ring()
+    lost = weakref.ref(ring)
+    del ring
+    tidy()
+    assert lost() is not None
+
+
+def test_an_engine_tidies_up_once_when_nobody_asks(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_PAUSE_S", 0.01)
+    tidied = threading.Semaphore(0)
+    monkeypatch.setattr(loop, "tidy", tidied.release)
+    llm = open_llm()
+    for _ in range(2):
+        assert tidied.acquire(timeout=10)
+        assert not tidied.acquire(timeout=0.1)
+        llm.generate("again", SamplingParams(max_tokens=2))

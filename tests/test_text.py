@@ -207,6 +207,8 @@ class Counted:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.asked = tokenizer, 0
+        self.backend_tokenizer: Any = None
+        self.clean_up_tokenization_spaces = False
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         self.asked += 1
@@ -221,6 +223,27 @@ def test_remembered_runs_are_decoded_as_new_ones(tokenizer: Any, text: str, skip
     wanted = play(TextStream(tokenizer, [], skip_special_tokens=skip), tokens)
     for _ in range(2):
         assert play(TextStream(remembered, [], skip_special_tokens=skip), tokens) == wanted
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, EOS + 2), max_size=24), st.booleans())
+def test_pieces_of_bytes_are_joined_as_they_would_be_decoded(tokenizer: Any, tokens: list[int], skip: bool) -> None:
+    """Also broken ones, and special tokens between them."""
+    remembered = Remembered(tokenizer)
+    assert remembered.pieces
+    wanted = play(TextStream(tokenizer, [], stops=["ab"], skip_special_tokens=skip), tokens)
+    assert play(TextStream(remembered, [], stops=["ab"], skip_special_tokens=skip), tokens) == wanted
+
+
+def test_a_token_that_is_a_text_of_its_own_is_looked_up(tokenizer: Any) -> None:
+    counted = Counted(tokenizer)
+    counted.backend_tokenizer = tokenizer.backend_tokenizer
+    tokens = tokenizer.encode("abcabcabc", add_special_tokens=False)
+    assert play(TextStream(Remembered(counted), []), tokens)[-1] == "abcabcabc"
+    assert counted.asked == 3
+    counted.clean_up_tokenization_spaces = True
+    assert not Remembered(counted).pieces
+    assert not Remembered(Pieces("a")).pieces
 
 
 def test_what_was_said_before_is_not_decoded_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

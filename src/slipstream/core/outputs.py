@@ -66,7 +66,10 @@ class SpeculationStats:
 
     def of(self, drafter: str) -> DrafterStats:
         """One drafter's part, from now on."""
-        return self.by_drafter.setdefault(drafter, DrafterStats())
+        known = self.by_drafter.get(drafter)  # which it is, round after round
+        if known is None:
+            known = self.by_drafter[drafter] = DrafterStats()
+        return known
 
     @property
     def alpha(self) -> float:

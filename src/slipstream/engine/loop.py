@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import RequestOutput
+from slipstream.core.responsive import tidy
 from slipstream.engine.engine import Engine
 from slipstream.engine.state import Job
 
 _CLOSED = "the engine is closed: make a new LLM"
 _PATIENCE_S = 10.0
 """Most seconds that the end of the program waits for a round in flight."""
+_PAUSE_S = 0.5
+"""Nobody asked for anything for so long: there is time to tidy up."""
 
 _running: set[EngineLoop] = set()  # those whose thread has not ended
 
@@ -209,7 +212,7 @@ class EngineLoop:
                     self.engine.step()
                 else:
                     self._turn_began = None
-                    action = self._inbox.get()
+                    action = self._next()
                     self._turn_began = time.perf_counter()
                     action()
             except BaseException as error:  # a drafter's code may raise anything: this thread must not die of it
@@ -217,6 +220,13 @@ class EngineLoop:
             for tell in self._after_turn:
                 tell()
         self._turn_began = None
+
+    def _next(self) -> Callable[[], None]:
+        """What is to be done next; waits for it."""
+        with suppress(queue.Empty):
+            return self._inbox.get(timeout=_PAUSE_S)
+        tidy()
+        return self._inbox.get()
 
     def _fail(self, error: BaseException) -> None:
         """End what runs, with the reason. An engine that cannot even do that is closed, and keeps nobody waiting."""

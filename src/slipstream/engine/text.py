@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from tokenizers.decoders import ByteLevel
+
 _BROKEN = "\ufffd"
 _CONTEXT = 6
 """Prompt tokens decoded along: whether a first token begins with a space depends on what stands before it."""
@@ -21,13 +23,32 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
+class _Pieces(dict[int, str | None]):
+    """By token, its text wherever it stands; None: it has only a part of a character."""
+
+    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool) -> None:
+        self._decoder, self._skip = decoder, skip_special_tokens
+
+    def __missing__(self, token: int) -> str | None:
+        text = self._decoder.decode([token], skip_special_tokens=self._skip)
+        piece = self[token] = None if _BROKEN in text else text
+        return piece
+
+
 class Remembered:
     """A decoder that knows short runs of tokens again: a text is decoded two or three tokens at a time, and of those
-    most were decoded before. A call of a real tokenizer takes ten microseconds."""
+    most were decoded before. A call of a real tokenizer takes ten microseconds, which is much for each of a hundred
+    tokens of a round.
+
+    pieces: by whether special tokens are skipped, the texts of single tokens; nothing where what a token says depends
+    on those around it.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._known: dict[tuple[bool, tuple[int, ...]], str] = {}
+        skips = (False, True) if _joins_bytes(decoder) else ()
+        self.pieces = {skip: _Pieces(decoder, skip_special_tokens=skip) for skip in skips}
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         if len(token_ids) > _SHORT:
@@ -60,6 +81,7 @@ class TextStream:
     ) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
+        self._pieces = decoder.pieces.get(skip_special_tokens) if isinstance(decoder, Remembered) else None
         self._stops = tuple(stops)
         self._keep_stop = keep_stop
         self._ids = list(prompt[-_CONTEXT:])
@@ -70,7 +92,7 @@ class TextStream:
 
     @property
     def visible(self) -> str:
-        if self._done:
+        if self._done or not self._stops:
             return self._text
         held = max((_overlap(self._text, stop) for stop in self._stops), default=0)
         return self._text[: len(self._text) - held]
@@ -85,9 +107,14 @@ class TextStream:
 
         may_stop: False lets a stop string that this token completes pass, now and later.
         """
+        waits = self._shown < len(self._ids) or self._done
+        piece = None if waits or self._pieces is None else self._pieces[token]
         self._ids.append(token)
         before = len(self._text)
-        self._advance(final=False)
+        if piece is None:
+            self._advance(final=False)
+        else:
+            self._append(piece)
         if not (may_stop and self._stops) or len(self._text) == before:
             return None
         return self._find_stop(before)
@@ -109,10 +136,14 @@ class TextStream:
             both = self._decode(self._from, end)
         if not both.startswith(known):  # a decoder that changes earlier text: start afresh behind it
             known, both = "", self._decode(self._shown, end)
-        self._text += both[len(known) :]
-        if len(both) > len(known):  # tokens without text are no context for what follows
+        self._append(both[len(known) :], end)
+
+    def _append(self, new: str, end: int | None = None) -> None:
+        """The text of the tokens up to there that was not shown yet; None: of all tokens."""
+        self._text += new
+        if new:  # tokens without text are no context for what follows
             self._from = self._shown
-        self._shown = end
+        self._shown = len(self._ids) if end is None else end
 
     def _unbroken(self, text: str) -> int:
         """Where the tokens end whose text is final, when `text`, that of all of them, ends in a broken character.
@@ -140,6 +171,17 @@ class TextStream:
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]
         return self._decoder.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+def _joins_bytes(decoder: Decoder) -> bool:
+    """Is a text nothing but the bytes of its tokens, one after the other? So it is with most tokenizers of today."""
+    backend = getattr(decoder, "backend_tokenizer", None)
+    return isinstance(getattr(backend, "decoder", None), ByteLevel) and not _cleans_up(decoder)
+
+
+def _cleans_up(decoder: Decoder) -> bool:
+    """Are spaces before punctuation taken out?"""
+    return bool(getattr(decoder, "clean_up_tokenization_spaces", True))
 
 
 def _overlap(text: str, stop: str) -> int:

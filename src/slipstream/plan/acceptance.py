@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
@@ -62,8 +63,8 @@ class _Course:
     __slots__ = ("right", "tried", "weight")
 
     def __init__(self) -> None:
-        self.right = [0.0] * DEPTHS
-        self.tried = [0.0] * DEPTHS
+        self.right = array("d", bytes(8 * DEPTHS))
+        self.tried = array("d", bytes(8 * DEPTHS))
         self.weight = 1.0  # of what was seen last
 
     def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
@@ -76,11 +77,11 @@ class _Course:
         """Everything that was seen so far."""
         self.weight /= decay
         if self.weight > _HEAVY:
-            self.right = [count / self.weight for count in self.right]
-            self.tried = [count / self.weight for count in self.tried]
+            self.right = array("d", [count / self.weight for count in self.right])
+            self.tried = array("d", [count / self.weight for count in self.tried])
             self.weight = 1.0
 
-    def known(self) -> list[float]:  # [D]
+    def known(self) -> Sequence[float]:  # [D]
         """Right guesses of those that were tried, by depth."""
         return self.right
 
@@ -128,10 +129,10 @@ class _LastingCourse(_Course):
         if self.weight < before:  # numbers were brought down
             self.begun = [count * decay / before for count in self.begun]
 
-    def known(self) -> list[float]:
+    def known(self) -> Sequence[float]:
         if not self.first.tried:
             return self.right
-        now, found = _log_odds(self.first.share), self.right[:1]
+        now, found = _log_odds(self.first.share), [self.right[0]]
         for right, tried, begun in zip(self.right[1:], self.tried[1:], self.begun[1:], strict=True):
             leans = now - _log_odds(begun / tried) if tried else 0.0
             found.append(tried * _share_of(_log_odds(right / tried) + leans) if leans else right)
@@ -194,7 +195,8 @@ class Acceptance:
         alphas = np.array([self.alpha(request_id) for request_id in request_ids])  # [B]
         usual = np.minimum(self._usual_courses(request_ids) * alphas, np.maximum(alphas, 0.98))  # [D, B]
         courses = [self._courses.get(r, _NO_COURSE) for r in request_ids]
-        seen = np.array([[course.right, course.tried] for course in courses])  # [B, 2, D]
+        counts = b"".join([part for course in courses for part in (course.right, course.tried)])
+        seen = np.frombuffer(counts).reshape(-1, 2, DEPTHS)  # [B, 2, D]
         weights = _DEPTH_WEIGHT * np.array([course.weight for course in courses])  # [B]
         tried = seen[:, 1].T  # [D, B]
         chances = (seen[:, 0].T + weights * usual) / (tried + weights)  # [D, B]

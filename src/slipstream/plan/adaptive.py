@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from slipstream.plan.catching_up import margin_for
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
+from slipstream.plan.floor import HostFloor
 from slipstream.plan.gains import NO_WAIT, Turn, Waited, guessers
 from slipstream.plan.kept import Foretold, KeptPromises
 from slipstream.plan.measured import Load
@@ -60,6 +61,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._sizes = CapturedSizes()
         self._rivals = Rivals()
         self._promises = KeptPromises()
+        self._floor = HostFloor()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
         self._busy: set[str] = set()  # … in the last plan that let them guess, too
         self._granting: set[str] = set()  # … in this plan
@@ -185,6 +187,9 @@ class AdaptivePlanner(ProbingPlanner):
             pass_s[1:] += self._extras.seconds(rows)
         tokens = brought + tokens
         round_s = pass_s + draft_s[:, None]
+        if not others.nodes:
+            for part, has_nodes in ((slice(1), False), (slice(1, None), True)):
+                round_s[part] = np.maximum(round_s[part], self._floor.seconds(rows, has_nodes, self._rounds))
         whole_s = round_s + self._reads.seconds(rows, tokens)
         rates = tokens / whole_s
         rate, counts = rates.max(1), rates.argmax(1)  # [K + 1]; counts: of requests, less one
@@ -342,6 +347,8 @@ class AdaptivePlanner(ProbingPlanner):
             self._promises.observe(who, rows, emitted, seconds - waited.seconds, nodes)
             if seconds > 0 and self._hosts.isdisjoint(who) and not waited.drafters:
                 self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
+        if turns and not waited.drafters and self._cost.padded:
+            self._floor.observe(rows, nodes > 0, seconds, waited.beyond, self._rounds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         is_probe = self._cost.padded and self._hoped <= 1
         self._gains.observe(turns, seconds, self._hoped, context, usual, waited, is_probe=is_probe)

@@ -18,13 +18,11 @@ from typing import NamedTuple
 from slipstream.plan.context import ContextCost
 from slipstream.plan.cost import PassCost
 from slipstream.plan.extras import crowd_of
+from slipstream.plan.gain import Gain
 from slipstream.plan.measured import Load
 from slipstream.plan.purses import Purses, Whose
 from slipstream.plan.traits import Traits
 
-_DECAY = 0.97
-"""The last 30 rounds or so with drafts of a kind speak for it: of many requests, one round is a single throw, in which
-those that stand last are no better evidence than the others."""
 _EVIDENCE, _ROUNDS = 16, 6
 """Drafts of a kind before it is judged, also after each rest; and rounds, where a device may wait for the host: one of
 many requests has drafts enough, but it may be a hiccup. So most of them must have been too slow, too."""
@@ -81,41 +79,6 @@ class Turn(NamedTuple):
 def guessers(turns: Sequence[Turn]) -> frozenset[str]:
     """Whose guesses were in a round."""
     return frozenset([name for turn in turns if turn.drafted for name in turn.drafters])
-
-
-@dataclass(slots=True)
-class Gain:
-    """Tokens of drafted rounds, and how many plain rounds their time would have been."""
-
-    tokens: float = 0.0
-    plain: float = 0.0
-    drafts: float = 0.0
-    hoped: float = 0.0  # the sum of what was expected of each
-    scatter: float = 0.0  # the sum of squares of what each brought beyond plain ones: what may be chance
-
-    @property
-    def expected(self) -> float:
-        return self.hoped / self.drafts if self.drafts else 1.0
-
-    @property
-    def measured(self) -> float:
-        """How many times as fast as plain decoding; 1 before anything was drafted.
-
-        Guesses to check make no round shorter: where rounds seem to be shorter than plain ones that is noise, and what
-        they brought is the most that was gained.
-        """
-        return self.tokens / max(self.plain, self.drafts) if self.plain else 1.0
-
-    def add(self, tokens: float, plain: float, expected: float, decay: float = 1.0) -> None:
-        self.tokens = self.tokens * decay + tokens
-        self.plain = self.plain * decay + plain
-        self.drafts = self.drafts * decay + 1
-        self.hoped = self.hoped * decay + expected
-        self.scatter = self.scatter * decay**2 + (tokens - plain) ** 2
-
-    def lacks(self, least: float) -> bool:
-        """Is it below so many times plain decoding, and hardly by chance?"""
-        return bool(least * self.plain - self.tokens > 2 * self.scatter**0.5)
 
 
 class Kind(NamedTuple):
@@ -340,26 +303,32 @@ class Gains:
             brought = sum(turn.emitted for turn in turns) / requests
             record = self._records.setdefault(crowd, {}).setdefault(who, _Record())
             record.add(expected, brought / max(0.1, 1 + dearer))
-            traits = [self._traits.get(turn.request_id, _UNKNOWN) for turn in turns if turn.drafted]
-            self._purses.put(Whose.of(crowd, who, traits), brought - 1 - dearer, self._rounds)
-        seen: dict[Kind, Gain] = {}  # of this round
+            whose = [self._traits.get(turn.request_id, _UNKNOWN) for turn in turns if turn.drafted]
+            self._purses.put(Whose.of(crowd, who, whose), brought - 1 - dearer, self._rounds)
+        seen: dict[tuple[Traits, tuple[str, ...]], Gain] = {}  # of this round
+        longer: dict[tuple[str, ...], float] = {}  # by those who guess so, for each of their nodes
         for request_id, nodes, emitted, drafters in turns:
-            if nodes and request_id in self._traits:
-                # who asks for more rows pays more
-                plain = max(0.1, 1 + (lasted(drafters) - 1) * requests * nodes / drafted)
-                self._own.setdefault(request_id, Gain()).add(emitted, plain, expected)
-                if is_probe:
-                    continue
-                name = Kind(self._traits[request_id], crowd, drafters)
-                decay = 1.0
-                if name not in seen:
-                    seen[name], decay = Gain(), _DECAY
-                    self._kinds.setdefault(name, _Kind())
-                self._kinds[name].gain.add(emitted, plain, expected, decay)
-                seen[name].add(emitted, plain, expected)
-        for name, gain in seen.items():
-            self._kinds[name].rounds.append(gain.measured)
-            self._judge(name, self._kinds[name])
+            traits = self._traits.get(request_id)
+            if not nodes or traits is None:
+                continue
+            if drafters not in longer:  # who asks for more rows pays more
+                longer[drafters] = (lasted(drafters) - 1) * requests / drafted
+            plain = max(0.1, 1 + longer[drafters] * nodes)
+            gain = self._own.get(request_id)
+            if gain is None:
+                gain = self._own[request_id] = Gain()
+            gain.add(emitted, plain, expected)
+            if not is_probe:
+                gain = seen.get((traits, drafters))
+                if gain is None:
+                    gain = seen[traits, drafters] = Gain()
+                gain.add(emitted, plain, expected)
+        for (traits, drafters), gain in seen.items():
+            name = Kind(traits, crowd, drafters)
+            kind = self._kinds.setdefault(name, _Kind())
+            kind.gain.join(gain)
+            kind.rounds.append(gain.measured)
+            self._judge(name, kind)
 
     def _plain_s(self, crowd: int, seconds: float, waited: Waited) -> float:
         """What an undrafted round would have taken among others.

@@ -7,7 +7,7 @@ from slipstream.plan.catching_up import CatchUps
 from slipstream.plan.cost import PassCost
 from slipstream.plan.costs import Costs
 from slipstream.plan.decisions import Decision
-from slipstream.plan.gains import Gain
+from slipstream.plan.gain import Gain
 from slipstream.plan.hosts import HostPlans
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.ranks import NodeRanks

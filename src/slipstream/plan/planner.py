@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from slipstream.core.draft import Tree
-from slipstream.plan.gains import NO_WAIT, Gain, Turn, Waited
+from slipstream.plan.gain import Gain
+from slipstream.plan.gains import NO_WAIT, Turn, Waited
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.traits import Traits
 

@@ -1,0 +1,76 @@
+"""Where the host has more to do for a round than the device, fewer guesses make no round shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import PassCost
+from slipstream.plan.floor import HostFloor
+from slipstream.plan.gains import Turn, Waited
+from slipstream.plan.measured import Curve
+
+
+def floor_of(rounds: Sequence[tuple[float, float]], requests: int = 64) -> HostFloor:
+    """rounds: how long each took, and what of that the device waited."""
+    floor = HostFloor()
+    for now, (seconds, waited_s) in enumerate(rounds):
+        floor.observe(requests, True, seconds, waited_s, now)
+    return floor
+
+
+def test_it_is_what_rounds_take_in_which_the_device_waits() -> None:
+    floor = floor_of([(6.4, 0.7), (60.0, 54.0), (6.5, 0.8), (6.4, 0.6), (6.3, 0.7)])
+    assert floor.seconds(64, True, 5) == 6.4  # one of them was a hiccup
+    assert floor.seconds(60, True, 5) == 6.4
+    assert floor.seconds(64, False, 5) == floor.seconds(16, True, 5) == 0
+
+
+def test_two_rounds_say_nothing() -> None:
+    assert floor_of([(6.4, 0.7)] * 2).seconds(64, True, 2) == 0
+
+
+def test_where_the_device_is_busy_the_host_may_need_less() -> None:
+    assert floor_of([(9.0, 0.01)] * 20).seconds(64, True, 20) == 0
+    assert floor_of([*[(6.4, 0.7)] * 9, *[(9.0, 0.01)] * 20]).seconds(64, True, 29) == 6.4
+
+
+def test_shorter_rounds_without_a_wait_lower_it() -> None:
+    assert floor_of([*[(6.4, 0.7)] * 9, *[(5.8, 0.01)] * 4]).seconds(64, True, 13) == 6.4  # the host was ahead
+    assert floor_of([*[(6.4, 0.7)] * 9, *[(5.8, 0.01)] * 6]).seconds(64, True, 15) == 5.8
+
+
+def test_it_is_forgotten_after_a_while() -> None:
+    floor = floor_of([(6.4, 0.7)] * 9)
+    assert floor.seconds(64, True, 8 + 512) == 6.4
+    assert floor.seconds(64, True, 8 + 513) == 0
+    floor.observe(64, True, 5.0, 0.5, 600)
+    assert floor.seconds(64, True, 600) == 0
+
+
+PASS_MS = {64: 4.66, 128: 5.75, 192: 7.4, 256: 8.25}
+"""Of 64 requests, with none to three guesses for each."""
+
+
+@pytest.mark.parametrize(("host_ms", "nodes"), [(5.0, 1), (7.8, 3)])
+def test_more_is_guessed_where_small_rounds_are_no_shorter(host_ms: float, nodes: int) -> None:
+    """One guess for each brings 1.6 tokens in 5.75 ms, three bring 2.2 in 8.25: unless the host needs as long."""
+    curve = Curve((1, *PASS_MS), tuple([1e-3 * ms for ms in (3.7, *PASS_MS.values())]))
+    planner = AdaptivePlanner(PassCost(0.01, curve))
+    planner.pad_passes()
+    ids, guessed = [str(i) for i in range(64)], 0
+    for round in range(60):
+        planner.next_round(64, 64 * 300)
+        guessed = max(planner.budget("model", ids, [3] * 64, 64))
+        right = [min(guessed, max(0, (i + round) % 5 - 1)) for i in range(64)]
+        for request_id, accepted in zip(ids, right, strict=True):
+            planner.observe("model", request_id, guessed, accepted)
+        pass_s = 1e-3 * PASS_MS[64 * (1 + guessed)]
+        host_s = max(0.0, 1e-3 * host_ms - pass_s) if guessed else 0.0
+        planner.observe_pass(64 * (1 + guessed), pass_s)
+        authors = ("model",) if guessed else ()
+        turns = [Turn(name, guessed, 1 + accepted, authors) for name, accepted in zip(ids, right, strict=True)]
+        planner.observe_round(turns, pass_s + host_s, 64 * 300, waited=Waited(beyond=host_s))
+    assert guessed == nodes
