@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.core.outputs import Logprob, Origin
 from slipstream.core.verdict import Verdict
-from slipstream.engine.state import Answer
+from slipstream.engine.state import Answer, Phase
 
 
 def emit(answer: Answer, verdict: Verdict, logprobs: Sequence[Mapping[int, Logprob]] | None, max_len: int) -> None:
@@ -18,32 +18,33 @@ def emit(answer: Answer, verdict: Verdict, logprobs: Sequence[Mapping[int, Logpr
 
     The rest is cut off.
     """
-    params, out, tokens = answer.params, answer.output, verdict.usable
+    params, out, text, tokens = answer.params, answer.output, answer.text, verdict.usable
     if tokens and not out.token_ids:
         out.timing.first_token_s = time.perf_counter() - answer.job.arrived
-    length = len(answer.tokens) - len(tokens)
+    length, prompt = len(answer.tokens) - len(tokens), answer.prompt_length
+    longest = min(params.max_tokens, max_len - prompt)
     for i, token in enumerate(tokens):
         length += 1
         out.token_ids.append(token)
         if out.logprobs is not None and logprobs is not None:
             out.logprobs.append(logprobs[i])
-        generated = length - answer.prompt_length
+        generated = length - prompt
         early = generated < params.min_tokens
         if token in answer.end_ids and not early:
             chosen = token in params.stop_token_ids
             if chosen and params.include_stop_str_in_output:
-                answer.text.push(token, may_stop=False)
+                text.push(token, may_stop=False)
             answer.end("stop", stop=token if chosen else None)
-        elif (stop := answer.text.push(token, may_stop=not early)) is not None:
+        elif (stop := text.push(token, may_stop=not early)) is not None:
             answer.end("stop", stop=stop)
-        elif generated >= params.max_tokens or length >= max_len:
+        elif generated >= longest:
             answer.end("length")
         if out.origins is not None:
             out.origins.append(_origin(answer, verdict, i))
-        if answer.ended:
+        if answer.phase is Phase.ENDED:
             del answer.tokens[length:]
             return
-    out.text = answer.text.visible
+    out.text = text.visible
 
 
 def _origin(answer: Answer, verdict: Verdict, place: int) -> Origin:

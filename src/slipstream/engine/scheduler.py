@@ -90,7 +90,7 @@ class Scheduler:
             if answer.phase is not Phase.RUNNING:
                 continue
             if answer.decoding:
-                if not answer.will_end and self._make_room(answer):
+                if not answer.will_end and (answer.has_room(0) or self._make_room(answer)):
                     plan.decodes.append(answer)
             elif answer.pending > 1:
                 reading.append(answer)
@@ -130,6 +130,8 @@ class Scheduler:
 
         Where pages are short it has what the answer holds anyway: what others will need soon is not for guesses.
         """
+        if answer.has_room(nodes):
+            return nodes
         assert answer.table is not None
         if self.pages_short:
             nodes = min(nodes, max(0, answer.table.capacity - answer.reach))

@@ -126,6 +126,10 @@ class Answer:
         """Tokens that it may have before the next round, the last of them not in the cache."""
         return len(self.tokens) + self.coming
 
+    def has_room(self, nodes: int) -> bool:
+        """Do its pages hold its next token, and so many guesses behind it, as they are?"""
+        return self.table is not None and len(self.tokens) + self.coming + nodes <= self.table.capacity
+
     @property
     def ended(self) -> bool:
         return self.phase is Phase.ENDED

@@ -39,9 +39,9 @@ class Guessed(NamedTuple):
     ahead: Ahead | None  # what it had begun before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take longer to make than all else of it
 class Member:
-    """One request's part in a queued round."""
+    """One request's part in a queued round. It does not change."""
 
     answer: Answer
     epoch: int

@@ -186,13 +186,18 @@ class Acceptance:
         prior = _PRIOR_WEIGHT * (1 - left)
         return (own.right * left + prior * self._newcomer(request_id)) / (own.tried * left + prior)
 
+    def _alphas(self, request_ids: Sequence[str]) -> list[float]:
+        """The same of many. Of most a guess was seen lately, and that is soon said."""
+        since, last, own = self._round - _FRESH if self.peers else 0, self._last, self._requests
+        return [own[r].share if last.get(r, since - 1) >= since else self.alpha(r) for r in request_ids]
+
     def untried(self, request_ids: Sequence[str]) -> float:
         """For which part of these was nothing of its guesses put to the test?"""
         return sum([request_id not in self._requests for request_id in request_ids]) / max(len(request_ids), 1)
 
     def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
         """The chance that all of the first 1, 2, … guesses are right."""
-        alphas = np.array([self.alpha(request_id) for request_id in request_ids])  # [B]
+        alphas = np.array(self._alphas(request_ids))  # [B]
         usual = np.minimum(self._usual_courses(request_ids) * alphas, np.maximum(alphas, 0.98))  # [D, B]
         courses = [self._courses.get(r, _NO_COURSE) for r in request_ids]
         counts = b"".join([part for course in courses for part in (course.right, course.tried)])
