@@ -279,7 +279,7 @@ class Engine:
     def _report(self, answers: Sequence[Answer]) -> None:
         """Tell the callers. Last of all: an output that is handed over must not change any more."""
         for job in dict.fromkeys([answer.job for answer in answers]):
-            if all([answer.phase is Phase.ENDED for answer in job.answers]):
+            if all(answer.phase is Phase.ENDED for answer in job.answers):
                 self._close(job)
             else:
                 job.report()
