@@ -342,6 +342,7 @@ class Engine:
         for answer in job.answers:
             self.counters.end(answer.output.finish_reason or "error")
         job.report()
+        job.part()
 
     def _admitted(self, answer: Answer) -> None:
         assert answer.table is not None

@@ -211,6 +211,14 @@ class Job:
         self._shown_prompt = self._shown_prompt or list(self.prompt_ids)
         self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished, self.cached_tokens))
 
+    def part(self) -> None:
+        """All is over and told: it and its answers let go of each other, and whoever listened of it. Else only a search
+        through everything that is there would find that nobody needs them any more, and rounds would wait for that."""
+        if self.reported:
+            self.sink = _to_nobody
+            for answer in self.answers:
+                answer.job = _OVER
+
     @property
     def _is_urgent(self) -> bool:
         """Has an answer its first token to tell, or its end?"""
@@ -264,3 +272,11 @@ def _snapshot(output: CompletionOutput, tokens: int = 0, characters: int = 0) ->
     stats = copy.speculation = SpeculationStats(*_STATS(output.speculation))
     stats.by_drafter = {name: DrafterStats(*_DRAFTER(theirs)) for name, theirs in stats.by_drafter.items()}
     return copy
+
+
+def _to_nobody(output: RequestOutput) -> None:
+    """Where results go when all were given out."""
+
+
+_OVER = Job("", None, (), SamplingParams(), _to_nobody)
+"""Whose answers are that have ended."""

@@ -201,20 +201,22 @@ class AdaptivePlanner(ProbingPlanner):
         margin = margin_for(catch_up_s, plain_s)
         speed /= margin
         speed *= self._promises.kept(drafter, rows)
-        beside = bool(others.nodes)
-        untried = self._estimate(drafter).untried(request_ids)
-        has_turn = self._rivals.has_turn(
-            drafter,
-            request_ids,
-            rows,
-            speed,
-            self._rounds,
-            beside=beside,
-            untried=untried,
-            reads=catch_up_s / plain_s,
-        )
+        beside, is_dip = bool(others.nodes), self._dips.is_dip(rows)
+        if is_dip:  # what is promised for few is no reason to change
+            has_turn = self._rivals.holds(drafter, self._dips.usual, self._rounds)
+        else:
+            has_turn = self._rivals.has_turn(
+                drafter,
+                request_ids,
+                rows,
+                speed,
+                self._rounds,
+                beside=beside,
+                untried=self._estimate(drafter).untried(request_ids),
+                reads=catch_up_s / plain_s,
+            )
         size = self._size(drafter, rows, rate, margin, trees) if has_turn else 0
-        if has_turn and not size and not beside:  # free guesses may leave nothing to win
+        if has_turn and not (size or beside or is_dip):  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
 
         def gain(size: int) -> float:
@@ -253,7 +255,7 @@ class AdaptivePlanner(ProbingPlanner):
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
         again = 1.0
-        is_tried = self._rivals.tries(rows, self._rounds) == drafter
+        is_tried = self._rivals.tries(self._usually(rows), self._rounds) == drafter
         if self._cost.padded and not is_tried and drafter in self._begun - self._busy:
             again = max(MARGIN, margin)
         if rate[best] <= rate[0] * self._margin * again * self._gains.doubt(self._with(drafter)):
@@ -283,6 +285,7 @@ class AdaptivePlanner(ProbingPlanner):
 
     def next_round(self, requests: int = 0, context: int = 0) -> None:
         self._rounds += 1
+        self._dips.next_round(requests)
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
         if not self._plain_round:  # who had to be silent for a round of comparison misses no more than its tokens
@@ -327,9 +330,10 @@ class AdaptivePlanner(ProbingPlanner):
     def asks(self, drafter: str, rows: int) -> bool:
         if not super().asks(drafter, rows):
             return False
-        return not self._cost.padded or (
-            self._rest.asks(drafter, rows) and (not self._busy or self._rivals.asks(drafter, rows, self._rounds))
-        )
+        if not self._cost.padded:
+            return True
+        asks = self._rivals.holds if self._dips.is_dip(rows) else self._rivals.asks
+        return self._rest.asks(drafter, rows) and (not self._busy or asks(drafter, self._usually(rows), self._rounds))
 
     def observe_round(
         self,

@@ -13,6 +13,7 @@ from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.plan.asking import Asking
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
+from slipstream.plan.dips import Dips
 from slipstream.plan.extras import RoundExtras, crowd_of
 from slipstream.plan.gains import Gains
 from slipstream.plan.hopes import Hopes
@@ -68,12 +69,17 @@ class HostPlans(Planner):
         self._hoped = 1.0  # the best gain that was expected of guesses of this round
         self._guessing: tuple[str, ...] = ()  # whose guesses are in it so far
         self._rounds = 0
+        self._dips = Dips()
+
+    def _usually(self, rows: int) -> int:
+        """So many requests, or those that are usual where this is a dip."""
+        return self._dips.usual if self._dips.is_dip(rows) else rows
 
     def rests(self, drafter: str, rows: int) -> bool:
         self._hosts.add(drafter)
         if drafter not in self._waits:
             return False
-        waits = self._waits[drafter].of(max(rows, 1))
+        waits = self._waits[drafter].of(max(self._usually(rows), 1))
         if waits.rests(self._rounds, rows):
             return True
         return waits.seen and not self._may_hope(drafter, rows, waits.seconds)
@@ -87,7 +93,7 @@ class HostPlans(Planner):
         return self._hopes.any(drafter, rows, costs, self._rounds)
 
     def peeks(self, drafter: str, rows: int, requests: int) -> Sequence[int]:
-        if not self._cost.padded or drafter not in self._waits:
+        if not self._cost.padded or drafter not in self._waits or self._dips.is_dip(rows):
             return ()
         return range(requests) if rows <= _PEEKED else self._waits[drafter].of(rows).sample.choose(requests)
 

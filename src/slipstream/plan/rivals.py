@@ -107,6 +107,11 @@ class Rivals:
         # or whose turn it was guesses no more
         return not any(last in one and now - one[last].round <= _ASKED for one in promises)
 
+    def holds(self, drafter: str, rows: int, now: int) -> bool:
+        """Is it the turn of this one with so many requests, or nobody's? For rounds in which nobody is to take it."""
+        holder = self.tries(rows, now) or self._holder(crowd_of(rows), now)
+        return holder is None or holder == drafter
+
     def decline(self, drafter: str, rows: int, now: int) -> None:
         """It has the turn, and does not guess: then others may, for longer each time."""
         crowd = crowd_of(rows)
