@@ -64,10 +64,11 @@ class Meter:
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
     ) -> None:
         drafted = sum(verdict.drafted for verdict in verdicts)
-        now = time.perf_counter()
+        now, cpu_s = time.perf_counter(), time.process_time()
         made = recorded.graphs + recorded.kernels
         parts = times.host, times.draft, times.verify
-        self.beats.append(Beat(now, len(answers), sum(kept), drafted, times.read_rows, made, recorded.seconds, parts))
+        read = times.read_rows
+        self.beats.append(Beat(now, len(answers), sum(kept), drafted, read, made, recorded.seconds, parts, cpu_s))
 
 
 class Crowd:

@@ -25,6 +25,9 @@ AT_ONCE = (1, 4, 16, 64)
 TEMPERATURES = (0.0, 1.0)
 LONGEST = ((4, 1024), (16, 512), (64, 256))
 """Tokens of a prompt, at most, up to so many at once: reading 64 long articles takes longer than what is measured."""
+WITHHELD_S = 0.025
+"""Seconds in which nobody computes, at the least, that are not the engine's doing: nothing that it waits for takes as
+long without being computed, here or on the device."""
 FEW = 8
 """Rounds, at least, of which a speed can be told."""
 WARM_S = 0.2
@@ -113,14 +116,21 @@ class Beat:
     recorded: int = 0  # graphs recorded so far, and kernels compiled beside them
     recording_s: float = 0.0  # … and how long that took
     parts_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the host, the draft and the pass, where they are known
+    cpu_s: float | None = None  # that all threads of the process have computed, where that is known
+
+    @property
+    def device_s(self) -> float:
+        return self.parts_s[1] + self.parts_s[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One timed round: seconds since the one before, without those in which graphs were recorded."""
+    """One timed round: seconds since the one before, without those in which graphs were recorded, or in which the
+    machine let nobody compute."""
 
     seconds: float
     beat: Beat
+    withheld_s: float = 0.0  # … of these
 
     @property
     def kind(self) -> tuple[int, int]:
@@ -144,6 +154,11 @@ class Window:
         return sum(span.seconds for span in self.spans)
 
     @property
+    def withheld(self) -> list[float]:
+        """Seconds of each time that the machine let nobody compute."""
+        return [span.withheld_s for span in self.spans if span.withheld_s]
+
+    @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
@@ -154,18 +169,32 @@ def window(beats: Sequence[Beat], at_once: int) -> Window:
     rounds = list(zip(beats[full:], beats[full + 1 :], strict=False))
     if len(rounds) < FEW:
         raise ValueError(f"{len(rounds)} rounds with {at_once} requests: give it more --seconds")
-    spans = tuple(Span(now.at - last.at - (now.recording_s - last.recording_s), now) for last, now in rounds)
+    spans = tuple(_span(beats[i : i + 4]) for i in range(full, len(beats) - 1))
     return Window(spans, rounds[-1][1].recorded - beats[full].recorded)
+
+
+def _span(beats: Sequence[Beat]) -> Span:
+    """Between the first two of these; behind them, those that the host hears of when they are long over.
+
+    Where neither the process computed nor the device had anything to do, both were kept from it: by whoever shares the
+    machine. A wait of the process for itself is no shorter than what it waits for, and that is counted.
+    """
+    last, now = beats[:2]
+    seconds = now.at - last.at - (now.recording_s - last.recording_s)
+    if last.cpu_s is None or now.cpu_s is None or now.recorded > last.recorded:
+        return Span(seconds, now)
+    withheld_s = seconds - max(now.cpu_s - last.cpu_s, *[beat.device_s for beat in beats])
+    return Span(seconds - withheld_s, now, withheld_s) if withheld_s > WITHHELD_S else Span(seconds, now)
 
 
 def keep_rounds(file: Path, cell: str, setting: str, seen: Window) -> None:
     """Add a line of these rounds to a file: to see afterwards why a setting was slow."""
-    rounds = [
-        [_us(one.seconds), beat.requests, beat.drafted, beat.tokens, beat.read_rows, *map(_us, beat.parts_s)]
-        for one in seen.spans
-        for beat in (one.beat,)
-    ]
-    columns = ["us", "requests", "drafted", "tokens", "read_rows", "host_us", "draft_us", "verify_us"]
+    rounds = []
+    for one in seen.spans:
+        beat = one.beat
+        counts = beat.requests, beat.drafted, beat.tokens, beat.read_rows
+        rounds.append([_us(one.seconds), *counts, *map(_us, (*beat.parts_s, one.withheld_s))])
+    columns = ["us", "requests", "drafted", "tokens", "read_rows", "host_us", "draft_us", "verify_us", "withheld_us"]
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"cell": cell, "setting": setting, "columns": columns, "rounds": rounds}) + "\n")
 
@@ -188,6 +217,7 @@ def point(windows: Sequence[Window]) -> dict[str, Any]:
         "tau": sum(span.beat.tokens for span in spans) / turns,
         "drafted_per_turn": sum(span.beat.drafted for span in spans) / turns,
         "recorded": sum(w.recorded for w in windows),
+        "withheld_ms": [round(1e3 * seconds, 1) for window in windows for seconds in window.withheld],
     } | _parts(spans)
 
 

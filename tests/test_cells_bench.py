@@ -258,6 +258,40 @@ def test_a_window_begins_when_all_decode_and_leaves_recording_out() -> None:
     assert told["steady_tok_s"] == 3.0 > 2 * told["tok_s"], "a stall is not the setting's"
 
 
+def beats_of(gaps: list[tuple[float, float, float]]) -> list[Any]:
+    """gaps: seconds from beat to beat, what the process computed, and the device in the round that ends then."""
+    at = cpu_s = 0.0
+    beats = [Beat(0.0, 1, 1, cpu_s=0.0)]
+    for gap, computed, on_device in gaps:
+        at, cpu_s = at + gap, cpu_s + computed
+        beats.append(Beat(at, 1, 1, parts_s=(0.0, 0.0, on_device), cpu_s=cpu_s))
+    return beats
+
+
+def test_time_that_a_machine_gives_nobody_is_not_the_settings() -> None:
+    usual = (0.005, 0.005, 0.0045)
+    found = cells_work.window(beats_of([usual] * 6 + [(0.065, 0.006, 0.0045)] + [usual] * 6), 1)
+    assert found.withheld == [pytest.approx(0.059)]
+    assert found.seconds == pytest.approx(12 * 0.005 + 0.006)
+    assert cells_work.point([found])["withheld_ms"] == [59.0]
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        [(0.065, 0.064, 0.0045)],  # the host computed: it may have looked for garbage
+        [(0.065, 0.006, 0.064)],  # the device did: it may have read a prompt
+        [(0.065, 0.006, 0.0045), (0.005, 0.005, 0.0045), (0.005, 0.005, 0.064)],  # … of which the host heard later
+        [(0.025, 0.005, 0.0045)],
+    ],
+)
+def test_what_somebody_computed_counts(gaps: list[tuple[float, float, float]]) -> None:
+    usual = [(0.005, 0.005, 0.0045)] * 6
+    found = cells_work.window(beats_of([*usual, *gaps, *usual]), 1)
+    assert not found.withheld
+    assert found.seconds == pytest.approx(12 * 0.005 + sum(gap for gap, _, _ in gaps))
+
+
 def test_settings_come_in_turn_and_what_recorded_much_again() -> None:
     asked: list[str] = []
 
