@@ -12,6 +12,7 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.dips import Dips
 from slipstream.plan.gains import Turn
 from slipstream.plan.measured import Curve
+from slipstream.plan.rivals import Rivals
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,21 @@ def test_a_few_less_are_the_same_crowd() -> None:
     assert not dips.is_dip(40)
     assert dips.is_dip(32)
     assert not dips.is_dip(65)
+    assert not dips.is_dip(15)  # the load falls
+
+
+def test_in_a_dip_only_rivals_wait_for_whose_turn_it_is() -> None:
+    rivals, few = Rivals(), ["a", "b"]
+    assert not rivals.is_held(4, 0)
+    rivals.has_turn("cheap", few, 4, 2.0, 1)
+    rivals.has_turn("deep", few, 4, 1.5, 1)
+    assert rivals.is_held(4, 2)
+    assert rivals.waits("deep", 4, 2)
+    assert not rivals.waits("cheap", 4, 2)
+    assert not rivals.waits("suffix", 4, 2)  # it guesses beside whoever has the turn
+    rivals.has_turn("other", ["c", "d"], 4, 1.5, 2)
+    rivals.has_turn("cheap", few, 4, 2.0, 2)
+    assert not rivals.waits("other", 4, 3)  # which guesses for others
 
 
 class Scene:

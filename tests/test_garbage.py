@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from queueing import Queue
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.engine.state import Answer, Job
 
 
@@ -49,10 +51,25 @@ def test_streams_and_those_that_were_dropped_are_gone(open_llm: Callable[..., LL
     assert not found()
 
 
-def test_who_hears_late_is_told_all_the_same(open_llm: Callable[..., LLM]) -> None:
-    """An answer's job lets go of it only when its end was told."""
-    whole = open_llm().generate("once", SamplingParams(max_tokens=6, ignore_eos=True, temperature=0))[0].outputs[0]
-    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, output_kind="delta")
-    parts = list(open_llm().stream("once", params))
-    assert [token for part in parts for token in part.outputs[0].token_ids] == list(whole.token_ids)
-    assert parts[-1].finished
+def test_the_forms_of_requests_are_gone_with_them(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm(drafter="ngram")
+    form = StructuredOutputsParams(regex="[ab]{1,6}")
+    llm.generate("letters", SamplingParams(max_tokens=8, structured_outputs=form))
+    llm.generate("after them", SamplingParams(max_tokens=2))
+    assert not found()
+
+
+def test_who_hears_late_is_told_all_the_same(tiny_target: Path) -> None:
+    queue = Queue(tiny_target, None)
+    job, heard = queue.add([65, 66], SamplingParams(max_tokens=3, output_kind="delta"), streaming=True)
+    job.holds = lambda job, urgent: True
+    queue.drain()
+    (answer,) = job.answers
+    assert answer.ended
+    assert answer.job is job
+    assert not heard
+    job.holds = None
+    job.report()
+    job.part()
+    assert heard[-1].finished
+    assert answer.job is not job

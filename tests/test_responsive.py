@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from serving import client_of, serving
 from slipstream import LLM, SamplingParams
 from slipstream.core.responsive import responsive, tidy
 from slipstream.engine import loop
+from slipstream.serve import server as http
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +94,14 @@ def test_an_engine_tidies_up_once_when_nobody_asks(
         assert tidied.acquire(timeout=10)
         assert not tidied.acquire(timeout=0.1)
         llm.generate("again", SamplingParams(max_tokens=2))
+
+
+def test_a_server_tidies_up_once_when_nobody_is_inside(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tidied = threading.Semaphore(0)
+    monkeypatch.setattr(http, "tidy", tidied.release)
+    with serving(llm) as server:
+        client = client_of(server)
+        for _ in range(2):
+            assert tidied.acquire(timeout=10)
+            assert not tidied.acquire(timeout=0.8)
+            client.completions.create(model=client.models.list().data[0].id, prompt="again", max_tokens=2)

@@ -206,6 +206,7 @@ class QueuedEngine(Engine):
             sum(chunk.rows for chunk in schedule.chunks),
             ahead,
             caught_up if usual else (),
+            in_time=self._heard_at is None,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -355,7 +356,7 @@ class QueuedEngine(Engine):
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
-        waited = Waited(beyond=times.host)
+        waited = Waited(beyond=times.host, in_time=ticket.in_time)
         if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
             waited_s = max(0.0, idle_s - ticket.guessed_s)
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))

@@ -212,12 +212,13 @@ class Job:
         self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished, self.cached_tokens))
 
     def part(self) -> None:
-        """All is over and told: it and its answers let go of each other, and whoever listened of it. Else only a search
-        through everything that is there would find that nobody needs them any more, and rounds would wait for that."""
+        """All is over and told: its answers let go of it and of what drafters saw of them, and it of whoever listened.
+        Else only a search through everything that is there would find that nobody needs them any more, and rounds would
+        wait for that."""
         if self.reported:
             self.sink = _to_nobody
             for answer in self.answers:
-                answer.job = _OVER
+                answer.job, answer.view = _OVER, None
 
     @property
     def _is_urgent(self) -> bool:

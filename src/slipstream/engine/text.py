@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers.decoders import ByteLevel
 
@@ -12,6 +12,8 @@ _CONTEXT = 6
 """Prompt tokens decoded along: whether a first token begins with a space depends on what stands before it."""
 _UNFINISHED = 3
 """Most tokens that the beginning of a character can have: four bytes are a whole one."""
+_SPACED = "a . b ? c"
+"""A text with spaces that some decoders take out."""
 _SHORT = 3
 _MOST_KNOWN = 1 << 16
 """Tokens of a run that is remembered, and such runs: about 20 MB."""
@@ -174,14 +176,14 @@ class TextStream:
 
 
 def _joins_bytes(decoder: Decoder) -> bool:
-    """Is a text nothing but the bytes of its tokens, one after the other? So it is with most tokenizers of today."""
-    backend = getattr(decoder, "backend_tokenizer", None)
-    return isinstance(getattr(backend, "decoder", None), ByteLevel) and not _cleans_up(decoder)
-
-
-def _cleans_up(decoder: Decoder) -> bool:
-    """Are spaces before punctuation taken out?"""
-    return bool(getattr(decoder, "clean_up_tokenization_spaces", True))
+    """Is a text nothing but the bytes of its tokens, one after the other? So it is with most tokenizers of today, but
+    not where they take out spaces before punctuation."""
+    backend: Any = getattr(decoder, "backend_tokenizer", None)
+    if not isinstance(getattr(backend, "decoder", None), ByteLevel):
+        return False
+    ids: list[int] = backend.encode(_SPACED, add_special_tokens=False).ids
+    joined = "".join([decoder.decode([token], skip_special_tokens=False) for token in ids])
+    return joined == decoder.decode(ids, skip_special_tokens=False) == _SPACED
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -201,9 +201,9 @@ class AdaptivePlanner(ProbingPlanner):
         margin = margin_for(catch_up_s, plain_s)
         speed /= margin
         speed *= self._promises.kept(drafter, rows)
-        beside, is_dip = bool(others.nodes), self._dips.is_dip(rows)
+        beside, is_dip = bool(others.nodes), self._is_dip(rows)
         if is_dip:  # what is promised for few is no reason to change
-            has_turn = self._rivals.holds(drafter, self._dips.usual, self._rounds)
+            has_turn = not self._rivals.waits(drafter, self._dips.usual, self._rounds)
         else:
             has_turn = self._rivals.has_turn(
                 drafter,
@@ -332,8 +332,15 @@ class AdaptivePlanner(ProbingPlanner):
             return False
         if not self._cost.padded:
             return True
-        asks = self._rivals.holds if self._dips.is_dip(rows) else self._rivals.asks
-        return self._rest.asks(drafter, rows) and (not self._busy or asks(drafter, self._usually(rows), self._rounds))
+        if not self._rest.asks(drafter, rows):
+            return False
+        if self._is_dip(rows):
+            return not self._rivals.waits(drafter, self._dips.usual, self._rounds)
+        return not self._busy or self._rivals.asks(drafter, rows, self._rounds)
+
+    def _is_dip(self, rows: int) -> bool:
+        """Is it one in which somebody has the turn?"""
+        return self._dips.is_dip(rows) and self._rivals.is_held(self._dips.usual, self._rounds)
 
     def observe_round(
         self,
@@ -351,7 +358,7 @@ class AdaptivePlanner(ProbingPlanner):
             self._promises.observe(who, rows, emitted, seconds - waited.seconds, nodes)
             if seconds > 0 and self._hosts.isdisjoint(who) and not waited.drafters:
                 self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
-        if turns and not waited.drafters and self._cost.padded:
+        if turns and waited.in_time and self._cost.padded:
             self._floor.observe(rows, nodes > 0, seconds, waited.beyond, self._rounds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         is_probe = self._cost.padded and self._hoped <= 1

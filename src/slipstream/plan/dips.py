@@ -30,4 +30,4 @@ class Dips:
 
     def is_dip(self, requests: int) -> bool:
         """Are so many fewer than usual that they would be planned for as another crowd?"""
-        return crowd_of(requests) < crowd_of(self.usual)
+        return crowd_of(requests) < crowd_of(self.usual) and self.usual <= _DEEP * requests

@@ -28,7 +28,7 @@ class HostFloor:
         self._last: dict[tuple[int, bool], int] = {}  # the round in which it was seen last
 
     def observe(self, requests: int, drafted: bool, seconds: float, waited_s: float, now: int) -> None:
-        """Round `now` took so long, of which the device waited for the host, though for no guesses of its."""
+        """Round `now` took so long, of which the device waited for the host, which had begun with it in time."""
         key = crowd_of(requests), drafted
         if now - self._last.get(key, now) > _OLD:
             self._forget(key)

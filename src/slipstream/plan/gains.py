@@ -62,6 +62,7 @@ class Waited(NamedTuple):
     drafters: Sequence[str] = ()
     seconds: float = 0.0
     beyond: float = 0.0  # … and besides, for whatever else the host did
+    in_time: bool = False  # the host made it ready while the device was at the one before it
 
 
 NO_WAIT = Waited()

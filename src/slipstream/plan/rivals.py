@@ -107,10 +107,16 @@ class Rivals:
         # or whose turn it was guesses no more
         return not any(last in one and now - one[last].round <= _ASKED for one in promises)
 
-    def holds(self, drafter: str, rows: int, now: int) -> bool:
-        """Is it the turn of this one with so many requests, or nobody's? For rounds in which nobody is to take it."""
-        holder = self.tries(rows, now) or self._holder(crowd_of(rows), now)
-        return holder is None or holder == drafter
+    def waits(self, drafter: str, rows: int, now: int) -> bool:
+        """Has another one the turn with so many requests? For rounds in which nobody is to take it."""
+        crowd = crowd_of(rows)
+        holder = self.tries(rows, now) or self._holder(crowd, now)
+        is_rival = any(drafter in one for (of, _), one in self._promises.items() if of == crowd)
+        return is_rival and holder not in (None, drafter) and frozenset((holder, drafter)) not in self._apart
+
+    def is_held(self, rows: int, now: int) -> bool:
+        """Has anybody the turn with so many requests?"""
+        return self.tries(rows, now) is not None or self._holder(crowd_of(rows), now) is not None
 
     def decline(self, drafter: str, rows: int, now: int) -> None:
         """It has the turn, and does not guess: then others may, for longer each time."""

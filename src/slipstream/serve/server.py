@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from slipstream.core.errors import ConfigError, EngineDied
-from slipstream.core.responsive import responsive
+from slipstream.core.responsive import responsive, tidy
 from slipstream.engine.host import EngineHost
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
@@ -21,6 +21,8 @@ from slipstream.serve.protocol import HttpProtocol
 _BACKLOG = 2048
 _PARTING_S = 2.0
 """What clients have to read the end of their answers when the server ends; who reads nothing is not waited for."""
+_QUIET = 5
+"""Ticks, of a tenth of a second, without anybody inside, after which there is time to tidy up."""
 _LOOK_S = 0.02
 
 
@@ -31,6 +33,7 @@ class HttpServer(uvicorn.Server):
         gate, self.service = make_gate(llm, config)
         self._llm = llm
         self._died = ""  # why the engine is no more, where nobody closed it
+        self._quiet = 0  # ticks since somebody was inside
         super().__init__(
             uvicorn.Config(
                 gate,
@@ -77,6 +80,9 @@ class HttpServer(uvicorn.Server):
             drain.watchers_end.set()
         if drain.due and (cut := drain.cut_off()):
             log.warning("cut off", extra={"fields": {"requests": cut, "drain_s": round(drain.lasted_s, 1)}})
+        self._quiet = 0 if inside else self._quiet + 1
+        if self._quiet == _QUIET:
+            tidy()
         waited = drain.over_at is not None and time.monotonic() > drain.over_at + _PARTING_S
         self.should_exit = drain.begun and (not inside or waited)
         return await super().on_tick(counter)
