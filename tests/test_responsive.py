@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from serving import client_of, serving
+from serving import serving
 from slipstream import LLM, SamplingParams
 from slipstream.core.responsive import responsive, tidy
 from slipstream.engine import loop
@@ -96,12 +96,11 @@ def test_an_engine_tidies_up_once_when_nobody_asks(
         llm.generate("again", SamplingParams(max_tokens=2))
 
 
-def test_a_server_tidies_up_once_when_nobody_is_inside(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_tidies_up_now_and_then_when_nobody_is_inside(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tidied = threading.Semaphore(0)
     monkeypatch.setattr(http, "tidy", tidied.release)
-    with serving(llm) as server:
-        client = client_of(server)
-        for _ in range(2):
-            assert tidied.acquire(timeout=10)
-            assert not tidied.acquire(timeout=0.8)
-            client.completions.create(model=client.models.list().data[0].id, prompt="again", max_tokens=2)
+    with serving(llm):
+        assert tidied.acquire(timeout=10)
+        assert not tidied.acquire(timeout=0.8)
+        monkeypatch.setattr(http, "_AGAIN", 6)
+        assert all([tidied.acquire(timeout=10) for _ in range(2)])

@@ -21,8 +21,9 @@ from slipstream.serve.protocol import HttpProtocol
 _BACKLOG = 2048
 _PARTING_S = 2.0
 """What clients have to read the end of their answers when the server ends; who reads nothing is not waited for."""
-_QUIET = 5
-"""Ticks, of a tenth of a second, without anybody inside, after which there is time to tidy up."""
+_QUIET, _AGAIN = 5, 600
+"""Ticks, of a tenth of a second, without anybody inside, after which there is time to tidy up; and again after so many,
+for those who came and went between two of them."""
 _LOOK_S = 0.02
 
 
@@ -81,7 +82,7 @@ class HttpServer(uvicorn.Server):
         if drain.due and (cut := drain.cut_off()):
             log.warning("cut off", extra={"fields": {"requests": cut, "drain_s": round(drain.lasted_s, 1)}})
         self._quiet = 0 if inside else self._quiet + 1
-        if self._quiet == _QUIET:
+        if self._quiet % _AGAIN == _QUIET:
             tidy()
         waited = drain.over_at is not None and time.monotonic() > drain.over_at + _PARTING_S
         self.should_exit = drain.begun and (not inside or waited)
