@@ -103,4 +103,4 @@ def test_a_server_tidies_up_now_and_then_when_nobody_is_inside(llm: LLM, monkeyp
         assert tidied.acquire(timeout=10)
         assert not tidied.acquire(timeout=0.8)
         monkeypatch.setattr(http, "_AGAIN", 6)
-        assert all([tidied.acquire(timeout=10) for _ in range(2)])
+        assert all(tidied.acquire(timeout=10) for _ in range(2))
