@@ -149,10 +149,10 @@ def followed(phases: Sequence[Sequence[float]], *, returns: bool = False, again:
     levels = [fmean(phase[len(phase) // 2 :]) for phase in phases]
     pairs = zip(levels, levels[1:], phases[1:], strict=False)
     rounds = [_rounds(part, was, now) for was, now, part in pairs]
+    as_then = _rounds(phases[-1], levels[-2], levels[0])
     if returns and levels[-1] < levels[0]:
-        rounds[-1] = _rounds(phases[-1], levels[-2], levels[0])
-    as_then = _rounds(phases[-1], levels[-2], levels[0]) if again else None
-    if rounds[-1] is not None and as_then is not None:
+        rounds[-1] = as_then
+    elif again and rounds[-1] is not None and as_then is not None:
         rounds[-1] = min(rounds[-1], as_then)
     nodes = [[round(count, 2) for count in phase] for phase in phases]
     return Followed([round(level, 2) for level in levels], rounds, nodes)

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cells_table import OVER_BEST
+from cells_table import OVER_BEST, best_fixed
 
 from gpu import chosen, sizes
 from slipstream.bench.costs import RoundCosts
@@ -279,7 +279,7 @@ def play(
 
 
 def over_best(rates: dict[str, float]) -> float:
-    return rates["auto"] / max(rate for name, rate in rates.items() if name != "auto")
+    return rates["auto"] / rates[best_fixed(rates)]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -48,10 +48,10 @@ def test_a_few_less_are_the_same_crowd() -> None:
 
 def test_in_a_dip_only_rivals_wait_for_whose_turn_it_is() -> None:
     rivals, few = Rivals(), ["a", "b"]
-    assert not rivals.is_held(4, 0)
+    assert rivals.whose(4, 0) is None
     rivals.has_turn("cheap", few, 4, 2.0, 1)
     rivals.has_turn("deep", few, 4, 1.5, 1)
-    assert rivals.is_held(4, 2)
+    assert rivals.whose(4, 2) == "cheap"
     assert rivals.waits("deep", 4, 2)
     assert not rivals.waits("cheap", 4, 2)
     assert not rivals.waits("suffix", 4, 2)  # it guesses beside whoever has the turn

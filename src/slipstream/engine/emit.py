@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.core.outputs import Logprob, Origin
 from slipstream.core.verdict import Verdict
-from slipstream.engine.state import Answer, Phase
+from slipstream.engine.state import Answer
 
 
 def emit(answer: Answer, verdict: Verdict, logprobs: Sequence[Mapping[int, Logprob]] | None, max_len: int) -> None:
@@ -41,7 +41,7 @@ def emit(answer: Answer, verdict: Verdict, logprobs: Sequence[Mapping[int, Logpr
             answer.end("length")
         if out.origins is not None:
             out.origins.append(_origin(answer, verdict, i))
-        if answer.phase is Phase.ENDED:
+        if answer.ended:
             del answer.tokens[length:]
             return
     out.text = text.visible

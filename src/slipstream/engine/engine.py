@@ -34,7 +34,7 @@ from slipstream.engine.packing import PackedPass, pack
 from slipstream.engine.planning import make_planner
 from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.snapshots import take_snapshot
-from slipstream.engine.state import Answer, Job, Phase
+from slipstream.engine.state import Answer, Job
 from slipstream.engine.text import Decoder
 from slipstream.engine.turns import observe_round
 from slipstream.kv.cache import compaction
@@ -279,7 +279,7 @@ class Engine:
     def _report(self, answers: Sequence[Answer]) -> None:
         """Tell the callers. Last of all: an output that is handed over must not change any more."""
         for job in dict.fromkeys([answer.job for answer in answers]):
-            if all(answer.phase is Phase.ENDED for answer in job.answers):
+            if all(answer.ended for answer in job.answers):
                 self._close(job)
             else:
                 job.report()

@@ -128,7 +128,7 @@ class Answer:
 
     def has_room(self, nodes: int) -> bool:
         """Do its pages hold its next token, and so many guesses behind it, as they are?"""
-        return self.table is not None and len(self.tokens) + self.coming + nodes <= self.table.capacity
+        return self.table is not None and self.reach + nodes <= self.table.capacity
 
     @property
     def ended(self) -> bool:

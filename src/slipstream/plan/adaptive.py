@@ -340,7 +340,7 @@ class AdaptivePlanner(ProbingPlanner):
 
     def _is_dip(self, rows: int) -> bool:
         """Is it one in which somebody has the turn?"""
-        return self._dips.is_dip(rows) and self._rivals.is_held(self._dips.usual, self._rounds)
+        return self._dips.is_dip(rows) and self._rivals.whose(self._dips.usual, self._rounds) is not None
 
     def observe_round(
         self,

@@ -95,7 +95,7 @@ class Rivals:
         """Is it worth knowing in this round what it promises?"""
         crowd = crowd_of(rows)
         last, trial = self._holder(crowd, now), self._trials.get(crowd)
-        promises = [one for (of, _), one in self._promises.items() if of == crowd]
+        promises = self._promised_of(crowd)
         if not any(drafter in one for one in promises):
             return True  # it is nobody's rival, or was never asked
         if last is None or frozenset((last, drafter)) in self._apart:
@@ -109,14 +109,14 @@ class Rivals:
 
     def waits(self, drafter: str, rows: int, now: int) -> bool:
         """Has another one the turn with so many requests? For rounds in which nobody is to take it."""
-        crowd = crowd_of(rows)
-        holder = self.tries(rows, now) or self._holder(crowd, now)
-        is_rival = any(drafter in one for (of, _), one in self._promises.items() if of == crowd)
-        return is_rival and holder not in (None, drafter) and frozenset((holder, drafter)) not in self._apart
+        holder = self.whose(rows, now)
+        if holder in (None, drafter) or frozenset((holder, drafter)) in self._apart:
+            return False
+        return any(drafter in one for one in self._promised_of(crowd_of(rows)))
 
-    def is_held(self, rows: int, now: int) -> bool:
-        """Has anybody the turn with so many requests?"""
-        return self.tries(rows, now) is not None or self._holder(crowd_of(rows), now) is not None
+    def whose(self, rows: int, now: int) -> str | None:
+        """Whose turn it is with so many requests, trials included, if it is anybody's."""
+        return self.tries(rows, now) or self._holder(crowd_of(rows), now)
 
     def decline(self, drafter: str, rows: int, now: int) -> None:
         """It has the turn, and does not guess: then others may, for longer each time."""
@@ -211,8 +211,12 @@ class Rivals:
         idle = self._declined.get(crowd)
         if idle is not None and idle.drafter == drafter and idle.round == now:
             return False
-        promises = [one.get(drafter) for (of, _), one in self._promises.items() if of == crowd]
+        promises = [one.get(drafter) for one in self._promised_of(crowd)]
         return any(one is not None and one.round == now for one in promises)
+
+    def _promised_of(self, crowd: int) -> list[dict[str, _Promise]]:
+        """What each promised, beside others' guesses and without them."""
+        return [one for (of, _), one in self._promises.items() if of == crowd]
 
 
 def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset[str]) -> _Promise:
