@@ -124,7 +124,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.planner = self.llm.engine.drafting.planner
-        self.llm.between_rounds(_forget_answers)
+        self.llm.between_rounds(forget_answers)
 
     @contextmanager
     def planned(self, planner: Planner | None) -> Iterator[None]:
@@ -219,7 +219,7 @@ def _lasted(beats: Sequence[Beat], first: int) -> float:
     return end.at - begin.at - (end.recording_s - begin.recording_s)
 
 
-def _forget_answers(engine: Engine) -> None:
+def forget_answers(engine: Engine) -> None:
     """Prompts come again and again, with the same answers: who remembers those would know them."""
     for drafter in engine.drafting.drafters.values():
         if isinstance(drafter, SuffixDrafter):

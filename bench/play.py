@@ -1,12 +1,14 @@
 """The planner's cells in a simulated engine, on made-up texts: to try a change of the planner without a GPU.
 
     python bench/play.py [--at-once 1,4,16,64] [--temperatures 0,1] [--seeds 1,2] [--tasks hard,math] [--json play.json]
+    python bench/play.py --offers T0.json T1.json …              real text: `offers.py` wrote down what drafters guess
 
 The scheduler, the drafting rules and the planner are the real ones (`slipstream/bench/replica.py`), and requests come
 in a closed loop, as in `cells.py`. Passes, drafts, waits and catching up cost what they were seen to cost on an H200
 with the 7B-class target. Texts are drawn: how often each drafter is right by what was measured for the task, more often
 in stretches, which are the same for all drafters; `suffix` knows what echoes. So single figures mean little, but over
-some seeds they tell whether a change helps, and where not. `hard` is text that hardly anybody guesses.
+some seeds they tell whether a change helps, and where not. `hard` is text that hardly anybody guesses. With --offers
+the texts are real, and so is what the drafters guess at every place of them; a seed is the order of the tasks.
 
 Printed are, for each cell, tokens a second of `auto` by those of plain decoding and of the best fixed setting; then the
 means, how many cells are below 0.93 of the best, and the worst of them. The last line is JSON.
@@ -15,11 +17,12 @@ means, how many cells are below 0.93 of the best, and the worst of them. The las
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -39,6 +42,7 @@ from slipstream.bench.recording import (
     PassSeen,
     Recording,
     Trace,
+    unpacked,
 )
 from slipstream.bench.replayed import Walk
 from slipstream.bench.replica import Replica, Setting
@@ -56,8 +60,8 @@ WAIT_MS = {1: 1.0, 4: 1.6, 16: 3.0, 64: 7.0}
 """By requests: of a guess (of a tree: a level), and of a wait for drafters on the host."""
 CATCH_UP_MS = (1.8, 0.45)
 """Once, and for each request that a drafter has missed something of."""
-DEEP, NODES, LEVELS, ECHO = 5, 60, 10, 24
-"""A draft model's guesses, a tree's nodes and levels, and tokens that `suffix` offers at most."""
+DEEP, DEEPEST, NODES, LEVELS, ECHO = 5, 11, 63, 10, 24
+"""A draft model's guesses, usually and at the most, a tree's nodes and levels, and tokens that `suffix` offers."""
 
 
 class Text(NamedTuple):
@@ -86,7 +90,9 @@ SETTINGS = {
     "eagle3-15": Setting("fixed", "eagle", 15),
     "eagle3-3": Setting("fixed", "eagle", 3),
 }
-WARM_S, SECONDS, REPEATS = 0.2, 0.3, 2
+WARM_S, REPEATS = 0.2, 2
+NAMES = {"eagle3": "eagle", "draft": "model"}
+"""Of the drafters that are shipped: what they are called here."""
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
@@ -102,7 +108,7 @@ def _trace(text: Text, chances: tuple[float, float], temperature: float, dice: r
     length = longest if dice.random() < 0.8 else dice.randrange(20, longest)
     own, ease, left = dice.gauss(0, 0.4), 0.0, 0
     model, eagle, echo = list[bool](), list[bool](), list[bool]()  # by place: is that token guessed?
-    for _ in range(length + ECHO + LEVELS):
+    for _ in range(length + ECHO + DEEPEST):
         ease = 0.8 * ease + dice.gauss(0, 0.5)
         left = left - 1 if left else 18 if dice.random() < text.echoes / 18 else 0
         lean = own + ease + 2.5 * bool(left)
@@ -113,7 +119,7 @@ def _trace(text: Text, chances: tuple[float, float], temperature: float, dice: r
     offers = {
         "suffix": tuple(_echo(at, _run(echo, at, ECHO), dice) for at in places),
         "eagle": tuple(_tree(at, _run(eagle, at, LEVELS), dice) for at in places),
-        "model": tuple(Offer(at, DEEP, tuple(range(_run(model, at, DEEP)))) for at in places),
+        "model": tuple(Offer(at, DEEPEST, tuple(range(_run(model, at, DEEPEST)))) for at in places),
     }
     return Trace(100, length, 0.0, 0.0, 0.0, tuple(offers), offers, temperature, text.echoes)
 
@@ -209,7 +215,7 @@ MACHINE = Machine(
 KINDS = (
     DrafterKind("suffix", False, ECHO),
     DrafterKind("eagle", True, NODES, levels=LEVELS, most_nodes=NODES, width=8),
-    DrafterKind("model", True, DEEP),
+    DrafterKind("model", True, DEEP, planned_draft_tokens=DEEPEST),
 )
 
 
@@ -259,21 +265,46 @@ class Engine:
 # --- the cells --------------------------------------------------------------------------------------------------------
 
 
+Texts = Callable[[str, float, int], list[Trace]]
+"""By task, temperature and number of requests."""
+
+
+def drawn(seed: int) -> Texts:
+    dice = random.Random(seed)
+    return lambda task, temperature, at_once: traces(TASKS[task][temperature > 0], temperature, max(16, at_once), dice)
+
+
+def offered(files: Sequence[Path]) -> dict[tuple[str, float], list[Trace]]:
+    """By task and temperature, what `offers.py` wrote."""
+    found: dict[tuple[str, float], list[Trace]] = {}
+    for file in files:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as opened:
+            told = json.load(opened)
+        for task, answers in told["tasks"].items():
+            found[task, told["temperature"]] = [_renamed(unpacked(answer)) for answer in answers]
+    return found
+
+
+def _renamed(trace: Trace) -> Trace:
+    offers = {NAMES.get(name, name): offers for name, offers in trace.offers.items()}
+    return replace(trace, drafters=tuple(offers), offers=offers)
+
+
 def play(
-    tasks: Sequence[str], loads: Sequence[int], temperatures: Sequence[float], seed: int
+    tasks: Sequence[str], loads: Sequence[int], temperatures: Sequence[float], texts_of: Texts, seconds: float
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Cell after cell, tokens a second of every setting. Engines go on from one to the next."""
-    dice, engines = random.Random(seed), {name: Engine(setting) for name, setting in SETTINGS.items()}
+    engines = {name: Engine(setting) for name, setting in SETTINGS.items()}
     for at_once in loads:
         for temperature in temperatures:
             is_warm = False
             for task in tasks:
-                texts = traces(TASKS[task][temperature > 0], temperature, max(16, at_once), dice)
+                texts = texts_of(task, temperature, at_once)
                 found = {}
                 for name, engine in engines.items():
                     if not is_warm:
                         engine.window(texts, at_once, WARM_S)
-                    found[name] = fmean(engine.window(texts, at_once, SECONDS) for _ in range(REPEATS))
+                    found[name] = fmean(engine.window(texts, at_once, seconds) for _ in range(REPEATS))
                 is_warm = True
                 yield f"{task} x{at_once} T={temperature:g}", found
 
@@ -286,24 +317,31 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--at-once", default="1,4,16,64", help="requests, by comma, of 1, 4, 16 and 64")
     made.add_argument("--temperatures", default="0,1", help="by comma, of 0 and 1")
-    made.add_argument("--tasks", default=",".join(USUAL), help=f"one after the other, by comma, of {', '.join(TASKS)}")
+    made.add_argument("--tasks", help=f"one after the other, by comma, of {', '.join(TASKS)}, or those of --offers")
     made.add_argument("--seeds", default="1", help="by comma: other texts for each")
+    made.add_argument("--offers", type=Path, nargs="+", default=(), help="files that offers.py wrote: real texts")
+    made.add_argument("--seconds", type=float, default=0.3, help="of each measurement of a setting in a cell")
     made.add_argument("--json", type=Path, help="where the results go")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    real = offered(options.offers)
+    known = tuple(dict.fromkeys(task for task, _ in real)) if real else tuple(TASKS)
     try:
         seeds, loads = sizes("--seeds", options.seeds), sizes("--at-once", options.at_once)
-        tasks = [chosen("--tasks", task, tuple(TASKS))[0] for task in options.tasks.split(",") if task]
+        named = options.tasks or ",".join(known if real else USUAL)
+        tasks = [chosen("--tasks", task, known)[0] for task in named.split(",") if task]
         temperatures = [float(one) for one in chosen("--temperatures", options.temperatures, ("0", "1"))]
     except ConfigError as error:
         parser().error(str(error))
     results: dict[str, Any] = {"cells": {}}
     ratios: dict[str, float] = {}
     for seed in seeds:
-        for cell, rates in play(tasks, loads, temperatures, seed):
+        texts_of = (lambda task, temperature, _: real[task, temperature]) if real else drawn(seed)
+        order = random.Random(seed).sample(tasks, len(tasks)) if real else tasks
+        for cell, rates in play(order, loads, temperatures, texts_of, options.seconds):
             name = f"{cell}, seed {seed}"
             while name in results["cells"]:
                 name += "'"  # the same task, once more

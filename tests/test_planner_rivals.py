@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.drafters.base import DeviceDrafter, Needs
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.engine.caps import NodeCaps
@@ -192,29 +192,49 @@ def test_each_request_has_the_drafter_that_it_named() -> None:
 class _Device(DeviceDrafter):
     needs = Needs(device=True)
 
-    def __init__(self, name: str, nodes: int) -> None:
+    def __init__(self, name: str, nodes: int, planned: int = 0) -> None:
         self.call(name)
-        vars(self)["default_draft_tokens"] = nodes
+        vars(self).update(default_draft_tokens=nodes, planned_draft_tokens=planned)
 
     def propose(self, requests: Any, budget: Any) -> Any:
         raise NotImplementedError
+
+
+def _answer(params: SamplingParams, drafters: tuple[str, ...]) -> Any:
+    """One that runs, of ten tokens so far."""
+    found = SimpleNamespace(params=params, tokens=[1] * 20, prompt_length=10, drafters=drafters, queued=0)
+    found.coming, found.doubted, found.refused, found.constraint = 0, False, {}, None
+    return found
 
 
 def test_nothing_is_kept_for_those_whose_turn_it_is_not() -> None:
     """Of 64 requests each has room for three nodes: whoever guesses may have all of them."""
     drafters = {"ngram": NgramDrafter(), "small": _Device("small", 5), "head": _Device("head", 63)}
     caps = NodeCaps(drafters, draft_tokens=None, max_rows=256, max_len=2048)
-    answer = SimpleNamespace(
-        params=SamplingParams(max_tokens=100), tokens=[1] * 20, prompt_length=10, drafters=tuple(drafters), queued=0
-    )
-    answer.coming, answer.doubted, answer.refused, answer.constraint = 0, False, {}, None
-    answers = cast(Any, [answer])
+    answers = [_answer(SamplingParams(max_tokens=100), tuple(drafters))]
     assert caps.of("small", answers, [0], 64, exclusive=True) == [3]
     assert caps.of("head", answers, [0], 64, exclusive=True) == [3]
     assert caps.of("head", answers, [2], 64, exclusive=True) == [1], "what the host guessed takes room"
     assert caps.of("ngram", answers, [0], 64, exclusive=True) == [1], "one of them will guess"
     assert caps.of("ngram", answers, [0], 64) == [0]
     assert caps.of("small", answers, [0], 64) == [1], "together, each has a part"
+
+
+@pytest.mark.parametrize("company", [("small",), ("small", "head")])
+def test_a_planner_may_go_further_than_what_a_drafter_is_made_for(company: tuple[str, ...]) -> None:
+    """Where text is easy five guesses of a small model are too few; where nobody judges what pays they are usual."""
+    drafters = {"small": _Device("small", 5, planned=11), "head": _Device("head", 63)}
+    caps = NodeCaps(drafters, draft_tokens=None, max_rows=256, max_len=2048)
+
+    def of(params: SamplingParams, *, exclusive: bool = True) -> list[int]:
+        return caps.of("small", [_answer(params, company)], [0], 4, exclusive=exclusive)
+
+    assert of(SamplingParams(max_tokens=100)) == [11]
+    assert of(SamplingParams(max_tokens=15)) == [4], "what is left of the answer"
+    assert of(SamplingParams(max_tokens=100), exclusive=False) == [5]
+    rejecting = SpeculationParams(verifier="rejection")
+    assert of(SamplingParams(max_tokens=100, temperature=1.0, speculation=rejecting)) == [5], "there is room for five"
+    assert of(SamplingParams(max_tokens=100, speculation=SpeculationParams(draft_tokens=3))) <= [3]
 
 
 @pytest.mark.parametrize(("gain", "drafts"), [(1.03, False), (1.06, True)])

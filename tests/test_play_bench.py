@@ -31,8 +31,8 @@ def test_cells_are_played_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_texts_are_as_hard_as_was_measured() -> None:
     text = play.Text(2.5, 3.5, 0.0)
     traces = play.traces(text, 0.0, 60, random.Random(1))
-    for drafter, tau in (("model", text.model), ("eagle", text.eagle)):
-        rounds = [1 + offer.right for trace in traces for offer in trace.offers[drafter]]
+    for drafter, tau, deep in (("model", text.model, play.DEEP), ("eagle", text.eagle, play.LEVELS)):
+        rounds = [1 + min(offer.right, deep) for trace in traces for offer in trace.offers[drafter]]
         assert sum(rounds) / len(rounds) == pytest.approx(tau, rel=0.15)
     for offer in traces[0].offers["eagle"]:
         assert offer.parents is not None

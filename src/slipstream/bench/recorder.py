@@ -40,7 +40,7 @@ _ACCIDENT = 8.0
 
 
 @dataclass(slots=True)
-class _Guess:
+class Guess:
     """A tree that was offered, or what a device drafter's came to."""
 
     position: int
@@ -54,7 +54,7 @@ class _Guess:
 class _Open:
     """A request that runs."""
 
-    guesses: dict[str, list[_Guess]] = field(default_factory=lambda: defaultdict(list))
+    guesses: dict[str, list[Guess]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Recorder:
@@ -79,7 +79,7 @@ class Recorder:
         self._drafts[offer.drafter, len(offer.answers), max(offer.caps)].append(offer.seconds)
         for answer, tree, promise in zip(offer.answers, offer.trees, offer.promises, strict=True):
             if tree.tokens:
-                guess = _Guess(answer.generated, tree, promise)
+                guess = Guess(answer.generated, tree, promise)
                 self._requests[answer.id].guesses[offer.drafter].append(guess)
 
     def drew(self, drafter: str, nodes: int, seconds: float) -> None:
@@ -105,7 +105,7 @@ class Recorder:
             for name in verdict.authors.names:
                 share = verdict.share(name)
                 if name in self._on_device and share.drafted:
-                    guess = _Guess(answer.generated - count, None, None, share.drafted, share.accepted)
+                    guess = Guess(answer.generated - count, None, None, share.drafted, share.accepted)
                     self._requests[answer.id].guesses[name].append(guess)
             if answer.ended:
                 self._finish(answer)
@@ -117,7 +117,7 @@ class Recorder:
             return
         said = answer.tokens[answer.prompt_length :]
         offers = {
-            name: tuple(_offer(guess, said) for guess in _once(guesses)) for name, guesses in opened.guesses.items()
+            name: tuple(offer_of(guess, said) for guess in _once(guesses)) for name, guesses in opened.guesses.items()
         }
         timing = answer.output.timing
         self._traces.append(
@@ -175,12 +175,12 @@ def _typical(seconds: Sequence[float]) -> float:
     return fmean(min(one, most) for one in seconds)
 
 
-def _once(guesses: Sequence[_Guess]) -> list[_Guess]:
+def _once(guesses: Sequence[Guess]) -> list[Guess]:
     """The last guess at each place: one that was preempted guesses again."""
     return list({guess.position: guess for guess in guesses}.values())
 
 
-def _offer(guess: _Guess, said: Sequence[int]) -> Offer:
+def offer_of(guess: Guess, said: Sequence[int]) -> Offer:
     """What the answer says of a guess: also of nodes that were not drafted in the end."""
     tree = guess.tree
     if tree is None:
@@ -203,5 +203,11 @@ def _kind(name: str, drafter: Drafter) -> DrafterKind:
     levels = drafter.depth if drafter.makes_trees else 0
     width = getattr(drafter, "width", 0) if drafter.grows else 0
     return DrafterKind(
-        name, True, drafter.default_draft_tokens, levels=levels, most_nodes=drafter.most_nodes, width=width
+        name,
+        True,
+        drafter.default_draft_tokens,
+        levels=levels,
+        most_nodes=drafter.most_nodes,
+        width=width,
+        planned_draft_tokens=drafter.planned_draft_tokens,
     )

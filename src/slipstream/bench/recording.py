@@ -104,6 +104,7 @@ class DrafterKind:
     levels: int = 0  # of the trees that it makes on the device
     most_nodes: int = 63
     width: int = 0  # of trees that grow level by level: rows that are gone on from
+    planned_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class Recording:
     traces: tuple[Trace, ...]
 
     def save(self, path: Path) -> None:
-        traces = [_packed(trace) for trace in self.traces]
+        traces = [packed(trace) for trace in self.traces]
         whole = {"slipstream_recording": VERSION, **asdict(self), "traces": traces}
         whole["costs"] = {
             name: [list(asdict(one).values()) for one in getattr(self.costs, name)]
@@ -162,13 +163,13 @@ class Recording:
                     tuple(HostSeen(*one) for one in costs["host"]),
                     tuple(HostSeen(*one) for one in costs.get("waits", ())),
                 ),
-                tuple(_unpacked(trace) for trace in whole["traces"]),
+                tuple(unpacked(trace) for trace in whole["traces"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"--simulate {path}: the recording is damaged ({error!r}); record it again") from error
 
 
-def _packed(trace: Trace) -> dict[str, Any]:
+def packed(trace: Trace) -> dict[str, Any]:
     return {
         "request": [
             trace.prompt_tokens,
@@ -194,7 +195,7 @@ def _packed_offer(offer: Offer) -> Sequence[Any]:
     return whole
 
 
-def _unpacked(packed: Mapping[str, Any]) -> Trace:
+def unpacked(packed: Mapping[str, Any]) -> Trace:
     offers = {name: tuple(_offer(*offer) for offer in given) for name, given in packed["offers"].items()}
     prompt, output, arrived, first_token_s, total_s, temperature, overlap = packed["request"]
     drafters = tuple(packed["drafters"])

@@ -149,6 +149,7 @@ class ReplayedDevice(DeviceDrafter):
     def __init__(self, kind: DrafterKind, walks: Walks) -> None:
         self.name = kind.name  # type: ignore[misc]
         self.default_draft_tokens = kind.default_draft_tokens  # type: ignore[misc]
+        self.planned_draft_tokens = kind.planned_draft_tokens  # type: ignore[misc]
         self.makes_trees, self.depth = bool(kind.levels), kind.levels
         self.grows, self.width = kind.width > 1, kind.width
         self.most_nodes = min(kind.most_nodes, MAX_NODES)

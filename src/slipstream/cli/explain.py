@@ -118,14 +118,14 @@ def _guessers(llm: LLM) -> list[Guesser]:
     """Those that were named. A prediction or a form is its request's own."""
     from slipstream.drafters.base import DeviceDrafter, HostDrafter
     from slipstream.engine.levels import levels_of
-    from slipstream.engine.odds import made_for
+    from slipstream.engine.odds import reach
     from slipstream.plan.forecast import Guesser
 
     found, limit = [], llm.engine.config.draft_tokens
     for name, drafter in llm.engine.drafting.drafters.items():
         if name in ("prediction", "grammar") and len(llm.engine.drafting.drafters) > 2:
             continue
-        nodes = made_for(drafter) if limit is None else limit
+        nodes = reach(drafter) if limit is None else limit
         if isinstance(drafter, DeviceDrafter):
             found.append(Guesser(name, nodes, levels_of(drafter), is_free=False))
         elif isinstance(drafter, HostDrafter):

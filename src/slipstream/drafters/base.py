@@ -112,6 +112,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs] = Needs()
     default_draft_tokens: ClassVar[int] = 5
+    planned_draft_tokens: ClassVar[int] = 0  # where a planner says how many, at most, if they may be more than usual
     max_positions: int | None = None  # the longest context it can draft in; None: any
     weights_bytes: int = 0  # of its own weights, beside the target's
     remark: str = ""  # what users should know of how it was opened

@@ -52,6 +52,7 @@ class ModelDrafter(DeviceDrafter):
     name: ClassVar[str] = "model"
     needs: ClassVar[Needs] = Needs(device=True, own_cache=True, probabilities=True)
     default_draft_tokens: ClassVar[int] = 5
+    planned_draft_tokens: ClassVar[int] = 11  # where text is easy; and it fills the rows of a captured pass
     rereads = 8
     fewer_rereads = (2, 8)
 

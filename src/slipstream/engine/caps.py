@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
-from slipstream.engine.odds import judged_nodes, made_for
+from slipstream.engine.odds import judged_nodes, made_for, reach
 from slipstream.engine.state import Answer
 
 _ON_DEVICE = 2
@@ -29,6 +29,7 @@ class NodeCaps:
         self.turns = {name: _turn(drafter) for name, drafter in drafters.items()}  # in this order they are asked
         self._drafters = drafters
         self._made_for = {name: made_for(drafter) for name, drafter in drafters.items()}
+        self._reach = {name: reach(drafter) for name, drafter in drafters.items()}  # … where a planner says how far
         self._together: dict[tuple[str, ...], int] = {}  # the same for several
         self._wide = frozenset(n for n, d in drafters.items() if _is_wide(d))
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
@@ -62,8 +63,9 @@ class NodeCaps:
             wanted = params.speculation.draft_tokens
             usual = self._draft_tokens if wanted is None else wanted
             if usual is None:
-                usual = self._usual(answer.drafters) if several else drafter.default_draft_tokens
-                own = min(most, made_for)  # what others left is no reason to go further than alone
+                far = made_for if params.rejects or not exclusive else self._reach[name]
+                usual = self._usual(answer.drafters) if several else far
+                own = min(most, far)  # what others left is no reason to go further than alone
             if params.rejects and not self._telling.isdisjoint(answer.drafters):
                 usual = min(usual, self._judged_nodes)  # there is memory for what so many were drawn from
             if answer.constraint is not None:

@@ -23,7 +23,7 @@ import slipstream
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.draft_loops import DraftSize
 from slipstream.engine.engine import Engine
-from slipstream.engine.odds import made_for
+from slipstream.engine.odds import reach
 from slipstream.engine.posing import Posed, Work, most_context, posed
 from slipstream.engine.queued import QueuedEngine
 from slipstream.models.parity import chip_name, code_digest
@@ -173,7 +173,7 @@ def _drafts(
 
     Nothing where it cannot, or there is no time.
     """
-    sizes = _draft_sizes(name, drafter, min(made_for(drafter), engine.config.draft_tokens or _ROWS))
+    sizes = _draft_sizes(name, drafter, min(reach(drafter), engine.config.draft_tokens or _ROWS))
     if progress:
         progress(f"measuring what drafts by {name} cost {_KEPT}")
     seen: list[DraftSeen] = []
@@ -242,7 +242,7 @@ class _Note:
             "how": [isinstance(engine, QueuedEngine), config.graphs, torch.get_num_threads(), target.swaps],
             "sizes": [config.draft_rows, config.max_num_seqs, config.draft_tokens],
             "drafters": [
-                (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, made_for(d), _settings(d))
+                (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, reach(d), _settings(d))
                 for name, d in sorted(drafters.items())
                 if isinstance(d, DeviceDrafter)
             ],

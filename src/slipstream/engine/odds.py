@@ -21,6 +21,12 @@ def made_for(drafter: Drafter) -> int:
     return min(drafter.default_draft_tokens, drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES)
 
 
+def reach(drafter: Drafter) -> int:
+    """Nodes that a planner may have it guess for a request where nothing else is said."""
+    most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
+    return max(made_for(drafter), min(drafter.planned_draft_tokens, most))
+
+
 def judged_nodes(drafters: Sequence[Drafter], draft_tokens: int | None) -> int:
     """Most nodes of a request that is judged by what some of them were drawn from: twice as many as those are made for
     who tell it, so that others have room beside them.
