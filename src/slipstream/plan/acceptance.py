@@ -157,9 +157,7 @@ class Acceptance:
         self._round = 0
         self._requests: dict[str, _Tally] = {}
         self._last: dict[str, int] = {}  # by request: the round in which it was last guessed for
-        self.latest = -1  # the last of these rounds
         self._courses: dict[str, _Course] = {}
-        self._then: dict[str, dict[Acceptance, float]] = {}  # by request: peers' log odds when it was last guessed for
 
     def next_round(self) -> None:
         self._round += 1
@@ -179,46 +177,18 @@ class Acceptance:
     def alpha(self, request_id: str) -> float:
         """At any depth."""
         own = self._requests.get(request_id)
-        return self._newcomer(request_id) if own is None else self._since(request_id, own).share
-
-    def _since(self, request_id: str, own: _Tally) -> _Tally:
-        """What was seen of its guesses for a request, as it would be by now; what is old fades."""
-        passed, lean = self._round - self._last[request_id], self._lean(request_id)
-        if not self.peers or (passed <= _FRESH and not lean):
-            return own
-        share, tried = _share_of(_log_odds(own.share) + lean) if lean else own.share, own.tried
-        if passed > _FRESH:
-            left = _FADES ** (passed - _FRESH)
-            prior = _PRIOR_WEIGHT * (1 - left)
-            share = (share * tried * left + prior * self._newcomer(request_id)) / (tried * left + prior)
-            tried = tried * left + prior
-        return _Tally(share * tried, tried)
-
-    def _lean(self, request_id: str) -> float:
-        """By how much its guesses for a request have become likelier, in log odds: the text may be easier or harder
-        now, as others found that guessed since. Of one request alone they found no more than a few guesses' luck."""
-        then = self._then.get(request_id)
-        if not then or len(self._last) < 2:
-            return 0.0
-        last = self._last[request_id]
-        leans = [peer.log_odds(request_id) - odds for peer, odds in then.items() if peer.last(request_id) > last]
-        return _ALIKE * sum(leans) / len(leans) if leans else 0.0
-
-    def leaned(self, request_id: str) -> float:
-        """Log odds of a guess for it, by now."""
-        return self.log_odds(request_id) + (self._lean(request_id) if request_id in self._last else 0.0)
-
-    def last(self, request_id: str) -> int:
-        """The round in which it was last guessed for; -1: in none."""
-        return self._last.get(request_id, -1)
+        if own is None:
+            return self._newcomer(request_id)
+        passed = self._round - self._last[request_id]
+        if passed <= _FRESH or not self.peers:
+            return own.share
+        left = _FADES ** (passed - _FRESH)
+        prior = _PRIOR_WEIGHT * (1 - left)
+        return (own.right * left + prior * self._newcomer(request_id)) / (own.tried * left + prior)
 
     def _alphas(self, request_ids: Sequence[str]) -> list[float]:
-        """The same of many. Of most a guess was seen lately, and that is soon said where nobody else has guessed
-        since."""
-        last, own = self._last, self._requests
-        since = self._round - _FRESH if self.peers else 0
-        if any(peer.latest > self.latest for peer in self.peers):
-            since = self._round + 1
+        """The same of many. Of most a guess was seen lately, and that is soon said."""
+        since, last, own = self._round - _FRESH if self.peers else 0, self._last, self._requests
         return [own[r].share if last.get(r, since - 1) >= since else self.alpha(r) for r in request_ids]
 
     def untried(self, request_ids: Sequence[str]) -> float:
@@ -269,10 +239,7 @@ class Acceptance:
             # what it starts from fades like everything else: one that fares worse than all others must not live on hope
             self._requests[request_id] = _Tally(self._newcomer(request_id) * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
             self._courses[request_id] = _Course()
-        own = self._requests[request_id]
-        if lean := self._lean(request_id):
-            own.right = own.tried * _share_of(_log_odds(own.share) + lean)
-        self._last[request_id] = self.latest = self._round
+        own, self._last[request_id] = self._requests[request_id], self._round
         missed *= accepted < drafted
         own.add(accepted + missed, tried, _DECAY)
         if own.tried > _MOST_WEIGHT:
@@ -286,15 +253,15 @@ class Acceptance:
                 self._kinds[traits], self._kind_courses[traits] = _Tally(0.0, 0.0), _LastingCourse()
             self._kinds[traits].add(accepted + missed, tried, _SHARED_DECAY)
             self._kind_courses[traits].add(accepted, tried, _SHARED_DECAY, missed)
-        then = self._then[request_id] = {p: p.leaned(request_id) for p in self.peers if p is not self and p.known}
-        for peer, odds in then.items() if traits is not None else ():
-            self._beside.setdefault(traits, {}).setdefault(peer, _Tally(0.0, 0.0)).add(odds, 1, _SHARED_DECAY)
+            for peer in self.peers:
+                if peer is not self and peer.known:
+                    mean = self._beside.setdefault(traits, {}).setdefault(peer, _Tally(0.0, 0.0))
+                    mean.add(peer.log_odds(request_id), 1, _SHARED_DECAY)
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
         self._last.pop(request_id, None)
         self._courses.pop(request_id, None)
-        self._then.pop(request_id, None)
 
     def _newcomer(self, request_id: str) -> float:
         usual = self._usual(request_id)
