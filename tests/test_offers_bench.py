@@ -37,7 +37,7 @@ def test_every_place_has_an_offer_and_is_played(
     assert rates["auto"] > 1.1 * rates["draft"], "the planner goes further where all is right"
 
 
-def test_answers_must_be_the_same(tmp_path: Path) -> None:
+def test_answers_must_be_the_same() -> None:
     packed = {"request": [8, 5, 0, 0, 0, 0, 0], "drafters": [], "offers": {"a": [[1, 3, 2]]}}
     one, other = unpacked(packed), unpacked({**packed, "offers": {"b": [[1, 2, 0]]}})
     (both,) = offers.merged([one], [other])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
-from slipstream.engine.odds import judged_nodes, made_for, reach
+from slipstream.engine.odds import judged_nodes, made_for, most_nodes, reach
 from slipstream.engine.state import Answer
 
 _ON_DEVICE = 2
@@ -49,7 +49,7 @@ class NodeCaps:
         """
         drafter = self._drafters[name]
         ends = drafter.max_positions  # a draft with a shorter context than the target stops where it ends
-        most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
+        most = most_nodes(drafter)
         share = min(self._max_rows // requests - 1, MAX_NODES)
         if self._places is not None:
             share = min(share, self._places // requests)

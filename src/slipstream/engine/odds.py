@@ -16,15 +16,19 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, Drafter
 
 
+def most_nodes(drafter: Drafter) -> int:
+    """Nodes that a drafter guesses for a request at most, whatever is said."""
+    return drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
+
+
 def made_for(drafter: Drafter) -> int:
     """Nodes that a drafter guesses for a request where nothing else is said."""
-    return min(drafter.default_draft_tokens, drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES)
+    return min(drafter.default_draft_tokens, most_nodes(drafter))
 
 
 def reach(drafter: Drafter) -> int:
     """Nodes that a planner may have it guess for a request where nothing else is said."""
-    most = drafter.most_nodes if isinstance(drafter, DeviceDrafter) else MAX_NODES
-    return max(made_for(drafter), min(drafter.planned_draft_tokens, most))
+    return max(made_for(drafter), min(drafter.planned_draft_tokens, most_nodes(drafter)))
 
 
 def judged_nodes(drafters: Sequence[Drafter], draft_tokens: int | None) -> int:
