@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from cells_work import FEW, Beat, Cell, Window, window
+from cells_work import FEW, Beat, Cell, Window, tokens_of, window
 from curve_ours import Mode
 from gpu_tokens import PEER_DEPTH
 
@@ -167,8 +167,8 @@ class Bench:
         """One setting in one cell, for so long."""
 
         def ask(number: int) -> tuple[list[int], SamplingParams]:
-            seed = number % len(prompts)
-            return prompts[seed], self.params(mode, cell.temperature, seed, max_tokens)
+            seed, most = number % len(prompts), tokens_of(number, cell.at_once, max_tokens)
+            return prompts[seed], self.params(mode, cell.temperature, seed, most)
 
         with self.planned(self.planner if mode.name == AUTO else None):
             return self.window(ask, cell.at_once, seconds)

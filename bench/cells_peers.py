@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from cells_work import FEW, WARM_S, Beat, Cell, Window, by_task, point, prompts_of, window
+from cells_work import FEW, WARM_S, Beat, Cell, Window, by_task, point, prompts_of, tokens_of, window
 from gpu_peers import JsonTask, apart, opened
 
 MODES = ("plain", "eagle3", "ngram", "draft", "eagle3_drawn", "ngram_gpu")
@@ -70,13 +70,14 @@ def run(
     from vllm.sampling_params import RequestOutputKind
 
     engine, numbers, running = llm.llm_engine, count(), set[str]()
-    params = SamplingParams(
-        temperature=cell.temperature, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, detokenize=False
-    )
 
     def begin() -> None:
-        name = f"cell-{next(names)}"
-        engine.add_request(name, {"prompt_token_ids": prompts[next(numbers) % len(prompts)]}, params)
+        name, number = f"cell-{next(names)}", next(numbers)
+        most = tokens_of(number, cell.at_once, max_tokens)
+        params = SamplingParams(
+            temperature=cell.temperature, max_tokens=most, output_kind=RequestOutputKind.DELTA, detokenize=False
+        )
+        engine.add_request(name, {"prompt_token_ids": prompts[number % len(prompts)]}, params)
         running.add(name)
 
     for _ in range(cell.at_once):

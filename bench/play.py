@@ -23,11 +23,13 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from cells_table import OVER_BEST, best_fixed
+from cells_work import tokens_of
 
 from gpu import chosen, sizes
 from slipstream.bench.costs import RoundCosts
@@ -58,6 +60,8 @@ DRAFT_MS = {
 }
 WAIT_MS = {1: 1.0, 4: 1.6, 16: 3.0, 64: 7.0}
 """By requests: of a guess (of a tree: a level), and of a wait for drafters on the host."""
+KEY_S = 1e-9
+"""That a token of context adds to a pass, as an engine knows it: next to nothing here."""
 CATCH_UP_MS = (1.8, 0.45)
 """Once, and for each request that a drafter has missed something of."""
 DEEP, DEEPEST, NODES, LEVELS, ECHO = 5, 11, 63, 10, 24
@@ -90,7 +94,7 @@ SETTINGS = {
     "eagle3-15": Setting("fixed", "eagle", 15),
     "eagle3-3": Setting("fixed", "eagle", 3),
 }
-WARM_S, REPEATS = 0.2, 2
+WARM_S, REPEATS, LONGEST = 0.2, 2, 128
 NAMES = {"eagle3": "eagle", "draft": "model"}
 """Of the drafters that are shipped: what they are called here."""
 
@@ -98,10 +102,10 @@ NAMES = {"eagle3": "eagle", "draft": "model"}
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-def traces(text: Text, temperature: float, count: int, dice: random.Random, longest: int = 128) -> list[Trace]:
+def traces(text: Text, temperature: float, answers: int, dice: random.Random, longest: int = LONGEST) -> list[Trace]:
     """So many answers to such prompts, and what each drafter offers at every place of them."""
     chances = _share(text.model, DEEP), _share(text.eagle, LEVELS)
-    return [_trace(text, chances, temperature, dice, longest) for _ in range(count)]
+    return [_trace(text, chances, temperature, dice, longest) for _ in range(answers)]
 
 
 def _trace(text: Text, chances: tuple[float, float], temperature: float, dice: random.Random, longest: int) -> Trace:
@@ -198,7 +202,7 @@ def known_costs() -> measured.MeasuredCosts:
         for name, by_requests in DRAFT_MS.items()
     }
     passes = measured.Curve(tuple(PASS_MS), tuple(1e-3 * ms for ms in PASS_MS.values()))
-    return measured.MeasuredCosts(passes, drafts=drafts)
+    return measured.MeasuredCosts(passes, KEY_S, drafts=drafts)
 
 
 MACHINE = Machine(
@@ -235,7 +239,7 @@ class Engine:
     def window(self, texts: Sequence[Trace], at_once: int, seconds: float) -> float:
         """Tokens a second in a closed loop of these, from when all of them decode."""
         replica, tokens, begun = self.replica, 0, None
-        coming = self._requests(texts)
+        coming = self._requests(texts, at_once)
         for _ in range(at_once):
             next(coming)
         while begun is None or self.now - begun < seconds:
@@ -252,13 +256,12 @@ class Engine:
         replica.clear()
         return tokens / (self.now - begun)
 
-    def _requests(self, texts: Sequence[Trace]) -> Iterator[None]:
+    def _requests(self, texts: Sequence[Trace], at_once: int) -> Iterator[None]:
         """Each time the next of them comes; all but a few rows of its prompt are in the cache."""
-        number = 0
-        while True:
+        for number in count():
             text = texts[number % len(texts)]
-            self.replica.add(Served(self.now, 8, text.output_tokens), Walk(text, {}, random.Random(number)))
-            number += 1
+            tokens = min(text.output_tokens, tokens_of(number, at_once, LONGEST))
+            self.replica.add(Served(self.now, 8, tokens), Walk(text, {}, random.Random(number)))
             yield
 
 

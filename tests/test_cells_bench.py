@@ -316,6 +316,14 @@ def test_which_cells() -> None:
         cells_work.cells(("qa",), (1,), (0.0,), "x4")
 
 
+def test_requests_that_begin_together_do_not_end_together() -> None:
+    assert [cells_work.tokens_of(number, 4, 128) for number in range(6)] == [56, 80, 104, 128, 128, 128]
+    assert [cells_work.tokens_of(number, 1, 128) for number in range(2)] == [128, 128]
+    many = [cells_work.tokens_of(number, 64, 128) for number in range(64)]
+    assert len(set(many)) == 64
+    assert min(many) >= 32, "they are all there before the first has ended"
+
+
 def test_prompts_are_cut_in_the_middle(tiny_target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     text = "begin " + "x" * 300 + " end"

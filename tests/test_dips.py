@@ -46,6 +46,15 @@ def test_a_few_less_are_the_same_crowd() -> None:
     assert not dips.is_dip(15)  # the load falls
 
 
+@pytest.mark.parametrize(("running", "usual"), [(64, 64), (16, 64), (15, 11), (0, 11)])
+def test_however_few_decode_what_counts_is_how_many_run(running: int, usual: int) -> None:
+    dips = Dips()
+    dips.next_round(64, 64)
+    dips.next_round(11, running)
+    assert dips.usual == usual
+    assert dips.is_dip(11) == (usual == 64)
+
+
 def test_in_a_dip_only_rivals_wait_for_whose_turn_it_is() -> None:
     rivals, few = Rivals(), ["a", "b"]
     assert rivals.whose(4, 0) is None
@@ -70,10 +79,10 @@ class Scene:
         self.planner = AdaptivePlanner(PassCost(0.01, Curve((1, 64, 256), (4e-3, 4.6e-3, 8e-3))))
         self.planner.pad_passes()
 
-    def round(self, requests: int) -> set[str]:
+    def round(self, requests: int, running: int = 0) -> set[str]:
         """Who guesses in it."""
         planner, ids = self.planner, [str(i) for i in range(requests)]
-        planner.next_round(requests, 300 * requests)
+        planner.next_round(requests, 300 * requests, running)
         given = {}
         for name in self.SECONDS:
             if planner.asks(name, requests):
@@ -105,3 +114,16 @@ def test_a_dip_changes_no_turn_and_a_load_that_stays_does() -> None:
     assert alone[:7] == [{"cheap"}] * 7
     assert alone[8:] == [{"deep"}] * 4
     assert [scene.round(4) for _ in range(12)] == [{"cheap"}] * 12
+
+
+def test_who_stopped_is_not_woken_for_a_dip() -> None:
+    scene = Scene()
+    for requests in (1, 64):
+        for _ in range(60):
+            scene.round(requests)
+    assert [scene.round(64) for _ in range(6)] == [set()] * 6  # guesses for so many take too long
+    assert [scene.round(1, 64) for _ in range(7)] == [set()] * 7  # the others are being read
+    assert {"deep"} in [scene.round(1, 64) for _ in range(20)]  # which takes long: then it is what it is
+    for _ in range(60):
+        scene.round(64)
+    assert {"deep"} in [scene.round(1, 1) for _ in range(2)]  # the load fell

@@ -31,7 +31,7 @@ class Foreseeing(Sizes):
         super().__init__(*sizes)
         self.told, self.again = 0, 0
 
-    def next_round(self, requests: int = 0, context: int = 0) -> None:
+    def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
         self.told += 1
 
     def plan_again(self) -> None:

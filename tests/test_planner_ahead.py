@@ -15,7 +15,7 @@ class Watching(Planner):
         self._bench = bench
         self.queued: list[int] = []
 
-    def next_round(self, requests: int = 0, context: int = 0) -> None:
+    def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
         self.queued.append(len(self._bench.tickets))
 
 

@@ -175,6 +175,30 @@ def test_a_turn_outlives_the_requests() -> None:
     assert rivals.has_turn("two", "b", 1, 1.8, 2)
 
 
+@pytest.mark.parametrize(("untried", "takes"), [(1.0, True), (0.6, True), (0.5, False), (0.0, False)])
+def test_a_turn_that_was_had_with_other_requests_is_no_claim(untried: float, takes: bool) -> None:
+    """Who has it knows as little of these as a rival that promises a little more."""
+    rivals = Rivals()
+    for now in range(1, 20):
+        assert rivals.has_turn("one", "ab", 16, 1.5, now)
+        assert not rivals.has_turn("two", "ab", 16, 1.58, now)
+    rivals.has_turn("one", "cd", 16, 1.5, 21, untried=untried)
+    assert rivals.asks("two", 16, 21) is takes, "with 16 requests it is asked in every 16th round, but for such"
+    if takes:
+        rivals.has_turn("two", "cd", 16, 1.58, 21, untried=1.0)
+    assert rivals.has_turn("two", "cd", 16, 1.58, 22, untried=1.0) is takes
+
+
+def test_a_probe_of_a_rival_goes_as_far_as_it_would() -> None:
+    """How often two guesses are right says little of five."""
+    game = Game()
+    game.play(400, head=5, small=3)
+    probes = {plan["small"] for plan in game.plans[50:] if plan["head"] and plan["small"]}
+    assert game.share("head", 100) > 0.9
+    assert probes
+    assert max(probes) >= 3
+
+
 def test_each_request_has_the_drafter_that_it_named() -> None:
     planner = Game().planner
     planner.start("b", Traits())

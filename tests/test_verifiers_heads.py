@@ -84,7 +84,7 @@ class NowAndThen(Planner):
     def __init__(self) -> None:
         self.rounds = 0
 
-    def next_round(self, requests: int = 0, context: int = 0) -> None:
+    def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
         self.rounds += 1
 
     def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:

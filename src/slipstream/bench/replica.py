@@ -119,8 +119,9 @@ class Replica:
             max_rows=machine.draft_rows,
             max_len=machine.max_model_len,
             reserve=self.scheduler.reserve_draft,
+            load=self.scheduler.load,
         )
-        self.drafting.records = True  # how often it asks depends on a real clock
+        self.drafting.records = not machine.queued  # how often it asks then depends on a real clock
         planner.limit_rows(machine.draft_rows)
         if machine.queued:
             planner.pad_passes()

@@ -55,6 +55,7 @@ class Drafting:
         max_rows: int,
         max_len: int,
         reserve: Callable[[Answer, int], int],
+        load: Callable[[], int],
         auto: Sequence[str] = (),
         places: int | None = None,
         decode: Decode = lambda _: "",
@@ -79,7 +80,7 @@ class Drafting:
         self.enabled = True  # False: no drafts for anybody, until it is True again
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
         self._waited = False  # … is there one that it waits for?
-        self._device = device
+        self._device, self._load = device, load  # requests that run, those whose prompts are read included
         self.constraining = Constraining(vocab_size, device)
         self.room = DraftRoom(reserve)
         caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
@@ -202,7 +203,7 @@ class Drafting:
         return found.drafts
 
     def _next_round(self, decodes: Sequence[Answer]) -> None:
-        self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]))
+        self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]), self._load())
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
         """A device drafter failed inside a round: it drafts for none of these any more."""

@@ -101,6 +101,7 @@ class Engine:
             max_rows=config.draft_rows,
             max_len=plan.max_model_len,
             reserve=self.scheduler.reserve_draft,
+            load=self.scheduler.load,
             auto=auto,
             places=plan.draft_places,
             decode=partial(decoder.decode, skip_special_tokens=False),

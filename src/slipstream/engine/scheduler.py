@@ -76,6 +76,10 @@ class Scheduler:
         """How many of those who wait could start at once: none where it is pages that are missing."""
         return 0 if self._short else len(self._slots)
 
+    def load(self) -> int:
+        """Requests that run, with those that could start at once."""
+        return len(self.running) + min(len(self.waiting), self.free_seats)
+
     @property
     def pages_short(self) -> bool:
         """Does somebody wait for pages, or will those who run soon want more than there are?"""

@@ -34,6 +34,9 @@ them but one, once, where a device may wait for the host in such rounds as well.
 _FIRST = 1
 """Nodes for a request, of a drafter of which nobody knows how long it takes."""
 
+_PROBED = 2
+"""Nodes of a probe of what does not pay; of a rival, as many as it would guess had it the turn: two would not tell."""
+
 _RECKON = 2
 """Every so many rounds that wait for others it is reckoned what a drafter would bring if nobody was waited for."""
 
@@ -115,7 +118,7 @@ class AdaptivePlanner(ProbingPlanner):
         chosen = self._paying(
             drafter, request_ids, rows, others, gained, drafted, draft_s, lambda: (brought(1.0), drafted, draft_s)
         )
-        few = min(2, deepest)
+        few = min(max(_PROBED, chosen.wanted), deepest)
         small = Chosen(few, 0, chosen.members, float(draft_s[few]))
         chosen = self._or_probe(drafter, request_ids, caps, rows, chosen, small, draft_s)
         return self._granted(drafter, chosen, caps)
@@ -239,7 +242,7 @@ class AdaptivePlanner(ProbingPlanner):
             elif self._rounds % _RECKON == 0:
                 self._suppose_alone(rows, *alone())
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
-            return Chosen(most, deep, order[: count + 1] if size else order)
+            return Chosen(most, deep, order[: count + 1] if size else order, wanted=0 if has_turn else shown)
         lost_s = whole_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
         return Chosen(0, 0, order, trials=tuple(Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
@@ -283,9 +286,9 @@ class AdaptivePlanner(ProbingPlanner):
             granted[i] = min(chosen.nodes, caps[i])
         return granted
 
-    def next_round(self, requests: int = 0, context: int = 0) -> None:
+    def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
         self._rounds += 1
-        self._dips.next_round(requests)
+        self._dips.next_round(requests, running)
         self.costs.at(Load(requests, context))
         self._gains.next_round(requests or 1)
         if not self._plain_round:  # who had to be silent for a round of comparison misses no more than its tokens
@@ -332,8 +335,8 @@ class AdaptivePlanner(ProbingPlanner):
             return False
         if not self._cost.padded:
             return True
-        if not self._rest.asks(drafter, rows):
-            return False
+        if not self._rest.asks(drafter, rows) or (self._dips.is_dip(rows) and drafter in self._begun - self._busy):
+            return False  # who stopped is not woken for a dip
         if self._is_dip(rows):
             return not self._rivals.waits(drafter, self._dips.usual, self._rounds)
         return not self._busy or self._rivals.asks(drafter, rows, self._rounds)

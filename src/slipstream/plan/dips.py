@@ -13,7 +13,8 @@ from slipstream.plan.extras import crowd_of
 _LONG = 8
 """Rounds, at the most, that a dip lasts."""
 _DEEP = 4
-"""… and to which part, at the least, requests fall in one: where fewer are left, the load has changed."""
+"""… and to which part, at the least, those fall that run: where fewer are left, the load has changed. However few of
+them decode: requests that began together end together."""
 
 
 class Dips:
@@ -21,13 +22,19 @@ class Dips:
 
     def __init__(self) -> None:
         self._lately: deque[int] = deque(maxlen=_LONG)
+        self._there = 0  # requests that run, those included that are still read or wait for that
         self.usual = 1  # requests, but for a dip: those of the round, if it is none
 
-    def next_round(self, requests: int) -> None:
+    def next_round(self, requests: int, running: int = 0) -> None:
+        """So many decode, of so many that run; 0: that is not said."""
         self._lately.append(requests)
+        self._there = running
         most = max(self._lately)
-        self.usual = most if most <= _DEEP * requests else requests
+        self.usual = most if self._are_left(most, requests) else requests
 
     def is_dip(self, requests: int) -> bool:
         """Are so many fewer than usual that they would be planned for as another crowd?"""
-        return crowd_of(requests) < crowd_of(self.usual) and self.usual <= _DEEP * requests
+        return crowd_of(requests) < crowd_of(self.usual) and self._are_left(self.usual, requests)
+
+    def _are_left(self, usual: int, requests: int) -> bool:
+        return usual <= _DEEP * max(requests, self._there)

@@ -129,8 +129,11 @@ class Planner:
         """That is what it said: is it worth waiting for now?"""
         return False
 
-    def next_round(self, requests: int = 0, context: int = 0) -> None:
-        """A round of so many decoding requests with so many tokens in all is about to be planned; 0: not said."""
+    def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
+        """A round of so many decoding requests with so many tokens in all is about to be planned; 0: not said.
+
+        running: how many there are with those whose prompts are read, or could be, beside it.
+        """
 
     def suppose(self, drafters: Sequence[str]) -> None:
         """Device drafters are planned before those on the host are asked, of whom these are supposed to guess."""

@@ -36,6 +36,7 @@ class Chosen(NamedTuple):
     lost_s: float = 0.0  # what a round with them is expected to lose against rounds without
     trials: tuple[Chosen, ...] = ()  # where nothing was chosen: what could be, the largest last
     is_sample: bool = False  # the others have to catch up still
+    wanted: int = 0  # where nothing was chosen, since it is another's turn: what would have been
 
 
 class _Run(NamedTuple):

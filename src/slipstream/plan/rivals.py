@@ -44,6 +44,7 @@ class _Promise:
     speed: float  # times that of a round without it
     round: int
     requests: frozenset[str]  # for whom
+    untried: float = 0.0  # the part of them for which it has not guessed yet
     before: _Promise | None = None  # that of an earlier round
 
 
@@ -104,6 +105,8 @@ class Rivals:
             return drafter == trial.drafter
         if now % _asked(rows) == 0 or last == drafter:
             return True
+        if any(last in one and now - one[last].round <= 1 and one[last].untried > _UNTRIED for one in promises):
+            return True  # whose turn it is knows as little of these requests
         # or whose turn it was guesses no more
         return not any(last in one and now - one[last].round <= _ASKED for one in promises)
 
@@ -156,7 +159,7 @@ class Rivals:
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
-        promises[drafter] = _promised(promises.get(drafter), speed, now, requests)
+        promises[drafter] = _promised(promises.get(drafter), speed, now, requests, untried)
         for name, one in promises.items():
             if one.round == now and name != drafter:
                 pair = frozenset((name, drafter))
@@ -168,7 +171,7 @@ class Rivals:
             other = self._promises.get((crowd, not beside), {}).get(last)
             if other is None or now - other.round > _OLD or frozenset((last, drafter)) in self._apart:
                 last = best  # else it is asked in this round, too: what it promises then is not known yet
-        elif fresh[best] > (_BETTER if rows <= _FEW else _BETTER_OF_MANY) * fresh[last]:
+        elif fresh[best] > _more(rows, promises[last].untried) * fresh[last]:
             last = best
         idle = self._declined.get(crowd)
         if idle is not None and last == idle.drafter and now <= idle.until and last in fresh and len(fresh) > 1:
@@ -219,16 +222,23 @@ class Rivals:
         return [one for (of, _), one in self._promises.items() if of == crowd]
 
 
-def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset[str]) -> _Promise:
+def _more(rows: int, untried: float) -> float:
+    """How many times as much one must promise to take another's turn, which has not guessed for such a part yet."""
+    if untried > _UNTRIED:
+        return 1.0  # the turn was had with others: both know as little of these
+    return _BETTER if rows <= _FEW else _BETTER_OF_MANY
+
+
+def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset[str], untried: float) -> _Promise:
     """Promises waver from round to round, and to take another's turn costs more than that is worth: so each is a mean
     with those before it. Of two in one round the second counts."""
     if last is not None and last.round == now:
         last = last.before
     if last is None or now - last.round > _OLD:
-        return _Promise(speed, now, requests)
+        return _Promise(speed, now, requests, untried)
     part = _NEW if now - last.round == 1 else _NEWS
     last.before = None
-    return _Promise(float(last.speed ** (1 - part) * speed**part), now, requests, last)
+    return _Promise(float(last.speed ** (1 - part) * speed**part), now, requests, untried, last)
 
 
 def _asked(rows: int) -> int:
