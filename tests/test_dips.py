@@ -119,7 +119,7 @@ def test_a_dip_changes_no_turn_and_a_load_that_stays_does() -> None:
 def test_who_stopped_is_not_woken_for_a_dip() -> None:
     scene = Scene()
     for requests in (1, 64):
-        for _ in range(60):
+        for _ in range(40):
             scene.round(requests)
     assert [scene.round(64) for _ in range(6)] == [set()] * 6  # guesses for so many take too long
     assert [scene.round(1, 64) for _ in range(7)] == [set()] * 7  # the others are being read

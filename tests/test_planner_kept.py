@@ -122,7 +122,7 @@ def test_who_is_tried(requests: int, promise: float, untried: float, reads: floa
     found = []
     for now in range(200):
         rivals.has_turn("eagle", ids, requests, 2.0, now)
-        rivals.has_turn("model", ids, requests, promise, now, untried=untried, reads=reads)
+        rivals.has_turn("model", ids, requests, promise, now, untried=untried, loses=reads)
         found.append(rivals.tries(requests, now) == "model")
     assert sum(now and not before for before, now in pairwise([False, *found])) == trials
 

@@ -197,3 +197,19 @@ def test_the_engine_tells_who_is_behind(tiny_target: Path, tiny_draft: Path, mon
     assert following.lags("model", [answer], 1) == []
     answer.behind["model"] = 0
     assert following.lags("model", [answer], 1) == [answer.id]
+
+
+def test_who_stopped_is_probed_once_before_long_however_dear_that_is() -> None:
+    """It may have stopped when it was least lucky."""
+    probes = Probes(PassCost(0.001))
+    probes.drafts("draft")
+
+    def rounds() -> list[int]:
+        return [now for now in range(1, 3000) if probes.due("draft", 10.0, lambda: True, now=begun + now)]
+
+    begun = 0
+    assert rounds() == [64, 64 + 1000, 64 + 2000]
+    probes.drafts("draft")
+    probes.succeeded("draft")
+    begun = 3000
+    assert rounds()[:2] == [64, 64 + 1000]

@@ -17,7 +17,7 @@ from slipstream.plan.cost import SIZES, PassCost
 from slipstream.plan.forecast import Engine, Guesser, _Assumed, forecast
 from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
 from slipstream.plan.planner import Beside
-from slipstream.plan.rivals import Rivals
+from slipstream.plan.rivals import RUN, Rivals
 from slipstream.plan.traits import Traits
 
 DEEP = 5
@@ -55,6 +55,51 @@ class Game:
     def share(self, name: str, last: int) -> float:
         """Of rounds in which it alone guesses."""
         return sum(bool(plan[name]) and sum(map(bool, plan.values())) == 1 for plan in self.plans[-last:]) / last
+
+
+class Crowd:
+    """The same of many requests, which come to their end by turns."""
+
+    def __init__(self, requests: int) -> None:
+        self.planner = AdaptivePlanner(PassCost(0.001))
+        self.planner.pad_passes()
+        self.planner.limit_rows(256)
+        drafts = {name: (DraftSeen(1, Curve((1, DEEP), (ms, DEEP * ms))),) for name, ms in LEVEL.items()}
+        self.planner.adopt(MeasuredCosts(PASSES, drafts=drafts))
+        self.requests, self.ids, self.guessed = requests, list[str](), list[dict[str, set[str]]]()
+        self.renew()
+
+    def renew(self) -> None:
+        """Others take their places."""
+        for request_id in self.ids:
+            self.planner.forget(request_id)
+        self.ids = [f"{len(self.guessed)}-{number}" for number in range(self.requests)]
+        for request_id in self.ids:
+            self.planner.start(request_id, Traits())
+
+    def play(self, rounds: int, **right: int) -> None:
+        planner, rows = self.planner, self.requests
+        for _ in range(rounds):
+            planner.next_round(rows, 300 * rows, rows)
+            granted = {
+                name: planner.budget(name, self.ids, [DEEP] * rows, rows)
+                for name in ("small", "head")
+                if planner.asks(name, rows)
+            }
+            nodes = sum(sum(given) for given in granted.values())
+            planner.observe_pass(PassCost.filled(rows + nodes), float(PASSES.at(cast(Any, float(rows + nodes)))))
+            guessed: dict[str, set[str]] = {}
+            for name, given in granted.items():
+                for request_id, size in zip(self.ids, given, strict=True):
+                    if size:
+                        guessed.setdefault(name, set()).add(request_id)
+                        planner.observe(name, request_id, size, min(size, right[name]))
+                if any(given):
+                    planner.observe_draft(name, max(given), LEVEL[name] * max(given), rows)
+            self.guessed.append(guessed)
+
+    def share(self, name: str, last: int = 20) -> float:
+        return sum(set(guessed) == {name} for guessed in self.guessed[-last:]) / last
 
 
 def test_the_better_one_guesses_alone_and_the_turn_goes_over_when_the_text_changes() -> None:
@@ -197,6 +242,35 @@ def test_a_probe_of_a_rival_goes_as_far_as_it_would() -> None:
     assert game.share("head", 100) > 0.9
     assert probes
     assert max(probes) >= 3
+
+
+@pytest.mark.parametrize(("requests", "is_tried"), [(16, True), (32, True), (64, False)])
+def test_among_many_a_rival_is_tried_for_a_sample_beside_whose_turn_it_is(requests: int, is_tried: bool) -> None:
+    rivals, trial = Rivals(), set[int]()
+    for now in range(1, 40):
+        assert rivals.has_turn("one", "ab", requests, 1.5, now)
+        assert rivals.tries(requests, now) is None, "nobody loses the turn for it"
+        if rivals.tries(requests, now, is_sample=True) == "two":
+            trial.add(now)
+            assert rivals.asks("one", requests, now)
+            assert rivals.asks("two", requests, now)
+        if rivals.asks("two", requests, now):
+            assert not rivals.has_turn("two", "ab", requests, 1.4, now, untried=1.0)
+    assert trial == (set(range(2, 2 + RUN)) if is_tried else set())
+
+
+def test_a_trial_among_many_is_for_some_of_them_and_finds_who_is_better() -> None:
+    game = Crowd(16)
+    game.play(150, small=3, head=3)
+    assert game.share("small") > 0.9
+    game.renew()
+    game.guessed.clear()
+    game.play(400, small=3, head=5)
+    samples = [guessed["head"] for guessed in game.guessed if len(guessed) == 2 and len(guessed["head"]) < 16]
+    assert len(samples) >= RUN
+    assert max(map(len, samples)) <= 8
+    assert samples[0] == samples[RUN - 1], "what was read of them serves all its rounds"
+    assert game.share("head", 100) > 0.9
 
 
 def test_each_request_has_the_drafter_that_it_named() -> None:

@@ -21,8 +21,7 @@ from slipstream.plan.kept import Foretold, KeptPromises
 from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
-from slipstream.plan.probing import Chosen, ProbingPlanner
-from slipstream.plan.rivals import Rivals
+from slipstream.plan.probing import PROBED, Chosen, ProbingPlanner
 from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
@@ -33,9 +32,6 @@ them but one, once, where a device may wait for the host in such rounds as well.
 
 _FIRST = 1
 """Nodes for a request, of a drafter of which nobody knows how long it takes."""
-
-_PROBED = 2
-"""Nodes of a probe of what does not pay; of a rival, as many as it would guess had it the turn: two would not tell."""
 
 _RECKON = 2
 """Every so many rounds that wait for others it is reckoned what a drafter would bring if nobody was waited for."""
@@ -62,7 +58,6 @@ class AdaptivePlanner(ProbingPlanner):
         self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
         self._grown: dict[str, int] = {}  # how often drafters were planned that make trees
         self._sizes = CapturedSizes()
-        self._rivals = Rivals()
         self._promises = KeptPromises()
         self._floor = HostFloor()
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
@@ -118,7 +113,7 @@ class AdaptivePlanner(ProbingPlanner):
         chosen = self._paying(
             drafter, request_ids, rows, others, gained, drafted, draft_s, lambda: (brought(1.0), drafted, draft_s)
         )
-        few = min(max(_PROBED, chosen.wanted), deepest)
+        few = min(max(PROBED, chosen.wanted), deepest)
         small = Chosen(few, 0, chosen.members, float(draft_s[few]))
         chosen = self._or_probe(drafter, request_ids, caps, rows, chosen, small, draft_s)
         return self._granted(drafter, chosen, caps)
@@ -216,7 +211,7 @@ class AdaptivePlanner(ProbingPlanner):
                 self._rounds,
                 beside=beside,
                 untried=self._estimate(drafter).untried(request_ids),
-                reads=catch_up_s / plain_s,
+                loses=self._trial_loses(drafter, rows, late, float(draft_s[best]), plain_s),
             )
         size = self._size(drafter, rows, rate, margin, trees) if has_turn else 0
         if has_turn and not (size or beside or is_dip):  # free guesses may leave nothing to win
@@ -242,7 +237,8 @@ class AdaptivePlanner(ProbingPlanner):
             elif self._rounds % _RECKON == 0:
                 self._suppose_alone(rows, *alone())
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
-            return Chosen(most, deep, order[: count + 1] if size else order, wanted=0 if has_turn else shown)
+            chosen = Chosen(most, deep, order[: count + 1] if size else order)
+            return chosen if has_turn else self._of_rival(drafter, rows, chosen, self._choice(drafter, rate, trees))
         lost_s = whole_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
         return Chosen(0, 0, order, trials=tuple(Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
@@ -251,13 +247,7 @@ class AdaptivePlanner(ProbingPlanner):
         self, drafter: str, rows: int, rate: NDArray[np.float64], margin: float, trees: TreeChoices | None
     ) -> int:
         """margin: what is asked for catching up."""
-        if not self._cost.padded:
-            best = int(rate.argmax())
-        elif trees is None:
-            best = self._sizes.best(drafter, rate)
-        else:
-            best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        again = 1.0
+        best, again = self._choice(drafter, rate, trees), 1.0
         is_tried = self._rivals.tries(self._usually(rows), self._rounds) == drafter
         if self._cost.padded and not is_tried and drafter in self._begun - self._busy:
             again = max(MARGIN, margin)
@@ -271,6 +261,13 @@ class AdaptivePlanner(ProbingPlanner):
         nodes = trees.drafted.sum(1).tolist()  # [C]
         old = [self._sizes.planned(rows, *pair) for pair in zip(nodes, trees.levels, strict=True)]
         return trees.larger(best, rate, old if self._cost.padded else None)
+
+    def _choice(self, drafter: str, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
+        if not self._cost.padded:
+            return int(rate.argmax())
+        if trees is None:
+            return self._sizes.best(drafter, rate)
+        return self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
 
     def _granted(self, drafter: str, chosen: Chosen, caps: Sequence[int]) -> list[int]:
         """Nodes for each request: as many as were chosen for those for whom they were."""

@@ -13,6 +13,8 @@ _LAST = 256
 _WASTE = 0.01
 _RAREST = 4096
 """What probes of all drafters may cost of the time, and the most rounds between two of one that cost much."""
+_EARLY = 64
+"""… but for the first behind rounds in which it drafted, which it may have stopped when it was least lucky."""
 _FOLLOW = 6
 """Probes in a row that may follow one that was right: the estimates must hear of it."""
 _CHEAP, _DEAR = 1.1, 1.5
@@ -36,10 +38,12 @@ class Probes:
         self._follow: dict[str, int] = {}  # probes that still follow one that was right
         self._free: set[str] = set()  # drafters whose guesses take no time
         self._slow: set[str] = set()  # … and the others, as far as there is hope for them
+        self._early: set[str] = set()  # drafters that have not been probed since they drafted
 
     def drafts(self, drafter: str) -> None:
         """It has a part in this round anyway."""
         self._idle[drafter] = 0
+        self._early.add(drafter)
         self._slow.add(drafter)
 
     def due(self, drafter: str, lost: float, could_pay: Callable[[], bool], passed: int = 1, *, now: int) -> bool:
@@ -59,12 +63,14 @@ class Probes:
             self._slow.add(drafter)
         idle = self._idle[drafter] = self._idle.get(drafter, 0) + passed
         patience = self._patience.get(drafter, _FIRST)
-        if idle < max(patience, _seldom(lost * max(1, len(self._slow)))):
+        seldom = _seldom(lost * max(1, len(self._slow)))
+        if idle < max(patience, min(seldom, _EARLY) if drafter in self._early else seldom):
             return False
         if idle < Hopes.RARELY and not could_pay():
             self._slow.discard(drafter)  # it has no part in what may be lost
             return False
         self._slow.add(drafter)
+        self._early.discard(drafter)
         self._idle[drafter], self._patience[drafter] = 0, min(2 * patience, _LAST)
         return True
 

@@ -18,13 +18,15 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.extras import crowd_of
 from slipstream.plan.free import FreeGuesses
 from slipstream.plan.rest import PlanRest
+from slipstream.plan.rivals import FEW, RUN, Rivals
 
-_MANY, _FEW = 16, 8
-"""Where it has to catch up on so many requests, a drafter is probed for no more than so many of them …"""
-_RUN = 4
-"""… and for so many rounds, …"""
+_MANY, _SAMPLE = 16, 8
+"""Where it has to catch up on so many requests, a drafter is probed for no more than so many of them, and for some
+rounds (`RUN`), …"""
 _GAP = 4
 """… unless nobody plans for so many: who was read has to be read again by then."""
+PROBED = 2
+"""Nodes of a probe of what does not pay; of a rival, as many as it would guess had it the turn: two would not tell."""
 
 
 class Chosen(NamedTuple):
@@ -37,6 +39,7 @@ class Chosen(NamedTuple):
     trials: tuple[Chosen, ...] = ()  # where nothing was chosen: what could be, the largest last
     is_sample: bool = False  # the others have to catch up still
     wanted: int = 0  # where nothing was chosen, since it is another's turn: what would have been
+    is_tried: bool = False  # … and it is to guess for some of many all the same
 
 
 class _Run(NamedTuple):
@@ -54,6 +57,7 @@ class ProbingPlanner(FreeGuesses):
     def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
         super().__init__(cost, min_gain)
         self._rest = PlanRest()
+        self._rivals = Rivals()
         self._sampling: set[str] = set()  # drafters that are probed in this round for a few requests
         self._runs: dict[str, _Run] = {}  # by drafter: its last probe of a few
         self._sampled = 0  # such probes so far
@@ -71,6 +75,19 @@ class ProbingPlanner(FreeGuesses):
         if not lagging:
             return np.zeros(len(request_ids), dtype=np.bool_)
         return np.array([request_id in lagging for request_id in request_ids])
+
+    def _trial_loses(self, drafter: str, rows: int, late: int, guess_s: float, pass_s: float) -> float:
+        """Rounds that a trial of a rival costs: what it has to read before, of so many; and among many, where it
+        guesses for a sample beside whose turn it is, its guesses."""
+        is_sample = rows > FEW
+        late = min(late, _SAMPLE) if is_sample else late
+        lost_s = self._catch_ups.seconds(drafter, late, pass_s) if late else 0.0
+        return (lost_s + RUN * guess_s * is_sample) / pass_s
+
+    def _of_rival(self, drafter: str, rows: int, chosen: Chosen, wanted: int) -> Chosen:
+        """It is another's turn: had it been its own, so many nodes would have been chosen."""
+        is_tried = self._rivals.tries(rows, self._rounds, is_sample=True) == drafter
+        return chosen._replace(wanted=wanted, is_tried=is_tried)
 
     def _or_probe(
         self,
@@ -94,9 +111,11 @@ class ProbingPlanner(FreeGuesses):
                 self._sampling.add(drafter)
                 return small._replace(members=np.array(members), is_sample=True)
         behind = self._behind(drafter, request_ids)  # [B]
+        if chosen.is_tried:
+            return self._begin_run(drafter, request_ids, rows, self._sample(rows, small, caps, behind))
         pass_s, rounds = self._cost.seconds(rows), 1
         if behind.sum() >= _MANY:
-            probe, rounds = self._sample(rows, small, caps, behind), _RUN
+            probe, rounds = self._sample(rows, small, caps, behind), RUN
         else:
             probe = self._small(rows, small, () if behind.any() else chosen.trials)
         late = int(behind[probe.members].sum())
@@ -106,11 +125,13 @@ class ProbingPlanner(FreeGuesses):
         could_pay = hopes if self.costs.measured_for(drafter) else lambda: True
         if not self._probes.due(drafter, lost / pass_s, could_pay, passed, now=self._rounds):
             return chosen
-        if probe.is_sample:
-            self._sampling.add(drafter)
-            self._sampled += 1
-            ids = frozenset([request_ids[i] for i in probe.members.tolist()])
-            self._runs[drafter] = _Run(ids, crowd_of(rows), self._rounds, _RUN - 1)
+        return self._begin_run(drafter, request_ids, rows, probe) if probe.is_sample else probe
+
+    def _begin_run(self, drafter: str, request_ids: Sequence[str], rows: int, probe: Chosen) -> Chosen:
+        self._sampling.add(drafter)
+        self._sampled += 1
+        ids = frozenset([request_ids[i] for i in probe.members.tolist()])
+        self._runs[drafter] = _Run(ids, crowd_of(rows), self._rounds, RUN - 1)
         return probe
 
     def _goes_on(self, drafter: str, rows: int) -> _Run | None:
@@ -138,8 +159,8 @@ class ProbingPlanner(FreeGuesses):
         others each time: neighbours came together, and are alike."""
         able = np.array([i for i in np.sort(small.members).tolist() if caps[i]])
         ready = able[~behind[able]]
-        able = ready if len(ready) >= _FEW // 2 else able
-        chosen = able[np.unique((self._sampled + np.arange(_FEW) * len(able) // _FEW) % len(able))]
+        able = ready if len(ready) >= _SAMPLE // 2 else able
+        chosen = able[np.unique((self._sampled + np.arange(_SAMPLE) * len(able) // _SAMPLE) % len(able))]
         return self._losing(rows, small._replace(members=chosen, is_sample=True))
 
     def _losing(self, rows: int, probe: Chosen) -> Chosen:

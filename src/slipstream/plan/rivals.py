@@ -15,28 +15,30 @@ from slipstream.plan.planner import Beside
 
 _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
-_FEW = 8
-_BETTER, _BETTER_OF_MANY = 1.05, 1.12
-"""Whoever takes another's turn must promise so many times as much: it has to read what it missed, which takes as long
-as a round, and longer for more than a few requests."""
+FEW, _SOME = 8, 32
+_BETTER, _BETTER_OF_SOME, _BETTER_OF_MANY = 1.05, 1.08, 1.12
+"""Whoever takes another's turn must promise so many times as much, beyond what it takes to read what it missed: among a
+few requests, some and many. To be wrong costs more, the more there are."""
 _NEW, _NEWS = 0.3, 0.6
 """The part of a new promise in what one is taken to promise: of those who are asked in every round, and of others."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
 _NEAR = 0.7
-"""… and it is tried, if it promises so many times as much as the best. Not among more than a few requests: others of
-their kind speak for them, and to read what was missed of all of them takes many rounds, in which everybody waits."""
+"""… and it is tried, if it promises so many times as much as the best. Not among many requests: others of their kind
+speak for them, and everybody waits for what is read and guessed for a trial."""
 _ASKED, _ASKED_OF_MANY = 4, 16
 """Every so many rounds those are asked what they promise whose turn it is not: it changes slowly, and takes time, of
 which there is none to spare with many requests."""
 _LONGEST = 256
 """Rounds, at the most, for which others have the turn of one who does not guess."""
 _TRIAL, _TRIAL_OF_SOME = 3, 6
-"""Rounds of a trial, of one request and of some: texts are easy in stretches, so that three tell little; but with one
+"""Rounds of a trial, of one request and of a few: texts are easy in stretches, so that three tell little; but with one
 request more of them cost as much as they tell. And …"""
+RUN = 4
+"""… of more: it guesses for a sample of them then, beside whose turn it is. And …"""
 _APART, _WASTE = 48, 0.02
-"""… from one trial to the next: so many, twice as many behind each that did not win the turn, and as many more as what
-must be read before it may cost of the time."""
+"""… from one trial to the next: so many, twice as many behind each that did not win the turn, or as many as trials may
+cost of the time."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class _Trial:
     begin: int  # rounds
     end: int
     apart: int = _APART  # rounds from its end to the next
+    is_sample: bool = False  # it guesses for a few of many, beside whose turn it is
     has_won: bool = False  # it has had the turn since
 
 
@@ -101,7 +104,7 @@ class Rivals:
             return True  # it is nobody's rival, or was never asked
         if last is None or frozenset((last, drafter)) in self._apart:
             return True
-        if trial is not None and trial.begin <= now < trial.end:
+        if trial is not None and trial.begin <= now < trial.end and (not trial.is_sample or drafter == trial.drafter):
             return drafter == trial.drafter
         if now % _asked(rows) == 0 or last == drafter:
             return True
@@ -133,10 +136,12 @@ class Rivals:
         if trial is not None and trial.drafter == drafter:
             trial.end = min(trial.end, now + 1)
 
-    def tries(self, rows: int, now: int) -> str | None:
-        """Who is on trial in this round of so many requests, if anybody is."""
+    def tries(self, rows: int, now: int, *, is_sample: bool = False) -> str | None:
+        """Who is on trial in this round of so many requests, if anybody is: in place of whose turn it is, or for a
+        sample of them beside it."""
         trial = self._trials.get(crowd_of(rows))
-        return trial.drafter if trial is not None and trial.begin <= now < trial.end else None
+        runs = trial is not None and trial.begin <= now < trial.end and trial.is_sample == is_sample
+        return trial.drafter if trial is not None and runs else None
 
     def has_turn(
         self,
@@ -148,14 +153,14 @@ class Rivals:
         *,
         beside: bool = False,
         untried: float = 0.0,
-        reads: float = 0.0,
+        loses: float = 0.0,
     ) -> bool:
         """It promises to make this round so many times as fast by guesses for these requests. Is no other one better?
 
         Whoever guesses for other requests takes nobody's turn. beside: others' guesses are in the round already, and
         leave less to promise: that is compared with what was promised in such rounds, for rivals are asked in turn.
-        untried: the part of the requests for which it has not guessed yet. reads: rounds that it takes to read what it
-        missed.
+        untried: the part of the requests for which it has not guessed yet. loses: rounds that a trial
+        costs.
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
@@ -183,13 +188,13 @@ class Rivals:
             return self.tries(rows, now) == drafter
         if trial is not None and holder == trial.drafter:
             trial.apart, trial.has_won = _APART, True
-        is_time = trial is None or now >= trial.end + max(trial.apart, reads / _WASTE)
-        is_unknown = rows <= _FEW and holder != drafter and untried > _UNTRIED
+        is_time = trial is None or now >= trial.end + max(trial.apart, loses / _WASTE)
+        is_unknown = rows <= _SOME and holder != drafter and untried > _UNTRIED
         if is_time and is_unknown and speed > max(1.0, _NEAR * fresh[best]):
             again = trial is not None and trial.drafter == drafter and not trial.has_won
             apart = min(2 * trial.apart, _LONGEST) if trial is not None and again else _APART
-            lasts = _TRIAL if rows == 1 else _TRIAL_OF_SOME
-            self._trials[crowd] = _Trial(drafter, now + 1, now + 1 + lasts, apart)  # this round may be another's
+            end = now + 1 + (_TRIAL if rows == 1 else _TRIAL_OF_SOME if rows <= FEW else RUN)
+            self._trials[crowd] = _Trial(drafter, now + 1, end, apart, rows > FEW)  # this round may be another's
         return holder == drafter
 
     def _holder(self, crowd: int, now: int) -> str | None:
@@ -226,7 +231,7 @@ def _more(rows: int, untried: float) -> float:
     """How many times as much one must promise to take another's turn, which has not guessed for such a part yet."""
     if untried > _UNTRIED:
         return 1.0  # the turn was had with others: both know as little of these
-    return _BETTER if rows <= _FEW else _BETTER_OF_MANY
+    return _BETTER if rows <= FEW else _BETTER_OF_SOME if rows <= _SOME else _BETTER_OF_MANY
 
 
 def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset[str], untried: float) -> _Promise:
@@ -243,4 +248,4 @@ def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset
 
 def _asked(rows: int) -> int:
     """Rounds from one question to the next."""
-    return _ASKED if rows <= _FEW else _ASKED_OF_MANY
+    return _ASKED if rows <= FEW else _ASKED_OF_MANY
