@@ -102,12 +102,12 @@ def prompts_of(tokenizer: Any, texts: Sequence[str], at_once: int, room: int, fe
 
 
 def tokens_of(number: int, at_once: int, max_tokens: int) -> int:
-    """Tokens of the n-th request's answer, at most. Those that come first have fewer, each another number, down to a
-    quarter: or all that begin together end together where nothing is drafted, and their successors' prompts are read
+    """Tokens of the n-th request's answer, at most. Those that come first have fewer, each another number, a quarter at
+    the least: or all that begin together end together where nothing is drafted, and their successors' prompts are read
     in one pass, as no traffic has it."""
     if number >= at_once:
         return max_tokens
-    return max_tokens * (at_once + 3 * (number + 1)) // (4 * at_once)
+    return max(1, max_tokens * (at_once + 3 * (number + 1)) // (4 * at_once))
 
 
 # --- what is heard of rounds ------------------------------------------------------------------------------------------

@@ -258,9 +258,10 @@ class Engine:
 
     def _requests(self, texts: Sequence[Trace], at_once: int) -> Iterator[None]:
         """Each time the next of them comes; all but a few rows of its prompt are in the cache."""
+        longest = max(text.output_tokens for text in texts)
         for number in count():
             text = texts[number % len(texts)]
-            tokens = min(text.output_tokens, tokens_of(number, at_once, LONGEST))
+            tokens = min(text.output_tokens, tokens_of(number, at_once, longest))
             self.replica.add(Served(self.now, 8, tokens), Walk(text, {}, random.Random(number)))
             yield
 

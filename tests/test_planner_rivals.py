@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,11 +13,15 @@ from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.drafters.base import DeviceDrafter, Needs
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.engine.caps import NodeCaps
+from slipstream.engine.following import Following
+from slipstream.engine.gathering import Gathering
+from slipstream.engine.plans import Gathered
+from slipstream.engine.room import DraftRoom
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import SIZES, PassCost
 from slipstream.plan.forecast import Engine, Guesser, _Assumed, forecast
 from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
-from slipstream.plan.planner import Beside
+from slipstream.plan.planner import Beside, TreeBudget
 from slipstream.plan.rivals import RUN, Rivals
 from slipstream.plan.traits import Traits
 
@@ -302,6 +307,7 @@ def _answer(params: SamplingParams, drafters: tuple[str, ...]) -> Any:
     """One that runs, of ten tokens so far."""
     found = SimpleNamespace(params=params, tokens=[1] * 20, prompt_length=10, drafters=drafters, queued=0)
     found.coming, found.doubted, found.refused, found.constraint = 0, False, {}, None
+    found.id = str(id(found))
     return found
 
 
@@ -316,6 +322,23 @@ def test_nothing_is_kept_for_those_whose_turn_it_is_not() -> None:
     assert caps.of("ngram", answers, [0], 64, exclusive=True) == [1], "one of them will guess"
     assert caps.of("ngram", answers, [0], 64) == [0]
     assert caps.of("small", answers, [0], 64) == [1], "together, each has a part"
+
+
+@pytest.mark.parametrize(("requests", "others", "room"), [(16, 7, 8), (16, 3, 11), (16, 15, 0), (1, 7, 11), (32, 5, 2)])
+def test_one_that_is_tried_has_what_the_pass_has_room_for(requests: int, others: int, room: int) -> None:
+    """Beside the guesses of whose turn it is; what it is made for is its own."""
+    drafters = {"head": _Device("head", 63), "small": _Device("small", 5, planned=11)}
+    caps = NodeCaps(drafters, draft_tokens=None, max_rows=256, max_len=2048)
+    gathering = Gathering(drafters, caps, DraftRoom(lambda _, nodes: nodes), Following(drafters), defaultdict(int))
+    decodes = [_answer(SamplingParams(max_tokens=100), tuple(drafters)) for _ in range(requests)]
+    gathered, planner = Gathered.of(requests), AdaptivePlanner(PassCost(0.001))
+    for i in range(requests):
+        gathered.grant(i, "head", others)
+    found = gathering.group(planner, "small", list(range(requests)), decodes, gathered, asked=True)
+    assert found is not None
+    assert list(found.group.caps) == [min(11, 256 // requests - 1)] * requests, "as if it were alone"
+    wanted = TreeBudget([11] * requests, 0)
+    assert gathering.granted(found.group, wanted, gathered, found.requests) == [room] * requests
 
 
 @pytest.mark.parametrize("company", [("small",), ("small", "head")])

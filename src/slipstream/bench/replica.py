@@ -25,7 +25,7 @@ from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.listening import RoundTimes
-from slipstream.engine.plans import Plan
+from slipstream.engine.plans import Gathered, Plan
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.state import Answer, Job, Phase
 from slipstream.engine.text import TextStream
@@ -174,7 +174,7 @@ class Replica:
         news, self._news = self._news, []
         if waits or not queued:
             _tell(news)
-        plan = self.drafting.plan(decodes)
+        plan = self.drafting.plan(decodes) if decodes or not queued else Gathered.of(0).plan()
         lagging = self.drafting.following.lagging(decodes, plan) if queued else {}
         if queued and not waits:  # it was planned while the device was still at work on the round before
             _tell(news)

@@ -70,7 +70,8 @@ class Gathering:
         undrafted["limited"] += caps.count(0)
         if not any(caps):
             return None
-        return Found(mine, Group(name, answers, caps, used, rivals, gathered.beside(mine), len(decodes)))
+        room = self._caps.of(name, answers, used, len(decodes), exclusive=exclusive) if any(rivals) else caps
+        return Found(mine, Group(name, answers, caps, used, room, gathered.beside(mine), len(decodes)))
 
     def wanted(self, planner: Planner, group: Group) -> TreeBudget:
         """How far the planner would have a device drafter go; levels: 0 where it makes no trees."""
@@ -114,5 +115,4 @@ class Gathering:
 
 
 def _fitting(group: Group, budget: TreeBudget) -> list[int]:
-    parts = zip(budget.nodes, group.caps, group.rivals, strict=True)
-    return [min(nodes, max(0, cap - theirs)) for nodes, cap, theirs in parts]
+    return [min(nodes, room) for nodes, room in zip(budget.nodes, group.room, strict=True)]

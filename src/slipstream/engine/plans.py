@@ -39,7 +39,7 @@ class Group(NamedTuple):
     answers: Sequence[Answer]
     caps: Sequence[int]  # most nodes of each
     used: Sequence[int]  # nodes that others gave already
-    rivals: Sequence[int]  # … of these, what others on the device may guess, where one at a time is enough
+    room: Sequence[int]  # most nodes of each beside these; caps may be as if no other on the device guessed
     beside: Sequence[Sequence[Beside]]  # … and who
     rows: int  # requests of the round, all drafters' and none's
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from slipstream.plan.catching_up import margin_for
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
+from slipstream.plan.dips import LONG
 from slipstream.plan.floor import HostFloor
 from slipstream.plan.gains import NO_WAIT, Turn, Waited, guessers
 from slipstream.plan.kept import Foretold, KeptPromises
@@ -63,6 +64,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._begun: set[str] = set()  # drafters that were asked for guesses that take time
         self._busy: set[str] = set()  # … in the last plan that let them guess, too
         self._granting: set[str] = set()  # … in this plan
+        self._last_granted: dict[str, int] = {}  # … and when each was last
         self._supposed: tuple[str, ...] = ()  # who is supposed to guess on the host in a round that is planned ahead
         self._aside = _Aside()  # what was planned of it
 
@@ -151,7 +153,7 @@ class AdaptivePlanner(ProbingPlanner):
         trees = choices(chances * (1 - others.right[1:]))
         parts = trees.gained, trees.drafted, level_s[trees.levels], alone, trees
         chosen = self._paying(drafter, request_ids, rows, others, *parts)
-        deep, nodes = probe_of(levels, most)
+        deep, nodes = probe_of(levels, most if chosen.has_turn else (most + 1) // 2)  # the other one needs room, too
         small = Chosen(nodes, deep, chosen.members, float(level_s[deep]))
         chosen = self._or_probe(drafter, request_ids, caps, rows, chosen, small, level_s)
         granted = self._granted(drafter, chosen, caps)
@@ -210,7 +212,7 @@ class AdaptivePlanner(ProbingPlanner):
                 speed,
                 self._rounds,
                 beside=beside,
-                untried=self._estimate(drafter).untried(request_ids),
+                untried=self._estimate(drafter).untried([request_ids[i] for i in order[: counts[best] + 1]]),
                 loses=self._trial_loses(drafter, rows, late, float(draft_s[best]), plain_s),
             )
         size = self._size(drafter, rows, rate, margin, trees) if has_turn else 0
@@ -237,8 +239,10 @@ class AdaptivePlanner(ProbingPlanner):
             elif self._rounds % _RECKON == 0:
                 self._suppose_alone(rows, *alone())
         if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
-            chosen = Chosen(most, deep, order[: count + 1] if size else order)
-            return chosen if has_turn else self._of_rival(drafter, rows, chosen, self._choice(drafter, rate, trees))
+            if not has_turn:
+                wanted = max(self._sizes.choices(drafter, len(rate) - 1), key=rate.__getitem__) if trees is None else 0
+                return self._of_rival(drafter, rows, order, wanted)
+            return Chosen(most, deep, order[: count + 1] if size else order)
         lost_s = whole_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
         return Chosen(0, 0, order, trials=tuple(Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
@@ -247,7 +251,13 @@ class AdaptivePlanner(ProbingPlanner):
         self, drafter: str, rows: int, rate: NDArray[np.float64], margin: float, trees: TreeChoices | None
     ) -> int:
         """margin: what is asked for catching up."""
-        best, again = self._choice(drafter, rate, trees), 1.0
+        if not self._cost.padded:
+            best = int(rate.argmax())
+        elif trees is None:
+            best = self._sizes.best(drafter, rate)
+        else:
+            best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
+        again = 1.0
         is_tried = self._rivals.tries(self._usually(rows), self._rounds) == drafter
         if self._cost.padded and not is_tried and drafter in self._begun - self._busy:
             again = max(MARGIN, margin)
@@ -262,13 +272,6 @@ class AdaptivePlanner(ProbingPlanner):
         old = [self._sizes.planned(rows, *pair) for pair in zip(nodes, trees.levels, strict=True)]
         return trees.larger(best, rate, old if self._cost.padded else None)
 
-    def _choice(self, drafter: str, rate: NDArray[np.float64], trees: TreeChoices | None) -> int:
-        if not self._cost.padded:
-            return int(rate.argmax())
-        if trees is None:
-            return self._sizes.best(drafter, rate)
-        return self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-
     def _granted(self, drafter: str, chosen: Chosen, caps: Sequence[int]) -> list[int]:
         """Nodes for each request: as many as were chosen for those for whom they were."""
         granted = [0] * len(caps)
@@ -277,6 +280,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._begun.add(drafter)
         if not chosen.is_sample:
             self._granting.add(drafter)
+            self._last_granted[drafter] = self._rounds
         self._rest.guess(drafter)
         self._sizes.use(drafter, chosen.nodes, chosen.levels)
         for i in chosen.members.tolist():
@@ -332,8 +336,10 @@ class AdaptivePlanner(ProbingPlanner):
             return False
         if not self._cost.padded:
             return True
-        if not self._rest.asks(drafter, rows) or (self._dips.is_dip(rows) and drafter in self._begun - self._busy):
-            return False  # who stopped is not woken for a dip
+        if not self._rest.asks(drafter, rows):
+            return False
+        if self._dips.is_dip(rows) and self._rounds - self._last_granted.get(drafter, self._rounds) > LONG:
+            return False  # nobody is woken for a dip
         if self._is_dip(rows):
             return not self._rivals.waits(drafter, self._dips.usual, self._rounds)
         return not self._busy or self._rivals.asks(drafter, rows, self._rounds)

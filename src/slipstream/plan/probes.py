@@ -14,7 +14,8 @@ _WASTE = 0.01
 _RAREST = 4096
 """What probes of all drafters may cost of the time, and the most rounds between two of one that cost much."""
 _EARLY = 64
-"""… but for the first behind rounds in which it drafted, which it may have stopped when it was least lucky."""
+"""The first probe of a drafter that stopped comes after so many rounds at the latest, whatever it costs, unless those
+before it failed: it may have stopped when it was least lucky."""
 _FOLLOW = 6
 """Probes in a row that may follow one that was right: the estimates must hear of it."""
 _CHEAP, _DEAR = 1.1, 1.5
@@ -46,6 +47,11 @@ class Probes:
         self._early.add(drafter)
         self._slow.add(drafter)
 
+    def probed(self, drafter: str) -> None:
+        """It is probed in this round, or tried."""
+        self._idle[drafter] = 0
+        self._early.discard(drafter)
+
     def due(self, drafter: str, lost: float, could_pay: Callable[[], bool], passed: int = 1, *, now: int) -> bool:
         """Is a drafter probed now whose guesses take time, and that does not draft anyway?
 
@@ -70,8 +76,8 @@ class Probes:
             self._slow.discard(drafter)  # it has no part in what may be lost
             return False
         self._slow.add(drafter)
-        self._early.discard(drafter)
-        self._idle[drafter], self._patience[drafter] = 0, min(2 * patience, _LAST)
+        self.probed(drafter)
+        self._patience[drafter] = min(2 * patience, _LAST)
         return True
 
     def free(self, drafter: str, chosen: int, rows: int, most: int) -> int:

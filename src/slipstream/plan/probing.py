@@ -18,7 +18,7 @@ from slipstream.plan.cost import PassCost
 from slipstream.plan.extras import crowd_of
 from slipstream.plan.free import FreeGuesses
 from slipstream.plan.rest import PlanRest
-from slipstream.plan.rivals import FEW, RUN, Rivals
+from slipstream.plan.rivals import RUN, Rivals, is_by_sample
 
 _MANY, _SAMPLE = 16, 8
 """Where it has to catch up on so many requests, a drafter is probed for no more than so many of them, and for some
@@ -26,7 +26,8 @@ rounds (`RUN`), …"""
 _GAP = 4
 """… unless nobody plans for so many: who was read has to be read again by then."""
 PROBED = 2
-"""Nodes of a probe of what does not pay; of a rival, as many as it would guess had it the turn: two would not tell."""
+"""Nodes of a probe of what does not pay; of a rival that makes chains, as many as it would guess had it the turn: two
+would not tell."""
 
 
 class Chosen(NamedTuple):
@@ -37,8 +38,9 @@ class Chosen(NamedTuple):
     members: NDArray[np.int64]  # requests
     lost_s: float = 0.0  # what a round with them is expected to lose against rounds without
     trials: tuple[Chosen, ...] = ()  # where nothing was chosen: what could be, the largest last
-    is_sample: bool = False  # the others have to catch up still
-    wanted: int = 0  # where nothing was chosen, since it is another's turn: what would have been
+    is_sample: bool = False  # it is for a few of many, and not what pays
+    has_turn: bool = True  # nobody else on the device has it
+    wanted: int = 0  # where another has it: nodes of a chain that would have been chosen
     is_tried: bool = False  # … and it is to guess for some of many all the same
 
 
@@ -79,15 +81,15 @@ class ProbingPlanner(FreeGuesses):
     def _trial_loses(self, drafter: str, rows: int, late: int, guess_s: float, pass_s: float) -> float:
         """Rounds that a trial of a rival costs: what it has to read before, of so many; and among many, where it
         guesses for a sample beside whose turn it is, its guesses."""
-        is_sample = rows > FEW
+        is_sample = is_by_sample(rows)
         late = min(late, _SAMPLE) if is_sample else late
         lost_s = self._catch_ups.seconds(drafter, late, pass_s) if late else 0.0
         return (lost_s + RUN * guess_s * is_sample) / pass_s
 
-    def _of_rival(self, drafter: str, rows: int, chosen: Chosen, wanted: int) -> Chosen:
+    def _of_rival(self, drafter: str, rows: int, members: NDArray[np.int64], wanted: int) -> Chosen:
         """It is another's turn: had it been its own, so many nodes would have been chosen."""
         is_tried = self._rivals.tries(rows, self._rounds, is_sample=True) == drafter
-        return chosen._replace(wanted=wanted, is_tried=is_tried)
+        return Chosen(0, 0, members, has_turn=False, wanted=wanted, is_tried=is_tried)
 
     def _or_probe(
         self,
@@ -128,6 +130,7 @@ class ProbingPlanner(FreeGuesses):
         return self._begin_run(drafter, request_ids, rows, probe) if probe.is_sample else probe
 
     def _begin_run(self, drafter: str, request_ids: Sequence[str], rows: int, probe: Chosen) -> Chosen:
+        self._probes.probed(drafter)
         self._sampling.add(drafter)
         self._sampled += 1
         ids = frozenset([request_ids[i] for i in probe.members.tolist()])

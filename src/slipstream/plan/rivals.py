@@ -2,7 +2,8 @@
 
 Two heads say much the same, and each takes its time: together they are hardly ever worth it. Which one is better
 depends on how many requests run, and on the text. So each is reckoned as if it were alone, in every round, and the one
-that promises most has its turn; the others are probed now and then, like all that do not pay.
+that promises most has its turn; the others are probed now and then, like all that do not pay, or tried: among a few
+requests in its place, among more for some of them, beside it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 
 from slipstream.plan.extras import crowd_of
 from slipstream.plan.planner import Beside
+from slipstream.plan.sizes import MARGIN
 
 _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
-FEW, _SOME = 8, 32
+_FEW, _SOME = 8, 32
 _BETTER, _BETTER_OF_SOME, _BETTER_OF_MANY = 1.05, 1.08, 1.12
 """Whoever takes another's turn must promise so many times as much, beyond what it takes to read what it missed: among a
 few requests, some and many. To be wrong costs more, the more there are."""
@@ -98,14 +100,15 @@ class Rivals:
     def asks(self, drafter: str, rows: int, now: int) -> bool:
         """Is it worth knowing in this round what it promises?"""
         crowd = crowd_of(rows)
-        last, trial = self._holder(crowd, now), self._trials.get(crowd)
-        promises = self._promised_of(crowd)
+        last, promises = self._holder(crowd, now), self._promised_of(crowd)
         if not any(drafter in one for one in promises):
             return True  # it is nobody's rival, or was never asked
         if last is None or frozenset((last, drafter)) in self._apart:
             return True
-        if trial is not None and trial.begin <= now < trial.end and (not trial.is_sample or drafter == trial.drafter):
-            return drafter == trial.drafter
+        if self.tries(rows, now, is_sample=True) == drafter:
+            return True
+        if (tried := self.tries(rows, now)) is not None:
+            return tried == drafter
         if now % _asked(rows) == 0 or last == drafter:
             return True
         if any(last in one and now - one[last].round <= 1 and one[last].untried > _UNTRIED for one in promises):
@@ -159,8 +162,7 @@ class Rivals:
 
         Whoever guesses for other requests takes nobody's turn. beside: others' guesses are in the round already, and
         leave less to promise: that is compared with what was promised in such rounds, for rivals are asked in turn.
-        untried: the part of the requests for which it has not guessed yet. loses: rounds that a trial
-        costs.
+        untried: the part of the requests for which it has not guessed yet. loses: rounds that a trial costs.
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
@@ -193,8 +195,9 @@ class Rivals:
         if is_time and is_unknown and speed > max(1.0, _NEAR * fresh[best]):
             again = trial is not None and trial.drafter == drafter and not trial.has_won
             apart = min(2 * trial.apart, _LONGEST) if trial is not None and again else _APART
-            end = now + 1 + (_TRIAL if rows == 1 else _TRIAL_OF_SOME if rows <= FEW else RUN)
-            self._trials[crowd] = _Trial(drafter, now + 1, end, apart, rows > FEW)  # this round may be another's
+            end = now + 1 + (_TRIAL if rows == 1 else _TRIAL_OF_SOME if rows <= _FEW else RUN)
+            # from the next round on: this one may be another's
+            self._trials[crowd] = _Trial(drafter, now + 1, end, apart, is_by_sample(rows))
         return holder == drafter
 
     def _holder(self, crowd: int, now: int) -> str | None:
@@ -227,11 +230,16 @@ class Rivals:
         return [one for (of, _), one in self._promises.items() if of == crowd]
 
 
+def is_by_sample(rows: int) -> bool:
+    """Is a rival tried for a few of so many requests, beside whose turn it is, or in its place?"""
+    return rows > _FEW
+
+
 def _more(rows: int, untried: float) -> float:
     """How many times as much one must promise to take another's turn, which has not guessed for such a part yet."""
     if untried > _UNTRIED:
-        return 1.0  # the turn was had with others: both know as little of these
-    return _BETTER if rows <= FEW else _BETTER_OF_SOME if rows <= _SOME else _BETTER_OF_MANY
+        return MARGIN  # the turn was had with others: both know as little of these
+    return _BETTER if rows <= _FEW else _BETTER_OF_SOME if rows <= _SOME else _BETTER_OF_MANY
 
 
 def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset[str], untried: float) -> _Promise:
@@ -248,4 +256,4 @@ def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset
 
 def _asked(rows: int) -> int:
     """Rounds from one question to the next."""
-    return _ASKED if rows <= FEW else _ASKED_OF_MANY
+    return _ASKED if rows <= _FEW else _ASKED_OF_MANY
