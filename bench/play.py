@@ -23,7 +23,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -340,6 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         temperatures = [float(one) for one in chosen("--temperatures", options.temperatures, ("0", "1"))]
     except ConfigError as error:
         parser().error(str(error))
+    for task, warmth in product(tasks, temperatures) if real else ():
+        if (task, warmth) not in real:
+            parser().error(f"--offers: no file has {task} at --temperatures {warmth:g}; leave it out, or add its file")
     results: dict[str, Any] = {"cells": {}}
     ratios: dict[str, float] = {}
     for seed in seeds:

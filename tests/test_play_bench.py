@@ -45,3 +45,13 @@ def test_what_is_asked_wrongly(option: str, wrong: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         play.main([option, wrong])
     assert f"{option}='{wrong}'" in capsys.readouterr().err
+
+
+def test_a_temperature_of_which_there_is_no_real_text_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "T0.json"
+    file.write_text(json.dumps({"temperature": 0.0, "tasks": {"math": []}}))
+    with pytest.raises(SystemExit):
+        play.main(["--offers", str(file), "--temperatures", "0,1"])
+    assert "math at --temperatures 1" in capsys.readouterr().err
