@@ -19,17 +19,17 @@ def test_every_place_has_an_offer_and_is_played(
     lines = [{"question_id": i, "category": ("qa", "rag")[i % 2], "turns": [f"Ask {i} {i}"]} for i in range(6)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = f"--model {tiny_target} --drafter ngram model:{tiny_target} --prompts {prompts} --to {kept}"
-    offers.main(f"{words} --prompts-each 2 --max-tokens 24 --longest 32".split())
-    assert capsys.readouterr().out.count("48 tokens") == 4, "both tasks, by both drafters"
+    offers.main(f"{words} --prompts-each 2 --max-tokens 48 --longest 32".split())
+    assert capsys.readouterr().out.count("96 tokens") == 4, "both tasks, by both drafters"
     found = play.offered([kept])
     assert set(found) == {("qa", 0.0), ("rag", 0.0)}
     for answers in found.values():
         assert len(answers) == 2
         for trace in answers:
             places = [offer.position for offer in trace.offers["model"]]
-            assert places == list(range(1, 23)), "but the first token, which the prompt brings, and the last"
+            assert places == list(range(1, 47)), "but the first token, which the prompt brings, and the last"
             for offer in trace.offers["model"]:
-                assert offer.nodes == offer.right == min(11, 24 - offer.position - 1)
+                assert offer.nodes == offer.right == min(11, 48 - offer.position - 1)
             assert all(offer.right <= offer.nodes for offer in trace.offers.get("ngram", ()))
     play.main(["--offers", str(kept), "--at-once", "4", "--temperatures", "0", "--tasks", "qa"])
     rates = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]["qa x4 T=0, seed 1"]
