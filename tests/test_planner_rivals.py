@@ -31,14 +31,19 @@ LEVEL = {"head": 0.22, "small": 0.08}
 """Milliseconds of passes of a 7B-class target on a GPU, and of a guess."""
 
 
+def _planner() -> AdaptivePlanner:
+    made = AdaptivePlanner(PassCost(0.001))
+    made.pad_passes()
+    drafts = {name: (DraftSeen(1, Curve((1, DEEP), (ms, DEEP * ms))),) for name, ms in LEVEL.items()}
+    made.adopt(MeasuredCosts(PASSES, drafts=drafts))
+    return made
+
+
 class Game:
     """Rounds of one request with two drafters, each of which has so many guesses right."""
 
     def __init__(self) -> None:
-        self.planner = AdaptivePlanner(PassCost(0.001))
-        self.planner.pad_passes()
-        drafts = {name: (DraftSeen(1, Curve((1, DEEP), (ms, DEEP * ms))),) for name, ms in LEVEL.items()}
-        self.planner.adopt(MeasuredCosts(PASSES, drafts=drafts))
+        self.planner = _planner()
         self.planner.start("a", Traits())
         self.plans: list[dict[str, int]] = []
 
@@ -66,11 +71,8 @@ class Crowd:
     """The same of many requests, which come to their end by turns."""
 
     def __init__(self, requests: int) -> None:
-        self.planner = AdaptivePlanner(PassCost(0.001))
-        self.planner.pad_passes()
+        self.planner = _planner()
         self.planner.limit_rows(256)
-        drafts = {name: (DraftSeen(1, Curve((1, DEEP), (ms, DEEP * ms))),) for name, ms in LEVEL.items()}
-        self.planner.adopt(MeasuredCosts(PASSES, drafts=drafts))
         self.requests, self.ids, self.guessed = requests, list[str](), list[dict[str, set[str]]]()
         self.renew()
 

@@ -238,10 +238,10 @@ class AdaptivePlanner(ProbingPlanner):
                 self._hear_alone(rows, gain(size))
             elif self._rounds % _RECKON == 0:
                 self._suppose_alone(rows, *alone())
-        if size or not has_turn or trees is not None:  # a tree that nearly pays may have a shape that is new
-            if not has_turn:
-                wanted = max(self._sizes.choices(drafter, len(rate) - 1), key=rate.__getitem__) if trees is None else 0
-                return self._of_rival(drafter, rows, order, wanted)
+        if not has_turn:
+            wanted = max(self._sizes.choices(drafter, len(rate) - 1), key=rate.__getitem__) if trees is None else 0
+            return self._of_rival(drafter, rows, order, wanted)
+        if size or trees is not None:  # a tree that nearly pays may have a shape that is new
             return Chosen(most, deep, order[: count + 1] if size else order)
         lost_s = whole_s[:, -1] * (1 - rates[:, -1] / rate[0])  # [K + 1]: with guesses for all of them
         sizes = self._sizes.choices(drafter, len(rate) - 1)[1:]
