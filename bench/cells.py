@@ -59,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tasks", help="by comma; default: all that the prompts have")
     made.add_argument("--at-once", help="requests at once, by comma; default: 1,4,16,64, on a CPU 1,4")
     made.add_argument("--temperatures", help="by comma; default: 0,1, on a CPU 0")
-    made.add_argument("--seconds", type=float, default=0.4, help="of each measurement of a setting in a cell")
+    made.add_argument(
+        "--seconds", default="0.4", help="of a measurement in a cell; or by comma, for each of --at-once, fewest first"
+    )
     made.add_argument("--repeats", type=int, default=2, help="measurements of each setting in a cell, in turn")
     made.add_argument("--max-tokens", type=int, default=128, help="of an answer; then the next request begins")
     made.add_argument("--prompts-each", type=int, default=16, help="prompts of a task, at least as many as at once")
@@ -86,6 +88,20 @@ def temperatures(text: str) -> tuple[float, ...]:
     return found
 
 
+def windows(text: str, at_once: Sequence[int]) -> dict[int, float]:
+    """Seconds of a measurement, by how many requests are at once: one number for all, or one for each."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) not in (1, len(at_once)) or not all(seconds > 0 for seconds in found):
+        loads = ",".join(map(str, at_once))
+        raise ConfigError(
+            f"--seconds={text!r}: must be one number above 0, or one for each of {loads} at once, by comma"
+        )
+    return dict(zip(at_once, found * len(at_once) if len(found) == 1 else found, strict=True))
+
+
 def checked(options: argparse.Namespace) -> dict[str, Any]:
     """The lists among the options. Sets what depends on the device or the target."""
     kind = "cuda" if options.device.startswith("cuda") else "cpu"
@@ -98,6 +114,7 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
         "parts": chosen("--parts", options.parts, PARTS),
         "settings": chosen("--settings", options.settings or USUAL[kind], SETTINGS),
         "cells": tuple(cells(tasks, at_once, warmths, options.cells)),
+        "seconds": windows(options.seconds, at_once),
         "trials": sizes("--trials", options.trials) if options.trials else (at_once[0], at_once[-1]),
         "peers": chosen("--peers", options.peers, cells_peers.MODES),
     }

@@ -31,13 +31,15 @@ class Task(JsonTask):
     context: int
     max_tokens: int
     prompts_each: int
-    seconds: float
+    seconds: tuple[float, ...]  # of a window, for each of the cells
     repeats: int
 
     @staticmethod
     def read(text: str) -> Task:
         given = json.loads(text)
-        return Task(**{**given, "cells": tuple(Cell(**cell) for cell in given["cells"])})
+        return Task(
+            **{**given, "cells": tuple(Cell(**cell) for cell in given["cells"]), "seconds": tuple(given["seconds"])}
+        )
 
 
 def run_apart(task: Task, peer_path: str | None, timeout: float) -> dict[str, Any]:
@@ -50,13 +52,13 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
     found: dict[str, Any] = {"version": vllm.version, "open_s": round(vllm.open_s, 1), "cells": {}}
     texts, tokenizer = by_task(Path(task.prompts) if task.prompts else None), vllm.llm.get_tokenizer()
     names, loads = count(), set()
-    for cell in task.cells:
+    for cell, seconds in zip(task.cells, task.seconds, strict=True):
         room = vllm.context - task.max_tokens - 1
         prompts = prompts_of(tokenizer, texts[cell.task], cell.at_once, room, task.prompts_each)
         if cell.load not in loads:
             loads.add(cell.load)
             run(vllm.llm, cell, prompts, task.max_tokens, WARM_S, names)
-        windows = [run(vllm.llm, cell, prompts, task.max_tokens, task.seconds, names) for _ in range(task.repeats)]
+        windows = [run(vllm.llm, cell, prompts, task.max_tokens, seconds, names) for _ in range(task.repeats)]
         found["cells"][cell.name] = point(windows)
         tell(found)
 

@@ -37,6 +37,7 @@ class Wanted:
     parts: tuple[str, ...]
     settings: tuple[str, ...]
     cells: tuple[Cell, ...]
+    seconds: dict[int, float]  # of a measurement, by requests at once
     trials: tuple[int, ...]  # requests at once
     peers: tuple[str, ...]
 
@@ -189,11 +190,13 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
             report.put([cell.name for cell in left[number:]], "cells_left")
             return
         with report.part(f"cell {cell.name}"), whole.clock.step():
-            prompts = whole.prompts(bench.llm, cell)
+            prompts, seconds = whole.prompts(bench.llm, cell), whole.wanted.seconds[cell.at_once]
             bench.read(prompts)
 
-            def measure(name: str, cell: Cell = cell, prompts: list[list[int]] = prompts) -> Any:
-                seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, options.seconds)
+            def measure(
+                name: str, cell: Cell = cell, prompts: list[list[int]] = prompts, seconds: float = seconds
+            ) -> Any:
+                seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, seconds)
                 whole.keep(cell.name, name, seen)
                 return seen
 
@@ -247,7 +250,7 @@ def _peers(whole: Run) -> None:
                 whole.context,
                 options.max_tokens,
                 options.prompts_each,
-                options.seconds,
+                tuple(whole.wanted.seconds[cell.at_once] for cell in whole.wanted.cells),
                 options.repeats,
             )
             found = cells_peers.run_apart(task, options.peer_path, options.peer_timeout)

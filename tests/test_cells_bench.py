@@ -125,7 +125,9 @@ def test_the_whole_command(
     monkeypatch.setattr(widen, "SHAPE", WIDE)
     result = tmp_path / "found.json"
     words = f"--small {tiny_target} --target {tmp_path / 'big'} --work {tmp_path / 'work'} --heads {small_heads} "
-    words += f"--prompts {prompts_file} --max-tokens 12 --at-once 1,3 --temperatures 0,1 --seconds 0.01 --repeats 2 "
+    words += (
+        f"--prompts {prompts_file} --max-tokens 12 --at-once 1,3 --temperatures 0,1 --seconds 0.02,0.01 --repeats 2 "
+    )
     words += f"--trial-seconds 0.02 --trials 1,2 --phase 10 --eagle depth=3&width=2 --settings {','.join(SETTINGS)} "
     words += f"--parts cells,adversaries,switches,peers --device cpu --rounds queued --json {result}"
     words += f" --rounds-to {tmp_path / 'rounds.jsonl'}"
@@ -455,6 +457,8 @@ def test_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
         (["--settings", "plain,fast"], "'fast' is unknown"),
         (["--at-once", "0"], "--at-once='0'"),
         (["--temperatures", "warm"], "--temperatures='warm'"),
+        (["--at-once", "1,4,16", "--seconds", "2,1"], "--seconds='2,1': must be one number above 0"),
+        (["--seconds", "0"], "--seconds='0'"),
         (["--cells", "x3"], "none is called so"),
         (["--target", "big"], "--target needs --work"),
         (["--clock", "own"], "only for --device cpu"),
