@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cells_ours import forget_answers
 from cells_work import by_task, prompts_of
@@ -87,7 +87,14 @@ def _note(said: Said, name: str, request: DraftRequest, tree: Tree, promises: Se
     said.setdefault(prompt, {}).setdefault(name, {})[place] = Guess(place, tree, kept)
 
 
-def traces(llm: LLM, prompts: Sequence[list[int]], temperature: float, max_tokens: int, said: Said) -> list[Trace]:
+class Answer(NamedTuple):
+    """What was said to a prompt, and everybody's guesses."""
+
+    tokens: tuple[int, ...]
+    trace: Trace
+
+
+def answered(llm: LLM, prompts: Sequence[list[int]], temperature: float, max_tokens: int, said: Said) -> list[Answer]:
     """The answers to these prompts, and everybody's guesses."""
     asks = SpeculationParams(tenant="offers")
     params = [
@@ -106,7 +113,8 @@ def traces(llm: LLM, prompts: Sequence[list[int]], temperature: float, max_token
             for name, guesses in told.items()
         }
         whole = len(prompt), len(answer.token_ids), 0.0, 0.0, 0.0
-        found.append(Trace(*whole, tuple(offers), offers, temperature, overlap(prompt)))
+        trace = Trace(*whole, tuple(offers), offers, temperature, overlap(prompt))
+        found.append(Answer(tuple(answer.token_ids), trace))
     return found
 
 
@@ -131,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     texts = by_task(options.prompts)
     tasks = chosen("--tasks", options.tasks, list(texts)) if options.tasks else tuple(texts)
-    found: dict[str, list[Trace]] = {}
+    found: dict[str, list[Answer]] = {}
     for drafter in options.drafter:
         with LLM(
             options.model,
@@ -150,27 +158,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for task in tasks:
                 begun = time.perf_counter()
                 prompts = prompts_of(llm.tokenizer, texts[task], 1, options.longest, options.prompts_each)
-                answers = traces(llm, prompts, options.temperature, options.max_tokens, said)
-                found[task] = merged(found.get(task, answers), answers)
-                tokens = sum(trace.output_tokens for trace in answers)
+                answers = answered(llm, prompts, options.temperature, options.max_tokens, said)
+                found[task] = merged(found[task], answers) if task in found else answers
+                tokens = sum(len(answer.tokens) for answer in answers)
                 print(f"{drafter}, {task}: {tokens:,} tokens in {time.perf_counter() - begun:.0f} s", flush=True)
                 write(options.to, options.temperature, found)
 
 
-def merged(before: Sequence[Trace], now: Sequence[Trace]) -> list[Trace]:
+def merged(before: Sequence[Answer], now: Sequence[Answer]) -> list[Answer]:
     """What several drafters say to the same answers."""
-    for one, other in zip(before, now, strict=True):
-        if one.output_tokens != other.output_tokens:
-            raise SystemExit(f"an answer had {one.output_tokens} tokens, and now has {other.output_tokens}")
-    pairs = zip(before, now, strict=True)
-    return [
-        replace(one, offers={**one.offers, **other.offers}, drafters=(*one.offers, *other.offers))
-        for one, other in pairs
-    ]
+    found = []
+    for number, ((tokens, one), (again, other)) in enumerate(zip(before, now, strict=True), 1):
+        if tokens != again:
+            same = next((i for i, pair in enumerate(zip(tokens, again, strict=False)) if pair[0] != pair[1]), None)
+            where = f"at token {same + 1}" if same is not None else f"in length: {len(tokens)}, now {len(again)}"
+            raise SystemExit(f"answer {number} is another than before, {where}; drafters' guesses would not fit it")
+        offers = {**one.offers, **other.offers}
+        found.append(Answer(tokens, replace(one, offers=offers, drafters=tuple(offers))))
+    return found
 
 
-def write(to: Path, temperature: float, found: Mapping[str, Sequence[Trace]]) -> None:
-    tasks = {task: [packed(trace) for trace in answers] for task, answers in found.items()}
+def write(to: Path, temperature: float, found: Mapping[str, Sequence[Answer]]) -> None:
+    tasks = {task: [packed(answer.trace) for answer in answers] for task, answers in found.items()}
     opened = gzip.open if to.suffix == ".gz" else open
     with opened(to, "wt", encoding="utf-8") as file:
         file.write(json.dumps({"temperature": temperature, "tasks": tasks}, separators=(",", ":")) + "\n")

@@ -139,7 +139,7 @@ class Sender:
 
     def listened(self, recorder: Recorder, times: Sequence[float]) -> list[Served]:
         """The run with all drafts; before it some answers without, or nobody would know what small passes cost."""
-        self.real.engine.listen(recorder)
+        self.real.engine.listen(recorder, all_guesses=True)
         for count in PLAIN_AT_ONCE:
             self.send("off", [0.0] * min(count, len(times)))
         recorder.forget_requests()

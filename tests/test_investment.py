@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.gains import Turn
 from slipstream.plan.planner import Planner
+from slipstream.plan.traits import Traits
 
 BIG = Tree.chain(range(60))
 
@@ -61,6 +63,30 @@ def test_what_brings_nothing_is_given_up_and_tried_again_in_stretches() -> None:
 def test_where_rows_are_dear_it_is_hardly_ever_tried() -> None:
     trial = Trial(0.15)
     assert sum(trial.round(1)[0] for _ in range(3000)) <= 24
+
+
+def test_it_says_what_it_decided_and_the_guard_hears_of_it() -> None:
+    """Drafts that bring a token, in rounds that take three times as long for reasons that nobody is told."""
+    planner = AdaptivePlanner(PassCost(0.001))
+    planner.pad_passes()
+    planner.start("0", Traits())
+    taken = list[bool]()
+    for _ in range(400):
+        planner.next_round(1)
+        may = planner.speculates("0", ("d",))
+        taken.append(may and bool(planner.take("d", ["0"], [BIG], 1)[0]))
+        if may:
+            assert planner.reasons()["d"].startswith("d 60: 1.") == (planner.hoped > 1)
+        nodes = 60 * taken[-1]
+        planner.observe("d", "0", nodes, int(taken[-1]))
+        planner.observe_pass(1 + nodes, 1 + 0.001 * nodes)
+        turn = Turn("0", nodes, 2, ("d",)) if nodes else Turn("0", 0, 1)
+        planner.observe_round([turn], 3.0 if nodes else 1.0, hoped=planner.hoped)
+    assert any(taken[:30])
+    assert sum(taken) < 80
+    why = planner.why("0", "d")
+    assert why is not None
+    assert "as fast as none" in why
 
 
 def test_the_requests_that_it_pays_for_are_taken() -> None:

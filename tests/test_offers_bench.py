@@ -40,8 +40,9 @@ def test_every_place_has_an_offer_and_is_played(
 def test_answers_must_be_the_same() -> None:
     packed = {"request": [8, 5, 0, 0, 0, 0, 0], "drafters": [], "offers": {"a": [[1, 3, 2]]}}
     one, other = unpacked(packed), unpacked({**packed, "offers": {"b": [[1, 2, 0]]}})
-    (both,) = offers.merged([one], [other])
-    assert set(both.offers) == {"a", "b"}
-    longer = unpacked({**packed, "request": [8, 6, 0, 0, 0, 0, 0]})
-    with pytest.raises(SystemExit, match="5 tokens, and now has 6"):
-        offers.merged([one], [longer])
+    said = (1, 2, 3, 4, 5)
+    (both,) = offers.merged([offers.Answer(said, one)], [offers.Answer(said, other)])
+    assert set(both.trace.offers) == {"a", "b"} == set(both.trace.drafters)
+    for again, told in (((1, 2, 9, 4, 5), "at token 3"), ((*said, 6), "in length: 5, now 6")):
+        with pytest.raises(SystemExit, match=f"answer 1 is another than before, {told}"):
+            offers.merged([offers.Answer(said, one)], [offers.Answer(again, other)])

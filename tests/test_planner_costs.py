@@ -204,35 +204,35 @@ def test_noise_is_not_taken_for_context() -> None:
 def test_drafts_by_number_of_requests() -> None:
     cost = DraftCost(0.1)
     assert not cost.observed
-    assert cost.seconds(4, 11) / cost.seconds(4, 1) == pytest.approx(1 + 0.1 * 15), "filled up to 16"
+    assert cost.curve(4, 11)[-1] / cost.curve(4, 1)[-1] == pytest.approx(1 + 0.1 * 15), "filled up to 16"
     cost.observe(4, 8, 0.8)
-    assert cost.seconds(4, 8) == pytest.approx(0.8)
-    assert cost.seconds(2, 8) == pytest.approx(0.4)
-    assert cost.seconds(4, 1) == pytest.approx(0.8 / 1.7)
+    assert cost.curve(4, 8)[-1] == pytest.approx(0.8)
+    assert cost.curve(2, 8)[-1] == pytest.approx(0.4)
+    assert cost.curve(4, 1)[-1] == pytest.approx(0.8 / 1.7)
     cost.observe(4, 1, 0.1)
-    assert cost.seconds(4, 1) == pytest.approx(0.1)
-    assert cost.seconds(4, 8) == pytest.approx(0.8)
+    assert cost.curve(4, 1)[-1] == pytest.approx(0.1)
+    assert cost.curve(4, 8)[-1] == pytest.approx(0.8)
 
 
 def test_drafts_between_and_beyond_what_was_measured() -> None:
     seen = (DraftSeen(1, Curve((1, 5), (1.0, 5.0))), DraftSeen(8, Curve((1, 5), (2.0, 10.0))))
     cost = DraftCost(0.0, seen)
-    assert cost.seconds(3, 1) == pytest.approx(3)
-    assert cost.seconds(5, 8) == pytest.approx(10)
-    assert 1 < cost.seconds(1, 4) < 2
-    assert cost.seconds(1, 64) == pytest.approx(2 + 56 / 7)
+    assert cost.curve(3, 1)[-1] == pytest.approx(3)
+    assert cost.curve(5, 8)[-1] == pytest.approx(10)
+    assert 1 < cost.curve(1, 4)[-1] < 2
+    assert cost.curve(1, 64)[-1] == pytest.approx(2 + 56 / 7)
     cost.observe(5, 8, 20.0)  # twice as slow as measured: so are the others
-    assert cost.seconds(5, 1) == pytest.approx(10)
+    assert cost.curve(5, 1)[-1] == pytest.approx(10)
 
 
 def test_before_anything_is_known_guesses_are_not_weighed_against_passes() -> None:
     costs = Costs(PassCost(0.1))
     costs.observe_draft("d", 4, 1, 40.0)
-    assert costs.guess_s("d", 4, 1) == 0
+    assert costs.guess_curve("d", 4, 1)[-1] == 0
     assert costs.spent("d") == 0
     costs.passes.observe(1, 1.0)
     costs.observe_draft("d", 4, 1, 40.0)
-    assert costs.guess_s("d", 4, 1) == pytest.approx(40)
+    assert costs.guess_curve("d", 4, 1)[-1] == pytest.approx(40)
     assert (costs.spent("d"), costs.spent("d")) == (40.0, 0.0)
 
 

@@ -197,3 +197,26 @@ def test_a_probe_that_does_not_pay_is_held_against_nobody() -> None:
         gains.next_round(16)
         assert gains.drafts("0", ("d",)) == is_probe
         assert gains.of("0").measured < 0.8, "what it came to is told all the same"
+
+
+def test_plain_rounds_of_about_as_many_are_asked_for_again_when_they_are_old() -> None:
+    """One of six was seen, and five run: they are taken to be alike."""
+    gains = guard(6)
+    assert not gains.lacks_plain(5)
+    for _ in range(600):
+        gains.next_round(5)
+        gains.observe([Turn(f"r{i}", 1, 2, ("d",)) for i in range(5)], 1.0, 1.5)
+    assert gains.lacks_plain(5)
+    gains.observe([Turn(f"r{i}", 0, 1) for i in range(5)], 1.0)
+    assert not gains.lacks_plain(5)
+    assert not gains.lacks_plain(6)
+
+
+def test_what_is_lost_in_the_last_round_of_a_request_empties_no_others_purse() -> None:
+    gains = guard(1)
+    gains.next_round(1)
+    before = gains.stake(("d",), ["r0"], 1)
+    gains.observe([Turn("gone", 4, 1, ("d",))], 3.0, 1.5)
+    assert gains.stake(("d",), ["r0"], 1) == before
+    gains.observe([Turn("r0", 4, 1, ("d",))], 3.0, 1.5)
+    assert gains.stake(("d",), ["r0"], 1) < before

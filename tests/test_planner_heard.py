@@ -147,8 +147,8 @@ def test_nor_a_draft() -> None:
     costs = {late: DraftCost(0.001, (DraftSeen(64, Curve((1, 5), (1e-3, 5e-3))),), late=late) for late in (False, True)}
     for cost in costs.values():
         cost.observe(3, 64, 30e-3)
-    assert costs[True].seconds(3, 64) == pytest.approx(3e-3)
-    assert costs[False].seconds(3, 64) == pytest.approx(30e-3)
+    assert costs[True].curve(3, 64)[-1] == pytest.approx(3e-3)
+    assert costs[False].curve(3, 64)[-1] == pytest.approx(30e-3)
 
 
 def test_one_slow_round_of_many_silences_nobody() -> None:

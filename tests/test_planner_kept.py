@@ -158,3 +158,10 @@ def test_somebody_who_never_keeps_a_promise_is_not_taken_for_one_who_makes_none(
         word.promise("a", 5.0)
         word.observe("a", 0)
     assert 0 < word.factor("a") < 0.001
+
+
+def test_a_clock_that_stands_still_says_nothing() -> None:
+    kept = KeptPromises()
+    kept.foretell("d", 1, Foretold(2.0, 1.0, 3))
+    kept.observe(frozenset({"d"}), 1, 2, 0.0, 3)
+    assert kept.kept("d", 1) == 1.0

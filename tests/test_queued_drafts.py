@@ -226,6 +226,47 @@ class TestModelDrafter:
         assert max(highest) < 32
 
 
+class TestTheHostKnowsTheText:
+    """A round may be queued before the last one is heard. Nobody on the host can guess then."""
+
+    @pytest.mark.parametrize("silent", ["speculates", "allows"])
+    def test_it_is_not_asked_otherwise(self, tiny_target: Path, silent: str) -> None:
+        """Behind rounds in which nobody may guess: those to compare with, and those for which the guard is off, until
+        the next plan begins."""
+
+        class Now(Planner):
+            rounds = 0
+
+            def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
+                self.rounds += 1
+
+            @property
+            def silences(self) -> bool:
+                return True
+
+            def speculates(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
+                return silent != "speculates" or self.rounds % 4 > 0
+
+            def allows(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
+                return silent != "allows" or self.rounds % 4 > 0
+
+        unheard: list[int] = []
+
+        class Listens(Letters):
+            def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+                ids = {request.id for request in requests}
+                unheard.append(sum(a.queued for a in bench.engine.scheduler.running if a.id in ids))
+                return super().propose(requests, budget)
+
+        bench = Queue(tiny_target, Listens(), max_num_seqs=4)
+        bench.engine.drafting.planner = Now()
+        arrivals = [Arrival(3 + i, replace(PARAMS, max_tokens=40, seed=i)) for i in range(3)]
+        got = bench.run(arrivals)
+        assert [a.token_ids for a in got] == [a.token_ids for a in Stepper(tiny_target, None).run(arrivals)]
+        assert len(unheard) > 20
+        assert not any(unheard)
+
+
 class TestFailures:
     def test_a_drafter_that_raises_in_a_round_is_dropped(self, tiny_target: Path) -> None:
         drafter = Echo()

@@ -68,7 +68,7 @@ def record_real(
 
     monkeypatch.setattr(engine.target, "forward", slow)
     recorder = Recorder(engine)
-    engine.listen(recorder)
+    engine.listen(recorder, all_guesses=True)
     times = [1000.0]
     while len(times) < requests:
         times.append(times[-1] + dice.expovariate(1 / gap))
@@ -305,7 +305,7 @@ def test_who_does_not_listen_costs_nothing_and_a_recorder_hears_device_drafts(ti
     stepper = Stepper(tiny_target, f"model:{tiny_target}")
     assert stepper.engine.listener is None is stepper.engine.drafting.listener
     recorder = Recorder(stepper.engine)
-    stepper.engine.listen(recorder)
+    stepper.engine.listen(recorder, all_guesses=True)
     sink: list[RequestOutput] = []
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculation=SpeculationParams())
     stepper.engine.add(stepper._intake.job([1, 2, 3, EOS - 9], params, sink.append, streaming=False))
@@ -400,7 +400,7 @@ def test_a_queued_round_waits_for_the_host_and_else_is_planned_before_the_last_i
     engine = queued_engine(host)
     planner = engine.drafting.planner
     told: list[str] = []
-    for name in ("next_round", "observe_round", "observe_wait"):
+    for name in ("next_round", "observe", "observe_round", "observe_wait"):
         monkeypatch.setattr(planner, name, lambda *_, _name=name, **__: told.append(_name))
     engine.step(0.0)  # its prompt, for which there is nothing to plan
     assert not told
@@ -409,6 +409,16 @@ def test_a_queued_round_waits_for_the_host_and_else_is_planned_before_the_last_i
         engine.step(begun)
         assert engine.busy_until - begun == pytest.approx(0.012 if host else 0.010)
     if host:
-        assert told == ["next_round", *(2 * ["observe_wait", "observe_round", "next_round"])]
+        assert told == ["next_round", *(2 * ["observe", "next_round", "observe_wait", "observe_round"])]
     else:
-        assert told == ["next_round", "next_round", "observe_round", "next_round", "observe_round"]
+        assert told == ["next_round", *(2 * ["next_round", "observe", "observe_round"])]
+
+
+def test_all_guesses_are_made_for_a_recording_only(tiny_target: Path) -> None:
+    engine = Stepper(tiny_target, "ngram").engine
+    recorder = Recorder(engine)
+    assert not engine.drafting.records, "it does not listen yet"
+    engine.listen(recorder, all_guesses=True)
+    assert engine.drafting.records
+    engine.listen(None)
+    assert not engine.drafting.records

@@ -63,7 +63,6 @@ class Recorder:
     def __init__(self, engine: Engine) -> None:
         """engine: whose rounds it will hear of, once `Engine.listen` is told."""
         self._engine = engine
-        engine.drafting.records = True
         self._on_device = {n for n, d in engine.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
         self._requests: dict[str, _Open] = defaultdict(_Open)
         self._passes: dict[tuple[int, int, int, int], list[tuple[int, float]]] = defaultdict(list)

@@ -89,9 +89,11 @@ class Replica:
     _walks: Walks = field(init=False, default_factory=Walks)
     _served: dict[str, Served] = field(init=False, default_factory=dict)
     _count: int = field(init=False, default=0)
-    _news: list[Callable[[], None]] = field(init=False, default_factory=list)
-    """What drafters and planner are to be told of the last round: behind the next plan, where rounds are queued and
-    nobody waits."""
+    _verdicts: list[Callable[[], None]] = field(init=False, default_factory=list)
+    """What became of guesses in the last round, which drafters and planner are to be told: behind the next plan, where
+    rounds are queued and nobody waits."""
+    _times: list[Callable[[], None]] = field(init=False, default_factory=list)
+    """What it took: behind the next plan, where rounds are queued."""
 
     def __post_init__(self) -> None:
         machine = self.recording.machine
@@ -156,7 +158,8 @@ class Replica:
             self.scheduler.release(answer)
             self._walks.end(answer.id)
         self._served.clear()
-        self._news.clear()
+        self._verdicts.clear()
+        self._times.clear()
 
     def step(self, now: float) -> list[Served]:
         """One round that begins now and lasts to `busy_until`: the requests that it ends."""
@@ -171,13 +174,19 @@ class Replica:
         if isinstance(planner, _TimedPlanner):
             planner.requests = max(1, len(decodes))
         waits = queued and self.drafting.waits(decodes)
-        news, self._news = self._news, []
+        verdicts_of_last, times_of_last = self._verdicts, self._times
+        self._verdicts, self._times = [], []
         if waits or not queued:
-            _tell(news)
+            _tell(verdicts_of_last)
+        if not queued:
+            _tell(times_of_last)
         plan = self.drafting.plan(decodes) if decodes or not queued else Gathered.of(0).plan()
+        hoped = planner.hoped
         lagging = self.drafting.following.lagging(decodes, plan) if queued else {}
         if queued and not waits:  # it was planned while the device was still at work on the round before
-            _tell(news)
+            _tell(verdicts_of_last)
+        if queued:
+            _tell(times_of_last)
         if lagging:
             self.drafting.catch_up(lagging)
         if queued:
@@ -204,7 +213,7 @@ class Replica:
             read_s += 0.0 if waits else self.costs.wait_s(len(decodes))
             host_s += read_s
             if not chunks:
-                self._news += [partial(planner.observe_catch_up, name, len(lagging[name]), read_s) for name in lagging]
+                self._times += [partial(planner.observe_catch_up, name, len(lagging[name]), read_s) for name in lagging]
         times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows)
         lasted_s = times.host + times.draft + times.verify
         self.busy_until = now + lasted_s
@@ -212,20 +221,20 @@ class Replica:
         done = self._emit(decodes, verdicts, completing, plan.drafts)
         tokens = sum([len(verdict.tokens) for verdict in verdicts])
         if wait_s and not chunks:
-            self._news.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s))
+            self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s))
         if queued and decodes:
             read_s = self.costs.pass_s(0, read_rows, 0) if chunks else 0.0
-            self._news.append(partial(planner.observe_reads, len(decodes), tokens, read_s))
+            self._times.append(partial(planner.observe_reads, len(decodes), tokens, read_s))
         if queued and (chunks or lagging):
             return done  # a round like no other: what it took is not told
         for size in plan.drafts:
             took = self.costs.draft_s(size.drafter, len(decodes), size.levels or size.nodes)
-            self._news.append(partial(self.drafting.observe_draft, size, took, len(decodes)))
+            self._times.append(partial(self.drafting.observe_draft, size, took, len(decodes)))
         if wait_s:
-            self._news += [partial(planner.observe_wait, name, wait_s) for name in plan.hosts]
+            self._times += [partial(planner.observe_wait, name, wait_s) for name in plan.hosts]
         if not chunks:
-            told = (self.drafting, decodes, verdicts, times, load, lasted_s, None, Waited(plan.hosts, wait_s))
-            self._news.append(partial(observe_round, *told))
+            told = (self.drafting, decodes, verdicts, times, load, lasted_s, None, Waited(plan.hosts, wait_s), hoped)
+            self._times.append(partial(observe_round, *told))
         return done
 
     def _emit(
@@ -253,7 +262,7 @@ class Replica:
             self._walks.end(answer.id)
             done.append(self._served.pop(answer.id))
         grown = {size.drafter: size.levels for size in drafts if size.levels}
-        self._news.append(partial(self._observe, running, grown))
+        self._verdicts.append(partial(self._observe, running, grown))
         return done
 
     def _observe(self, running: Sequence[tuple[Answer, Verdict]], grown: Mapping[str, int]) -> None:

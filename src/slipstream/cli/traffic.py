@@ -44,7 +44,7 @@ class Tape:
         self._recorder = Recorder(llm.engine)
 
     def start(self) -> None:
-        self._llm.between_rounds(lambda engine: engine.listen(self._recorder))
+        self._llm.between_rounds(lambda engine: engine.listen(self._recorder, all_guesses=True))
 
     def forget_requests(self) -> None:
         """What was asked so far is no traffic, though what it cost counts."""

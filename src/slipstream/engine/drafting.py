@@ -236,10 +236,9 @@ class Drafting:
         """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
         resting = [name for name in self.guards if self.planner.rests(name, len(answers))]
         self._resting = {name for name in resting if not self._peek(name, answers)}
-        awake = {n for n, guard in self.guards.items() if guard.dropped is None and n not in self._resting}
-        asked = awake if self.enabled else set()
-        theirs = ((a.id, name) for a in answers for name in a.drafters if name in asked and name not in a.refused)
-        self._waited = any(self.planner.speculates(request_id, (name,)) for request_id, name in theirs)
+        awake = {n for n, g in self.guards.items() if self.enabled and g.dropped is None and n not in self._resting}
+        theirs = ((a.id, name) for a in answers for name in a.drafters if name in awake and name not in a.refused)
+        self._waited = any(self.planner.allows(request_id, (name,)) for request_id, name in theirs)
         return self._waited
 
     def _peek(self, name: str, answers: Sequence[Answer]) -> bool:
@@ -257,7 +256,8 @@ class Drafting:
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes if self.enabled else ()):
             for name in answer.drafters:
-                if name not in answer.refused and name not in self._resting:
+                is_known = not answer.queued or name in self._on_device  # the host goes on from whole texts only
+                if is_known and name not in answer.refused and name not in self._resting:
                     groups.setdefault(name, []).append(i)
         ordered = self._gathering.ordered(groups)
         hosts = [group for group in ordered if group[0] not in self._on_device]

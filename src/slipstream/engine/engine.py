@@ -144,9 +144,11 @@ class Engine:
             self.scheduler.add(answer)
         self._deadlines.add(job)
 
-    def listen(self, listener: RoundListener | None) -> None:
-        """Tell this one of every round from now on; None: nobody."""
+    def listen(self, listener: RoundListener | None, *, all_guesses: bool = False) -> None:
+        """Tell this one of every round from now on; None: nobody. all_guesses: also those that cannot pay, which takes
+        time that is else saved."""
         self.listener = self.drafting.listener = listener
+        self.drafting.records = all_guesses
 
     def check_queue(self, coming: int) -> None:
         """Raise `QueueFull` where too many wait, with these who are on their way. Any thread may ask."""

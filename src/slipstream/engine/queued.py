@@ -206,6 +206,7 @@ class QueuedEngine(Engine):
             sum(chunk.rows for chunk in schedule.chunks),
             ahead,
             caught_up if usual else (),
+            hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
             in_time=self._heard_at is None,
         )
 
@@ -365,7 +366,9 @@ class QueuedEngine(Engine):
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]
-            observe_round(self.drafting, answers, heard.verdicts, times, load, lasted_s, waited=waited)
+            observe_round(
+                self.drafting, answers, heard.verdicts, times, load, lasted_s, waited=waited, hoped=ticket.hoped
+            )
             for name in waited.drafters:
                 self.drafting.planner.observe_wait(name, waited.seconds)
             for size in ticket.drafts:

@@ -87,6 +87,7 @@ class Ticket:
     read_rows: int = 0  # of prompts that were computed beside
     ahead: Ahead | None = None  # the draft that was begun before it was planned
     caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
+    hoped: float = 1.0  # how many times as fast as plain decoding it is to be
     in_time: bool = False  # it was queued while the one before it was under way
 
     def wait(self) -> None:

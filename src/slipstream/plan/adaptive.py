@@ -75,7 +75,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._gains.start(request_id, traits)
 
     def speculates(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
-        return not self._plain_round and self._gains.drafts(request_id, drafters)
+        return not self._plain_round and self.allows(request_id, drafters)
 
     @property
     def silences(self) -> bool:
@@ -355,7 +355,9 @@ class AdaptivePlanner(ProbingPlanner):
         context: int = 0,
         beyond_s: float | None = None,
         waited: Waited = NO_WAIT,
+        hoped: float | None = None,
     ) -> None:
+        hoped = self._hoped if hoped is None else hoped
         rows, nodes = len(turns), sum([turn.drafted for turn in turns])
         if beyond_s is not None and turns:
             self._extras.observe(rows, nodes > 0, beyond_s - self._guessed_s)
@@ -367,8 +369,8 @@ class AdaptivePlanner(ProbingPlanner):
         if turns and waited.in_time and self._cost.padded:
             self._floor.observe(rows, nodes > 0, seconds, waited.beyond, self._rounds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
-        is_probe = self._cost.padded and self._hoped <= 1
-        self._gains.observe(turns, seconds, self._hoped, context, usual, waited, is_probe=is_probe)
+        is_probe = self._cost.padded and hoped <= 1
+        self._gains.observe(turns, seconds, hoped, context, usual, waited, is_probe=is_probe)
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         if drafted:

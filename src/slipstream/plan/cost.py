@@ -131,7 +131,7 @@ class PassCost:
 
     def observe(self, rows: int, seconds: float, load: Load | None = None) -> None:
         load = self._load if load is None else load
-        edge = self._edge(rows)
+        edge = self.edge(rows)
         self._passes += 1
         self._last[edge] = self._passes
         if edge not in self._seen:
@@ -209,16 +209,16 @@ class PassCost:
         """Was a pass of about this size seen lately, or measured before?"""
         if self._measured is not None:
             return True
-        return self._edge(self.filled(rows) if self.padded else rows) in self._seen
+        return self.edge(self.filled(rows) if self.padded else rows) in self._seen
 
     def unseen(self, low: int, high: int) -> int | None:
         """The largest size for `low` rows or more, but below that of `high`, of which it would be good to know more."""
         if self._measured is not None:
             return None
-        if self._edge(self.filled(low)) in self._seen and self.seconds(high) <= _FLAT * self.seconds(low):
+        if self.edge(self.filled(low)) in self._seen and self.seconds(high) <= _FLAT * self.seconds(low):
             return None  # nothing to be won
         between = [size for size in SIZES if self.filled(low) <= size < self.filled(high)]
-        return next((size for size in reversed(between) if self._edge(size) not in self._seen), None)
+        return next((size for size in reversed(between) if self.edge(size) not in self._seen), None)
 
     def seconds(self, rows: int) -> float:
         return float(self._grown(rows)[rows - 1])
@@ -292,7 +292,8 @@ class PassCost:
         return int(_NEXT[rows - 1]) if rows <= len(_NEXT) else -(-rows // SIZES[-1]) * SIZES[-1]
 
     @staticmethod
-    def _edge(rows: int) -> int:
+    def edge(rows: int) -> int:
+        """Passes of so many rows are taken to be alike that have the same."""
         return _EDGE_OF[max(rows, 1) - 1] if rows < _EDGES[-1] else len(_EDGES) - 1
 
 

@@ -38,10 +38,6 @@ class Costs:
         """What this round's guesses took that are to be trimmed now; told once."""
         return self._spent.pop(drafter, 0.0)
 
-    def guess_s(self, drafter: str, size: int, requests: int) -> float:
-        """What a draft of so many nodes or levels takes; 0 as long as nobody knows."""
-        return float(self.guess_curve(drafter, size, requests)[-1])
-
     def knows(self, drafter: str) -> bool:
         """Was it seen or measured how long its guesses take?"""
         if drafter in self._drafts:
@@ -53,6 +49,7 @@ class Costs:
         return self.measured is not None and bool(self.measured.drafts.get(drafter))
 
     def guess_curve(self, drafter: str, most: int, requests: int) -> Floats:  # [most]
+        """What drafts of 1, 2, … nodes or levels take; 0 as long as nobody knows."""
         cost = self._of(drafter)
         return cost.curve(most, requests) * (cost.observed and self.passes.observed)
 

@@ -45,9 +45,6 @@ class DraftCost:
             self._costs[crowd].late = self._late
         self._costs[crowd].observe(size, seconds)
 
-    def seconds(self, size: int, requests: int) -> float:
-        return float(self.curve(size, requests)[-1])
-
     def curve(self, most: int, requests: int) -> Floats:  # [most]
         """For sizes 1, 2, …; in an arbitrary unit before anything was seen."""
         crowd = filled_crowd(requests)

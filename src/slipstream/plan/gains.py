@@ -153,7 +153,7 @@ class Gains:
 
     def __init__(self, slope: float, min_gain: float = 1.0, context: ContextCost | None = None) -> None:
         self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
-        self._last_plain: dict[int, int] = {}  # by requests: the round
+        self._last_plain: dict[int, int] = {}  # by size of pass: the round
         self._asked_plain: dict[int, _Asked] = {}  # … when there was to be one of which nothing was heard
         self._asked_idle: dict[int, _Asked] = {}  # by crowd: the same of some that follow each other
         self._plain_idle: dict[int, float] = {}  # by crowd: what of those that follow each other the device waits
@@ -218,7 +218,7 @@ class Gains:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
         if not self._told or self._rounds < self._asked_plain.get(requests, _NEVER).until:
             return False
-        last = self._last_plain.get(requests)
+        last = self._last_plain.get(PassCost.edge(requests))
         return not self._plain.seen(requests) or (last is not None and self._rounds - last > _OLD)
 
     def ask_plain(self, requests: int) -> None:
@@ -285,7 +285,7 @@ class Gains:
         if not drafted:
             if requests:
                 self._plain.observe(requests, self._plain_s(crowd, seconds, waited), Load(requests, context))
-                self._last_plain[requests] = self._rounds
+                self._last_plain[PassCost.edge(requests)] = self._rounds
                 self._asked_plain.pop(requests, None)
             return
         self._plain.at(Load(requests, context))
@@ -304,8 +304,9 @@ class Gains:
             brought = sum(turn.emitted for turn in turns) / requests
             record = self._records.setdefault(crowd, {}).setdefault(who, _Record())
             record.add(expected, brought / max(0.1, 1 + dearer))
-            whose = [self._traits.get(turn.request_id, _UNKNOWN) for turn in turns if turn.drafted]
-            self._purses.put(Whose.of(crowd, who, whose), brought - 1 - dearer, self._rounds)
+            drafted_for = [turn.request_id for turn in turns if turn.drafted]
+            if whose := [self._traits[name] for name in drafted_for if name in self._traits]:
+                self._purses.put(Whose.of(crowd, who, whose), brought - 1 - dearer, self._rounds)
         seen: dict[tuple[Traits, tuple[str, ...]], Gain] = {}  # of this round
         longer: dict[tuple[str, ...], float] = {}  # by those who guess so, for each of their nodes
         for request_id, nodes, emitted, drafters in turns:

@@ -150,12 +150,20 @@ class HostPlans(Planner):
         rates = (np.array(list(accumulate((gains[i] for i in order), initial=rows)))) / costs
         best = int(rates.argmax())
         pays = bool(rates[best] > rates[0] * self._margin * self._gains.doubt(self._with(drafter)))
+        self._decide(drafter, Decision(rows, nodes[best] if pays else 0, float(rates[1:].max(initial=0) / rates[0])))
         if not order or not invested.tries(pays, float(costs[-1] / costs[0]) - 1):
             return [NOTHING] * len(trees)
         if self._rounds % EXPLORE == EXPLORE - 1 and not self._cost.seen(rows):
             return [NOTHING] * len(trees)  # what a plain pass costs must be known, too
         taken = set(order[: best if pays else len(order)])
         return [tree if i in taken else NOTHING for i, tree in enumerate(trees)]
+
+    def allows(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
+        return self._gains.drafts(request_id, drafters)
+
+    @property
+    def hoped(self) -> float:
+        return self._hoped
 
     def observe_wait(self, drafter: str, seconds: float) -> None:
         self._waits.setdefault(drafter, CrowdWaits()).of(self._asked_rows).observe(seconds)

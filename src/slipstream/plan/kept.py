@@ -82,7 +82,8 @@ class KeptPromises:
         sums = self._sums.get(crowd, {}).get(drafter)
         if sums is None:
             return 1.0
-        usual = self._all[crowd].tokens / self._all[crowd].seconds
-        if not usual:
+        every = self._all[crowd]
+        if not (every.tokens and every.seconds):
             return 1.0
+        usual = every.tokens / every.seconds
         return min(max(sums.kept(usual) / usual, _LEAST), _MOST)

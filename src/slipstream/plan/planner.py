@@ -164,8 +164,17 @@ class Planner:
         """A request begins, of which so much is known."""
 
     def speculates(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
-        """May these guess for it together in this round? False where that slows down requests of its kind."""
+        """May these guess for it together in this round? Not where none of them does, nor in rounds to compare with."""
         return True
+
+    def allows(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
+        """The same of any round of as many requests as the last: not where that slows down requests of its kind."""
+        return True
+
+    @property
+    def hoped(self) -> float:
+        """How many times as fast as plain decoding the round is to be that was planned last; 1: nothing pays in it."""
+        return 1.0
 
     @property
     def silences(self) -> bool:
@@ -195,10 +204,12 @@ class Planner:
         context: int = 0,
         beyond_s: float | None = None,
         waited: Waited = NO_WAIT,
+        hoped: float | None = None,
     ) -> None:
         """A round of these requests, with so many tokens in all, took this long, drafts and host included.
 
         beyond_s: what of it was not the pass; None: that is not known, because rounds overlap. waited: for whom.
+        hoped: how fast it was to be; None: it was planned last.
         """
 
     def gain(self, request_id: str) -> Gain:
