@@ -224,12 +224,21 @@ def test_load_that_comes_and_goes() -> None:
 
 @pytest.mark.alone
 def test_planning_is_quick() -> None:
-    """Under 1% of a round of 5 ms with 64 requests would be 50 us; here only the order of magnitude is held."""
+    """On a GPU a plan for 64 requests is made while the device works for 5 ms and more; on a CPU one for four is made
+    while nobody works, and is to take 1% of 15 ms. Held is three times that: others may be at work here."""
     game = Game(roomy, lambda n: 2, draft_s=0.01, padded=True).play(50, 64)
     begun = time.perf_counter()
     for _ in range(100):
+        game.planner.next_round(64)
         game.planner.budget("d", game.ids, [LONG] * 64, 64)
-    assert (time.perf_counter() - begun) / 100 < 0.005
+    assert (time.perf_counter() - begun) / 100 < 0.003
+    game = Game(steep, lambda n: 2).play(50, 4)
+    trees, chances = [Tree.chain(range(LONG))] * 4, [[0.9 ** (i + 1) for i in range(LONG)]] * 4
+    begun = time.perf_counter()
+    for _ in range(100):
+        game.planner.next_round(4)
+        game.planner.trim("d", game.ids, trees, chances, 4)
+    assert (time.perf_counter() - begun) / 100 < 0.00045
 
 
 @CURVES
