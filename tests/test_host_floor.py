@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from queueing import PARAMS, Queue
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
 from slipstream.plan.floor import HostFloor
@@ -83,3 +86,21 @@ def test_more_is_guessed_where_small_rounds_are_no_shorter(host_ms: float, in_ti
         turns = [Turn(name, guessed, 1 + accepted, authors) for name, accepted in zip(ids, right, strict=True)]
         planner.observe_round(turns, pass_s + host_s, 64 * 300, waited=Waited(beyond=host_s, in_time=in_time))
     assert guessed == nodes
+
+
+def test_a_round_is_in_time_if_another_is_under_way(tiny_target: Path) -> None:
+    """Of one that begins when nothing is, the device waits for all that the host does."""
+    bench = Queue(tiny_target, None)
+    for _ in range(2):
+        bench.add([5, 6, 7], replace(PARAMS, max_tokens=6))
+        seen = []
+        while bench.engine.busy:
+            bench.engine.step()
+            seen += [ticket.in_time for ticket in bench.tickets if ticket.decodes]
+        assert len(seen) >= 5
+        assert all(seen), "its prompt was under way"
+        bench.drain()
+    for number in range(2):
+        bench.add([5, 6, 7 + number], replace(PARAMS, max_tokens=4))
+    bench.engine.step()
+    assert [ticket.in_time for ticket in bench.tickets] == [False]

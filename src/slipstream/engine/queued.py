@@ -207,7 +207,7 @@ class QueuedEngine(Engine):
             ahead,
             caught_up if usual else (),
             hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
-            in_time=self._heard_at is None,
+            in_time=self._heard_at is None and bool(self._tickets),
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
