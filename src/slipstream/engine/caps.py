@@ -84,6 +84,33 @@ class NodeCaps:
             caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
 
+    def barred(self, answer: Answer) -> str | None:
+        """Why nobody can ever guess for it, in words; None: somebody may."""
+        wanted = answer.params.speculation.draft_tokens
+        if wanted == 0:
+            return "off: the request asked for 0 draft tokens"
+        if wanted is None and self._draft_tokens == 0:
+            return "off: drafts may have 0 tokens (draft_tokens)"
+        return "off: drafts may take no memory (max_draft_memory)" if self._places == 0 else None
+
+    def why_none(self, name: str, answer: Answer, requests: int) -> str:
+        """Why a drafter may have no node for it in a round of so many requests, in words."""
+        barred, ends, length = self.barred(answer), self._drafters[name].max_positions, len(answer.tokens)
+        if barred is not None:
+            return barred
+        if self._max_rows < 2 * requests:
+            return f"off: a pass has {self._max_rows} rows for {requests} requests and their guesses (max_draft_rows)"
+        if self._places is not None and self._places < requests:
+            return f"off: memory for {self._places} guesses is too little for {requests} requests (max_draft_memory)"
+        if answer.params.max_tokens - (length - answer.prompt_length) - answer.queued <= 1:
+            return "off: the answer ended before a guess could help"
+        if self._max_len - 1 - length - answer.coming <= 0:
+            return "off: the context was full"
+        if ends is not None and ends - length - answer.coming <= 0:
+            return f"off: {name} reads no more than {ends} tokens"
+        several = len(answer.drafters) > 1 and not answer.doubted
+        return "off: others had all of its guesses" if several else "off: it had to be decoded plainly"
+
     def _usual(self, drafters: tuple[str, ...]) -> int:
         """Nodes that all of a request's drafters together are made for."""
         if drafters not in self._together:

@@ -23,9 +23,16 @@ class Decision(NamedTuple):
     guess: float = 0.0  # what the guesses take, as a part of a plain pass
     levels: int = 0  # of trees
     waits: bool = False  # one would pay, and yet more would be lost than may be if it were wrong
+    is_others: bool = False  # there are nodes, but none for the one who asks
+
+    def for_others(self) -> Decision:
+        """The same, for a request that got nothing of it."""
+        return self._replace(is_others=True) if self.nodes else self
 
     def text(self, drafter: str, cost: PassCost, alpha: float | None) -> str:
         """In words, by what passes cost and how often the drafter's guesses are right."""
+        if self.nodes and self.is_others:
+            return f"off: guesses for others were worth more ({self.gain:.2f}x expected)"
         if self.nodes:
             deep = f" in {self.levels} levels" if self.levels else ""
             return f"{drafter} {self.nodes}{deep}: {self.gain:.2f}x expected"

@@ -63,11 +63,13 @@ class KnowingPlanner(HostPlans):
 
     def reasons(self) -> dict[str, str]:
         decided = list(self._decided.items())
-        return {name: decision.text(name, self._cost, self._alpha(name)) for name, decision in decided}
+        return {name: self.words(name, decision) for name, decision in decided}
 
     def decision(self, drafter: str) -> Decision | None:
-        """The last plan of its guesses."""
         return self._decided.get(drafter)
+
+    def words(self, drafter: str, decision: Decision) -> str:
+        return decision.text(drafter, self._cost, self._alpha(drafter))
 
     def assume(self, drafter: str, chances: Acceptance) -> None:
         """Take these to be the chances of its guesses."""

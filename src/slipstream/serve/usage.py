@@ -82,8 +82,9 @@ def _why(stats: SpeculationStats) -> str:
     if failed:
         return f"off from where a drafter failed: {', '.join(failed)}"
     counted = f"{stats.accepted} of {stats.drafted} guesses stood, {stats.tau:.2f} tokens a pass"
-    if not stats.plan:  # nothing was weighed: drafts of a fixed size, or never a guess to weigh
-        return f"on: {counted}" if stats.drafted else "off: no drafter had a guess"
+    if not stats.plan:  # nothing was weighed: drafts of a fixed size, or never a round to draft in
+        ended = "the answer ended with its first token" if stats.rounds <= 1 else "no drafter had a guess"
+        return f"on: {counted}" if stats.drafted else f"off: {ended}"
     alike = len({*stats.plan.values()}) == 1
     said = [text if alike or text.startswith(name) else f"{name} {text}" for name, text in stats.plan.items()]
     return "; ".join([*dict.fromkeys(said), *([counted] if stats.drafted else [])])
