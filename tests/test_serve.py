@@ -233,8 +233,8 @@ def test_the_reason_is_the_planners(client: OpenAI, llm: LLM) -> None:
     assert set(told["plan"]) <= {"ngram", "suffix"}
     assert told["plan"]
     assert all(reason in told["why"] for reason in told["plan"].values())
-    assert told["expected_gain"] > 0
-    assert told["measured_gain"] > 0
+    assert bool(told["expected_gain"]) == bool(told["measured_gain"]), "both were measured, or neither"
+    assert told["measured_gain"] is None or told["measured_gain"] > 0
 
 
 def test_echo(client: OpenAI) -> None:

@@ -20,7 +20,7 @@ OFF = "off: batch 48 leaves no spare arithmetic"
         ({"ngram": "off: 0.90x expected", "suffix": OFF}, 0, f"ngram off: 0.90x expected; suffix {OFF}"),
         ({"ngram": "ngram 5: 1.30x expected"}, 8, "ngram 5: 1.30x expected; 6 of 8 guesses stood, 2.50 tokens a pass"),
         ({}, 8, "on: 6 of 8 guesses stood, 2.50 tokens a pass"),
-        ({}, 0, "off: no drafter had a guess"),
+        ({}, 0, "off: it had no drafter"),
     ],
 )
 def test_why(plan: dict[str, str], drafted: int, why: str) -> None:

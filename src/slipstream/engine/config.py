@@ -77,6 +77,8 @@ class EngineConfig:
         self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
         gain = self.min_gain
         self._check("min_gain", isinstance(gain, int | float) and gain >= 1, "1 or more, such as 1.1")
+        planned = self.planner != "fixed" or gain == 1
+        self._check("min_gain", planned, "1 with planner='fixed', which drafts whatever is gained; take 'adaptive'")
         share = self.max_draft_memory
         right = share is None or (isinstance(share, int | float) and not isinstance(share, bool) and share >= 0)
         right = right and not (isinstance(share, float) and share > 1)  # 2e9 are no bytes: all would be allowed

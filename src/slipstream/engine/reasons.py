@@ -30,7 +30,8 @@ Decode = Callable[[list[int]], str]
 def note_plan(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode, *, enabled: bool = True) -> None:
     """The answer leaves: what was measured for it, and what was decided last. enabled: as in `Drafting`."""
     stats, gain = answer.output.speculation, planner.gain(answer.id)
-    stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
+    if gain.drafts:  # else nothing was measured
+        stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
     off = dict.fromkeys(answer.drafters, SWITCHED_OFF)
     stats.plan = plan_of(answer, planner, room, decode) if enabled else off
 
