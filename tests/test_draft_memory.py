@@ -37,6 +37,12 @@ def test_bytes_and_parts() -> None:
     for wrong in ("1.5", "120%", "5XB", "nan"):
         with pytest.raises(ConfigError, match=rf"k='{wrong}': must be a part such as 0.2 or 20%, or a size"):
             parse_share(wrong, "k")
+    for slip in ("20", 20):
+        with pytest.raises(ConfigError, match=r"k=20: so many bytes hold no page; write 20% or 0.2 for .*, 20MiB for"):
+            parse_share(slip, "k")
+    with pytest.raises(ConfigError, match=r"k=512: so many bytes hold no page; write 512MiB, say, or 20%"):
+        parse_share(512, "k")
+    assert parse_share("0", "k") == 0
     with pytest.raises(ConfigError, match="max_draft_memory=-1"):
         EngineConfig(max_draft_memory=-1)
     with pytest.raises(ConfigError, match=r"max_draft_memory=2000000000.0: must be whole bytes"):
@@ -70,6 +76,13 @@ def test_guesses_have_so_many_places_and_no_more(open_llm: Open) -> None:
         asked.append(drafter.asked)
     assert tokens[0] == tokens[1] == tokens[2]
     assert asked == [12, 4, 0]
+
+
+def test_bytes_that_hold_no_page_are_refused(open_llm: Open) -> None:
+    plan = open_llm(drafter="suffix").memory_plan
+    page = plan.cache_bytes // plan.num_pages
+    with pytest.raises(ConfigError, match=rf"max_draft_memory={page - 1}: so many bytes hold no page, which has"):
+        open_llm(drafter="suffix", max_draft_memory=page - 1)
 
 
 def test_drafters_that_keep_more_than_that_are_refused(open_llm: Open, tiny_draft: Path) -> None:
