@@ -69,7 +69,7 @@ class KnowingPlanner(HostPlans):
         return self._decided.get(drafter)
 
     def words(self, drafter: str, decision: Decision) -> str:
-        return decision.text(drafter, self._cost, self._alpha(drafter))
+        return decision.text(drafter, self._cost, self._alpha(drafter), self._min_gain)
 
     def assume(self, drafter: str, chances: Acceptance) -> None:
         """Take these to be the chances of its guesses."""
