@@ -8,6 +8,7 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
 from slipstream.engine.odds import judged_nodes, made_for, most_nodes, reach
 from slipstream.engine.state import Answer
+from slipstream.plan.decisions import NO_MEMORY, NO_TOKENS, little_memory
 
 _ON_DEVICE = 2
 """The turn of those on the device."""
@@ -90,8 +91,8 @@ class NodeCaps:
         if wanted == 0:
             return "off: the request asked for 0 draft tokens"
         if wanted is None and self._draft_tokens == 0:
-            return "off: drafts may have 0 tokens (draft_tokens)"
-        return "off: drafts may take no memory (max_draft_memory)" if self._places == 0 else None
+            return NO_TOKENS
+        return NO_MEMORY if self._places == 0 else None
 
     def why_none(self, name: str, answer: Answer, requests: int) -> str:
         """Why a drafter may have no node for it in a round of so many requests, in words."""
@@ -101,7 +102,7 @@ class NodeCaps:
         if self._max_rows < 2 * requests:
             return f"off: a pass has {self._max_rows} rows for {requests} requests and their guesses (max_draft_rows)"
         if self._places is not None and self._places < requests:
-            return f"off: memory for {self._places} guesses is too little for {requests} requests (max_draft_memory)"
+            return little_memory(self._places, requests)
         if answer.params.max_tokens - (length - answer.prompt_length) - answer.queued <= 1:
             return "off: the answer ended before a guess could help"
         if self._max_len - 1 - length - answer.coming <= 0:

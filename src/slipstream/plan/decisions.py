@@ -15,6 +15,14 @@ _SLOW = 0.3
 """Guesses that take such a part of a plain pass are slow."""
 
 
+NO_TOKENS = "off: drafts may have 0 tokens (draft_tokens)"
+NO_MEMORY = "off: drafts may take no memory (max_draft_memory)"
+
+
+def little_memory(places: int, requests: int) -> str:
+    return f"off: memory for {places} guesses is too little for {requests} requests (max_draft_memory)"
+
+
 class Decision(NamedTuple):
     """The last plan of one drafter's guesses."""
 

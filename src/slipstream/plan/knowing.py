@@ -9,6 +9,7 @@ from slipstream.plan.costs import Costs
 from slipstream.plan.decisions import Decision
 from slipstream.plan.gain import Gain
 from slipstream.plan.hosts import HostPlans
+from slipstream.plan.investment import Investment
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.ranks import NodeRanks
 from slipstream.plan.reads import PromptReads
@@ -74,6 +75,10 @@ class KnowingPlanner(HostPlans):
     def assume(self, drafter: str, chances: Acceptance) -> None:
         """Take these to be the chances of its guesses."""
         self._acceptance[drafter] = chances
+
+    def assume_brought(self, drafter: str, tokens: float) -> None:
+        """Take so many to be what its drafts bring, which are taken whole."""
+        self._investments[drafter] = Investment(tokens)
 
     def _alpha(self, drafter: str) -> float | None:
         found = self._acceptance.get(drafter)
