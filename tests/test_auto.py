@@ -13,6 +13,7 @@ from slipstream.core.errors import CapacityError, ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, parse_merged, register
 from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.shipped import HEADS
+from slipstream.engine.config import EngineConfig
 from slipstream.engine.reasons import SWITCHED_OFF
 from slipstream.models.default import default_folder
 
@@ -106,12 +107,29 @@ def test_the_hard_switch_and_what_the_plan_says(open_llm: Open) -> None:
         or "x expected" in on.speculation.plan["suffix"]
         or "off" in on.speculation.plan["suffix"]
     )
-    assert on.speculation.measured_gain > 0
+    assert on.speculation.measured_gain is None or on.speculation.measured_gain > 0
 
 
 def test_a_gain_below_one_is_refused(open_llm: Open) -> None:
     with pytest.raises(ConfigError, match=r"min_gain=0\.5"):
         open_llm(min_gain=0.5)
+
+
+def test_a_gain_is_not_asked_of_drafts_that_are_always_made(open_llm: Open) -> None:
+    with pytest.raises(ConfigError, match=r"min_gain=1\.5: must be 1 with planner='fixed'"):
+        EngineConfig(planner="fixed", min_gain=1.5)
+    EngineConfig(planner="fixed", min_gain=1)
+    llm = open_llm(drafter="suffix", planner="fixed")
+    stats = llm.generate(ECHO, params())[0].outputs[0].speculation
+    assert stats.drafted
+    assert (stats.expected_gain, stats.measured_gain) == (None, None), "nothing was measured"
+
+
+def test_it_is_switched_by_true_and_false_only(open_llm: Open) -> None:
+    llm = open_llm(drafter="suffix")
+    with pytest.raises(ConfigError, match=r"speculates='no': must be True or False"):
+        llm.speculates = "no"  # type: ignore[assignment]
+    assert llm.speculates
 
 
 def test_it_goes_without_those_that_keep_too_much_of_the_cache(open_llm: Open, tmp_path: Path) -> None:

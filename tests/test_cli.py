@@ -18,7 +18,7 @@ from ran import Ran, Run
 from slipstream.bench import memory
 from slipstream.cli import chat, loading, models, options
 from slipstream.cli.main import main
-from slipstream.cli.show import rate_line
+from slipstream.cli.show import rate_line, speculation_json
 from slipstream.core.errors import InvalidRequest, ModelNotFound, SlipstreamError
 from slipstream.core.outputs import DrafterStats, RequestOutput, SpeculationStats
 from slipstream.core.params import SamplingParams
@@ -78,6 +78,10 @@ def test_generate_json_is_one_object(run: Run, llm: FakeLLM) -> None:
             "accepted": 2,
             "alpha": 0.6667,
             "tau": 2.0,
+            "expected_gain": None,
+            "measured_gain": None,
+            "why": "on: 2 of 3 guesses stood, 2.00 tokens a pass",
+            "plan": {},
             "by_drafter": {"ngram": {"drafts": 2, "drafted": 3, "accepted": 2, "failures": 0, "declined": 0}},
             "time_s": {"draft": 0.1, "verify": 0.2, "host": 0.3},
         },
@@ -163,6 +167,17 @@ def test_nothing_drafted_says_why(declined: int, rounds: str) -> None:
     assert rounds in line
     assert "--min-gain says what is enough, --planner fixed" in line
     assert rate_line(40, 10.0, SpeculationStats(rounds=40, emitted=40)).endswith("nothing drafted")
+    limited = SpeculationStats(rounds=40, emitted=40, plan={"suffix": "off: the request asked for 0 draft tokens"})
+    assert rate_line(40, 10.0, limited).endswith("nothing drafted: the request asked for 0 draft tokens")
+
+
+def test_the_json_says_what_was_decided_and_what_was_gained() -> None:
+    stats = SpeculationStats(4, 10, 8, 6, expected_gain=1.81111, measured_gain=1.7, plan={"ngram": "ngram 5: 1.30x"})
+    told = speculation_json(stats)
+    assert told["why"] == "ngram 5: 1.30x; 6 of 8 guesses stood, 2.50 tokens a pass"
+    assert (told["plan"], told["expected_gain"], told["measured_gain"]) == (stats.plan, 1.8111, 1.7)
+    unmeasured = speculation_json(SpeculationStats())
+    assert (unmeasured["expected_gain"], unmeasured["measured_gain"]) == (None, None)
 
 
 def test_what_is_to_be_known_of_a_drafter_stands_in_the_summary(run: Run, llm: FakeLLM) -> None:

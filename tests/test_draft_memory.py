@@ -17,6 +17,7 @@ from slipstream.engine.config import EngineConfig, parse_share
 from slipstream.engine.reasons import copied_from, plan_of
 from slipstream.engine.room import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied
+from slipstream.plan.decisions import Decision
 from slipstream.plan.planner import Planner
 from stepping import Arrival, Stepper
 
@@ -36,6 +37,12 @@ def test_bytes_and_parts() -> None:
     for wrong in ("1.5", "120%", "5XB", "nan"):
         with pytest.raises(ConfigError, match=rf"k='{wrong}': must be a part such as 0.2 or 20%, or a size"):
             parse_share(wrong, "k")
+    for slip in ("20", 20):
+        with pytest.raises(ConfigError, match=r"k=20: so many bytes hold no page; write 20% or 0.2 for .*, 20MiB for"):
+            parse_share(slip, "k")
+    with pytest.raises(ConfigError, match=r"k=512: so many bytes hold no page; write 512MiB, say, or 20%"):
+        parse_share(512, "k")
+    assert parse_share("0", "k") == 0
     with pytest.raises(ConfigError, match="max_draft_memory=-1"):
         EngineConfig(max_draft_memory=-1)
     with pytest.raises(ConfigError, match=r"max_draft_memory=2000000000.0: must be whole bytes"):
@@ -69,6 +76,13 @@ def test_guesses_have_so_many_places_and_no_more(open_llm: Open) -> None:
         asked.append(drafter.asked)
     assert tokens[0] == tokens[1] == tokens[2]
     assert asked == [12, 4, 0]
+
+
+def test_bytes_that_hold_no_page_are_refused(open_llm: Open) -> None:
+    plan = open_llm(drafter="suffix").memory_plan
+    page = plan.cache_bytes // plan.num_pages
+    with pytest.raises(ConfigError, match=rf"max_draft_memory={page - 1}: so many bytes hold no page, which has"):
+        open_llm(drafter="suffix", max_draft_memory=page - 1)
 
 
 def test_drafters_that_keep_more_than_that_are_refused(open_llm: Open, tiny_draft: Path) -> None:
@@ -110,22 +124,25 @@ def test_room() -> None:
     assert (room.nodes(answer, 0, 4), room.refused) == (0, 1)
     assert room.is_short(answer)
     assert room.nobody
-    assert plan_of(answer, Told({"suffix": "suffix 8: 1.50x expected"}), room, str) == {"suffix": SHORT}
+    assert plan_of(answer, Told("suffix 8: 1.50x expected"), room, str) == {"suffix": SHORT}
     room.forget(answer)
     assert not room.is_short(answer)
 
 
 class Told(Planner):
-    def __init__(self, reasons: dict[str, str]) -> None:
-        self._reasons = reasons
+    """Says this of what was decided."""
 
-    def reasons(self) -> dict[str, str]:
-        return self._reasons
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def words(self, drafter: str, decision: Decision) -> str:
+        return self._words
 
 
 def fake() -> Answer:
     answer = object.__new__(Answer)
     answer.id, answer.drafters, answer.copied = "a/0", ("suffix",), None
+    answer.decided = {"suffix": Decision(1, 8, 1.5)}
     return answer
 
 
@@ -155,13 +172,13 @@ def test_it_says_where_guesses_come_from(said: list[str], guess: list[str], wher
     answer.tokens[9] = answer.tokens[0]  # the same word is the same token
     ids = tuple(0 if word == WORDS[0] else known.index(word) for word in guess)
     answer.copied = Copied("suffix", "text", len(answer.tokens), ids)
-    plan = plan_of(answer, Told({"suffix": "suffix 64: 1.80x expected"}), DraftRoom(lambda *_: 0), decode)
+    plan = plan_of(answer, Told("suffix 64: 1.80x expected"), DraftRoom(lambda *_: 0), decode)
     assert plan == {"suffix": f"suffix {len(guess)}: {where}; 1.80x expected"}
     answer.copied = Copied("suffix", "follows the prediction", 3, ids)
-    told = plan_of(answer, Told({"suffix": "suffix 4: 2x expected"}), DraftRoom(lambda *_: 0), decode)
+    told = plan_of(answer, Told("suffix 4: 2x expected"), DraftRoom(lambda *_: 0), decode)
     assert told["suffix"].endswith(": follows the prediction; 2x expected")
-    off = {"suffix": "off: 0.90x expected of the best draft"}
-    assert plan_of(answer, Told(off), DraftRoom(lambda *_: 0), decode) == off
+    off = "off: 0.90x expected of the best draft"
+    assert plan_of(answer, Told(off), DraftRoom(lambda *_: 0), decode) == {"suffix": off}
 
 
 def test_the_place_of_a_copy() -> None:
@@ -181,8 +198,11 @@ def test_answers_carry_it(open_llm: Open) -> None:
 class Kind(Planner):
     """Takes everything, and says so."""
 
-    def reasons(self) -> dict[str, str]:
-        return {"ngram": "ngram 3: 1.10x expected"}
+    def decision(self, drafter: str) -> Decision:
+        return Decision(1, 3, 1.1)
+
+    def words(self, drafter: str, decision: Decision) -> str:
+        return "ngram 3: 1.10x expected"
 
 
 def test_words_that_cannot_be_had_are_done_without() -> None:
@@ -194,8 +214,8 @@ def test_words_that_cannot_be_had_are_done_without() -> None:
     answer = fake()
     answer.prompt_length, answer.tokens = 4, [5, 6, 7, 5]
     answer.copied = Copied("suffix", "text", 4, (6, 7))
-    told = {"suffix": "suffix 64: 1.80x expected"}
-    assert plan_of(answer, Told(told), DraftRoom(lambda *_: 0), decode) == told
+    told = "suffix 64: 1.80x expected"
+    assert plan_of(answer, Told(told), DraftRoom(lambda *_: 0), decode) == {"suffix": told}
 
 
 def test_a_long_answer_is_not_read_to_say_where_guesses_come_from() -> None:
@@ -203,5 +223,5 @@ def test_a_long_answer_is_not_read_to_say_where_guesses_come_from() -> None:
     answer = fake()
     answer.prompt_length, answer.tokens = 2, [0, 1, *range(10, 4000), 3998, 3999, 3998]
     answer.copied = Copied("suffix", "text", len(answer.tokens), (3999,))
-    plan = plan_of(answer, Told({"suffix": "suffix 1: 1.2x"}), DraftRoom(lambda *_: 0), lambda _: pytest.fail("read"))
+    plan = plan_of(answer, Told("suffix 1: 1.2x"), DraftRoom(lambda *_: 0), lambda _: pytest.fail("read"))
     assert plan == {"suffix": "suffix 1: matches its own answer; 1.2x"}

@@ -46,6 +46,25 @@ def test_guesses_that_take_time_are_weighed() -> None:
     assert forecast(engine, tree, 1, 0.8).nodes > 5
 
 
+def test_drafts_that_are_taken_whole() -> None:
+    """All of their nodes, or none: at few right guesses as at many."""
+    gpu, cpu = Engine(GPU, 0.001, True, 256, 100), Engine(CPU, 0.15, False, 256, 100)
+    whole = Guesser("whole", 16, whole=True)
+    assert {forecast(gpu, whole, 1, alpha).nodes for alpha in (0.3, 0.9)} == {16}
+    assert forecast(gpu, Guesser("part", 16), 1, 0.3).nodes < 16
+    assert forecast(cpu, whole, 1, 0.3).nodes == 0, "0.4 tokens are not worth 16 rows"
+    assert forecast(cpu, whole, 1, 0.95).nodes == 16
+
+
+def test_what_drafts_may_take_of_the_cache_bounds_them() -> None:
+    free = Guesser("free", 16)
+    none, few = (Engine(GPU, 0.001, True, 256, 100, places=places) for places in (0, 6))
+    assert forecast(none, free, 1, 0.95).why == "off: drafts may take no memory (max_draft_memory)"
+    assert forecast(few, free, 2, 0.95).nodes == 3
+    assert forecast(few, free, 8, 0.95).why.startswith("off: memory for 6 guesses is too little for 8 requests")
+    assert forecast(few, Guesser("none", 0), 1, 0.95).why == "off: drafts may have 0 tokens (draft_tokens)"
+
+
 def test_long_contexts_make_rows_dear_on_a_cpu() -> None:
     free = Guesser("free", 16)
     short, long = (forecast(Engine(CPU, 0.15, False, 256, context), free, 1, 0.9) for context in (100, 8000))
@@ -114,11 +133,27 @@ def test_the_command(tiny_target: Path, tiny_draft: Path, capsys: pytest.Capture
         assert words in text
 
 
+def test_its_help_has_only_what_it_heeds(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--help")
+    assert "--min-gain" in text
+    assert "--temperature" not in text
+
+
+def test_where_drafts_may_take_no_memory_it_says_so(tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", str(tiny_target), "--drafter", "lookahead", "--memory", "256MiB", "--max-draft-memory", "0"]
+    text = " ".join(run(capsys, *options).split())
+    assert "taken whole or not at all" in text
+    assert text.count("at once: off: drafts may take no memory (max_draft_memory)") == len(BATCHES)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ("--drafter none", "nothing to explain"),
         ("--no-measure-costs", "--no-measure-costs: explain shows what was measured"),
+        ("--planner fixed", "--planner fixed: nothing is planned then"),
+        ("--temperature 1", "--temperature: nothing is sampled by explain"),
+        ("--verifier rejection", "--verifier: nothing is sampled by explain"),
         ("--context 99999999", "--context 99999999: requests have 256 tokens here at the most"),
     ],
 )

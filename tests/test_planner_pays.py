@@ -426,4 +426,4 @@ def test_a_share_that_nobody_saw_is_not_told() -> None:
     assert planner.reasons()["d"].startswith("off: ")
     assert "right" not in planner.reasons()["d"]
     planner.observe("d", "a", 1, 0)
-    assert "of its guesses are right" in planner.reasons()["d"]
+    assert "% of its guesses for all requests of late were right" in planner.reasons()["d"]

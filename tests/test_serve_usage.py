@@ -14,12 +14,13 @@ OFF = "off: batch 48 leaves no spare arithmetic"
 @pytest.mark.parametrize(
     ("plan", "drafted", "why"),
     [
+        ({"ngram": "off: it had no guess", "suffix": "off: it had no guess"}, 0, "off: it had no guess"),
         ({"ngram": OFF}, 0, OFF),
         ({"ngram": OFF, "suffix": OFF}, 0, OFF),
         ({"ngram": "off: 0.90x expected", "suffix": OFF}, 0, f"ngram off: 0.90x expected; suffix {OFF}"),
         ({"ngram": "ngram 5: 1.30x expected"}, 8, "ngram 5: 1.30x expected; 6 of 8 guesses stood, 2.50 tokens a pass"),
         ({}, 8, "on: 6 of 8 guesses stood, 2.50 tokens a pass"),
-        ({}, 0, "off: no drafter had a guess"),
+        ({}, 0, "off: it had no drafter"),
     ],
 )
 def test_why(plan: dict[str, str], drafted: int, why: str) -> None:
@@ -27,6 +28,11 @@ def test_why(plan: dict[str, str], drafted: int, why: str) -> None:
     told = speculation_report(AnswerRecord(10, "stop", speculation=stats))
     assert told["why"] == why
     assert told["plan"] == plan
+
+
+def test_an_answer_of_one_token_had_no_round_to_draft_in() -> None:
+    told = speculation_report(AnswerRecord(1, "length", speculation=SpeculationStats(rounds=1, emitted=1)))
+    assert told["why"] == "off: the answer ended with its first token"
 
 
 def test_what_is_known_beforehand_comes_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,9 +26,11 @@ ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 _CONTEXT = 500
 _CONTEXTS = (100, 1000, 8000)
 _BAR = 40  # characters of the longest bar
+_WHOLE = "Its drafts are taken whole or not at all, by what they bring; here as if they were one chain of guesses."
+_OF_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "verifier")
 
 
-@with_common
+@functools.partial(with_common, hidden=_OF_REQUESTS)
 def explain(
     common: Common,
     context: Annotated[
@@ -52,6 +55,11 @@ def explain(
         raise ConfigError("explain: there is nothing to explain without a drafter; name one, such as --drafter suffix")
     if common.measure_costs is False:
         raise ConfigError("--no-measure-costs: explain shows what was measured; leave it out")
+    if common.planner == "fixed":
+        raise ConfigError("--planner fixed: nothing is planned then, drafters guess as much as they may; leave it out")
+    for name in _OF_REQUESTS:
+        if getattr(common, name) != getattr(Common(), name):
+            raise ConfigError(f"--{name.replace('_', '-')}: nothing is sampled by explain; leave it out")
     with loaded(common, common.drafters, max_num_seqs=max(BATCHES), measure_costs=True, planner="adaptive") as llm:
         if context is not None and context > llm.max_model_len:
             raise ConfigError(f"--context {context}: requests have {llm.max_model_len} tokens here at the most")
@@ -59,6 +67,7 @@ def explain(
         costs = _costs(llm)
         choices = _choices(llm, costs, context)
         deep = {guesser.name for guesser in _guessers(llm) if guesser.levels}
+        whole = {guesser.name for guesser in _guessers(llm) if guesser.whole}
     if as_json:
         found = {
             "costs": costs.as_json(),
@@ -87,6 +96,8 @@ def explain(
             f"\nWhat would be drafted with {name}, {context} tokens each: guesses for a request"
             f"{' / levels' if name in deep else ''}, and the gain"
         )
+        if name in whole:
+            console.print(_WHOLE, highlight=False)
         console.print(choice_table(mine))
         for line in in_words(mine):
             console.print(line, highlight=False, soft_wrap=True)
@@ -105,7 +116,8 @@ def _choices(llm: LLM, costs: MeasuredCosts, context: int) -> list[Choice]:
 
     engine = llm.engine
     slope, is_padded = ROW_SLOPE[engine.target.device.type], isinstance(engine, QueuedEngine)
-    asked = Engine(costs, slope, is_padded, engine.config.draft_rows, context, engine.config.min_gain)
+    config, places = engine.config, engine.plan.draft_places
+    asked = Engine(costs, slope, is_padded, config.draft_rows, context, config.min_gain, places)
     return [
         forecast(asked, guesser, requests, alpha)
         for guesser in _guessers(llm)
@@ -129,7 +141,7 @@ def _guessers(llm: LLM) -> list[Guesser]:
         if isinstance(drafter, DeviceDrafter):
             found.append(Guesser(name, nodes, levels_of(drafter), is_free=False))
         elif isinstance(drafter, HostDrafter):
-            found.append(Guesser(name, nodes, is_free=not drafter.costly))
+            found.append(Guesser(name, nodes, is_free=not drafter.costly, whole=drafter.whole))
     return found
 
 

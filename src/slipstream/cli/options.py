@@ -337,6 +337,7 @@ class Common:
             draft_tokens=self.draft_tokens,
             max_draft_memory=parse_share(self.max_draft_memory, "--max-draft-memory"),
             planner=self.planner_or("adaptive"),
+            min_gain=1.0 if self.min_gain is None else self.min_gain,
         )
         found = []
         for spec in specs:

@@ -26,6 +26,10 @@ def speculation_json(stats: SpeculationStats) -> dict[str, Any]:
         "accepted": stats.accepted,
         "alpha": round(stats.alpha, 4),
         "tau": round(stats.tau, 4),
+        "expected_gain": _rounded(stats.expected_gain),
+        "measured_gain": _rounded(stats.measured_gain),
+        "why": stats.why,
+        "plan": dict(stats.plan),
         "by_drafter": {
             name: {
                 "drafts": d.drafts,
@@ -42,6 +46,10 @@ def speculation_json(stats: SpeculationStats) -> dict[str, Any]:
             "host": round(stats.host_s, 6),
         },
     }
+
+
+def _rounded(gain: float | None) -> float | None:
+    return None if gain is None else round(gain, 4)
 
 
 def logprobs_json(logprobs: Sequence[Mapping[int, Logprob]], token_ids: Sequence[int]) -> list[dict[str, Any]]:
@@ -97,7 +105,7 @@ def undrafted(stats: SpeculationStats) -> str:
     """That nothing was drafted, and why: who wonders must not take it for a failure."""
     declined = {name: drafter.declined for name, drafter in stats.by_drafter.items() if drafter.declined}
     if not declined:
-        return "nothing drafted"
+        return "nothing drafted" + (f": {stats.why.removeprefix('off: ')}" if stats.plan else "")
     rounds = max(declined.values())
     return (
         f"nothing drafted: by what was measured, guesses of {', '.join(declined)} would not have paid enough "

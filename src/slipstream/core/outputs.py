@@ -59,8 +59,8 @@ class SpeculationStats:
     verify_s: float = 0.0
     host_s: float = 0.0
     by_drafter: dict[str, DrafterStats] = field(default_factory=dict)
-    expected_gain: float = 1.0  # how many times as fast as plain ones its drafted rounds were to be, by the plan
-    measured_gain: float = 1.0  # … and were, against undrafted rounds of as many requests
+    expected_gain: float | None = None  # how many times as fast as plain ones its drafted rounds were to be
+    measured_gain: float | None = None  # … and were, against undrafted rounds of as many; None: that was not measured
     plan: dict[str, str] = field(default_factory=dict)
     """By drafter: what was decided last, and why. These three are there when the answer has ended."""
 
@@ -78,6 +78,20 @@ class SpeculationStats:
     @property
     def tau(self) -> float:
         return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def why(self) -> str:
+        """Why it was on or off: what was decided last for each drafter, in the planner's own words."""
+        failed = [name for name, drafter in self.by_drafter.items() if drafter.failures]
+        if failed:
+            return f"off from where a drafter failed: {', '.join(failed)}"
+        counted = f"{self.accepted} of {self.drafted} guesses stood, {self.tau:.2f} tokens a pass"
+        if not self.plan:  # nothing was weighed: drafts of a fixed size, or nobody to draft, or no round to draft in
+            ended = "the answer ended with its first token" if self.rounds <= 1 else "it had no drafter"
+            return f"on: {counted}" if self.drafted else f"off: {ended}"
+        alike = len({*self.plan.values()}) == 1
+        said = [text if alike or text.startswith(name) else f"{name} {text}" for name, text in self.plan.items()]
+        return "; ".join([*dict.fromkeys(said), *([counted] if self.drafted else [])])
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
 from slipstream.engine.odds import judged_nodes, made_for, most_nodes, reach
 from slipstream.engine.state import Answer
+from slipstream.plan.decisions import NO_MEMORY, NO_TOKENS, little_memory
 
 _ON_DEVICE = 2
 """The turn of those on the device."""
@@ -83,6 +84,33 @@ class NodeCaps:
             useful = min(useful, own if ends is None else min(own, ends - length - answer.coming))
             caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
         return caps
+
+    def barred(self, answer: Answer) -> str | None:
+        """Why nobody can ever guess for it, in words; None: somebody may."""
+        wanted = answer.params.speculation.draft_tokens
+        if wanted == 0:
+            return "off: the request asked for 0 draft tokens"
+        if wanted is None and self._draft_tokens == 0:
+            return NO_TOKENS
+        return NO_MEMORY if self._places == 0 else None
+
+    def why_none(self, name: str, answer: Answer, requests: int) -> str:
+        """Why a drafter may have no node for it in a round of so many requests, in words."""
+        barred, ends, length = self.barred(answer), self._drafters[name].max_positions, len(answer.tokens)
+        if barred is not None:
+            return barred
+        if self._max_rows < 2 * requests:
+            return f"off: a pass has {self._max_rows} rows for {requests} requests and their guesses (max_draft_rows)"
+        if self._places is not None and self._places < requests:
+            return little_memory(self._places, requests)
+        if answer.params.max_tokens - (length - answer.prompt_length) - answer.queued <= 1:
+            return "off: the answer ended before a guess could help"
+        if self._max_len - 1 - length - answer.coming <= 0:
+            return "off: the context was full"
+        if ends is not None and ends - length - answer.coming <= 0:
+            return f"off: {name} reads no more than {ends} tokens"
+        several = len(answer.drafters) > 1 and not answer.doubted
+        return "off: others had all of its guesses" if several else "off: it had to be decoded plainly"
 
     def _usual(self, drafters: tuple[str, ...]) -> int:
         """Nodes that all of a request's drafters together are made for."""

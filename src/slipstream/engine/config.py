@@ -14,6 +14,8 @@ RoundsName = Literal["queued", "eager"]
 
 _DRAFT_ROWS = 256
 _BATCH_TOKENS = {"cpu": 192, "cuda": 2048}
+_FEW_BYTES = 1024
+"""Fewer than any page has."""
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
 
 
@@ -77,6 +79,8 @@ class EngineConfig:
         self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
         gain = self.min_gain
         self._check("min_gain", isinstance(gain, int | float) and gain >= 1, "1 or more, such as 1.1")
+        planned = self.planner != "fixed" or gain == 1
+        self._check("min_gain", planned, "1 with planner='fixed', which drafts whatever is gained; take 'adaptive'")
         share = self.max_draft_memory
         right = share is None or (isinstance(share, int | float) and not isinstance(share, bool) and share >= 0)
         right = right and not (isinstance(share, float) and share > 1)  # 2e9 are no bytes: all would be allowed
@@ -132,6 +136,8 @@ def parse_share(size: str | int | float | None, key: str) -> int | float | None:
     if isinstance(size, float) or size is None:
         return size
     text = str(size).strip()
+    if text.isdecimal() and 0 < int(text) < _FEW_BYTES:
+        raise too_few_bytes(key, int(text))
     part = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%", text)
     if part is not None and float(part[1]) <= 100:
         return float(part[1]) / 100
@@ -142,3 +148,10 @@ def parse_share(size: str | int | float | None, key: str) -> int | float | None:
         if not is_part:
             return parse_bytes(size, key)
     raise ConfigError(f"{key}={size!r}: must be a part such as 0.2 or 20%, or a size such as 512MB or 2GiB")
+
+
+def too_few_bytes(key: str, size: int, page: int | None = None) -> ConfigError:
+    """So few are a part or megabytes whose sign was forgotten. page: bytes of one, where that is known."""
+    hold = "hold no page" if page is None else f"hold no page, which has {page:,}"
+    part = f"write {size}% or {size / 100:g} for a part, {size}MiB for bytes"
+    return ConfigError(f"{key}={size}: so many bytes {hold}; {part if size <= 100 else 'write 512MiB, say, or 20%'}")

@@ -21,6 +21,7 @@ from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import Drafts, DraftSize
+from slipstream.engine.fates import Fates
 from slipstream.engine.following import Following
 from slipstream.engine.foresight import Foresight
 from slipstream.engine.gathering import Gathering
@@ -66,6 +67,7 @@ class Drafting:
         self.planner = planner
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
+        self._fates = Fates(self.undrafted, self.totals)
         self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self.following = Following(drafters)
@@ -83,8 +85,8 @@ class Drafting:
         self._device, self._load = device, load  # requests that run, those whose prompts are read included
         self.constraining = Constraining(vocab_size, device)
         self.room = DraftRoom(reserve)
-        caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
-        self._gathering = Gathering(drafters, caps, self.room, self.following, self.undrafted)
+        self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
+        self._gathering = Gathering(drafters, self._caps, self.room, self.following, self.undrafted)
         self._foresight = Foresight()
         self._decode = decode
         self._sources = {n: d.source for n, d in drafters.items() if isinstance(d, HostDrafter)}
@@ -104,6 +106,8 @@ class Drafting:
         answer.drafters = names
         if not names:
             return
+        if (barred := self._caps.barred(answer)) is not None:
+            answer.decided = dict.fromkeys(names, barred)
         prompt = answer.tokens[: answer.prompt_length]
         self.planner.start(answer.id, traits_of(answer.params.temperature, answer.constraint is not None, prompt))
         view = answer.view = DraftRequest(
@@ -165,7 +169,7 @@ class Drafting:
             for answer in decodes:
                 self.undrafted["off"] += not answer.drafters
                 for name in answer.drafters:
-                    self._decline(name, answer)
+                    self._fates.skip(name, answer)
             return
         self._count_idle(decodes)
         hosts, on_device = self._groups(decodes)
@@ -186,7 +190,7 @@ class Drafting:
             requests, group = found
             known = None if foreseen is None else foreseen.budget(name, requests)
             budget = known or self._gathering.wanted(self.planner, group)
-            self._declined(name, group.answers, group.caps, budget.nodes)
+            self._fates.weigh(name, self.planner.decision(name), group.answers, group.caps, budget.nodes)
             nodes = self._gathering.granted(group, budget, gathered, requests)
             if any(nodes):
                 yield name, requests, nodes
@@ -273,7 +277,7 @@ class Drafting:
         for name in self._resting:
             for answer in decodes:
                 if name in answer.drafters and name not in answer.refused:
-                    self._decline(name, answer)
+                    self._fates.skip(name, answer)
 
     def observe(
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], grown: Mapping[str, int] | None = None
@@ -331,12 +335,11 @@ class Drafting:
         costly = self.guards[name].drafter.costly
         if costly:
             asked, caps = caps, self.planner.budget(name, ids, caps, rows, beside)
-            self._declined(name, answers, asked, caps)
+            self._fates.weigh(name, self.planner.decision(name), answers, asked, caps)
         started = time.perf_counter()
         self.guards[name].drafter.least_chance = 0.0 if self.records else self.planner.least(rows)
         proposals = self.guards[name].propose(views, caps, self.round_s)
-        reason = "late" if proposals.late else "no_guess"
-        self.undrafted[reason] += sum(1 for most, tree in zip(caps, proposals.trees, strict=True) if most and not tree)
+        self._fates.fall_silent(name, answers, caps, proposals)
         took = time.perf_counter() - started
         if self.listener is not None:
             self.listener.offered(Offered(name, answers, caps, proposals.trees, proposals.promises, took))
@@ -352,7 +355,7 @@ class Drafting:
         else:
             lawful = self.constraining.lawful(answers, proposals.trees, proposals.promises)
             trees = self.planner.trim(name, ids, lawful.trees, lawful.promises, rows)
-        self._declined(name, answers, proposals.trees, trees)
+        self._fates.weigh(name, self.planner.decision(name), answers, proposals.trees, trees)
         source, fitting = self._sources[name], list(trees)
         for i, (answer, before, tree) in enumerate(zip(answers, used, trees, strict=True)):
             if tree.tokens:
@@ -362,19 +365,6 @@ class Drafting:
         if not costly and name not in self._wholes:
             self.planner.observe_asked(name, any(fitting), time.perf_counter() - started)
         return fitting
-
-    def _declined(
-        self, name: str, answers: Sequence[Answer], had: Sequence[int | Tree], taken: Sequence[int | Tree]
-    ) -> None:
-        """Note for whom the planner took nothing of what there was, or could have been."""
-        for answer, before, after in zip(answers, had, taken, strict=True):
-            if before and not after:
-                self._decline(name, answer)
-
-    def _decline(self, name: str, answer: Answer) -> None:
-        self.undrafted["declined"] += 1
-        self.totals[name].declined += 1
-        answer.output.speculation.of(name).declined += 1
 
     def _voice(self, name: str) -> DrafterGuard | Drafter:
         """Whom to call: a host drafter's guard, which takes care of its failures, or the device drafter itself."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from slipstream.core.snapshot import Undrafted
 from slipstream.drafters.base import Drafter
 from slipstream.engine.caps import NodeCaps
+from slipstream.engine.fates import COMPARED, UNASKED
 from slipstream.engine.following import Following
 from slipstream.engine.foresight import Budgeted, Foreseen
 from slipstream.engine.levels import levels_of, no_deeper
@@ -58,9 +59,13 @@ class Gathering:
         mine = theirs
         if planner.silences:
             mine = [i for i in theirs if planner.speculates(decodes[i].id, (*gathered.company[i], name))]
+        if counts and len(mine) < len(theirs):
+            _note(name, [decodes[i] for i in set(theirs).difference(mine)], COMPARED)
         undrafted["plain"] += len(theirs) - len(mine)
         if not mine or not (planner.asks(name, len(decodes)) if asked is None else asked):
             undrafted["declined"] += len(mine)
+            if counts:
+                _note(name, [decodes[i] for i in mine], UNASKED)
             return None
         answers = [decodes[i] for i in mine]
         exclusive, (used, granted) = planner.exclusive, gathered.used_by(mine)
@@ -68,6 +73,10 @@ class Gathering:
         left = [nodes - others for nodes, others in zip(used, rivals, strict=True)]
         caps = self._caps.of(name, answers, left, len(decodes), exclusive=exclusive)
         undrafted["limited"] += caps.count(0)
+        if counts and 0 in caps:
+            for answer, most in zip(answers, caps, strict=True):
+                if not most and name not in answer.decided:
+                    answer.decided[name] = self._caps.why_none(name, answer, len(decodes))
         if not any(caps):
             return None
         room = self._caps.of(name, answers, used, len(decodes), exclusive=exclusive) if any(rivals) else caps
@@ -112,6 +121,12 @@ class Gathering:
             gathered.grant(i, name, count)
         if levels and any(nodes):
             gathered.levels[name] = no_deeper(self.levels[name], levels, max(nodes))
+
+
+def _note(name: str, answers: Sequence[Answer], why: str) -> None:
+    """This drafter has no part in a round of theirs. What was decided before stands."""
+    for answer in answers:
+        answer.decided.setdefault(name, why)
 
 
 def _fitting(group: Group, budget: TreeBudget) -> list[int]:

@@ -333,7 +333,9 @@ class LLM:
 
     @speculates.setter
     def speculates(self, wanted: bool) -> None:
-        self.engine.drafting.enabled = bool(wanted)
+        if not isinstance(wanted, bool):
+            raise ConfigError(f"speculates={wanted!r}: must be True or False")
+        self.engine.drafting.enabled = wanted
 
     def between_rounds(self, look: Callable[[Engine], Found]) -> Found:
         """What `look` finds in the engine between two rounds. It runs on the engine's thread, which alone may touch

@@ -14,7 +14,7 @@ import torch
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import CapacityError, InvalidRequest
 from slipstream.drafters.base import DeviceDrafter, Drafter
-from slipstream.engine.config import EngineConfig
+from slipstream.engine.config import EngineConfig, too_few_bytes
 from slipstream.engine.odds import odds_bytes
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.paged import kept_bytes
@@ -106,6 +106,8 @@ def _places(config: EngineConfig, pages: int, page: int, drafts_page: int) -> in
     if wanted is None:
         return None
     limit = wanted * pages * page if isinstance(wanted, float) else wanted
+    if not isinstance(wanted, float) and 0 < wanted < page:
+        raise too_few_bytes("max_draft_memory", wanted, page)
     if limit < pages * drafts_page:
         part = math.ceil(100 * drafts_page / page) / 100
         raise CapacityError(

@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from slipstream.engine.fates import PASSING
 from slipstream.engine.room import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied
+from slipstream.plan.decisions import Decision
 from slipstream.plan.planner import Planner
 
 _AGREES = 3
@@ -28,22 +30,29 @@ Decode = Callable[[list[int]], str]
 def note_plan(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode, *, enabled: bool = True) -> None:
     """The answer leaves: what was measured for it, and what was decided last. enabled: as in `Drafting`."""
     stats, gain = answer.output.speculation, planner.gain(answer.id)
-    stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
+    if gain.drafts:  # else nothing was measured
+        stats.expected_gain, stats.measured_gain = gain.expected, gain.measured
     off = dict.fromkeys(answer.drafters, SWITCHED_OFF)
     stats.plan = plan_of(answer, planner, room, decode) if enabled else off
 
 
 def plan_of(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> dict[str, str]:
-    """By drafter: what was decided last for this answer, and why."""
-    reasons, short = planner.reasons(), SHORT if room.is_short(answer) else None
-    off = {name: why for name in answer.drafters if (why := planner.why(answer.id, name) or short)}
-    found = {name: off.get(name) or reasons[name] for name in answer.drafters if name in off or name in reasons}
+    """By drafter: what was decided last for this answer, and why. Where nothing ever was, why not, if that is known."""
+    found = {name: why for name in answer.drafters if (why := _why(answer, name, planner, room))}
     last = answer.copied
-    if last is not None and last.drafter not in off and found.get(last.drafter, "").startswith(last.drafter):
+    if last is not None and found.get(last.drafter, "").startswith(last.drafter):
         expected = found[last.drafter].rpartition(": ")[2]
         with suppress(Exception):  # a tokenizer that cannot decode its own tokens: nobody goes without an answer for it
             found[last.drafter] = f"{last.drafter} {len(last.tokens)}: {_words(answer, last, decode)}; {expected}"
     return found
+
+
+def _why(answer: Answer, drafter: str, planner: Planner, room: DraftRoom) -> str | None:
+    decided = answer.decided.get(drafter)
+    if isinstance(decided, str) and decided not in PASSING:  # its own limits come before what is known of others
+        return decided
+    off = planner.why(answer.id, drafter) or (SHORT if room.is_short(answer) else None)
+    return off or (planner.words(drafter, decided) if isinstance(decided, Decision) else decided)
 
 
 def _words(answer: Answer, last: Copied, decode: Decode) -> str:

@@ -25,6 +25,7 @@ from slipstream.drafters.base import DraftRequest
 from slipstream.engine.text import TextStream
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.pages import PageTable
+from slipstream.plan.decisions import Decision
 from slipstream.sampling.table import Features
 
 _arrivals = itertools.count()
@@ -75,6 +76,8 @@ class Answer:
     refused: dict[str, str] = field(default_factory=dict)  # drafters that failed for it -> why
     view: DraftRequest | None = None
     copied: Copied | None = None
+    decided: dict[str, Decision | str] = field(default_factory=dict)
+    """By drafter: the last plan of guesses that this answer could have had, or why there was nothing to plan."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
     queued: int = 0  # rounds in the making whose results the host has not seen
     coming: int = 0  # tokens that these may add at most

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from slipstream.plan.cost import PassCost
+from slipstream.plan.sizes import MARGIN
 
 _DEAR = 0.5
 """A row that adds such a part of what a request costs in the pass can hardly pay: the arithmetic is used up."""
@@ -12,6 +13,14 @@ _DEAR = 0.5
 
 _SLOW = 0.3
 """Guesses that take such a part of a plain pass are slow."""
+
+
+NO_TOKENS = "off: drafts may have 0 tokens (draft_tokens)"
+NO_MEMORY = "off: drafts may take no memory (max_draft_memory)"
+
+
+def little_memory(places: int, requests: int) -> str:
+    return f"off: memory for {places} guesses is too little for {requests} requests (max_draft_memory)"
 
 
 class Decision(NamedTuple):
@@ -23,20 +32,29 @@ class Decision(NamedTuple):
     guess: float = 0.0  # what the guesses take, as a part of a plain pass
     levels: int = 0  # of trees
     waits: bool = False  # one would pay, and yet more would be lost than may be if it were wrong
+    is_others: bool = False  # there are nodes, but none for the one who asks
 
-    def text(self, drafter: str, cost: PassCost, alpha: float | None) -> str:
-        """In words, by what passes cost and how often the drafter's guesses are right."""
+    def for_others(self) -> Decision:
+        """The same, for a request that got nothing of it."""
+        return self._replace(is_others=True) if self.nodes else self
+
+    def text(self, drafter: str, cost: PassCost, alpha: float | None, min_gain: float = 1.0) -> str:
+        """In words, by what passes cost, how often the drafter's guesses are right, and what is asked of them."""
+        if self.nodes and self.is_others:
+            return f"off: guesses for others were worth more ({self.gain:.2f}x expected)"
         if self.nodes:
             deep = f" in {self.levels} levels" if self.levels else ""
             return f"{drafter} {self.nodes}{deep}: {self.gain:.2f}x expected"
         if self.waits:
             return f"off: {self.gain:.2f}x expected, but more could be lost than was won of late; tried again later"
-        share = "" if alpha is None else f", {alpha:.0%} of its guesses are right"
+        if MARGIN < self.gain <= min_gain:
+            return f"off: {self.gain:.2f}x expected of the best draft, and min_gain asks for {min_gain:g}"
+        share = "" if alpha is None else f", {alpha:.0%} of its guesses for all requests of late were right"
         two = cost.about(2 * self.requests) / cost.about(self.requests) - 1
+        if self.guess > _SLOW and (self.guess >= two or two <= _DEAR):
+            return f"off: its guesses take {self.guess:.0%} of a pass, {self.gain:.2f}x expected at best{share}"
         if two > _DEAR:
             return (
                 f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
             )
-        if self.guess > _SLOW:
-            return f"off: its guesses take {self.guess:.0%} of a pass, {self.gain:.2f}x expected at best{share}"
         return f"off: {self.gain:.2f}x expected of the best draft{share}"

@@ -11,6 +11,7 @@ from slipstream.core.draft import Tree
 from slipstream.plan.acceptance import Acceptance, Floats
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
+from slipstream.plan.decisions import NO_MEMORY, NO_TOKENS, little_memory
 from slipstream.plan.measured import MeasuredCosts
 from slipstream.plan.planner import Levels
 
@@ -23,11 +24,13 @@ class Guesser:
     nodes: int  # that it guesses for a request at most
     levels: tuple[Levels, ...] = ()  # that its trees may have; (): chains
     is_free: bool = True  # its guesses take no time worth counting
+    whole: bool = False  # its drafts are taken whole or not at all, by what they brought
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What else a plan depends on. rows: of a pass, over all requests; context: tokens of each request."""
+    """What else a plan depends on. rows: of a pass, over all requests; context: tokens of each request; places: that
+    guesses may take of the cache, over all requests; None: any number."""
 
     costs: MeasuredCosts
     slope: float
@@ -35,6 +38,20 @@ class Engine:
     rows: int
     context: int
     min_gain: float = 1.0
+    places: int | None = None
+
+    def nodes(self, requests: int) -> int:
+        """Most that each of so many may have."""
+        share = self.rows // requests - 1
+        return max(0, share if self.places is None else min(share, self.places // requests))
+
+    def why_none(self, requests: int) -> str:
+        """Why that is 0, in words."""
+        if self.places == 0:
+            return NO_MEMORY
+        if self.places is not None and self.places < requests:
+            return little_memory(self.places, requests)
+        return f"off: a pass has {self.rows} rows, and they are taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +94,19 @@ def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> C
     planner.assume(guesser.name, _Assumed(alpha))
     planner.next_round(requests, requests * engine.context)
     ids = [str(i) for i in range(requests)]
-    most = max(0, min(guesser.nodes, engine.rows // requests - 1))
+    most = min(guesser.nodes, engine.nodes(requests))
     caps = [most] * requests
     if not most:
-        why = f"off: a pass has {engine.rows} rows, and they are taken"
+        why = engine.why_none(requests) if guesser.nodes else NO_TOKENS
         return Choice(guesser.name, requests, alpha, 0, 1.0, why)
     if guesser.levels:
         sizes = planner.budget_trees(guesser.name, ids, caps, requests, levels=guesser.levels).nodes
     elif not guesser.is_free:
         sizes = planner.budget(guesser.name, ids, caps, requests)
+    elif guesser.whole:
+        planner.assume_brought(guesser.name, sum(alpha**depth for depth in range(1, most + 1)))
+        trees = planner.take(guesser.name, ids, [Tree.chain([1] * most)] * requests, requests)
+        sizes = [len(tree) for tree in trees]
     else:
         promise = [alpha ** (depth + 1) for depth in range(most)]
         trees = planner.trim(guesser.name, ids, [Tree.chain([1] * most)] * requests, [promise] * requests, requests)

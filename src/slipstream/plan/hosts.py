@@ -53,7 +53,7 @@ class HostPlans(Planner):
 
     def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
         self._cost = cost
-        self._margin = max(MARGIN, min_gain)
+        self._margin, self._min_gain = max(MARGIN, min_gain), min_gain
         self._gains = Gains(cost.slope, min_gain, cost.context)
         self._extras = RoundExtras()
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole

@@ -39,8 +39,9 @@ class _Mean:
 class Investment:
     """What the drafts of one drafter bring, and whether they are worth their rows."""
 
-    def __init__(self) -> None:
-        self._shared = _Mean(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
+    def __init__(self, brings: float = _PRIOR) -> None:
+        """brings: tokens of a draft, before anything was seen."""
+        self._shared = _Mean(brings * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
         self._requests: dict[str, _Mean] = {}
         self._idle = 0.0  # rounds without a draft
         self._trial = 0  # rounds that are still to be drafted, whatever the estimates say

@@ -9,6 +9,7 @@ from slipstream.plan.costs import Costs
 from slipstream.plan.decisions import Decision
 from slipstream.plan.gain import Gain
 from slipstream.plan.hosts import HostPlans
+from slipstream.plan.investment import Investment
 from slipstream.plan.measured import Load, MeasuredCosts
 from slipstream.plan.ranks import NodeRanks
 from slipstream.plan.reads import PromptReads
@@ -63,15 +64,21 @@ class KnowingPlanner(HostPlans):
 
     def reasons(self) -> dict[str, str]:
         decided = list(self._decided.items())
-        return {name: decision.text(name, self._cost, self._alpha(name)) for name, decision in decided}
+        return {name: self.words(name, decision) for name, decision in decided}
 
     def decision(self, drafter: str) -> Decision | None:
-        """The last plan of its guesses."""
         return self._decided.get(drafter)
+
+    def words(self, drafter: str, decision: Decision) -> str:
+        return decision.text(drafter, self._cost, self._alpha(drafter), self._min_gain)
 
     def assume(self, drafter: str, chances: Acceptance) -> None:
         """Take these to be the chances of its guesses."""
         self._acceptance[drafter] = chances
+
+    def assume_brought(self, drafter: str, tokens: float) -> None:
+        """Take so many to be what its drafts bring, which are taken whole."""
+        self._investments[drafter] = Investment(tokens)
 
     def _alpha(self, drafter: str) -> float | None:
         found = self._acceptance.get(drafter)

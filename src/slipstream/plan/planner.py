@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from slipstream.core.draft import Tree
+from slipstream.plan.decisions import Decision
 from slipstream.plan.gain import Gain
 from slipstream.plan.gains import NO_WAIT, Turn, Waited
 from slipstream.plan.measured import Load, MeasuredCosts
@@ -227,6 +228,14 @@ class Planner:
     def reasons(self) -> dict[str, str]:
         """By drafter: what was decided in the last round that it could have drafted in, and why."""
         return {}
+
+    def decision(self, drafter: str) -> Decision | None:
+        """The last plan of its guesses; None: nothing was weighed."""
+        return None
+
+    def words(self, drafter: str, decision: Decision) -> str:
+        """Such a plan of its guesses, as people read it."""
+        return ""
 
     def why(self, request_id: str, drafter: str | None = None) -> str | None:
         """Why a drafter, or anybody, may not guess for a request at present; None: it may."""

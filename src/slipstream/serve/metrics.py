@@ -43,6 +43,12 @@ _SECONDS = (
     120.0,
 )
 _PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+DECISIONS = (
+    "Rounds of an answer by drafter. drafted: it had a draft. Else why not: off: no drafter, or all switched off; "
+    "plain: to compare with, or drafts slow down its kind; declined: would not have paid; no_guess: it had none; "
+    "limited: by the request, memory, the pass, or the answer's end; no_pages: the cache is short; "
+    "late: not waited for; failed: before."
+)
 _TOKENS = tuple(float(2**n) for n in range(18))
 
 
@@ -143,7 +149,7 @@ class _EngineCollector(Collector):
         yield self._by("spec_decode_drafter_unrecorded", about, "drafter", now.unrecorded.items())
         fates = (("taken", now.ahead_taken), ("wasted", now.ahead_wasted))
         yield self._by("spec_decode_drafts_ahead", "Drafts begun before their round was planned.", "fate", fates)
-        yield self._by("spec_decode_decisions", "Drafted or not, and why.", "reason", now.decisions.items())
+        yield self._by("spec_decode_decisions", DECISIONS, "reason", now.decisions.items())
         gains = GaugeMetricFamily(
             "slipstream:spec_decode_gain",
             "How many times as fast as plain ones drafted rounds were lately, by kind of request.",

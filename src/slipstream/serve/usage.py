@@ -36,7 +36,7 @@ def speculation_report(answer: AnswerRecord, off: str | None = None) -> dict[str
     stats = answer.speculation
     return {
         **_stats(stats),
-        "why": f"off: {off}" if off else _why(stats),
+        "why": f"off: {off}" if off else stats.why,
         "plan": dict(stats.plan),
         "seconds": _seconds(stats, answer.timing),
     }
@@ -50,8 +50,8 @@ def _stats(stats: SpeculationStats) -> dict[str, Any]:
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "alpha": round(stats.alpha, 4),
-        "expected_gain": round(stats.expected_gain, 4),
-        "measured_gain": round(stats.measured_gain, 4),
+        "expected_gain": None if stats.expected_gain is None else round(stats.expected_gain, 4),
+        "measured_gain": None if stats.measured_gain is None else round(stats.measured_gain, 4),
         "drafters": {
             name: {
                 "drafts": drafter.drafts,
@@ -74,16 +74,3 @@ def _seconds(stats: SpeculationStats, timing: Timing) -> dict[str, float]:
         "host": stats.host_s,
     }
     return {key: round(value, 6) for key, value in times.items()}
-
-
-def _why(stats: SpeculationStats) -> str:
-    """Why it was on or off: what the planner decided last for each drafter, in its own words."""
-    failed = [name for name, drafter in stats.by_drafter.items() if drafter.failures]
-    if failed:
-        return f"off from where a drafter failed: {', '.join(failed)}"
-    counted = f"{stats.accepted} of {stats.drafted} guesses stood, {stats.tau:.2f} tokens a pass"
-    if not stats.plan:  # nothing was weighed: drafts of a fixed size, or never a guess to weigh
-        return f"on: {counted}" if stats.drafted else "off: no drafter had a guess"
-    alike = len({*stats.plan.values()}) == 1
-    said = [text if alike or text.startswith(name) else f"{name} {text}" for name, text in stats.plan.items()]
-    return "; ".join([*dict.fromkeys(said), *([counted] if stats.drafted else [])])

@@ -1,0 +1,36 @@
+"""Decisions in words: the reason that is said is the one that counted."""
+
+from __future__ import annotations
+
+from slipstream.core.draft import Tree
+from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import PassCost
+from slipstream.plan.decisions import Decision
+
+
+def said(decision: Decision, min_gain: float = 1.0) -> str:
+    return decision.text("d", PassCost(1.5), None, min_gain)
+
+
+def test_the_bar_is_named_where_it_is_the_reason() -> None:
+    assert said(Decision(1, 0, 2.48), 4) == "off: 2.48x expected of the best draft, and min_gain asks for 4"
+    assert "min_gain" not in said(Decision(1, 0, 1.01), 4), "it would be off without it as well"
+    assert "min_gain" not in said(Decision(1, 0, 5.0), 4)
+    planner = AdaptivePlanner(PassCost(0.01), min_gain=50)
+    for _ in range(20):
+        planner.next_round(1)
+        planner.observe_pass(1, 1.0)
+        planner.observe_pass(2, 1.01)
+        planner.trim("d", ["a"], [Tree.chain([1])], [[0.9]], 1)
+    assert planner.reasons()["d"].endswith("x expected of the best draft, and min_gain asks for 50")
+
+
+def test_the_larger_part_is_the_reason() -> None:
+    """Rows, or guesses."""
+    assert "no spare arithmetic" in said(Decision(4, 0, 1.0, 0.4))
+    assert "its guesses take 178% of a pass" in said(Decision(4, 0, 1.0, 1.78))
+
+
+def test_the_share_of_right_guesses_is_everybodys() -> None:
+    told = Decision(1, 0, 1.0).text("d", PassCost(0.1), 0.97)
+    assert told == "off: 1.00x expected of the best draft, 97% of its guesses for all requests of late were right"
