@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from bench_scripts import simulated
 from slipstream.bench.recording import Recording
+from slipstream.cli.capacity import NOT_SIMULATED
 from slipstream.cli.main import main
+from slipstream.cli.options import Common
 from test_simulate import made_up
 
 
@@ -63,6 +66,24 @@ def test_a_simulated_planner_asks_for_the_gain_that_was_named(
         ("--simulate FILE --speculation on", "--speculation on"),
         ("--simulate FILE --drafter suffix", "the recording, which has ngram"),
         ("--simulate FILE --record r.json", "nothing to record"),
+        ("--simulate FILE --no-speculation", "--no-speculation with --simulate: simulate it by --speculation off"),
+        ("--simulate FILE --drafter none", "--drafter none with --simulate: simulate it by --speculation off"),
+        ("--simulate FILE --drafter ngram --drafter suffix", "--drafter suffix with --simulate: one is simulated"),
+        ("--simulate FILE --max-draft-memory 20%", "--max-draft-memory with --simulate: the simulated engines are as"),
+        ("--simulate FILE --planner fixed", "--planner with --simulate: simulate it by --speculation fixed"),
+        ("--simulate FILE --memory 1GiB", "--memory with --simulate: the simulated engines are as the recorded one"),
+        ("--simulate FILE --max-tokens 9", "--max-tokens with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --temperature 0", "--temperature with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --concurrency 4", "--concurrency with --simulate: say when requests come by --rate"),
+        ("--simulate FILE --prompts nowhere", "--prompts with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --limit 0", "--limit with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --peers transformers", "--peers with --simulate: only this engine is simulated"),
+        ("--simulate FILE --repeats 2", "--repeats with --simulate: the same seed gives the same numbers"),
+        ("--simulate FILE --requests 9", "--requests 9: only for a --rate without --traffic"),
+        ("--latency-target ttft=1", "--latency-target: only for traffic; give --rate R, too"),
+        ("--requests 9", "--requests: only for traffic; give --rate R, too"),
+        ("--rate 1 --concurrency 4", "--concurrency with --rate: requests come when --rate says"),
+        ("--rate 1 --peers transformers", "--peers with --rate: only this engine is sent requests"),
         ("--simulate FILE --latency-target ttft", "ttft=0.5,tpot=0.05"),
         ("--traffic t.jsonl", "--simulate FILE"),
         ("--replicas 2", "--simulate FILE"),
@@ -78,6 +99,25 @@ def test_what_is_wrong_is_said_before_anything_loads(
     code, _, err = run(capsys, *arguments.replace("FILE", str(file)).split())
     assert code == 2
     assert said in " ".join(err.split())
+
+
+def test_every_option_is_heeded_or_refused_by_a_simulation() -> None:
+    """Who adds an option says which: one that is taken and ignored would be believed."""
+    heeded = {"drafter", "draft_tokens", "min_gain", "seed", "debug"}
+    without_effect = {"model"}  # of which the help says that none is loaded
+    shared = {field.name for field in fields(Common)}
+    assert shared == heeded | without_effect | (shared & set(NOT_SIMULATED))
+    assert not (heeded | without_effect) & set(NOT_SIMULATED)
+    own = {"prompts", "limit", "category", "concurrency", "repeats", "peers", "startup", "record"}
+    assert set(NOT_SIMULATED) - shared == own
+
+
+def test_no_model_need_be_there_for_a_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    made_up(0.0005).save(file)
+    code, out, _ = run(capsys, "--simulate", str(file), "--model", "/nope", "--drafter", "ngram")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["drafter"] == "ngram"
 
 
 def test_a_recorded_run_knows_small_passes_and_its_own_requests(

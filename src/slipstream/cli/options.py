@@ -315,10 +315,11 @@ class Common:
         """The planner that was asked for, or what the command usually takes."""
         return usual if self.planner is None else cast(PlannerName, self.planner)  # which `EngineConfig` checks
 
-    def check(self, prediction: str | None, without: str = WITHOUT_PREDICTION) -> None:
+    def check(self, prediction: str | None, without: str = WITHOUT_PREDICTION, *, loads: bool = True) -> None:
         """Refuse what is wrong without torch having to say so: its import takes seconds.
 
         without: why the drafter `prediction` is refused where there is none, and what to do instead.
+        loads: whether model and drafters are loaded then, and must be there.
         """
         with naming("--drafter"):
             specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
@@ -338,6 +339,8 @@ class Common:
             max_draft_memory=parse_share(self.max_draft_memory, "--max-draft-memory"),
             planner=self.planner_or("adaptive"),
         )
+        if not loads:
+            return
         found = []
         for spec in specs:
             with naming(f"--drafter {spec}"):

@@ -103,6 +103,10 @@ def simulate_traffic(common: Common, capacity: Capacity) -> None:
     if not recording.traces:
         raise ConfigError(f"--simulate {capacity.simulate}: no request was recorded to its end; record a longer run")
     known = drafters_of(recording)
+    if common.drafter and not common.drafters:
+        raise ConfigError("--drafter none with --simulate: simulate it by --speculation off")
+    if len(common.drafters) > 1:
+        raise ConfigError(f"--drafter {common.drafters[1]} with --simulate: one is simulated at a time; name one")
     named = merged_name(parse_merged(common.drafter[0])) if common.drafter else None
     if named is not None and named not in known:
         raise ConfigError(f"--drafter {named}: not in the recording, which has {', '.join(known) or 'none'}")
