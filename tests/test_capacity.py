@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from bench_scripts import simulated
-from slipstream.bench.recording import Recording
+from slipstream.bench import memory
+from slipstream.bench.recording import Made, Recording
+from slipstream.bench.simulate import doubts
 from slipstream.cli.capacity import NOT_SIMULATED
 from slipstream.cli.main import main
 from slipstream.cli.options import Common
-from test_simulate import made_up
+from test_simulate import machine, made_up
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -120,16 +122,48 @@ def test_no_model_need_be_there_for_a_simulation(capsys: pytest.CaptureFixture[s
     assert json.loads(out.splitlines()[-1])["drafter"] == "ngram"
 
 
+def test_what_a_recording_cannot_answer_well_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, one = tmp_path / "r.json", made_up(0.0005, max_num_seqs=1)
+    replace(one, made=Made("adaptive", True)).save(file)
+    _, out, err = run(capsys, "--simulate", str(file), "--rate", "2", "--requests", "3")
+    doubted = json.loads(out.splitlines()[-1])["doubts"]
+    assert [f"not sure: {doubt}" for doubt in doubted] == err.splitlines()
+    assert doubted == [
+        "the recorded engine serves 1 request at a time (max_num_seqs): record with --rate for one that serves more",
+        "recorded with the adaptive planner: what drafters that it let rest would have guessed is not known; record "
+        "with --planner fixed",
+        "the machine was busy before it was recorded: do not trust what passes cost; record it again",
+        "only 1 request was recorded: record at least 20 (--requests 20)",
+    ]
+    many = replace(one, traces=one.traces * 20, made=Made("fixed", False))
+    assert not doubts(many, "ngram", together=False), "requests that come one by one need one seat"
+    assert doubts(many, "ngram", together=True)
+    assert not doubts(replace(many, machine=machine(), made=Made()), "ngram", together=True)
+    assert not doubts(replace(many, made=Made("adaptive")), None, together=False), "nobody guesses"
+
+
+def test_how_a_recording_was_made_is_kept_and_older_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    replace(made_up(0.0005), made=Made("fixed", True)).save(file)
+    assert Recording.load(file).made == Made("fixed", True)
+    whole = json.loads(file.read_text())
+    del whole["made"]
+    file.write_text(json.dumps(whole))
+    assert Recording.load(file).made == Made(None, None)
+
+
 def test_a_recorded_run_knows_small_passes_and_its_own_requests(
-    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of one row are there though all requests draft, and who answered for their sake is not replayed."""
+    monkeypatch.setattr(memory, "load_average", lambda: 1000.0)
     prompts, kept = tmp_path / "p.jsonl", tmp_path / "r.json"
     prompts.write_text("".join(json.dumps({"prompt": f"again and again {i} " * 4}) + "\n" for i in range(3)))
     words = f"--model {tiny_target} --prompts {prompts} --rate 50 --drafter ngram --planner fixed --max-tokens 12"
     code, _, _ = run(capsys, *words.split(), "--record", str(kept))
     assert code == 0
     recording = Recording.load(kept)
+    assert recording.made == Made("fixed", True)
     sizes = {seen.rows for seen in recording.costs.passes if seen.requests == 1 and not seen.read_rows}
     assert 1 in sizes
     assert [trace.drafters for trace in recording.traces] == [("ngram",)] * 3

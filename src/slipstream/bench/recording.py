@@ -123,12 +123,21 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """How the recording was made. None: not known, as of files that were made before this was kept."""
+
+    planner: str | None = None
+    busy: bool | None = None  # whether others had the machine work before it
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     model: str
     machine: Machine
     drafters: tuple[DrafterKind, ...]
     costs: Costs
     traces: tuple[Trace, ...]
+    made: Made = Made()
 
     def save(self, path: Path) -> None:
         traces = [packed(trace) for trace in self.traces]
@@ -164,6 +173,7 @@ class Recording:
                     tuple(HostSeen(*one) for one in costs.get("waits", ())),
                 ),
                 tuple(unpacked(trace) for trace in whole["traces"]),
+                Made(**whole.get("made", {})),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"--simulate {path}: the recording is damaged ({error!r}); record it again") from error

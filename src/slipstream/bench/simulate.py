@@ -13,6 +13,10 @@ from slipstream.bench.replayed import Walk, chances
 from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.traffic import Coming
 from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.engine.config import EngineConfig
+
+ENOUGH = 20
+"""Recorded requests that a simulation should rest on."""
 
 
 def drafters_of(recording: Recording) -> list[str]:
@@ -29,6 +33,33 @@ def traces_of(recording: Recording, drafter: str | None) -> list[Trace]:
     """The requests that ran with this drafter; all of them where there is none to follow."""
     own = [trace for trace in recording.traces if "+".join(trace.drafters) == drafter]
     return own or list(recording.traces)
+
+
+def doubts(recording: Recording, drafter: str | None, *, together: bool) -> list[str]:
+    """Why what is simulated of a recording may not hold; nothing: there is no reason to think so.
+
+    together: whether requests may come while others run.
+    """
+    found = []
+    seats, made = recording.machine.max_num_seqs, recording.made
+    if together and seats < EngineConfig().max_num_seqs:
+        several = "s" if seats != 1 else ""
+        found.append(
+            f"the recorded engine serves {seats} request{several} at a time (max_num_seqs): record with --rate for one "
+            "that serves more"
+        )
+    if drafter is not None and made.planner == "adaptive":
+        found.append(
+            "recorded with the adaptive planner: what drafters that it let rest would have guessed is not known; "
+            "record with --planner fixed"
+        )
+    if made.busy:
+        found.append("the machine was busy before it was recorded: do not trust what passes cost; record it again")
+    count = len(traces_of(recording, drafter))
+    if count < ENOUGH:
+        several = "s were" if count != 1 else " was"
+        found.append(f"only {count} request{several} recorded: record at least {ENOUGH} (--requests {ENOUGH})")
+    return found
 
 
 def simulate(

@@ -232,7 +232,7 @@ def bench(
         else:
             from slipstream.cli.traffic import Tape
 
-            tape = Tape(llm, common.model)
+            tape = Tape(llm, common.model, load["busy"])
             samples = measured(work.units, runners, repeats, tape.start)
             tape.stop().save(record)
         prefill = run.measure_prefill(

@@ -75,7 +75,7 @@ def tune_command(
         work = run.plan_work(llm, chosen, params, 1)
         options = tune.candidates(run.engine_runners(llm, common.drafters, params.speculation), tried)
         run.warm_up(work.units[0], [one.runner for one in options])
-        tape = Tape(llm, common.model)
+        tape = Tape(llm, common.model, load["busy"])
         tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
         rows = tune.measure(options, ids, each, levels, repeats=repeats, on_step=_telling())
