@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,27 @@ def test_many_prompts_of_one_mind_leave_no_doubt() -> None:
     rows = measure([Candidate(plain, None), Candidate(fast, "x")], many, [SamplingParams()] * 20, [1])
     assert len(fast.asked) == rows[1].prompts == 8, "enough, where requests come alone"
     assert not doubts(rows)
+
+
+def test_speeds_that_contradict_each_other_are_doubted() -> None:
+    def row(at_once: int, name: str, speed: float, predicted: float | None) -> Tuned:
+        return replace(told((at_once, name, speed))[0], predicted=predicted, prompts=8, gain=(1.1, 4.0))
+
+    good = [row(1, "plain", 10, 11), row(1, "x", 20, 24), row(4, "plain", 30, 25), row(4, "x", 60, None)]
+    assert not doubts(good)
+    again = "measure again where nothing else runs, or longer (--repeats 3, --max-tokens 128)"
+    assert doubts([*good[:2], row(4, "plain", 9, 18), row(4, "x", 28, 27)]) == [
+        "4 at once: plain ran at 9.0 tok/s, and 18.0 were predicted, and all gains there are by its speed; " + again,
+        "plain was slower with 4 at once (9.0 tok/s in all) than with 1 (10.0); measure again (--repeats 3)",
+    ]
+    assert doubts([*good[2:], *good[:1], row(1, "x", 20, 40)]) == [
+        "1 at once: x ran at 20.0 tok/s, and 40.0 were predicted; " + again
+    ]
+    assert not doubts([*good, row(1, "y", 5, 50), row(4, "y", 4, 50)]), "nobody is told to run y"
+
+
+def test_one_prompt_is_one() -> None:
+    assert doubts([replace(told((1, "plain", 10))[0], prompts=1)])[0].startswith("only 1 prompt was asked")
 
 
 def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import exp, fsum, log
 from pathlib import Path
 from statistics import median
@@ -16,8 +17,8 @@ from slipstream.core.params import SamplingParams
 
 _CLEARLY = 1.02
 """A way of speculating must be so much faster than plain decoding to be recommended: measurements are no better."""
-
-
+_MUCH = 1.25
+"""A measured and a predicted speed that differ more than this are not both right."""
 _MOST_BATCHES = 8
 """Of one candidate at one concurrency: so many prompts where requests come alone."""
 ENOUGH = 8
@@ -132,10 +133,43 @@ def doubts(rows: Sequence[Tuned]) -> list[str]:
     found = []
     asked = min((row.prompts for row in rows), default=0)
     if asked < ENOUGH:
-        found.append(f"only {asked} prompts were asked: give at least {ENOUGH} (--prompts) of your own kind")
+        several = "s were" if asked != 1 else " was"
+        found.append(f"only {asked} prompt{several} asked: give at least {ENOUGH} (--prompts) of your own kind")
     for level, row in best(rows).items():
         if row.name != PLAIN and row.gain[0] < 1:
             found.append(f"{level} at once: {row.name} was slower than plain in some runs; measure more (--repeats 3)")
+    return [*found, *_unlike_predicted(rows), *_slower_together(rows)]
+
+
+def _that_count(rows: Sequence[Tuned]) -> list[Tuned]:
+    """Plain decoding, which all gains are of, and what is recommended."""
+    chosen = {id(row) for row in best(rows).values()}
+    return [row for row in rows if row.name == PLAIN or id(row) in chosen]
+
+
+def _unlike_predicted(rows: Sequence[Tuned]) -> list[str]:
+    found = []
+    for row in _that_count(rows):
+        if row.predicted is not None and not 1 / _MUCH <= row.tokens_per_s / row.predicted <= _MUCH:
+            so = ", and all gains there are by its speed" if row.name == PLAIN else ""
+            found.append(
+                f"{row.concurrency} at once: {row.name} ran at {row.tokens_per_s:.1f} tok/s, and {row.predicted:.1f} "
+                f"were predicted{so}; measure again where nothing else runs, or longer (--repeats 3, --max-tokens 128)"
+            )
+    return found
+
+
+def _slower_together(rows: Sequence[Tuned]) -> list[str]:
+    """More at once that are slower in all: some of it was measured while the machine did something else."""
+    found = []
+    for name in dict.fromkeys(row.name for row in _that_count(rows)):
+        own = sorted((row for row in rows if row.name == name), key=lambda row: row.concurrency)
+        for few, many in pairwise(own):
+            if few.tokens_per_s > _CLEARLY * many.tokens_per_s:
+                found.append(
+                    f"{name} was slower with {many.concurrency} at once ({many.tokens_per_s:.1f} tok/s in all) than "
+                    f"with {few.concurrency} ({few.tokens_per_s:.1f}); measure again (--repeats 3)"
+                )
     return found
 
 
