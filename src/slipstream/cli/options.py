@@ -169,7 +169,9 @@ class Common:
             "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3, "
             "medusa and draft without a path: the default model's own); mtp: the model's own modules for that; "
             "grammar: what the form of an answer forces (comes by itself with one); A+B: both, "
-            f"their drafts merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
+            "their drafts merged; none: nobody. May be repeated: bench, tune, audit and explain try each in turn; "
+            "others load all, and the first guesses unless a request names another (A+B lets both). Default: "
+            f"{DEFAULT_DRAFTER}.",
         ),
     ] = None
     draft_tokens: Annotated[
@@ -307,9 +309,9 @@ class Common:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The drafters to load; none of them where 'none' was named."""
+        """The drafters to load; none of them where 'none' was named, which `check` takes alone."""
         named = tuple(dict.fromkeys(self.drafter or (DEFAULT_DRAFTER,)))
-        return () if "none" in named else named
+        return () if named == ("none",) else named
 
     def planner_or(self, usual: PlannerName) -> PlannerName:
         """The planner that was asked for, or what the command usually takes."""
