@@ -62,7 +62,8 @@ def test_a_simulated_planner_asks_for_the_gain_that_was_named(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--simulate nowhere.json", "nowhere.json"),
+        ("--simulate nowhere.json", "nowhere.json; make one with `slipstream bench --record FILE`"),
+        ("--simulate FILE --traffic nowhere.jsonl", "--traffic nowhere.jsonl: there is no file /"),
         ("--simulate FILE --rate x", "--rate x"),
         ("--simulate FILE --rate 0", "--rate 0"),
         ("--simulate FILE --speculation on", "--speculation on"),
@@ -101,6 +102,37 @@ def test_what_is_wrong_is_said_before_anything_loads(
     code, _, err = run(capsys, *arguments.replace("FILE", str(file)).split())
     assert code == 2
     assert said in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"arrival": 1, "prompt_tokens": 5}', "output_tokens is missing"),
+        (
+            '{"arrival": "soon", "prompt_tokens": 5, "output_tokens": 5}',
+            "arrival='soon': must be a number of seconds, 0",
+        ),
+        (
+            '{"arrival": -1, "prompt_tokens": 5, "output_tokens": 5}',
+            "arrival=-1: must be a number of seconds, 0 or more",
+        ),
+        ('{"arrival": 1, "prompt_tokens": 0, "output_tokens": 5}', "prompt_tokens=0: must be a number of tokens, 1 or"),
+        ('{"arrival": 1, "prompt_tokens": 2.5, "output_tokens": 5}', "prompt_tokens=2.5: must be a number of tokens"),
+        ('{"arrival": NaN, "prompt_tokens": 2, "output_tokens": 5}', "arrival=nan: must be a number of seconds"),
+        ("[1]", "no JSON object; a line must be such as"),
+        ("{", "not JSON (Expecting"),
+        ('{"arrival": 1, "prompt_tokens": 2000, "output_tokens": 90}', "a request of 2000 and 90 tokens: the recorded"),
+    ],
+)
+def test_wrong_traffic_is_named_by_file_line_and_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, said: str
+) -> None:
+    file, traffic = tmp_path / "r.json", tmp_path / "t.jsonl"
+    made_up(0.001).save(file)
+    traffic.write_text('{"arrival": 0, "prompt_tokens": 5, "output_tokens": 5}\n\n' + line + "\n")
+    code, _, err = run(capsys, "--simulate", str(file), "--traffic", str(traffic))
+    assert code
+    assert f"--traffic {traffic}:3: {said}" in " ".join(err.split())
 
 
 def test_every_option_is_heeded_or_refused_by_a_simulation() -> None:

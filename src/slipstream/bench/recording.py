@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.reading import read_named
 
 VERSION = 2
 
@@ -151,8 +152,8 @@ class Recording:
     @staticmethod
     def load(path: Path) -> Recording:
         try:
-            whole = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            whole = json.loads(read_named(path, "--simulate", "make one with `slipstream bench --record FILE`"))
+        except json.JSONDecodeError as error:
             raise ConfigError(f"--simulate {path}: cannot be read as a recording ({error})") from error
         version = whole.get("slipstream_recording") if isinstance(whole, dict) else None
         if version != VERSION:

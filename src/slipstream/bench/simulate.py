@@ -74,6 +74,8 @@ def simulate(
     """Every request, as it fared. Each goes to the replica with the fewest; the same input gives the same result."""
     if replicas < 1:
         raise ConfigError(f"--replicas {replicas}: must be 1 or more")
+    for coming in traffic:
+        _check_fits(coming, recording)
     machine = recording.machine
     costs = RoundCosts(recording.costs, apart=machine.queued)
     alphas = chances(traces)
@@ -86,7 +88,6 @@ def simulate(
     while place < len(waiting) or rounds:
         if place < len(waiting) and (not rounds or waiting[place].at <= rounds[0][0]):
             coming, place = waiting[place], place + 1
-            _check_fits(coming, recording)
             index = min(range(replicas), key=lambda i: (engines[i].load, i))
             trace = traces[coming.like]
             walk = Walk(trace, alphas, random.Random(f"{seed} {place}"))
@@ -108,7 +109,8 @@ def simulate(
 def _check_fits(coming: Coming, recording: Recording) -> None:
     longest = recording.machine.max_model_len
     if coming.prompt_tokens + coming.output_tokens > longest:
+        where = f"{coming.where}: " if coming.where else ""
         raise CapacityError(
-            f"a request of {coming.prompt_tokens} and {coming.output_tokens} tokens: the recorded engine has a context "
-            f"of {longest}; record one with a longer --max-model-len, or leave such requests out"
+            f"{where}a request of {coming.prompt_tokens} and {coming.output_tokens} tokens: the recorded engine has a "
+            f"context of {longest}; record one with a longer --max-model-len, or leave such requests out"
         )

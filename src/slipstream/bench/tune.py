@@ -14,6 +14,7 @@ from typing import Any
 from slipstream.bench.run import PLAIN, EngineRunner, Runner
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
+from slipstream.core.reading import read_named
 
 _CLEARLY = 1.02
 """A way of speculating must be so much faster than plain decoding to be recommended: measurements are no better."""
@@ -207,8 +208,8 @@ def configuration(model: str, rows: Sequence[Tuned]) -> dict[str, Any]:
 def read_engine(path: Path) -> dict[str, Any]:
     """The `engine` part of a configuration file: model, drafter, draft_tokens."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        whole = json.loads(read_named(path, "--config", "`slipstream tune --config FILE` writes one"))
+    except json.JSONDecodeError as error:
         raise ConfigError(f"--config {path}: cannot be read as JSON ({error})") from error
     engine = whole.get("engine") if isinstance(whole, dict) else None
     if not isinstance(engine, dict):

@@ -16,6 +16,7 @@ import typer
 
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
+from slipstream.core.reading import read_named
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
 from slipstream.drafters import parse_specs, places
 from slipstream.drafters.places import naming
@@ -381,9 +382,4 @@ def read_text(source: str, option: str) -> str:
     """A file's text, or that of stdin for '-'."""
     if source == "-":
         return sys.stdin.read()
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{option} {source}: cannot be read as text ({error}); name a file that is there, or - for stdin"
-        ) from error
+    return read_named(Path(source), option, "name a file that is there, or - for stdin")
