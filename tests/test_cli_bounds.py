@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.cli.flags import flagged
 from slipstream.cli.main import main
 
 
@@ -33,6 +34,30 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
 )
 def test_numbers_are_refused_as_the_library_does_it(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
     assert refused(capsys, words) == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("generate Hi --planner foo", "--planner foo: must be one of adaptive, fixed"),
+        (
+            "generate Hi --max-draft-memory lots",
+            "--max-draft-memory lots: must be a part such as 0.2 or 20%, or a size",
+        ),
+        ("generate Hi --presence-penalty 9", "--presence-penalty 9.0: must be"),
+        ("tune --drafters ngram,sufix", "--drafters: drafter 'sufix' is unknown: must be one of"),
+        ("tune --drafters model:/nope", "--drafters model:/nope: '/nope': no such folder"),
+    ],
+)
+def test_the_option_is_named_that_was_written(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_messages_of_no_key_stay_as_they_are() -> None:
+    assert flagged("a prompt is empty: it must not be") == "a prompt is empty: it must not be"
+    assert flagged("structured_outputs.json='x': must be JSON") == "structured_outputs.json='x': must be JSON"
 
 
 def test_what_is_no_number_is_said_as_before(capsys: pytest.CaptureFixture[str]) -> None:

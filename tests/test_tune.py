@@ -207,12 +207,26 @@ def test_serve_takes_the_file_and_options_win(tiny_target: Path, tmp_path: Path)
     for text, said in (
         ("[", "cannot be read"),
         ("[]", "engine"),
-        ('{"engine": {"size": 1}}', r"engine\.size"),
-        ('{"engine": {"draft_tokens": "x"}}', "draft_tokens"),
+        ('{"engine": {"size": 1}}', r"engine\.size is unknown; must be one of model, drafter, draft_tokens, min_gain"),
+        ('{"engine": {"draft_tokens": "many"}}', r'engine\.draft_tokens="many": must be a whole number, or null for'),
+        ('{"engine": {"draft_tokens": 64}}', r"engine\.draft_tokens=64: must be 0 to 63"),
+        ('{"engine": {"min_gain": null}}', r"engine\.min_gain=null: must be a number, 1 or more"),
+        ('{"engine": {"min_gain": 0.5}}', r"engine\.min_gain=0\.5: must be 1 or more"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
             read_engine(file)
+    file.write_text('{"engine": {"drafter": "sufix"}}')
+    with pytest.raises(ConfigError, match=r"--config .*c\.json: engine\.drafter: drafter 'sufix' is unknown"):
+        _with_config(Common(), file)
+
+
+def test_the_least_gain_that_was_measured_with_is_served(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(configuration("default", told((1, "plain", 1.0)), 1.2)))
+    assert _with_config(Common(), file).min_gain == 1.2
+    assert _with_config(Common(min_gain=1.1), file).min_gain == 1.1
+    assert "min_gain" not in configuration("default", told((1, "plain", 1.0)))["engine"]
 
 
 def test_real_traffic_is_told_and_recorded(

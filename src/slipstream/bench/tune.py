@@ -15,6 +15,7 @@ from slipstream.bench.run import PLAIN, EngineRunner, Runner
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.core.reading import read_named
+from slipstream.engine.config import EngineConfig
 
 _CLEARLY = 1.02
 """A way of speculating must be so much faster than plain decoding to be recommended: measurements are no better."""
@@ -22,6 +23,13 @@ _MUCH = 1.25
 """A measured and a predicted speed that differ more than this are not both right."""
 _MOST_BATCHES = 8
 """Of one candidate at one concurrency: so many prompts where requests come alone."""
+_ENGINE: Mapping[str, tuple[Any, str]] = {
+    "model": (str, "a text"),
+    "drafter": (str | None, "a text, or null for none"),
+    "draft_tokens": (int | None, "a whole number, or null for the drafter's own"),
+    "min_gain": (int | float, "a number, 1 or more"),
+}
+"""What a configuration file may say of an engine: of which kind, in Python and in words."""
 ENOUGH = 8
 """Prompts that a recommendation should rest on."""
 
@@ -194,11 +202,15 @@ def best_of_all(rows: Sequence[Tuned]) -> Tuned:
     return next(row for row in rows if row.name == name)
 
 
-def configuration(model: str, rows: Sequence[Tuned]) -> dict[str, Any]:
-    """For `slipstream serve --config FILE`, or `LLM(**json["engine"])`; what was measured stands beside it."""
+def configuration(model: str, rows: Sequence[Tuned], min_gain: float | None = None) -> dict[str, Any]:
+    """For `slipstream serve --config FILE`, or `LLM(**json["engine"])`; what was measured stands beside it.
+
+    min_gain: with which it was measured; None: the usual.
+    """
     chosen = best_of_all(rows)
+    engine = {"model": model, "drafter": chosen.drafter, "draft_tokens": chosen.draft_tokens}
     return {
-        "engine": {"model": model, "drafter": chosen.drafter, "draft_tokens": chosen.draft_tokens},
+        "engine": engine if min_gain is None else {**engine, "min_gain": min_gain},
         "verifier": chosen.verifier,
         "by_concurrency": {str(level): asdict(row) for level, row in best(rows).items()},
         "doubts": doubts(rows),
@@ -206,7 +218,7 @@ def configuration(model: str, rows: Sequence[Tuned]) -> dict[str, Any]:
 
 
 def read_engine(path: Path) -> dict[str, Any]:
-    """The `engine` part of a configuration file: model, drafter, draft_tokens."""
+    """The `engine` part of a configuration file: model, drafter, draft_tokens, min_gain."""
     try:
         whole = json.loads(read_named(path, "--config", "`slipstream tune --config FILE` writes one"))
     except json.JSONDecodeError as error:
@@ -214,9 +226,14 @@ def read_engine(path: Path) -> dict[str, Any]:
     engine = whole.get("engine") if isinstance(whole, dict) else None
     if not isinstance(engine, dict):
         raise ConfigError(f'--config {path}: must have "engine": {{…}}, as `slipstream tune --config FILE` writes it')
-    if unknown := set(engine) - {"model", "drafter", "draft_tokens"}:
-        raise ConfigError(f"--config {path}: engine.{min(unknown)} is unknown; must be model, drafter or draft_tokens")
-    for key, kinds in (("model", str), ("drafter", str | None), ("draft_tokens", int | None)):
-        if key in engine and not isinstance(engine[key], kinds):
-            raise ConfigError(f"--config {path}: engine.{key}={engine[key]!r} is of the wrong kind")
+    if unknown := set(engine) - set(_ENGINE):
+        raise ConfigError(f"--config {path}: engine.{min(unknown)} is unknown; must be one of {', '.join(_ENGINE)}")
+    for key, value in engine.items():
+        kinds, words = _ENGINE[key]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ConfigError(f"--config {path}: engine.{key}={json.dumps(value)}: must be {words}")
+    try:
+        EngineConfig(draft_tokens=engine.get("draft_tokens"), min_gain=engine.get("min_gain", 1.0))
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: engine.{error}") from error
     return engine

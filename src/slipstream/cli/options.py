@@ -14,7 +14,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.cli.flags import naming_flags
+from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.core.reading import read_named
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
@@ -318,39 +319,48 @@ class Common:
         """The planner that was asked for, or what the command usually takes."""
         return usual if self.planner is None else cast(PlannerName, self.planner)  # which `EngineConfig` checks
 
-    def check(self, prediction: str | None, without: str = WITHOUT_PREDICTION, *, loads: bool = True) -> None:
+    def check(
+        self,
+        prediction: str | None,
+        without: str = WITHOUT_PREDICTION,
+        *,
+        loads: bool = True,
+        option: str = "--drafter",
+    ) -> None:
         """Refuse what is wrong without torch having to say so: its import takes seconds.
 
         without: why the drafter `prediction` is refused where there is none, and what to do instead.
         loads: whether model and drafters are loaded then, and must be there.
+        option: where the drafters were named.
         """
-        with naming("--drafter"):
+        with naming(option):
             specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
         if prediction is None and any(spec.name == "prediction" for spec in specs):
-            raise ConfigError(f"--drafter prediction: {without}")
+            raise ConfigError(f"{option} prediction: {without}")
         if prediction is not None and not specs:
             why = "--no-speculation" if self.no_speculation else "--drafter none"
             raise ConfigError(
                 f"--prediction {prediction} with {why}: nothing would guess from it; leave one of them out"
             )
-        check_dtype_name(self.dtype)
-        check_device_name(self.device)
-        EngineConfig(
-            memory=parse_bytes(self.memory),
-            max_model_len=self.max_model_len,
-            draft_tokens=self.draft_tokens,
-            max_draft_memory=parse_share(self.max_draft_memory, "--max-draft-memory"),
-            planner=self.planner_or("adaptive"),
-        )
+        with naming_flags():
+            check_dtype_name(self.dtype)
+            check_device_name(self.device)
+            EngineConfig(
+                memory=parse_bytes(self.memory),
+                max_model_len=self.max_model_len,
+                draft_tokens=self.draft_tokens,
+                max_draft_memory=parse_share(self.max_draft_memory, "max_draft_memory"),
+                planner=self.planner_or("adaptive"),
+            )
         if not loads:
             return
         found = []
         for spec in specs:
-            with naming(f"--drafter {spec}"):
+            with naming(f"{option} {spec}"):
                 found.append((spec, with_shipped(spec, self.model).place))
         find_local(self.model)
         for spec, place in found:
-            with naming(f"--drafter {spec}"):
+            with naming(f"{option} {spec}"):
                 if place is not None:
                     find_local(place, places.WAYS)
 
@@ -359,7 +369,7 @@ class Common:
         seed, temperature = self.seed, self.temperature or 0.0
         if seed is None and temperature > 0:
             seed = secrets.randbits(32)
-        try:
+        with naming_flags():
             return SamplingParams(
                 temperature=temperature,
                 top_p=self.top_p,
@@ -374,8 +384,6 @@ class Common:
                 ),
                 **more,
             )
-        except InvalidRequest as error:  # it came from the command line: a bad option
-            raise ConfigError(str(error)) from error
 
 
 def read_text(source: str, option: str) -> str:

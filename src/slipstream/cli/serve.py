@@ -112,7 +112,8 @@ def serve(
         option(
             metavar="FILE",
             panel=MODEL,
-            help="Model, drafter and draft tokens as `slipstream tune --config FILE` wrote them; options win over it.",
+            help="Model, drafter, draft tokens and least gain as `slipstream tune --config FILE` wrote them; options "
+            "win over it.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -260,9 +261,11 @@ def _with_config(common: Common, path: Path) -> Common:
         found["drafter"] = [engine["drafter"] or "none"]
         if common.draft_tokens is None:
             found["draft_tokens"] = engine.get("draft_tokens")
+    if common.min_gain is None:
+        found["min_gain"] = engine.get("min_gain")
     changed = replace(common, **found)
     with naming(f"--config {path}"):
-        changed.check(None, _WITHOUT_PREDICTION)
+        changed.check(None, _WITHOUT_PREDICTION, option="engine.drafter" if "drafter" in found else "--drafter")
     return changed
 
 

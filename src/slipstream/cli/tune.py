@@ -61,7 +61,7 @@ def tune_command(
     if drafters:
         named = [name for name in drafters.split(",") if name]
         common = replace(common, drafter=[*(common.drafter or ()), *named])
-        common.check(None)
+        common.check(None, option="--drafters")
     for name, path in (("config", config), ("plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
@@ -89,7 +89,7 @@ def tune_command(
         note(f"not sure: {doubt}", style="yellow")
     for line in busy_warning(load):
         note(line, style="yellow")
-    result = tune.configuration(common.model, rows)
+    result = tune.configuration(common.model, rows, common.min_gain)
     if config is not None:
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
