@@ -187,10 +187,12 @@ def test_a_busy_machine_is_warned_of(
 def test_what_auto_would_do_is_predicted_as_well(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = f"tune --model {tiny_target} --prompts {prompts(tmp_path)} --concurrency 2 --max-tokens 8"
-    rows = run(capsys, *given.split())["rows"]
+    given = f"tune --model {tiny_target} --prompts {prompts(tmp_path)} --concurrency 2 --max-tokens 8 -t 0.5"
+    result = run(capsys, *given.split())
+    rows = result["rows"]
     assert isinstance(rows, list)
     assert [row["name"] for row in rows] == ["plain", "auto"]
+    assert isinstance(result["seed"], int), "a drawn seed is shown, so that it can be had again"
     assert all(row["predicted"] > 0 for row in rows)
 
 

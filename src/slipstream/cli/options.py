@@ -278,8 +278,8 @@ class Common:
         option(
             metavar="N",
             panel=SAMPLING,
-            help="Same seed, same tokens, with or without speculation, such as 7. Default: a fresh one, which --json "
-            "shows.",
+            help="Same seed, same tokens, with or without speculation, such as 7. Default: a fresh one, which the "
+            "JSON output shows.",
         ),
     ] = None
     max_tokens: Annotated[
@@ -289,7 +289,7 @@ class Common:
             metavar="N",
             panel=SAMPLING,
             help="Longest answer in tokens, such as 1000. Default: 256 (generate), 512 (chat), 128 (bench), 64 "
-            "(audit).",
+            "(audit and tune).",
         ),
     ] = None
     debug: DebugOption = False

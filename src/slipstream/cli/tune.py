@@ -94,7 +94,10 @@ def tune_command(
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
         plot.write_text(drawn(rows), encoding="utf-8")
-    print(json.dumps({**result, **load, "rows": [asdict(row) for row in rows]}, ensure_ascii=False), flush=True)
+    print(
+        json.dumps({**result, **load, "seed": params.seed, "rows": [asdict(row) for row in rows]}, ensure_ascii=False),
+        flush=True,
+    )
 
 
 def _telling() -> Callable[[int, str], None]:
