@@ -95,7 +95,7 @@ def test_ctrl_c_writes_what_is_known_and_exits_130(run: Run, tmp_path: Path, mon
         ("--drafter bogus", "drafter 'bogus' is unknown"),
         ("--concurrency 0", "--concurrency"),
         ("--top-p 3", "top_p=3.0"),
-        ("--prompts nowhere.jsonl", "--prompts nowhere.jsonl: cannot be read"),
+        ("--prompts nowhere.jsonl", "--prompts nowhere.jsonl: there is no file"),
     ],
 )
 def test_bad_options_exit_2(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from bench_scripts import simulated
-from slipstream.bench.recording import Recording
+from slipstream.bench import memory
+from slipstream.bench.recording import Made, Recording
+from slipstream.bench.simulate import doubts
+from slipstream.cli.capacity import NOT_SIMULATED
 from slipstream.cli.main import main
-from test_simulate import made_up
+from slipstream.cli.options import Common
+from test_simulate import machine, made_up
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -57,12 +62,31 @@ def test_a_simulated_planner_asks_for_the_gain_that_was_named(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--simulate nowhere.json", "nowhere.json"),
+        ("--simulate nowhere.json", "nowhere.json; make one with `slipstream bench --record FILE`"),
+        ("--simulate FILE --traffic nowhere.jsonl", "--traffic nowhere.jsonl: there is no file /"),
         ("--simulate FILE --rate x", "--rate x"),
         ("--simulate FILE --rate 0", "--rate 0"),
         ("--simulate FILE --speculation on", "--speculation on"),
         ("--simulate FILE --drafter suffix", "the recording, which has ngram"),
         ("--simulate FILE --record r.json", "nothing to record"),
+        ("--simulate FILE --no-speculation", "--no-speculation with --simulate: simulate it by --speculation off"),
+        ("--simulate FILE --drafter none", "--drafter none with --simulate: simulate it by --speculation off"),
+        ("--simulate FILE --drafter ngram --drafter suffix", "--drafter suffix with --simulate: one is simulated"),
+        ("--simulate FILE --max-draft-memory 20%", "--max-draft-memory with --simulate: the simulated engines are as"),
+        ("--simulate FILE --planner fixed", "--planner with --simulate: simulate it by --speculation fixed"),
+        ("--simulate FILE --memory 1GiB", "--memory with --simulate: the simulated engines are as the recorded one"),
+        ("--simulate FILE --max-tokens 9", "--max-tokens with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --temperature 0", "--temperature with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --concurrency 4", "--concurrency with --simulate: say when requests come by --rate"),
+        ("--simulate FILE --prompts nowhere", "--prompts with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --limit 0", "--limit with --simulate: the simulated requests are the recorded"),
+        ("--simulate FILE --peers transformers", "--peers with --simulate: only this engine is simulated"),
+        ("--simulate FILE --repeats 2", "--repeats with --simulate: the same seed gives the same numbers"),
+        ("--simulate FILE --requests 9", "--requests 9: only for a --rate without --traffic"),
+        ("--latency-target ttft=1", "--latency-target: only for traffic; give --rate R, too"),
+        ("--requests 9", "--requests: only for traffic; give --rate R, too"),
+        ("--rate 1 --concurrency 4", "--concurrency with --rate: requests come when --rate says"),
+        ("--rate 1 --peers transformers", "--peers with --rate: only this engine is sent requests"),
         ("--simulate FILE --latency-target ttft", "ttft=0.5,tpot=0.05"),
         ("--traffic t.jsonl", "--simulate FILE"),
         ("--replicas 2", "--simulate FILE"),
@@ -80,16 +104,98 @@ def test_what_is_wrong_is_said_before_anything_loads(
     assert said in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"arrival": 1, "prompt_tokens": 5}', "output_tokens is missing"),
+        (
+            '{"arrival": "soon", "prompt_tokens": 5, "output_tokens": 5}',
+            "arrival='soon': must be a number of seconds, 0",
+        ),
+        (
+            '{"arrival": -1, "prompt_tokens": 5, "output_tokens": 5}',
+            "arrival=-1: must be a number of seconds, 0 or more",
+        ),
+        ('{"arrival": 1, "prompt_tokens": 0, "output_tokens": 5}', "prompt_tokens=0: must be a number of tokens, 1 or"),
+        ('{"arrival": 1, "prompt_tokens": 2.5, "output_tokens": 5}', "prompt_tokens=2.5: must be a number of tokens"),
+        ('{"arrival": NaN, "prompt_tokens": 2, "output_tokens": 5}', "arrival=nan: must be a number of seconds"),
+        ("[1]", "no JSON object; a line must be such as"),
+        ("{", "not JSON (Expecting"),
+        ('{"arrival": 1, "prompt_tokens": 2000, "output_tokens": 90}', "a request of 2000 and 90 tokens: the recorded"),
+    ],
+)
+def test_wrong_traffic_is_named_by_file_line_and_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, said: str
+) -> None:
+    file, traffic = tmp_path / "r.json", tmp_path / "t.jsonl"
+    made_up(0.001).save(file)
+    traffic.write_text('{"arrival": 0, "prompt_tokens": 5, "output_tokens": 5}\n\n' + line + "\n")
+    code, _, err = run(capsys, "--simulate", str(file), "--traffic", str(traffic))
+    assert code
+    assert f"--traffic {traffic}:3: {said}" in " ".join(err.split())
+
+
+def test_every_option_is_heeded_or_refused_by_a_simulation() -> None:
+    """Who adds an option says which: one that is taken and ignored would be believed."""
+    heeded = {"drafter", "draft_tokens", "min_gain", "seed", "debug"}
+    without_effect = {"model"}  # of which the help says that none is loaded
+    shared = {field.name for field in fields(Common)}
+    assert shared == heeded | without_effect | (shared & set(NOT_SIMULATED))
+    assert not (heeded | without_effect) & set(NOT_SIMULATED)
+    own = {"prompts", "limit", "category", "concurrency", "repeats", "peers", "startup", "record"}
+    assert set(NOT_SIMULATED) - shared == own
+
+
+def test_no_model_need_be_there_for_a_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    made_up(0.0005).save(file)
+    code, out, _ = run(capsys, "--simulate", str(file), "--model", "/nope", "--drafter", "ngram")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["drafter"] == "ngram"
+
+
+def test_what_a_recording_cannot_answer_well_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, one = tmp_path / "r.json", made_up(0.0005, max_num_seqs=1)
+    replace(one, made=Made("adaptive", True)).save(file)
+    _, out, err = run(capsys, "--simulate", str(file), "--rate", "2", "--requests", "3")
+    doubted = json.loads(out.splitlines()[-1])["doubts"]
+    assert [f"not sure: {doubt}" for doubt in doubted] == err.splitlines()
+    assert doubted == [
+        "the recorded engine serves 1 request at a time (max_num_seqs): record with --rate for one that serves more",
+        "recorded with the adaptive planner: what drafters that it let rest would have guessed is not known; record "
+        "with --planner fixed",
+        "the machine was busy before it was recorded: do not trust what passes cost; record it again",
+        "only 1 request was recorded: record at least 20 (--requests 20)",
+    ]
+    many = replace(one, traces=one.traces * 20, made=Made("fixed", False))
+    assert not doubts(many, "ngram", together=False), "requests that come one by one need one seat"
+    assert doubts(many, "ngram", together=True)
+    assert not doubts(replace(many, machine=machine(), made=Made()), "ngram", together=True)
+    assert not doubts(replace(many, made=Made("adaptive")), None, together=False), "nobody guesses"
+
+
+def test_how_a_recording_was_made_is_kept_and_older_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    replace(made_up(0.0005), made=Made("fixed", True)).save(file)
+    assert Recording.load(file).made == Made("fixed", True)
+    whole = json.loads(file.read_text())
+    del whole["made"]
+    file.write_text(json.dumps(whole))
+    assert Recording.load(file).made == Made(None, None)
+
+
 def test_a_recorded_run_knows_small_passes_and_its_own_requests(
-    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of one row are there though all requests draft, and who answered for their sake is not replayed."""
+    monkeypatch.setattr(memory, "load_average", lambda: 1000.0)
     prompts, kept = tmp_path / "p.jsonl", tmp_path / "r.json"
     prompts.write_text("".join(json.dumps({"prompt": f"again and again {i} " * 4}) + "\n" for i in range(3)))
     words = f"--model {tiny_target} --prompts {prompts} --rate 50 --drafter ngram --planner fixed --max-tokens 12"
     code, _, _ = run(capsys, *words.split(), "--record", str(kept))
     assert code == 0
     recording = Recording.load(kept)
+    assert recording.made == Made("fixed", True)
     sizes = {seen.rows for seen in recording.costs.passes if seen.requests == 1 and not seen.read_rows}
     assert 1 in sizes
     assert [trace.drafters for trace in recording.traces] == [("ngram",)] * 3

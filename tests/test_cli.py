@@ -156,7 +156,7 @@ def test_drafts_can_be_forced(run: Run, llm: FakeLLM) -> None:
     run("generate", "Hi")
     assert llm.made_with["common"].planner_or("adaptive") == "adaptive"
     done = run("generate", "Hi", "--planner", "often")
-    assert (done.code, done.err) == (2, "error: planner='often': must be one of adaptive, fixed\n")
+    assert (done.code, done.err) == (2, "error: --planner often: must be one of adaptive, fixed\n")
 
 
 @pytest.mark.parametrize(("declined", "rounds"), [(1, "1 round;"), (31, "31 rounds;")])
@@ -221,18 +221,18 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("generate Hi --temperature -1", "temperature=-1.0: must be 0 (greedy) to"),
-        ("generate Hi --top-p 2", "top_p=2.0"),
+        ("generate Hi --temperature -1", "--temperature -1.0: must be 0 (greedy) to"),
+        ("generate Hi --top-p 2", "--top-p 2.0: must be"),
         ("generate Hi --raw --system x", "--raw"),
         ("generate Hi --logprobs 2", "add --json"),
         ("generate \t", "PROMPT is empty: say what to ask"),
-        ("generate Hi --json-schema no/such/file", "--json-schema no/such/file: cannot be read"),
+        ("generate Hi --json-schema no/such/file", "--json-schema no/such/file: there is no file"),
         ("generate Hi --json-schema x --regex y", "an answer has one form"),
-        ("generate Hi --prediction no/such/file", "--prediction no/such/file: cannot be read"),
+        ("generate Hi --prediction no/such/file", "--prediction no/such/file: there is no file"),
         ("generate Hi --draft-tokens 64", "63"),
-        ("generate Hi --verifier typical", "verifier='typical': must be one of exact, rejection"),
+        ("generate Hi --verifier typical", "--verifier typical: must be one of exact, rejection"),
         ("generate Hi --no-such-option", "--no-such-option"),
-        ("chat --min-p 3", "min_p=3.0"),
+        ("chat --min-p 3", "--min-p 3.0: must be"),
         ("bench --peers nobody", "--peers nobody: unknown; must be transformers"),
         ("bench --drafter ngram --category poetry", "poetry: not in these prompts; they have chat, code"),
         ("bench --drafter nonsense", "nonsense"),

@@ -55,11 +55,14 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
     (tmp_path / "no-keys").write_text("# nobody yet\n")
     expected = {
         "generate Hi --drafter bogus": (2, "drafter 'bogus' is unknown"),
-        "generate Hi --memory lots": (2, "memory='lots': must be bytes or a size such as 512MB or 2GiB"),
-        "generate Hi --memory 0": (2, "memory=0: must be above 0 bytes"),
-        "chat --dtype int8": (2, "dtype='int8': must be auto or one of float32, fp32, bfloat16, bf16, float16, fp16"),
-        "bench --device tpu": (2, "device='tpu': must be auto, cpu, cuda or cuda:N"),
-        "generate Hi --device cuda:x": (2, "device='cuda:x': must be auto, cpu, cuda or cuda:N"),
+        "generate Hi --memory lots": (2, "error: --memory lots: must be bytes or a size such as 512MB or 2GiB"),
+        "generate Hi --memory 0": (2, "error: --memory 0: must be above 0 bytes"),
+        "chat --dtype int8": (
+            2,
+            "error: --dtype int8: must be auto or one of float32, fp32, bfloat16, bf16, float16, fp16",
+        ),
+        "bench --device tpu": (2, "error: --device tpu: must be auto, cpu, cuda or cuda:N"),
+        "generate Hi --device cuda:x": (2, "error: --device cuda:x: must be auto, cpu, cuda or cuda:N"),
         "serve --temperature 1": (2, "--temperature: not for serve"),
         "serve --speculative-config {": (2, "is not JSON"),
         "serve --tool-call-parser bogus": (2, "error: --tool-call-parser 'bogus': must be one of auto, hermes, llama3"),

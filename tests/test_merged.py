@@ -312,6 +312,11 @@ def test_names() -> None:
     ):
         with pytest.raises(ConfigError):
             parse_specs(texts)
+    for texts in (["ngram", "none"], ["none"]):
+        with pytest.raises(
+            ConfigError, match="'none' means nobody, and cannot stand in a list: give it alone, or leave"
+        ):
+            parse_specs(texts)
 
 
 class Silent(Scripted):

@@ -58,6 +58,8 @@ def format_of(schema: Any) -> dict[str, Any]:
         ({"max_tokens": 2.5}, "max_tokens=2.5: must be a whole number"),
         ({"stream": 1}, "stream=1: must be true or false"),
         ({"n": 0}, "n=0: must be at least 1"),
+        ({"min_gain": 1.2}, "min_gain=1.2: an option of the server for all requests (--min-gain); leave it out"),
+        ({"speculation": {"min_gain": 1.2}}, "speculation.min_gain=1.2: an option of the server for all requests"),
         ({"messages": []}, "messages=[]: must be at least 1 long"),
         ({"messages": "hello"}, 'messages="hello": must be a list'),
         ({"messages": [{"content": "a"}]}, "messages.0.role: required field is missing"),

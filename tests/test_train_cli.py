@@ -107,7 +107,7 @@ def test_errors_are_said_in_flags(capsys: pytest.CaptureFixture[str], arguments:
         ("draft --set start=0,9,1", "--set start='0,9,1': the target has 3 layers"),
         ("draft --set hidden=64", "--set hidden=64: must be at most the target's hidden size, 32"),
         ("draft --held-out 9", "--held-out=9: only 9 prompts have at most 512 tokens (--max-prompt-tokens)"),
-        ("draft --prompts missing.jsonl", "--prompts missing.jsonl: cannot be read"),
+        ("draft --prompts missing.jsonl", "--prompts missing.jsonl: there is no file"),
     ],
 )
 def test_all_is_checked_before_anything_is_written(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,27 @@ def test_many_prompts_of_one_mind_leave_no_doubt() -> None:
     assert not doubts(rows)
 
 
+def test_speeds_that_contradict_each_other_are_doubted() -> None:
+    def row(at_once: int, name: str, speed: float, predicted: float | None) -> Tuned:
+        return replace(told((at_once, name, speed))[0], predicted=predicted, prompts=8, gain=(1.1, 4.0))
+
+    good = [row(1, "plain", 10, 11), row(1, "x", 20, 24), row(4, "plain", 30, 25), row(4, "x", 60, None)]
+    assert not doubts(good)
+    again = "measure again where nothing else runs, or longer (--repeats 3, --max-tokens 128)"
+    assert doubts([*good[:2], row(4, "plain", 9, 18), row(4, "x", 28, 27)]) == [
+        "4 at once: plain ran at 9.0 tok/s, and 18.0 were predicted, and all gains there are by its speed; " + again,
+        "plain was slower with 4 at once (9.0 tok/s in all) than with 1 (10.0); measure again (--repeats 3)",
+    ]
+    assert doubts([*good[2:], *good[:1], row(1, "x", 20, 40)]) == [
+        "1 at once: x ran at 20.0 tok/s, and 40.0 were predicted; " + again
+    ]
+    assert not doubts([*good, row(1, "y", 5, 50), row(4, "y", 4, 50)]), "nobody is told to run y"
+
+
+def test_one_prompt_is_one() -> None:
+    assert doubts([replace(told((1, "plain", 10))[0], prompts=1)])[0].startswith("only 1 prompt was asked")
+
+
 def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,10 +187,12 @@ def test_a_busy_machine_is_warned_of(
 def test_what_auto_would_do_is_predicted_as_well(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = f"tune --model {tiny_target} --prompts {prompts(tmp_path)} --concurrency 2 --max-tokens 8"
-    rows = run(capsys, *given.split())["rows"]
+    given = f"tune --model {tiny_target} --prompts {prompts(tmp_path)} --concurrency 2 --max-tokens 8 -t 0.5"
+    result = run(capsys, *given.split())
+    rows = result["rows"]
     assert isinstance(rows, list)
     assert [row["name"] for row in rows] == ["plain", "auto"]
+    assert isinstance(result["seed"], int), "a drawn seed is shown, so that it can be had again"
     assert all(row["predicted"] > 0 for row in rows)
 
 
@@ -185,12 +209,26 @@ def test_serve_takes_the_file_and_options_win(tiny_target: Path, tmp_path: Path)
     for text, said in (
         ("[", "cannot be read"),
         ("[]", "engine"),
-        ('{"engine": {"size": 1}}', r"engine\.size"),
-        ('{"engine": {"draft_tokens": "x"}}', "draft_tokens"),
+        ('{"engine": {"size": 1}}', r"engine\.size is unknown; must be one of model, drafter, draft_tokens, min_gain"),
+        ('{"engine": {"draft_tokens": "many"}}', r'engine\.draft_tokens="many": must be a whole number, or null for'),
+        ('{"engine": {"draft_tokens": 64}}', r"engine\.draft_tokens=64: must be 0 to 63"),
+        ('{"engine": {"min_gain": null}}', r"engine\.min_gain=null: must be a number, 1 or more"),
+        ('{"engine": {"min_gain": 0.5}}', r"engine\.min_gain=0\.5: must be 1 or more"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
             read_engine(file)
+    file.write_text('{"engine": {"drafter": "sufix"}}')
+    with pytest.raises(ConfigError, match=r"--config .*c\.json: engine\.drafter: drafter 'sufix' is unknown"):
+        _with_config(Common(), file)
+
+
+def test_the_least_gain_that_was_measured_with_is_served(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(configuration("default", told((1, "plain", 1.0)), 1.2)))
+    assert _with_config(Common(), file).min_gain == 1.2
+    assert _with_config(Common(min_gain=1.1), file).min_gain == 1.1
+    assert "min_gain" not in configuration("default", told((1, "plain", 1.0)))["engine"]
 
 
 def test_real_traffic_is_told_and_recorded(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.reading import read_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,8 @@ class BenchPrompt:
 
 def load_prompts(path: Path | None = None) -> list[BenchPrompt]:
     """Read a JSON lines file; None reads the prompts that come with Slipstream."""
-    try:
-        source = files("slipstream.bench") / "prompts.jsonl" if path is None else path
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read as text ({error})") from error
+    ours = files("slipstream.bench") / "prompts.jsonl"
+    lines = (ours.read_text(encoding="utf-8") if path is None else read_named(path, "--prompts")).splitlines()
     prompts = [parse(line, f"{path or 'prompts.jsonl'}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompts {path}: holds no prompts; one JSON object a line, with 'prompt' or 'turns'")

@@ -16,6 +16,7 @@ from slipstream.bench.recording import (
     DraftSeen,
     HostSeen,
     Machine,
+    Made,
     Offer,
     PassSeen,
     Recording,
@@ -137,8 +138,8 @@ class Recorder:
         """Those so far were there for what they cost: they are no traffic. Ask when nothing runs."""
         self._traces.clear()
 
-    def recording(self, model: str) -> Recording:
-        """Everything so far. Ask between rounds, or when nothing runs."""
+    def recording(self, model: str, busy: bool | None = None) -> Recording:
+        """Everything so far. Ask between rounds, or when nothing runs. busy: see `Made`."""
         engine, config = self._engine, self._engine.config
         passes = [
             PassSeen(*size[:3], int(median(c for c, _ in seen)), _typical([s for _, s in seen]), len(seen))
@@ -165,6 +166,7 @@ class Recorder:
             tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
             Costs(tuple(passes), tuple(drafts), tuple(host)),
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
+            Made(config.planner, busy),
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.reading import read_named
 
 VERSION = 2
 
@@ -123,12 +124,21 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """How the recording was made. None: not known, as of files that were made before this was kept."""
+
+    planner: str | None = None
+    busy: bool | None = None  # whether others had the machine work before it
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     model: str
     machine: Machine
     drafters: tuple[DrafterKind, ...]
     costs: Costs
     traces: tuple[Trace, ...]
+    made: Made = Made()
 
     def save(self, path: Path) -> None:
         traces = [packed(trace) for trace in self.traces]
@@ -142,8 +152,8 @@ class Recording:
     @staticmethod
     def load(path: Path) -> Recording:
         try:
-            whole = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            whole = json.loads(read_named(path, "--simulate", "make one with `slipstream bench --record FILE`"))
+        except json.JSONDecodeError as error:
             raise ConfigError(f"--simulate {path}: cannot be read as a recording ({error})") from error
         version = whole.get("slipstream_recording") if isinstance(whole, dict) else None
         if version != VERSION:
@@ -164,6 +174,7 @@ class Recording:
                     tuple(HostSeen(*one) for one in costs.get("waits", ())),
                 ),
                 tuple(unpacked(trace) for trace in whole["traces"]),
+                Made(**whole.get("made", {})),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"--simulate {path}: the recording is damaged ({error!r}); record it again") from error

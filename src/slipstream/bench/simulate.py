@@ -13,6 +13,10 @@ from slipstream.bench.replayed import Walk, chances
 from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.traffic import Coming
 from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.engine.config import EngineConfig
+
+ENOUGH = 20
+"""Recorded requests that a simulation should rest on."""
 
 
 def drafters_of(recording: Recording) -> list[str]:
@@ -31,6 +35,33 @@ def traces_of(recording: Recording, drafter: str | None) -> list[Trace]:
     return own or list(recording.traces)
 
 
+def doubts(recording: Recording, drafter: str | None, *, together: bool) -> list[str]:
+    """Why what is simulated of a recording may not hold; nothing: there is no reason to think so.
+
+    together: whether requests may come while others run.
+    """
+    found = []
+    seats, made = recording.machine.max_num_seqs, recording.made
+    if together and seats < EngineConfig().max_num_seqs:
+        several = "s" if seats != 1 else ""
+        found.append(
+            f"the recorded engine serves {seats} request{several} at a time (max_num_seqs): record with --rate for one "
+            "that serves more"
+        )
+    if drafter is not None and made.planner == "adaptive":
+        found.append(
+            "recorded with the adaptive planner: what drafters that it let rest would have guessed is not known; "
+            "record with --planner fixed"
+        )
+    if made.busy:
+        found.append("the machine was busy before it was recorded: do not trust what passes cost; record it again")
+    count = len(traces_of(recording, drafter))
+    if count < ENOUGH:
+        several = "s were" if count != 1 else " was"
+        found.append(f"only {count} request{several} recorded: record at least {ENOUGH} (--requests {ENOUGH})")
+    return found
+
+
 def simulate(
     recording: Recording,
     setting: Setting,
@@ -43,6 +74,8 @@ def simulate(
     """Every request, as it fared. Each goes to the replica with the fewest; the same input gives the same result."""
     if replicas < 1:
         raise ConfigError(f"--replicas {replicas}: must be 1 or more")
+    for coming in traffic:
+        _check_fits(coming, recording)
     machine = recording.machine
     costs = RoundCosts(recording.costs, apart=machine.queued)
     alphas = chances(traces)
@@ -55,7 +88,6 @@ def simulate(
     while place < len(waiting) or rounds:
         if place < len(waiting) and (not rounds or waiting[place].at <= rounds[0][0]):
             coming, place = waiting[place], place + 1
-            _check_fits(coming, recording)
             index = min(range(replicas), key=lambda i: (engines[i].load, i))
             trace = traces[coming.like]
             walk = Walk(trace, alphas, random.Random(f"{seed} {place}"))
@@ -77,7 +109,8 @@ def simulate(
 def _check_fits(coming: Coming, recording: Recording) -> None:
     longest = recording.machine.max_model_len
     if coming.prompt_tokens + coming.output_tokens > longest:
+        where = f"{coming.where}: " if coming.where else ""
         raise CapacityError(
-            f"a request of {coming.prompt_tokens} and {coming.output_tokens} tokens: the recorded engine has a context "
-            f"of {longest}; record one with a longer --max-model-len, or leave such requests out"
+            f"{where}a request of {coming.prompt_tokens} and {coming.output_tokens} tokens: the recorded engine has a "
+            f"context of {longest}; record one with a longer --max-model-len, or leave such requests out"
         )

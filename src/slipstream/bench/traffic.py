@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from slipstream.bench.recording import Trace
 from slipstream.core.errors import ConfigError
+from slipstream.core.reading import read_named
+
+_SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """One request: seconds after the first, its lengths, and which recorded one it behaves like."""
+    """One request: seconds after the first, its lengths, which recorded one it behaves like, where it is written."""
 
     at: float
     prompt_tokens: int
     output_tokens: int
     like: int
+    where: str = ""
 
 
 def poisson_times(rate: float, count: int, seed: int) -> list[float]:
@@ -54,34 +60,36 @@ def read_traffic(path: Path, traces: Sequence[Trace], seed: int, rate: float | N
 
     rate: stretch or squeeze the times so that so many come a second; None: as they are written.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--traffic {path}: cannot be read as text ({error})") from error
-    found: list[tuple[float, int, int]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            one = (float(entry["arrival"]), int(entry["prompt_tokens"]), int(entry["output_tokens"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"--traffic {path}:{number}: {error!r}; a line must be JSON such as "
-                '{"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
-            ) from error
-        if one[0] < 0 or min(one[1:]) < 1:
-            raise ConfigError(f"--traffic {path}:{number}: arrival must be 0 or more, and the lengths 1 or more")
-        found.append(one)
+    lines = read_named(path, "--traffic").splitlines()
+    found = [_read_line(line, f"--traffic {path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError(f"--traffic {path}: holds no requests; one JSON object a line")
-    found.sort()
-    first, last = found[0][0], found[-1][0]
+    found.sort(key=lambda one: one.at)
+    first, last = found[0].at, found[-1].at
     scale = 1.0
     if rate is not None and last > first:
         scale = (len(found) - 1) / (last - first) / rate
     likes = _dealt(len(traces), len(found), seed)
-    return [Coming((at - first) * scale, p, o, like) for (at, p, o), like in zip(found, likes, strict=True)]
+    return [replace(one, at=(one.at - first) * scale, like=like) for one, like in zip(found, likes, strict=True)]
+
+
+def _read_line(line: str, where: str) -> Coming:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error}); {_SUCH_AS}") from error
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: no JSON object; {_SUCH_AS}")
+    found: dict[str, Any] = {}
+    for key, least, kind in (("arrival", 0, "seconds"), ("prompt_tokens", 1, "tokens"), ("output_tokens", 1, "tokens")):
+        if key not in entry:
+            raise ConfigError(f"{where}: {key} is missing; {_SUCH_AS}")
+        value = entry[key]
+        right = isinstance(value, int if least else int | float) and not isinstance(value, bool)
+        if not right or not least <= value < math.inf:
+            raise ConfigError(f"{where}: {key}={value!r}: must be a number of {kind}, {least} or more; {_SUCH_AS}")
+        found[key] = value
+    return Coming(found["arrival"], found["prompt_tokens"], found["output_tokens"], 0, where)
 
 
 def _dealt(cards: int, count: int, seed: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import exp, fsum, log
 from pathlib import Path
 from statistics import median
@@ -13,13 +14,22 @@ from typing import Any
 from slipstream.bench.run import PLAIN, EngineRunner, Runner
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
+from slipstream.core.reading import read_named
+from slipstream.engine.config import EngineConfig
 
 _CLEARLY = 1.02
 """A way of speculating must be so much faster than plain decoding to be recommended: measurements are no better."""
-
-
+_MUCH = 1.25
+"""A measured and a predicted speed that differ more than this are not both right."""
 _MOST_BATCHES = 8
 """Of one candidate at one concurrency: so many prompts where requests come alone."""
+_ENGINE: Mapping[str, tuple[Any, str]] = {
+    "model": (str, "a text"),
+    "drafter": (str | None, "a text, or null for none"),
+    "draft_tokens": (int | None, "a whole number, or null for the drafter's own"),
+    "min_gain": (int | float, "a number, 1 or more"),
+}
+"""What a configuration file may say of an engine: of which kind, in Python and in words."""
 ENOUGH = 8
 """Prompts that a recommendation should rest on."""
 
@@ -132,10 +142,43 @@ def doubts(rows: Sequence[Tuned]) -> list[str]:
     found = []
     asked = min((row.prompts for row in rows), default=0)
     if asked < ENOUGH:
-        found.append(f"only {asked} prompts were asked: give at least {ENOUGH} (--prompts) of your own kind")
+        several = "s were" if asked != 1 else " was"
+        found.append(f"only {asked} prompt{several} asked: give at least {ENOUGH} (--prompts) of your own kind")
     for level, row in best(rows).items():
         if row.name != PLAIN and row.gain[0] < 1:
             found.append(f"{level} at once: {row.name} was slower than plain in some runs; measure more (--repeats 3)")
+    return [*found, *_unlike_predicted(rows), *_slower_together(rows)]
+
+
+def _that_count(rows: Sequence[Tuned]) -> list[Tuned]:
+    """Plain decoding, which all gains are of, and what is recommended."""
+    chosen = {id(row) for row in best(rows).values()}
+    return [row for row in rows if row.name == PLAIN or id(row) in chosen]
+
+
+def _unlike_predicted(rows: Sequence[Tuned]) -> list[str]:
+    found = []
+    for row in _that_count(rows):
+        if row.predicted is not None and not 1 / _MUCH <= row.tokens_per_s / row.predicted <= _MUCH:
+            so = ", and all gains there are by its speed" if row.name == PLAIN else ""
+            found.append(
+                f"{row.concurrency} at once: {row.name} ran at {row.tokens_per_s:.1f} tok/s, and {row.predicted:.1f} "
+                f"were predicted{so}; measure again where nothing else runs, or longer (--repeats 3, --max-tokens 128)"
+            )
+    return found
+
+
+def _slower_together(rows: Sequence[Tuned]) -> list[str]:
+    """More at once that are slower in all: some of it was measured while the machine did something else."""
+    found = []
+    for name in dict.fromkeys(row.name for row in _that_count(rows)):
+        own = sorted((row for row in rows if row.name == name), key=lambda row: row.concurrency)
+        for few, many in pairwise(own):
+            if few.tokens_per_s > _CLEARLY * many.tokens_per_s:
+                found.append(
+                    f"{name} was slower with {many.concurrency} at once ({many.tokens_per_s:.1f} tok/s in all) than "
+                    f"with {few.concurrency} ({few.tokens_per_s:.1f}); measure again (--repeats 3)"
+                )
     return found
 
 
@@ -159,11 +202,15 @@ def best_of_all(rows: Sequence[Tuned]) -> Tuned:
     return next(row for row in rows if row.name == name)
 
 
-def configuration(model: str, rows: Sequence[Tuned]) -> dict[str, Any]:
-    """For `slipstream serve --config FILE`, or `LLM(**json["engine"])`; what was measured stands beside it."""
+def configuration(model: str, rows: Sequence[Tuned], min_gain: float | None = None) -> dict[str, Any]:
+    """For `slipstream serve --config FILE`, or `LLM(**json["engine"])`; what was measured stands beside it.
+
+    min_gain: with which it was measured; None: the usual.
+    """
     chosen = best_of_all(rows)
+    engine = {"model": model, "drafter": chosen.drafter, "draft_tokens": chosen.draft_tokens}
     return {
-        "engine": {"model": model, "drafter": chosen.drafter, "draft_tokens": chosen.draft_tokens},
+        "engine": engine if min_gain is None else {**engine, "min_gain": min_gain},
         "verifier": chosen.verifier,
         "by_concurrency": {str(level): asdict(row) for level, row in best(rows).items()},
         "doubts": doubts(rows),
@@ -171,17 +218,22 @@ def configuration(model: str, rows: Sequence[Tuned]) -> dict[str, Any]:
 
 
 def read_engine(path: Path) -> dict[str, Any]:
-    """The `engine` part of a configuration file: model, drafter, draft_tokens."""
+    """The `engine` part of a configuration file: model, drafter, draft_tokens, min_gain."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        whole = json.loads(read_named(path, "--config", "`slipstream tune --config FILE` writes one"))
+    except json.JSONDecodeError as error:
         raise ConfigError(f"--config {path}: cannot be read as JSON ({error})") from error
     engine = whole.get("engine") if isinstance(whole, dict) else None
     if not isinstance(engine, dict):
         raise ConfigError(f'--config {path}: must have "engine": {{…}}, as `slipstream tune --config FILE` writes it')
-    if unknown := set(engine) - {"model", "drafter", "draft_tokens"}:
-        raise ConfigError(f"--config {path}: engine.{min(unknown)} is unknown; must be model, drafter or draft_tokens")
-    for key, kinds in (("model", str), ("drafter", str | None), ("draft_tokens", int | None)):
-        if key in engine and not isinstance(engine[key], kinds):
-            raise ConfigError(f"--config {path}: engine.{key}={engine[key]!r} is of the wrong kind")
+    if unknown := set(engine) - set(_ENGINE):
+        raise ConfigError(f"--config {path}: engine.{min(unknown)} is unknown; must be one of {', '.join(_ENGINE)}")
+    for key, value in engine.items():
+        kinds, words = _ENGINE[key]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ConfigError(f"--config {path}: engine.{key}={json.dumps(value)}: must be {words}")
+    try:
+        EngineConfig(draft_tokens=engine.get("draft_tokens"), min_gain=engine.get("min_gain", 1.0))
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: engine.{error}") from error
     return engine

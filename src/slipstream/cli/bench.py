@@ -161,7 +161,16 @@ def bench(
     capacity = Capacity(
         simulate, rate, requests, replicas, traffic, latency_target, tuple(speculation or ()), plot, record, json_file
     )
-    capacity.check()
+    measuring = {
+        "prompts": prompts is not None,
+        "limit": limit is not None,
+        "category": bool(category),
+        "concurrency": concurrency > 1,
+        "repeats": repeats > 1,
+        "peers": bool(peers),
+        "startup": startup,
+    }
+    capacity.check(common, measuring)
     if simulate is not None:
         from slipstream.cli.traffic import simulate_traffic
 
@@ -223,7 +232,7 @@ def bench(
         else:
             from slipstream.cli.traffic import Tape
 
-            tape = Tape(llm, common.model)
+            tape = Tape(llm, common.model, load["busy"])
             samples = measured(work.units, runners, repeats, tape.start)
             tape.stop().save(record)
         prefill = run.measure_prefill(

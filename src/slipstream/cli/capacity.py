@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
 from slipstream.bench.outcome import Speculation, Targets
+from slipstream.cli.options import Common
 from slipstream.core.errors import ConfigError
+
+_RECORDED_ENGINE = "the simulated engines are as the recorded one; record one with it (--record)"
+_RECORDED_REQUESTS = (
+    "the simulated requests are the recorded ones; record some with it (--record), or give --traffic FILE"
+)
+_AT_TIMES = "requests come when --rate says, however many run; leave it out"
+NOT_SIMULATED = {
+    **dict.fromkeys(
+        (
+            *("dtype", "device", "threads", "memory", "max_model_len", "enable_prefix_caching", "no_graphs"),
+            *("trust_remote_code", "max_draft_memory", "measure_costs", "verifier"),
+        ),
+        _RECORDED_ENGINE,
+    ),
+    **dict.fromkeys(
+        ("temperature", "top_p", "top_k", "min_p", "max_tokens", "prompts", "limit", "category"), _RECORDED_REQUESTS
+    ),
+    "no_speculation": "simulate it by --speculation off",
+    "planner": "simulate it by --speculation fixed, or planned (adaptive)",
+    "concurrency": "say when requests come by --rate or --traffic",
+    "repeats": "the same seed gives the same numbers; give another --seed",
+    "peers": "only this engine is simulated; leave it out",
+    "startup": "a simulated engine takes no time to start; leave it out",
+    "record": "a simulation has nothing to record; leave it out",
+}
+"""By option that a simulation cannot heed: what to do instead."""
+NOT_AT_A_RATE = {
+    "concurrency": _AT_TIMES,
+    "repeats": "requests come once; give --requests N for more of them",
+    "peers": "only this engine is sent requests at a rate; leave it out",
+    "startup": "only measured without --rate; leave one of them out",
+}
+"""The same, of real traffic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +60,11 @@ class Capacity:
     record: Path | None
     json_file: Path | None
 
-    def check(self) -> None:
-        """Refuse what can be seen to be wrong before anything is loaded."""
+    def check(self, common: Common, measuring: Mapping[str, bool]) -> None:
+        """Refuse what can be seen to be wrong before anything is loaded.
+
+        measuring: of the options of `bench` that are not about traffic, which were given.
+        """
         for name, path in (("json", self.json_file), ("record", self.record), ("plot", self.plot)):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
@@ -36,17 +74,25 @@ class Capacity:
                 raise ConfigError(f"--speculation {way}: must be one of {', '.join(ways)}")
         rates, _ = self.rates, self.targets
         if self.simulate is not None:
-            if self.record is not None:
-                raise ConfigError(f"--record {self.record} with --simulate: a simulation has nothing to record")
+            usual = Common()
+            given = {one.name: getattr(common, one.name) != getattr(usual, one.name) for one in fields(Common)}
+            _refuse({**given, **measuring, "record": self.record is not None}, NOT_SIMULATED, "--simulate")
+            if self.requests is not None and (self.rate is None or self.traffic is not None):
+                raise ConfigError(f"--requests {self.requests}: only for a --rate without --traffic; leave it out")
             return
-        for name, given in (
-            ("traffic", self.traffic),
-            ("plot", self.plot),
-            ("speculation", self.speculation),
-            ("replicas", self.replicas > 1),
+        if self.rate is not None:
+            _refuse(measuring, NOT_AT_A_RATE, "--rate")
+        simulating, coming = "only for simulations; give --simulate FILE, too", "only for traffic; give --rate R, too"
+        for name, given_here, remedy in (
+            ("traffic", self.traffic, simulating),
+            ("plot", self.plot, simulating),
+            ("speculation", self.speculation, simulating),
+            ("replicas", self.replicas > 1, simulating),
+            ("requests", self.requests is not None and self.rate is None, coming),
+            ("latency-target", self.latency_target and self.rate is None, coming),
         ):
-            if given:
-                raise ConfigError(f"--{name}: only for simulations; give --simulate FILE, too")
+            if given_here:
+                raise ConfigError(f"--{name}: {remedy}")
         if len(rates) > 1:
             raise ConfigError(f"--rate {self.rate}: a real run has one rate; give --simulate FILE for several")
 
@@ -63,3 +109,9 @@ class Capacity:
     @property
     def targets(self) -> Targets:
         return Targets.parse(self.latency_target)
+
+
+def _refuse(given: Mapping[str, bool], refused: Mapping[str, str], where: str) -> None:
+    for name, remedy in refused.items():
+        if given.get(name):
+            raise ConfigError(f"--{name.replace('_', '-')} with {where}: {remedy}")

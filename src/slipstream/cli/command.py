@@ -1,4 +1,8 @@
-"""How `--help` looks: text flows; what takes no value shows none, where typer would print `<bool>` or `<str>`."""
+"""Commands as typer has them, but for `--help` and wrong numbers.
+
+Help: text flows; what takes no value shows none, where typer would print `<bool>` or `<str>`. A number that an option
+cannot be is a `ConfigError`, in one line as all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import inspect
 import shutil
 from typing import Any
 
+from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
+from slipstream.cli.bounds import in_words
 from slipstream.cli.help import help_text
+from slipstream.core.errors import ConfigError
 
 
 def _nothing(ctx: Any) -> str:
@@ -32,6 +39,14 @@ def _flowing(help: str | None) -> str | None:
 class Command(TyperCommand):
     def __init__(self, *arguments: Any, help: str | None = None, **more: Any) -> None:
         super().__init__(*arguments, help=_flowing(help), **more)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            if (said := in_words(error)) is None:
+                raise
+            raise ConfigError(said) from error
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_values(super().get_params(ctx))

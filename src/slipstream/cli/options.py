@@ -14,8 +14,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.cli.flags import naming_flags
+from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
+from slipstream.core.reading import read_named
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
 from slipstream.drafters import parse_specs, places
 from slipstream.drafters.places import naming
@@ -169,7 +171,9 @@ class Common:
             "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3, "
             "medusa and draft without a path: the default model's own); mtp: the model's own modules for that; "
             "grammar: what the form of an answer forces (comes by itself with one); A+B: both, "
-            f"their drafts merged; none: nobody. May be repeated to load several. Default: {DEFAULT_DRAFTER}.",
+            "their drafts merged; none: nobody. May be repeated: bench, tune, audit and explain try each in turn; "
+            "others load all, and the first guesses unless a request names another (A+B lets both). Default: "
+            f"{DEFAULT_DRAFTER}.",
         ),
     ] = None
     draft_tokens: Annotated[
@@ -274,8 +278,8 @@ class Common:
         option(
             metavar="N",
             panel=SAMPLING,
-            help="Same seed, same tokens, with or without speculation, such as 7. Default: a fresh one, which --json "
-            "shows.",
+            help="Same seed, same tokens, with or without speculation, such as 7. Default: a fresh one, which the "
+            "JSON output shows.",
         ),
     ] = None
     max_tokens: Annotated[
@@ -285,7 +289,7 @@ class Common:
             metavar="N",
             panel=SAMPLING,
             help="Longest answer in tokens, such as 1000. Default: 256 (generate), 512 (chat), 128 (bench), 64 "
-            "(audit).",
+            "(audit and tune).",
         ),
     ] = None
     debug: DebugOption = False
@@ -307,45 +311,57 @@ class Common:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The drafters to load; none of them where 'none' was named."""
+        """The drafters to load; none of them where 'none' was named, which `check` takes alone."""
         named = tuple(dict.fromkeys(self.drafter or (DEFAULT_DRAFTER,)))
-        return () if "none" in named else named
+        return () if named == ("none",) else named
 
     def planner_or(self, usual: PlannerName) -> PlannerName:
         """The planner that was asked for, or what the command usually takes."""
         return usual if self.planner is None else cast(PlannerName, self.planner)  # which `EngineConfig` checks
 
-    def check(self, prediction: str | None, without: str = WITHOUT_PREDICTION) -> None:
+    def check(
+        self,
+        prediction: str | None,
+        without: str = WITHOUT_PREDICTION,
+        *,
+        loads: bool = True,
+        option: str = "--drafter",
+    ) -> None:
         """Refuse what is wrong without torch having to say so: its import takes seconds.
 
         without: why the drafter `prediction` is refused where there is none, and what to do instead.
+        loads: whether model and drafters are loaded then, and must be there.
+        option: where the drafters were named.
         """
-        with naming("--drafter"):
+        with naming(option):
             specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
         if prediction is None and any(spec.name == "prediction" for spec in specs):
-            raise ConfigError(f"--drafter prediction: {without}")
+            raise ConfigError(f"{option} prediction: {without}")
         if prediction is not None and not specs:
             why = "--no-speculation" if self.no_speculation else "--drafter none"
             raise ConfigError(
                 f"--prediction {prediction} with {why}: nothing would guess from it; leave one of them out"
             )
-        check_dtype_name(self.dtype)
-        check_device_name(self.device)
-        EngineConfig(
-            memory=parse_bytes(self.memory),
-            max_model_len=self.max_model_len,
-            draft_tokens=self.draft_tokens,
-            max_draft_memory=parse_share(self.max_draft_memory, "--max-draft-memory"),
-            planner=self.planner_or("adaptive"),
-            min_gain=1.0 if self.min_gain is None else self.min_gain,
-        )
+        with naming_flags():
+            check_dtype_name(self.dtype)
+            check_device_name(self.device)
+            EngineConfig(
+                memory=parse_bytes(self.memory),
+                max_model_len=self.max_model_len,
+                draft_tokens=self.draft_tokens,
+                max_draft_memory=parse_share(self.max_draft_memory, "max_draft_memory"),
+                planner=self.planner_or("adaptive"),
+                min_gain=1.0 if self.min_gain is None else self.min_gain,
+            )
+        if not loads:
+            return
         found = []
         for spec in specs:
-            with naming(f"--drafter {spec}"):
+            with naming(f"{option} {spec}"):
                 found.append((spec, with_shipped(spec, self.model).place))
         find_local(self.model)
         for spec, place in found:
-            with naming(f"--drafter {spec}"):
+            with naming(f"{option} {spec}"):
                 if place is not None:
                     find_local(place, places.WAYS)
 
@@ -354,7 +370,7 @@ class Common:
         seed, temperature = self.seed, self.temperature or 0.0
         if seed is None and temperature > 0:
             seed = secrets.randbits(32)
-        try:
+        with naming_flags():
             return SamplingParams(
                 temperature=temperature,
                 top_p=self.top_p,
@@ -369,17 +385,10 @@ class Common:
                 ),
                 **more,
             )
-        except InvalidRequest as error:  # it came from the command line: a bad option
-            raise ConfigError(str(error)) from error
 
 
 def read_text(source: str, option: str) -> str:
     """A file's text, or that of stdin for '-'."""
     if source == "-":
         return sys.stdin.read()
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{option} {source}: cannot be read as text ({error}); name a file that is there, or - for stdin"
-        ) from error
+    return read_named(Path(source), option, "name a file that is there, or - for stdin")

@@ -20,6 +20,7 @@ from slipstream.cli.shared import with_common
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.reading import read_named
 from slipstream.drafters.places import naming
 from slipstream.drafters.vllm_names import from_vllm
 from slipstream.serve.config import ApiKey, EngineName, Limits, LogFormat, ServeConfig, ToolFormat
@@ -111,7 +112,8 @@ def serve(
         option(
             metavar="FILE",
             panel=MODEL,
-            help="Model, drafter and draft tokens as `slipstream tune --config FILE` wrote them; options win over it.",
+            help="Model, drafter, draft tokens and least gain as `slipstream tune --config FILE` wrote them; options "
+            "win over it.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -259,9 +261,11 @@ def _with_config(common: Common, path: Path) -> Common:
         found["drafter"] = [engine["drafter"] or "none"]
         if common.draft_tokens is None:
             found["draft_tokens"] = engine.get("draft_tokens")
+    if common.min_gain is None:
+        found["min_gain"] = engine.get("min_gain")
     changed = replace(common, **found)
     with naming(f"--config {path}"):
-        changed.check(None, _WITHOUT_PREDICTION)
+        changed.check(None, _WITHOUT_PREDICTION, option="engine.drafter" if "drafter" in found else "--drafter")
     return changed
 
 
@@ -285,10 +289,7 @@ def _keys(given: Any, file: Path | None) -> tuple[ApiKey, ...]:
     if variable := os.environ.get(KEY_VARIABLE):
         found += variable.split(",")
     if file is not None:
-        try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file {file}: cannot be read ({error})") from error
+        lines = [line.strip() for line in read_named(file, "--api-key-file").splitlines()]
         kept = [line for line in lines if line and not line.startswith("#")]
         if not kept:
             raise ConfigError(f"--api-key-file {file}: has no key; write one [TENANT=]KEY a line")

@@ -38,7 +38,7 @@ def with_common(
     @functools.wraps(command)
     def run(**values: Any) -> None:
         common = Common(**{name: values.pop(name) for name in names})
-        common.check(values.get("prediction"), without)
+        common.check(values.get("prediction"), without, loads=values.get("simulate") is None)
         command(common=common, **values)
 
     del run.__wrapped__  # typer must see the new signature, not the old one

@@ -137,4 +137,4 @@ def summary(answer: CompletionOutput) -> str:
 
 def note(text: str, *, style: str = "dim") -> None:
     """One line for people, on stderr, so that stdout holds only the answer."""
-    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -18,11 +18,12 @@ from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import Recording
 from slipstream.bench.replica import Setting
 from slipstream.bench.run import plan_work
-from slipstream.bench.simulate import drafters_of, simulate, traces_of
+from slipstream.bench.simulate import doubts, drafters_of, simulate, traces_of
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import busy_warning, load_before
 from slipstream.cli.options import Common
+from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import merged_name, parse_merged
@@ -39,8 +40,9 @@ PLAIN_AT_ONCE = (1, 4)
 class Tape:
     """A recorder on the engine's thread, from `start` to `stop`."""
 
-    def __init__(self, llm: LLM, model: str) -> None:
-        self._llm, self._model = llm, model
+    def __init__(self, llm: LLM, model: str, busy: bool) -> None:
+        """busy: see `recording.Made`."""
+        self._llm, self._model, self._busy = llm, model, busy
         self._recorder = Recorder(llm.engine)
 
     def start(self) -> None:
@@ -53,7 +55,7 @@ class Tape:
     def stop(self) -> Recording:
         """What was recorded: nobody listens any more."""
         self._llm.between_rounds(lambda engine: engine.listen(None))
-        return self._recorder.recording(self._model)
+        return self._recorder.recording(self._model, self._busy)
 
 
 def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPrompt], params: SamplingParams) -> None:
@@ -69,7 +71,7 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
         each = [replace(unit.params[0], speculation=own) for unit in work.units]
         count = capacity.requests or len(ids)
         llm.generate([{"prompt_token_ids": list(ids[0])}], replace(each[0], max_tokens=32))
-        tape = Tape(llm, common.model)
+        tape = Tape(llm, common.model, load["busy"])
         if capacity.record is not None:
             tape.start()
             plain = replace(each[0], max_tokens=32, speculation=replace(own, enabled=False))
@@ -103,6 +105,10 @@ def simulate_traffic(common: Common, capacity: Capacity) -> None:
     if not recording.traces:
         raise ConfigError(f"--simulate {capacity.simulate}: no request was recorded to its end; record a longer run")
     known = drafters_of(recording)
+    if common.drafter and not common.drafters:
+        raise ConfigError("--drafter none with --simulate: simulate it by --speculation off")
+    if len(common.drafters) > 1:
+        raise ConfigError(f"--drafter {common.drafters[1]} with --simulate: one is simulated at a time; name one")
     named = merged_name(parse_merged(common.drafter[0])) if common.drafter else None
     if named is not None and named not in known:
         raise ConfigError(f"--drafter {named}: not in the recording, which has {', '.join(known) or 'none'}")
@@ -124,14 +130,18 @@ def simulate_traffic(common: Common, capacity: Capacity) -> None:
             setting = Setting(cast(Speculation, way), drafter, common.draft_tokens, common.min_gain or 1.0)
             served = simulate(recording, setting, coming, traces, replicas=capacity.replicas, seed=seed)
             rows.append(Row(rate, capacity.replicas, way, Outcome.of(served, capacity.targets)))
+    doubted = doubts(recording, drafter, together=bool(capacity.rates) or capacity.traffic is not None)
     more = {
         "model": recording.model,
         "simulated": True,
         "drafter": drafter,
         "simulated_s": sum(row.outcome.seconds for row in rows),
         "took_s": round(time.perf_counter() - begun, 3),
+        "doubts": doubted,
     }
     tell(rows, capacity, more)
+    for doubt in doubted:
+        note(f"not sure: {doubt}", style="yellow")
 
 
 def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ def tune_command(
     if drafters:
         named = [name for name in drafters.split(",") if name]
         common = replace(common, drafter=[*(common.drafter or ()), *named])
-        common.check(None)
+        common.check(None, option="--drafters")
     for name, path in (("config", config), ("plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
@@ -75,7 +75,7 @@ def tune_command(
         work = run.plan_work(llm, chosen, params, 1)
         options = tune.candidates(run.engine_runners(llm, common.drafters, params.speculation), tried)
         run.warm_up(work.units[0], [one.runner for one in options])
-        tape = Tape(llm, common.model)
+        tape = Tape(llm, common.model, load["busy"])
         tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
         rows = tune.measure(options, ids, each, levels, repeats=repeats, on_step=_telling())
@@ -89,12 +89,15 @@ def tune_command(
         note(f"not sure: {doubt}", style="yellow")
     for line in busy_warning(load):
         note(line, style="yellow")
-    result = tune.configuration(common.model, rows)
+    result = tune.configuration(common.model, rows, common.min_gain)
     if config is not None:
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
         plot.write_text(drawn(rows), encoding="utf-8")
-    print(json.dumps({**result, **load, "rows": [asdict(row) for row in rows]}, ensure_ascii=False), flush=True)
+    print(
+        json.dumps({**result, **load, "seed": params.seed, "rows": [asdict(row) for row in rows]}, ensure_ascii=False),
+        flush=True,
+    )
 
 
 def _telling() -> Callable[[int, str], None]:

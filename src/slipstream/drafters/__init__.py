@@ -160,6 +160,8 @@ def chosen_for(default: str | None, predicted: bool) -> str | None:
 
 def parse_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     """All drafters that these name, merged or not. A request chooses by the name, so a name must mean one thing."""
+    if "none" in texts:
+        raise ConfigError("drafter 'none' means nobody, and cannot stand in a list: give it alone, or leave it out")
     merged = [parse_merged(text) for text in texts]
     _check_once([merged_name(specs) for specs in merged])
     found = list(dict.fromkeys(spec for specs in merged for spec in specs))

@@ -22,7 +22,9 @@ class Neutral:
         return value is None or any(type(value) is type(one) and value == one for one in self.values)
 
 
+_MIN_GAIN = Neutral((), "an option of the server for all requests (--min-gain); leave it out")
 _EVERYWHERE = {
+    "min_gain": _MIN_GAIN,
     "store": Neutral((False,), "nothing is stored here; leave it out"),
     "metadata": Neutral(({},), "it belongs to stored answers, and nothing is stored here; leave it out"),
     "service_tier": Neutral(("auto", "default"), "all requests are served alike; leave it out"),
@@ -53,6 +55,7 @@ STREAM_OPTIONS: Mapping[str, Neutral] = {
     "include_obfuscation": Neutral((False,), "a server pads its streams or not (--stream-chunk-chars); leave it out"),
     "continuous_usage_stats": Neutral((False,), "usage comes at the end; leave it out"),
 }
+SPECULATION: Mapping[str, Neutral] = {"min_gain": _MIN_GAIN}
 ASSISTANT: Mapping[str, Neutral] = {
     "audio": Neutral((), "messages are text; leave it out"),
     "function_call": Neutral((), "it is the old name: send tool_calls"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from slipstream.serve.neutral import ASSISTANT, CHAT, COMPLETION, STREAM_OPTIONS, Neutral
+from slipstream.serve.neutral import ASSISTANT, CHAT, COMPLETION, SPECULATION, STREAM_OPTIONS, Neutral
 
 UNKNOWN, UNSUPPORTED = "unknown_field", "unsupported_field"
 
@@ -56,6 +56,7 @@ class StreamOptions(Fields):
 class SpeculationFields(Fields):
     """How this request speculates; with the exact verifier that changes the speed, never the tokens."""
 
+    neutral = SPECULATION
     enabled: bool = Field(True, description="false decodes plainly")
     drafter: str | None = Field(None, max_length=256, description="one that the server has loaded, or several: A+B")
     draft_tokens: int | None = Field(None, ge=0, le=63, description="most guesses a round")
