@@ -135,6 +135,28 @@ def test_wrong_traffic_is_named_by_file_line_and_key(
     assert f"--traffic {traffic}:3: {said}" in " ".join(err.split())
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_requests_are_counted_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: Path,
+    tmp_path: Path,
+    terminal: bool,
+) -> None:
+    file, prompts = tmp_path / "r.json", tmp_path / "p.jsonl"
+    many = made_up(0.0005)
+    replace(many, traces=many.traces * 20).save(file)
+    prompts.write_text(json.dumps({"prompt": "again and again"}) + "\n")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take stderr for a terminal
+        monkeypatch.setenv("TERM", "xterm")
+    _, _, err = run(capsys, "--simulate", str(file), "--rate", "5", "--requests", "7", "--speculation", "off")
+    assert ("7/7" in err and "simulating 5 a second, off" in err) is terminal
+    real = f"--model {tiny_target} --prompts {prompts} --rate 100 --requests 3 --drafter ngram --max-tokens 4"
+    _, _, err = run(capsys, *real.split())
+    assert ("3/3" in err and "requests answered" in err) is terminal
+
+
 def test_every_option_is_heeded_or_refused_by_a_simulation() -> None:
     """Who adds an option says which: one that is taken and ignored would be believed."""
     heeded = {"drafter", "draft_tokens", "min_gain", "seed", "debug"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.bench.outcome import Served
@@ -16,14 +16,25 @@ if TYPE_CHECKING:
 
 
 def send(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], times: Sequence[float]
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    times: Sequence[float],
+    on_served: Callable[[int], None] = lambda count: None,
 ) -> list[Served]:
-    """Send each prompt (token ids) so many seconds after the first; how each fared, in their order."""
-    return asyncio.run(_send(llm, prompts, params, times))
+    """Send each prompt (token ids) so many seconds after the first; how each fared, in their order.
+
+    on_served: is told how many more have their answers.
+    """
+    return asyncio.run(_send(llm, prompts, params, times, on_served))
 
 
 async def _send(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], times: Sequence[float]
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    times: Sequence[float],
+    on_served: Callable[[int], None],
 ) -> list[Served]:
     clock = asyncio.get_running_loop().time
     begun = clock()
@@ -42,6 +53,7 @@ async def _send(
         answer = last.outputs[0]
         if answer.error is not None:
             raise RequestError(f"a request of the traffic failed: {answer.error}")
+        on_served(1)
         timing = answer.timing
         return Served(
             came,

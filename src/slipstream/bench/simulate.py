@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slipstream.bench.costs import RoundCosts
 from slipstream.bench.outcome import Served
@@ -70,8 +70,12 @@ def simulate(
     *,
     replicas: int = 1,
     seed: int = 0,
+    on_served: Callable[[int], None] = lambda count: None,
 ) -> list[Served]:
-    """Every request, as it fared. Each goes to the replica with the fewest; the same input gives the same result."""
+    """Every request, as it fared. Each goes to the replica with the fewest; the same input gives the same result.
+
+    on_served: is told how many more have their answers.
+    """
     if replicas < 1:
         raise ConfigError(f"--replicas {replicas}: must be 1 or more")
     for coming in traffic:
@@ -98,7 +102,10 @@ def simulate(
             continue
         now, index = heapq.heappop(rounds)
         engine = engines[index]
-        served += engine.step(now)
+        ended = engine.step(now)
+        if ended:
+            served += ended
+            on_served(len(ended))
         if engine.load:
             heapq.heappush(rounds, (engine.busy_until, index))
         else:

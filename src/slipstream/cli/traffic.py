@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from slipstream.bench import live, traffic
@@ -58,6 +60,20 @@ class Tape:
         return self._recorder.recording(self._model, self._busy)
 
 
+@contextmanager
+def counting(what: str, total: int, *, timed: bool = False) -> Iterator[Callable[[int], None]]:
+    """Counts requests in a bar on stderr, if that is a terminal; call it with how many more there are.
+
+    timed: what is counted is being timed, so that the bar moves only with it and has no thread of its own.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=not timed) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda more: bar.update(task, advance=more, refresh=timed)
+
+
 def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPrompt], params: SamplingParams) -> None:
     """The prompts, at this rate, to the real engine."""
     drafters = () if common.no_speculation else common.drafters
@@ -80,7 +96,8 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
             tape.forget_requests()
         times = traffic.poisson_times(capacity.rates[0], count, common.seed or 0)
         turns = [i % len(ids) for i in range(count)]
-        served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times)
+        with counting("requests answered", count, timed=True) as on_served:
+            served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
         if capacity.record is not None:
             tape.stop().save(capacity.record)
     way = drafters[0] if drafters else "off"
@@ -128,7 +145,11 @@ def simulate_traffic(common: Common, capacity: Capacity) -> None:
             coming = traffic.poisson(rate, capacity.requests or SIMULATED_REQUESTS, traces, seed)
         for way in ways:
             setting = Setting(cast(Speculation, way), drafter, common.draft_tokens, common.min_gain or 1.0)
-            served = simulate(recording, setting, coming, traces, replicas=capacity.replicas, seed=seed)
+            at = "as recorded" if rate is None else f"{rate:g} a second"
+            with counting(f"simulating {at}, {way}", len(coming)) as on_served:
+                served = simulate(
+                    recording, setting, coming, traces, replicas=capacity.replicas, seed=seed, on_served=on_served
+                )
             rows.append(Row(rate, capacity.replicas, way, Outcome.of(served, capacity.targets)))
     doubted = doubts(recording, drafter, together=bool(capacity.rates) or capacity.traffic is not None)
     more = {
