@@ -38,7 +38,9 @@ def test_bytes_and_parts() -> None:
         with pytest.raises(ConfigError, match=rf"k='{wrong}': must be a part such as 0.2 or 20%, or a size"):
             parse_share(wrong, "k")
     for slip in ("20", 20):
-        with pytest.raises(ConfigError, match=r"k=20: must be as many bytes as a page has; write 20% or 0.2 for .*, 20MiB for"):
+        with pytest.raises(
+            ConfigError, match=r"k=20: must be as many bytes as a page has; write 20% or 0.2 for .*, 20MiB for"
+        ):
             parse_share(slip, "k")
     with pytest.raises(ConfigError, match=r"k=512: must be as many bytes as a page has; write 512MiB, say, or 20%"):
         parse_share(512, "k")

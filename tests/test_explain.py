@@ -160,8 +160,8 @@ def test_where_drafts_may_take_no_memory_it_says_so(tiny_target: Path, capsys: p
 def test_what_cannot_be_explained(
     tiny_target: Path, capsys: pytest.CaptureFixture[str], options: str, said: str
 ) -> None:
+    drafter = [] if "--drafter" in options else ["--drafter", "ngram"]
     with pytest.raises(SystemExit) as ended:
-        drafter = [] if "--drafter" in options else ["--drafter", "ngram"]
         main(["explain", "--model", str(tiny_target), *drafter, "--memory", "256MiB", *options.split()])
     assert ended.value.code == 2
     assert said in " ".join(capsys.readouterr().err.split())

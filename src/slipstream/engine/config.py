@@ -154,4 +154,6 @@ def too_few_bytes(key: str, size: int, page: int | None = None) -> ConfigError:
     """So few are a part or megabytes whose sign was forgotten. page: bytes of one, where that is known."""
     hold = "as a page has" if page is None else f"as a page has, {page:,}"
     part = f"write {size}% or {size / 100:g} for a part, {size}MiB for bytes"
-    return ConfigError(f"{key}={size}: must be as many bytes {hold}; {part if size <= 100 else 'write 512MiB, say, or 20%'}")
+    return ConfigError(
+        f"{key}={size}: must be as many bytes {hold}; {part if size <= 100 else 'write 512MiB, say, or 20%'}"
+    )
