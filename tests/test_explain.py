@@ -117,7 +117,7 @@ def test_the_command(tiny_target: Path, tiny_draft: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--drafter none", "nothing to explain"),
+        ("--no-speculation", "nothing to explain"),
         ("--no-measure-costs", "--no-measure-costs: explain shows what was measured"),
         ("--context 99999999", "--context 99999999: requests have 256 tokens here at the most"),
     ],
