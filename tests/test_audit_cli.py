@@ -94,7 +94,7 @@ def test_ctrl_c_writes_what_is_known_and_exits_130(run: Run, tmp_path: Path, mon
         ("--limit 0", "--limit 0: must be 1 or more"),
         ("--drafter bogus", "drafter 'bogus' is unknown"),
         ("--concurrency 0", "--concurrency"),
-        ("--top-p 3", "top_p=3.0"),
+        ("--top-p 3", "--top-p 3.0: must be above 0"),
         ("--prompts nowhere.jsonl", "--prompts nowhere.jsonl: there is no file"),
     ],
 )

@@ -149,7 +149,7 @@ def test_where_drafts_may_take_no_memory_it_says_so(tiny_target: Path, capsys: p
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--drafter none", "nothing to explain"),
+        ("--no-speculation", "nothing to explain"),
         ("--no-measure-costs", "--no-measure-costs: explain shows what was measured"),
         ("--planner fixed", "--planner fixed: nothing is planned then"),
         ("--temperature 1", "--temperature: nothing is sampled by explain"),
