@@ -97,6 +97,7 @@ def test_tables_and_words() -> None:
         "1 at once: drafts pay from 90% right guesses on, with 4 guesses; at 90% 4 guesses make it 2.50x as fast.",
         "8 at once: off: y.",
     ]
+    assert "with 1 guess; at 90% 1 guess makes it 1.50x as fast." in in_words([Choice("d", 1, 0.9, 1, 1.5, "")])[0]
     assert choice_table(choices[:2]).row_count == 2
     assert pass_table(GPU).row_count == len(SIZES)
     assert "nothing" in context_lines(GPU)[0]
@@ -149,6 +150,7 @@ def test_where_drafts_may_take_no_memory_it_says_so(tiny_target: Path, capsys: p
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ("--drafter none", "nothing to explain"),
         ("--no-speculation", "nothing to explain"),
         ("--no-measure-costs", "--no-measure-costs: explain shows what was measured"),
         ("--planner fixed", "--planner fixed: nothing is planned then"),

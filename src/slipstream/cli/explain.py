@@ -201,7 +201,12 @@ def in_words(choices: Sequence[Choice]) -> list[str]:
             continue
         least, most = paying[0], paying[-1]
         found.append(
-            f"{requests} at once: drafts pay from {least.alpha:.0%} right guesses on, with {least.nodes:.3g} guesses; "
-            f"at {most.alpha:.0%} {most.nodes:.3g} guesses make it {most.gain:.2f}x as fast."
+            f"{requests} at once: drafts pay from {least.alpha:.0%} right guesses on, with {_guesses(least)}; "
+            f"at {most.alpha:.0%} {_guesses(most)} make{'s' if most.nodes == 1 else ''} it {most.gain:.2f}x as fast."
         )
     return found
+
+
+def _guesses(choice: Choice) -> str:
+    """For a request; where some have more than others, in the mean."""
+    return "1 guess" if choice.nodes == 1 else f"{choice.nodes:.3g} guesses"
