@@ -185,8 +185,9 @@ def test_first_tokens_and_ends_are_urgent_of_each_answer(llm: LLM) -> None:
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
 def test_a_crowd_in_an_engine_hears_all_of_its_answers(open_llm: Callable[..., LLM], rounds: str) -> None:
-    """With several answers each, stop strings and logprobs, more than run at once; nobody is told of nothing."""
-    llm = open_llm(rounds=rounds, max_num_seqs=8, drafter=None)
+    """With several answers each, stop strings and logprobs, more than run at once, of whom ten and more are a
+    crowd; nobody is told of nothing."""
+    llm = open_llm(rounds=rounds, max_num_seqs=16, drafter=None)
     params = [
         SamplingParams(
             n=1 + i % 2,
