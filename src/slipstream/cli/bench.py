@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.bench import baseline, memory, report, run
 from slipstream.bench.prompts import load_prompts, select
+from slipstream.cli.bars import counting_bar
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.machine import busy_warning, hardware, load_before, versions
@@ -275,9 +275,7 @@ def measured(
     when_warm: Callable[[], None] = lambda: None,
 ) -> list[run.Sample]:
     """Warm up and measure, with a progress bar on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with counting_bar() as progress:
         task = progress.add_task("warming up", total=len(units) * len(runners) * repeats)
         run.warm_up(units[0], runners)
         when_warm()

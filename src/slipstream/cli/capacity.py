@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -74,9 +74,8 @@ class Capacity:
                 raise ConfigError(f"--speculation {way}: must be one of {', '.join(ways)}")
         rates, _ = self.rates, self.targets
         if self.simulate is not None:
-            usual = Common()
-            given = {one.name: getattr(common, one.name) != getattr(usual, one.name) for one in fields(Common)}
-            _refuse({**given, **measuring, "record": self.record is not None}, NOT_SIMULATED, "--simulate")
+            given = {**dict.fromkeys(common.given, True), **measuring, "record": self.record is not None}
+            _refuse(given, NOT_SIMULATED, "--simulate")
             if self.requests is not None and (self.rate is None or self.traffic is not None):
                 raise ConfigError(f"--requests {self.requests}: only for a --rate without --traffic; leave it out")
             return

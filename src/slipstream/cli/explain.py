@@ -13,7 +13,7 @@ from rich.table import Table
 
 from slipstream.cli.loading import loaded
 from slipstream.cli.options import OUTPUT, SPECULATION, Common, option
-from slipstream.cli.shared import with_common
+from slipstream.cli.shared import OF_REQUESTS, with_common
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,10 +27,9 @@ _CONTEXT = 500
 _CONTEXTS = (100, 1000, 8000)
 _BAR = 40  # characters of the longest bar
 _WHOLE = "Its drafts are taken whole or not at all, by what they bring; here as if they were one chain of guesses."
-_OF_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "verifier")
 
 
-@functools.partial(with_common, hidden=_OF_REQUESTS)
+@functools.partial(with_common, hidden=OF_REQUESTS)
 def explain(
     common: Common,
     context: Annotated[
@@ -57,17 +56,18 @@ def explain(
         raise ConfigError("--no-measure-costs: explain shows what was measured; leave it out")
     if common.planner == "fixed":
         raise ConfigError("--planner fixed: nothing is planned then, drafters guess as much as they may; leave it out")
-    for name in _OF_REQUESTS:
-        if getattr(common, name) != getattr(Common(), name):
+    for name in OF_REQUESTS:
+        if name in common.given:
             raise ConfigError(f"--{name.replace('_', '-')}: nothing is sampled by explain; leave it out")
     with loaded(common, common.drafters, max_num_seqs=max(BATCHES), measure_costs=True, planner="adaptive") as llm:
         if context is not None and context > llm.max_model_len:
             raise ConfigError(f"--context {context}: requests have {llm.max_model_len} tokens here at the most")
         context = context or min(_CONTEXT, llm.max_model_len)
         costs = _costs(llm)
-        choices = _choices(llm, costs, context)
-        deep = {guesser.name for guesser in _guessers(llm) if guesser.levels}
-        whole = {guesser.name for guesser in _guessers(llm) if guesser.whole}
+        guessers = _guessers(llm)
+        choices = _choices(llm, guessers, costs, context)
+    deep = {guesser.name for guesser in guessers if guesser.levels}
+    whole = {guesser.name for guesser in guessers if guesser.whole}
     if as_json:
         found = {
             "costs": costs.as_json(),
@@ -109,7 +109,7 @@ def _costs(llm: LLM) -> MeasuredCosts:
     return llm.costs
 
 
-def _choices(llm: LLM, costs: MeasuredCosts, context: int) -> list[Choice]:
+def _choices(llm: LLM, guessers: Sequence[Guesser], costs: MeasuredCosts, context: int) -> list[Choice]:
     from slipstream.engine.planning import ROW_SLOPE
     from slipstream.engine.queued import QueuedEngine
     from slipstream.plan.forecast import Engine, forecast
@@ -119,10 +119,7 @@ def _choices(llm: LLM, costs: MeasuredCosts, context: int) -> list[Choice]:
     config, places = engine.config, engine.plan.draft_places
     asked = Engine(costs, slope, is_padded, config.draft_rows, context, config.min_gain, places)
     return [
-        forecast(asked, guesser, requests, alpha)
-        for guesser in _guessers(llm)
-        for alpha in ALPHAS
-        for requests in BATCHES
+        forecast(asked, guesser, requests, alpha) for guesser in guessers for alpha in ALPHAS for requests in BATCHES
     ]
 
 

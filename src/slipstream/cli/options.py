@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -293,6 +293,11 @@ class Common:
         ),
     ] = None
     debug: DebugOption = False
+
+    @property
+    def given(self) -> set[str]:
+        """Options that are not as usual."""
+        return {one.name for one in fields(self) if getattr(self, one.name) != one.default}
 
     @property
     def caching(self) -> dict[str, bool]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, cast
 from slipstream.bench.tune import read_engine
 from slipstream.cli.loading import hosted
 from slipstream.cli.options import MODEL, OUTPUT, SPECULATION, Common, option
-from slipstream.cli.shared import with_common
+from slipstream.cli.shared import OF_REQUESTS, SAMPLING, with_common
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest
@@ -29,7 +29,6 @@ SERVER = "Server"
 LIMITS = "Limits"
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 _USUAL = ServeConfig()
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
 _OPTIONS = {
     "models": "--served-model-name",
     "request_s": "--request-timeout",
@@ -41,14 +40,13 @@ _OPTIONS = {
     "engine": "--engine",
 }
 """Settings that have another name on the command line."""
-_OF_REQUESTS = (*_SAMPLING, "verifier")
 _WITHOUT_PREDICTION = (
     'a request brings its own ("prediction": {"type": "content", "content": …}) and is drafted from it whoever else '
     "drafts; leave it out, or name another drafter, such as auto"
 )
 
 
-@functools.partial(with_common, hidden=_OF_REQUESTS, without=_WITHOUT_PREDICTION)
+@functools.partial(with_common, hidden=OF_REQUESTS, without=_WITHOUT_PREDICTION)
 def serve(
     common: Common,
     host: Annotated[
@@ -243,19 +241,18 @@ def _naming_options() -> Iterator[None]:
 
 def _refuse_sampling(common: Common) -> None:
     """Options that every command has, but that are a request's own business here."""
-    plain: Any = Common()
-    for name in _SAMPLING:
-        if getattr(common, name) != getattr(plain, name):
+    for name in SAMPLING:
+        if name in common.given:
             raise ConfigError(f"--{name.replace('_', '-')}: not for serve, each request says it itself; leave it out")
-    if common.verifier != plain.verifier:
+    if "verifier" in common.given:
         raise ConfigError('--verifier: not for serve; a request says "speculation": {"verifier": …} itself')
 
 
 def _with_config(common: Common, path: Path) -> Common:
     """What the file says, wherever the command line says nothing."""
-    engine, usual = read_engine(path), Common()
+    engine = read_engine(path)
     found: dict[str, Any] = {}
-    if common.model == usual.model and "model" in engine:
+    if "model" not in common.given and "model" in engine:
         found["model"] = engine["model"]
     if common.drafter is None and "drafter" in engine:
         found["drafter"] = [engine["drafter"] or "none"]

@@ -11,6 +11,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from slipstream.cli.options import WITHOUT_PREDICTION, Common
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+OF_REQUESTS = (*SAMPLING, "verifier")
+"""Options that are about what is asked, not about the engine."""
+
 
 def with_common(
     command: Callable[..., None], hidden: Collection[str] = (), without: str = WITHOUT_PREDICTION

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from slipstream.bench import live, traffic
@@ -21,6 +20,7 @@ from slipstream.bench.recording import Recording
 from slipstream.bench.replica import Setting
 from slipstream.bench.run import plan_work
 from slipstream.bench.simulate import doubts, drafters_of, simulate, traces_of
+from slipstream.cli.bars import counting_bar
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import busy_warning, load_before
@@ -66,10 +66,7 @@ def counting(what: str, total: int, *, timed: bool = False) -> Iterator[Callable
 
     timed: what is counted is being timed, so that the bar moves only with it and has no thread of its own.
     """
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=not timed) as bar:
+    with counting_bar(auto_refresh=not timed) as bar:
         task = bar.add_task(what, total=total)
         yield lambda more: bar.update(task, advance=more, refresh=timed)
 
