@@ -67,8 +67,9 @@ class Meter:
         now, cpu_s = time.perf_counter(), time.process_time()
         made = recorded.graphs + recorded.kernels
         parts = times.host, times.draft, times.verify
-        read = times.read_rows
-        self.beats.append(Beat(now, len(answers), sum(kept), drafted, read, made, recorded.seconds, parts, cpu_s))
+        who = tuple(sorted({name for verdict in verdicts if verdict.drafted for name in verdict.authors.names}))
+        counts = len(answers), sum(kept), drafted, times.read_rows, made
+        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who))
 
 
 class Crowd:

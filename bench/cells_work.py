@@ -126,6 +126,8 @@ class Beat:
     recording_s: float = 0.0  # … and how long that took
     parts_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the host, the draft and the pass, where they are known
     cpu_s: float | None = None  # that all threads of the process have computed, where that is known
+    hoped: float = 1.0  # how many times as fast as plain decoding it was to be
+    guessers: tuple[str, ...] = ()  # whose guesses it had
 
     @property
     def device_s(self) -> float:
@@ -202,8 +204,10 @@ def keep_rounds(file: Path, cell: str, setting: str, seen: Window) -> None:
     for one in seen.spans:
         beat = one.beat
         counts = beat.requests, beat.drafted, beat.tokens, beat.read_rows
-        rounds.append([_us(one.seconds), *counts, *map(_us, (*beat.parts_s, one.withheld_s))])
-    columns = ["us", "requests", "drafted", "tokens", "read_rows", "host_us", "draft_us", "verify_us", "withheld_us"]
+        times = map(_us, (*beat.parts_s, one.withheld_s))
+        rounds.append([_us(one.seconds), *counts, *times, round(100 * beat.hoped), "+".join(beat.guessers)])
+    columns = ["us", "requests", "drafted", "tokens", "read_rows"]
+    columns += ["host_us", "draft_us", "verify_us", "withheld_us", "hoped_percent", "guessers"]
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"cell": cell, "setting": setting, "columns": columns, "rounds": rounds}) + "\n")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from queueing import Queue
 from slipstream import SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DraftRequest, HostDrafter
-from slipstream.engine import drafting, queued
+from slipstream.engine import drafting, engine, gathering, queued
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
 from slipstream.plan.measured import Load
@@ -75,6 +76,20 @@ def test_guesses_are_no_part_of_the_pass(
     assert all(TOOK <= seconds < TOOK + 1 for seconds in planner.drafts)
     assert planner.passes
     assert all(seconds < 1 for seconds in planner.passes)
+
+
+def test_it_is_not_reckoned_in_every_round_what_does_not_pay(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock takes so long that reckoning is as dear as a pass: nobody would do it for nothing."""
+    clock = Clock()
+    bench = Stepper(tiny_target, Slow(clock), planner="adaptive")
+    asked = Mock(wraps=bench.engine.drafting.planner.budget)
+    monkeypatch.setattr(bench.engine.drafting.planner, "budget", asked)
+    for module in (drafting, engine, gathering):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    bench.run([Arrival(5, SamplingParams(temperature=0, max_tokens=160, ignore_eos=True))])
+    assert 8 < asked.call_count < 60
 
 
 def play(wait_s: float, draft_s: float, rounds: int = 200) -> int:

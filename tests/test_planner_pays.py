@@ -97,6 +97,9 @@ class Game:
             took = self.draft_s * max(sizes)
             if took:
                 planner.observe_draft("d", max(sizes), took)
+            if self.ask_s is not None:
+                took += self.ask_s
+                planner.observe_asked("d", any(sizes), self.ask_s, costly=True)
         elif mine and self.speaks(number):
             chances = None if self.promise is None else [self.promise ** (i + 1) for i in range(LONG)]
             trees = planner.trim("d", mine, [Tree.chain(range(LONG))] * len(mine), [chances] * len(mine), requests)
@@ -160,6 +163,13 @@ def test_always_wrong(curve: Curve, requests: int, promise: float | None) -> Non
 def test_slow(curve: Curve, requests: int) -> None:
     """Right, but a level takes two passes."""
     game = Game(curve, lambda _: LONG, draft_s=2 * curve(requests), padded=curve is roomy).play(3000, requests)
+    assert game.speed(requests) > 0.97
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_slow_and_reckoned_about(requests: int) -> None:
+    """To find that it does not pay takes a twentieth of a pass: that is not found in every round."""
+    game = Game(steep, lambda _: LONG, draft_s=2 * steep(requests), ask_s=0.05 * steep(requests)).play(3000, requests)
     assert game.speed(requests) > 0.97
 
 

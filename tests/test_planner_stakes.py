@@ -141,6 +141,16 @@ def test_who_is_right_again_is_asked_again(requests: int, ask_s: float) -> None:
     assert wrong.speed(requests) > 0.97
 
 
+def test_questions_in_vain_take_little_of_the_time() -> None:
+    for seconds, every in ((0.001, 2), (0.02, 3), (0.1, 4)):
+        asking = Asking(value=0.0)
+        asking.observe(0.0, seconds)
+        assert [asking.due(1.0) for _ in range(24)].count(True) == 24 // every
+    costly = Asking(costly=True, value=0.0)
+    costly.observe(0.0, 0.1)
+    assert [costly.due(1.0) for _ in range(24)].count(True) == 24 // 8
+
+
 def test_guesses_that_were_right_are_a_reason_to_ask_at_once() -> None:
     asking = Asking(value=0.0)
     asking.observe(0.0, 0.1)

@@ -330,11 +330,11 @@ class Drafting:
 
     def _trees(self, group: Group) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""
-        name, answers, caps, used, _, beside, rows = group
+        name, answers, caps, used, _, _, rows = group
         views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
         costly = self.guards[name].drafter.costly
         if costly:
-            asked, caps = caps, self.planner.budget(name, ids, caps, rows, beside)
+            asked, caps = caps, self._gathering.wanted(self.planner, group).nodes
             self._fates.weigh(name, self.planner.decision(name), answers, asked, caps)
         started = time.perf_counter()
         self.guards[name].drafter.least_chance = 0.0 if self.records else self.planner.least(rows)

@@ -221,7 +221,8 @@ class Engine:
         host = planned - started + time.perf_counter() - verified
         read_rows = sum(chunk.rows for chunk in schedule.chunks)
         rows = packed.batch.num_rows - read_rows
-        times = RoundTimes(host, proposed - planned, verified - proposed, rows, read_rows)
+        hoped = self.drafting.planner.hoped
+        times = RoundTimes(host, proposed - planned, verified - proposed, rows, read_rows, hoped)
         self._account(schedule, packed, told, kept, times)
         self._report(packed.emitting)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -83,12 +84,19 @@ class Gathering:
         return Found(mine, Group(name, answers, caps, used, room, gathered.beside(mine), len(decodes)))
 
     def wanted(self, planner: Planner, group: Group) -> TreeBudget:
-        """How far the planner would have a device drafter go; levels: 0 where it makes no trees."""
-        ids, choices = [answer.id for answer in group.answers], self.levels[group.drafter]
-        planner.lag(group.drafter, self._following.lags(group.drafter, group.answers, group.rows))
+        """How far the planner would have a drafter go whose guesses take time; levels: 0 where it makes no trees.
+
+        To reckon that takes time as well, and is done less often where nothing comes of it.
+        """
+        started, name = time.perf_counter(), group.drafter
+        ids, choices = [answer.id for answer in group.answers], self.levels[name]
+        planner.lag(name, self._following.lags(name, group.answers, group.rows))
         if choices:
-            return planner.budget_trees(group.drafter, ids, group.caps, group.rows, group.beside, levels=choices)
-        return TreeBudget(planner.budget(group.drafter, ids, group.caps, group.rows, group.beside), 0)
+            budget = planner.budget_trees(name, ids, group.caps, group.rows, group.beside, levels=choices)
+        else:
+            budget = TreeBudget(planner.budget(name, ids, group.caps, group.rows, group.beside), 0)
+        planner.observe_asked(name, any(budget.nodes), time.perf_counter() - started, costly=True)
+        return budget
 
     def granted(self, group: Group, budget: TreeBudget, gathered: Gathered, requests: Sequence[int]) -> list[int]:
         """As much of that as there are pages for. Notes it, and how many levels its trees are to have."""

@@ -15,7 +15,8 @@ from slipstream.engine.state import Answer
 class RoundTimes:
     """Seconds of one round. Verify is the target pass, sampling and commit; host is what is left.
 
-    rows: of the target pass, those of prompts left out; read_rows: of prompts.
+    rows: of the target pass, those of prompts left out; read_rows: of prompts. hoped: how many times as fast as plain
+    decoding the round was planned to be.
     """
 
     host: float
@@ -23,6 +24,7 @@ class RoundTimes:
     verify: float
     rows: int = 0
     read_rows: int = 0
+    hoped: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

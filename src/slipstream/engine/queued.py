@@ -352,11 +352,11 @@ class QueuedEngine(Engine):
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
-            times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows)
+            times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows, ticket.hoped)
             self.drafting.observe_catch_up(ticket.caught_up, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
-            times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows)
+            times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows, ticket.hoped)
         waited = Waited(beyond=times.host, in_time=ticket.in_time)
         if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
             waited_s = max(0.0, idle_s - ticket.guessed_s)

@@ -1,9 +1,11 @@
-"""How often a drafter on the host is asked: guesses that are free to check are still not free to make.
+"""How often a drafter is asked where nothing hides what the host does: guesses that are free to check are still not
+free to make, and to reckon what others would bring takes as long.
 
 To look for guesses, judge them and take none costs some hundredths of a small model's round. Where next to nothing was
-taken lately, a drafter is asked every second or fourth round only, until it has something again: an echo is then missed
-by three rounds at most. Guesses that were not taken and turn out right are a reason to ask at once: it takes some of
-them until the drafter is believed again.
+taken lately, a drafter is asked in every second to fourth round only, until it has something again: an echo is then
+missed by three rounds at most. One whose guesses take time hears nothing between its probes, and is reckoned about as
+rarely as every eighth round. Guesses that were not taken and turn out right are a reason to ask at once: it takes some
+of them until the drafter is believed again.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ _NEWCOMER = 0.1
 _DECAY = 0.1
 _WORTH = 2.0
 """Asking that brings so many times what it takes goes on in every round."""
-_SELDOM, _RARELY = 2, 4
-"""Rounds from one question to the next where it does not; the latter where it brings less than half of what it takes.
-"""
+_SELDOM, _RARELY, _RARELY_OF_COSTLY = 2, 4, 8
+"""Rounds from one question to the next where it does not; where it brings less than half of what it takes, as many as
+make …"""
+_WASTE = 0.007
+"""… this of the time of it, but no more than the last two of these: of guesses that are free, and of those that take
+time."""
 
 
 @dataclass(slots=True)
 class Asking:
     """Of one drafter."""
 
+    costly: bool = False  # its guesses take time
     value: float = _FIRST  # what a question brings, as a part of a plain round, lately
     seconds: float = 0.0  # that a question takes, lately
     _passed: int = 0  # rounds since it was asked last
@@ -35,7 +41,10 @@ class Asking:
         """Is it asked in this round, whose plain pass takes so long? Called once a round."""
         share = self.seconds / pass_s
         self._passed += 1
-        every = 1 if self.value >= _WORTH * share else _SELDOM if self.value >= share / 2 else _RARELY
+        rarest = _RARELY_OF_COSTLY if self.costly else _RARELY
+        every = 1.0
+        if self.value < _WORTH * share:
+            every = _SELDOM if self.value >= share / 2 else min(max(share / _WASTE, _SELDOM), rarest)
         if self._passed < every and 2 * self._right <= self._heard:
             return False
         self._passed = self._heard = self._right = 0

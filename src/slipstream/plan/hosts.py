@@ -128,10 +128,10 @@ class HostPlans(Planner):
         asking = self._asking.get(drafter)
         return asking is None or self._cost.padded or asking.due(self._cost.about(rows))
 
-    def observe_asked(self, drafter: str, taken: bool, seconds: float) -> None:
+    def observe_asked(self, drafter: str, taken: bool, seconds: float, *, costly: bool = False) -> None:
         if self._cost.observed:
             gain = self._decided[drafter].gain - 1 if taken and drafter in self._decided else 0.0
-            self._asking.setdefault(drafter, Asking()).observe(gain, seconds)
+            self._asking.setdefault(drafter, Asking(costly)).observe(gain, seconds)
 
     def least(self, rows: int) -> float:
         if self._cost.padded or not self._cost.observed or self._rounds % EXPLORE == 0:

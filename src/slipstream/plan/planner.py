@@ -96,11 +96,14 @@ class Planner:
         return list(trees)
 
     def asks(self, drafter: str, rows: int) -> bool:
-        """Is this drafter on the host worth a question in this round of so many requests?"""
+        """Is this drafter worth a question in this round of so many requests?"""
         return True
 
-    def observe_asked(self, drafter: str, taken: bool, seconds: float) -> None:
-        """A drafter on the host was asked: was anything taken of its guesses, and how long did all of that take?"""
+    def observe_asked(self, drafter: str, taken: bool, seconds: float, *, costly: bool = False) -> None:
+        """A drafter on the host was asked: was anything taken of its guesses, and how long did all of that take?
+
+        costly: its guesses take time, and it was reckoned what they would bring, wherever they are made.
+        """
 
     def least(self, rows: int) -> float:
         """The chance of a guess below which it is of no use in this round of so many requests; 0: any may be."""
