@@ -151,6 +151,19 @@ def test_questions_in_vain_take_little_of_the_time() -> None:
     assert [costly.due(1.0) for _ in range(24)].count(True) == 24 // 8
 
 
+def test_a_newcomer_is_worth_a_question_if_any_was() -> None:
+    asking = Asking()
+    for questions, gain, worth in ((40, 0.0, True), (300, 0.0, False), (40, 0.3, True)):
+        for _ in range(questions):
+            asking.observe(gain, 0.03)
+        for _ in range(20):
+            asking.observe(0.0, 0.03)
+        while asking.due(1.0):
+            pass
+        asking.newcomer(0)
+        assert asking.due(1.0) == worth
+
+
 def test_guesses_that_were_right_are_a_reason_to_ask_at_once() -> None:
     asking = Asking(value=0.0)
     asking.observe(0.0, 0.1)

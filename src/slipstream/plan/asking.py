@@ -15,7 +15,9 @@ from dataclasses import dataclass
 _FIRST = 0.2
 _NEWCOMER = 0.1
 """What asking is taken to bring at first, and when a request begins alone: of this, shares of a plain round are had."""
-_DECAY = 0.1
+_DECAY, _SLOWLY = 0.1, 0.02
+_HOPE = 2.0
+"""A newcomer is worth no more than so many times what questions brought in the long run."""
 _WORTH = 2.0
 """Asking that brings so many times what it takes goes on in every round."""
 _SELDOM, _RARELY, _RARELY_OF_COSTLY = 2, 4, 8
@@ -32,6 +34,7 @@ class Asking:
 
     costly: bool = False  # its guesses take time
     value: float = _FIRST  # what a question brings, as a part of a plain round, lately
+    usual: float = _FIRST  # … and in the long run
     seconds: float = 0.0  # that a question takes, lately
     _passed: int = 0  # rounds since it was asked last
     _heard: int = 0  # guesses of its last answer that were not taken, and of which it is known by now …
@@ -58,8 +61,9 @@ class Asking:
     def observe(self, gain: float, seconds: float) -> None:
         """It was asked: what was taken of its guesses is expected to bring so much, and all of it took so long."""
         self.value += _DECAY * (gain - self.value)
+        self.usual += _SLOWLY * (gain - self.usual)
         self.seconds = self.seconds + _DECAY * (seconds - self.seconds) if self.seconds else seconds
 
     def newcomer(self, requests: int) -> None:
-        """A request begins, beside so many: texts differ."""
-        self.value = max(self.value, _NEWCOMER / max(requests, 1))
+        """A request begins, beside so many: texts differ, as far as anything was worth it in any of them."""
+        self.value = max(self.value, min(_NEWCOMER, _HOPE * self.usual) / max(requests, 1))
