@@ -32,7 +32,7 @@ from cells_table import OVER_BEST, best_fixed
 from cells_work import tokens_of
 
 from gpu import chosen, sizes
-from slipstream.bench.costs import RoundCosts
+from slipstream.bench.costs import Curve, RoundCosts
 from slipstream.bench.outcome import Served
 from slipstream.bench.recording import (
     Costs,
@@ -51,9 +51,10 @@ from slipstream.bench.replica import Replica, Setting
 from slipstream.core.errors import ConfigError
 from slipstream.plan import measured
 
-PASS_MS = {1: 3.72, 4: 3.82, 8: 3.88, 16: 4.09, 24: 4.16, 32: 4.4, 48: 4.68, 64: 4.9, 96: 5.37, 128: 5.6, 256: 8.88}
+PASS_MS = {1: 3.72, 4: 3.82, 8: 3.88, 16: 4.03, 32: 4.19, 48: 4.41, 64: 4.72, 128: 5.4, 256: 8.2}
+TREE_MS = {1: 3.72, 4: 3.88, 8: 4.0, 16: 4.14, 32: 4.46, 48: 4.69, 64: 4.95, 128: 5.73, 256: 8.9}
 READ_MS = {1: 4.1, 16: 4.2, 64: 4.4, 256: 8.0}
-"""Of a pass, by its rows; and of one that reads prompts."""
+"""Of a pass, by its rows; of one that checks trees which grew on the device; and of one that reads prompts."""
 DRAFT_MS = {
     "model": {1: 0.087, 4: 0.09, 16: 0.107, 64: 0.156},
     "eagle": {1: 0.21, 4: 0.32, 16: 0.41, 64: 0.61},
@@ -173,6 +174,12 @@ class H200(RoundCosts):
 
     def __init__(self) -> None:
         super().__init__(seen_costs(), apart=True)
+        self._trees = Curve((rows, 1e-3 * ms, 9) for rows, ms in TREE_MS.items())
+
+    def pass_s(self, rows: int, read_rows: int, context: int, *, is_tree: bool = False) -> float:
+        if not (rows and is_tree):
+            return super().pass_s(rows, read_rows, context)
+        return self._trees.at(rows) + super().pass_s(0, read_rows, context)
 
     def catch_up_s(self, drafter: str, requests: int) -> float:
         once, each = CATCH_UP_MS

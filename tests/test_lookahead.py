@@ -240,7 +240,9 @@ class TestExactness:
         class Told(AdaptivePlanner):
             """Believes what it is told of costs, whatever this machine does."""
 
-            def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
+            def observe_pass(
+                self, rows: int, seconds: float, load: Load | None = None, *, is_tree: bool = False
+            ) -> None:
                 super().observe_pass(rows, 1 + slope * (rows - 1))
 
         llm = open_llm(drafter="lookahead", rounds=rounds)

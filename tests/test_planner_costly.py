@@ -53,7 +53,7 @@ class Listening(Planner):
         self.passes: list[float] = []
         self.drafts: list[float] = []
 
-    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
+    def observe_pass(self, rows: int, seconds: float, load: Load | None = None, *, is_tree: bool = False) -> None:
         self.passes.append(seconds)
 
     def observe_draft(

@@ -236,6 +236,33 @@ def test_before_anything_is_known_guesses_are_not_weighed_against_passes() -> No
     assert (costs.spent("d"), costs.spent("d")) == (40.0, 0.0)
 
 
+def test_trees_cost_what_they_were_seen_to_and_chains_do_not() -> None:
+    """Of as many rows, a pass that checks trees is a little dearer on a GPU: by what it attends to."""
+    costs = Costs(PassCost(0.001))
+    costs.pad_passes()
+    costs.adopt(MeasuredCosts(Curve((1, 64), (4.0, 5.0))))
+    load = Load(4, 1000)
+    costs.at(load)
+    measured = costs.tree_curve(4, 64)
+    assert measured == pytest.approx(costs.passes.curve(4, 64)), "nothing else is known"
+    for _ in range(40):
+        costs.observe_pass(64, 6.0, load, is_tree=True)
+        costs.observe_pass(64, 5.0, load, is_tree=False)
+    costs.at(load)
+    assert costs.passes.seconds(64) == pytest.approx(5.0, rel=0.01)
+    trees = costs.tree_curve(4, 64)
+    assert trees[-1] == pytest.approx(6.0, rel=0.01)
+    assert trees[0] == pytest.approx(costs.passes.seconds(4)), "with nothing to check it is no tree"
+    assert (trees[1:] >= costs.passes.seconds(4)).all()
+
+
+def test_where_rounds_do_not_overlap_trees_are_passes_like_others() -> None:
+    costs = Costs(PassCost(0.1))
+    costs.observe_pass(8, 2.0, None, is_tree=True)
+    assert costs.passes.seconds(8) == pytest.approx(2.0)
+    assert costs.tree_curve(8, 9)[0] == pytest.approx(2.0)
+
+
 def test_what_context_adds_is_not_counted_twice_when_it_becomes_known() -> None:
     """The guard's plain rounds were seen before it was: what they took is what they took."""
     context = ContextCost()

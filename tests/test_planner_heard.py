@@ -187,8 +187,8 @@ def test_a_rival_that_was_not_tried_is_for_a_few_rounds() -> None:
     assert [turns(now, untried=1.0) for now in (2, 3, 4)] == [["two"]] * 3
     assert rivals.tries(1, 4) == "two"
     assert [turns(now, untried=1.0) for now in range(5, 50)] == [["one"]] * 45
-    rivals = Rivals()
     for untried, rows, promise in ((0.0, 1, 1.8), (0.4, 16, 1.8), (1.0, 1, 1.2)):
+        rivals = Rivals()
         assert [turns(now, untried, rows, promise) for now in range(1, 30)] == [["one"]] * 29, (untried, rows, promise)
 
 

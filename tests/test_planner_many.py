@@ -272,7 +272,7 @@ class Counting(AdaptivePlanner):
         self.adopt(MeasuredCosts(PASSES, drafts={"echo": HEAD, "first": HEAD}))
         self.budgets = 0
 
-    def observe_pass(self, rows: int, *_: Any) -> None:
+    def observe_pass(self, rows: int, *_: Any, is_tree: bool = False) -> None:
         super().observe_pass(rows, pass_s(rows))
 
     def budget(self, *args: Any, **options: Any) -> list[int]:

@@ -76,7 +76,8 @@ class RoundCosts:
         self._waits = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.waits)
         self._drafts = _draft_curves(costs)
 
-    def pass_s(self, rows: int, read_rows: int, context: int) -> float:
+    def pass_s(self, rows: int, read_rows: int, context: int, *, is_tree: bool = False) -> float:
+        """is_tree: it checks trees of device drafters. What is recorded does not tell them apart."""
         more = self._by_context * context
         if not self._apart:
             curve = self._read if read_rows and self._read else self._pass or self._read

@@ -201,7 +201,8 @@ class Replica:
             rows = PassCost.filled(len(decodes) + sum(plan.counts))
         read_rows = sum(chunk.rows for chunk in chunks)
         load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
-        verify_s = self.costs.pass_s(rows, read_rows, load.context)
+        is_tree = self.drafting.makes_trees(plan.drafts)
+        verify_s = self.costs.pass_s(rows, read_rows, load.context, is_tree=is_tree)
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:
@@ -234,7 +235,7 @@ class Replica:
             self._times += [partial(planner.observe_wait, name, wait_s) for name in plan.hosts]
         if not chunks:
             told = (self.drafting, decodes, verdicts, times, load, lasted_s, None, Waited(plan.hosts, wait_s), hoped)
-            self._times.append(partial(observe_round, *told))
+            self._times.append(partial(observe_round, *told, is_tree=is_tree))
         return done
 
     def _emit(

@@ -75,7 +75,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._gains.start(request_id, traits)
 
     def speculates(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
-        return not self._plain_round and self.allows(request_id, drafters)
+        return not self._plain_round and self.allows(request_id, self._rivals.company(drafters))
 
     @property
     def silences(self) -> bool:
@@ -83,7 +83,8 @@ class AdaptivePlanner(ProbingPlanner):
 
     def pad_passes(self) -> None:
         super().pad_passes()
-        self._cost.padded = self._cost.late = self._gains.hiccups = True
+        self.costs.pad_passes()
+        self._gains.hiccups = True
         self._cost.context.per_row = False  # rows of a request share what is read of its context
 
     def budget(
@@ -175,14 +176,13 @@ class AdaptivePlanner(ProbingPlanner):
     ) -> Chosen:
         """Which size, 0 to K, or which of the trees, brings most tokens a second, and for whom: each brings `gained`,
         adds `drafted` rows, and takes `draft_s`, for however many. Those of whom most is expected come first, if they
-        pay for their rows.
-
-        0 unless another is clearly better; and where sizes are captured, no new one that is hardly better than another.
+        pay for their rows. 0 unless another is clearly better; where sizes are captured, no new one that hardly is.
         """
         brought, known = rows + others.right.sum(), rows + others.nodes
         order = np.argsort(-gained[-1], kind="stable")  # [B]
         tokens, nodes = gained[:, order].cumsum(1), drafted[:, order].cumsum(1)  # [K + 1, B]: of the first 1, 2, …
-        pass_s = self._cost.curve(known, known + int(nodes[-1, -1]))[nodes]
+        curve = self._cost.curve if trees is None else self.costs.tree_curve
+        pass_s = curve(known, known + int(nodes[-1, -1]))[nodes]
         if not others.nodes:
             pass_s[1:] += self._extras.seconds(rows)
         tokens = brought + tokens

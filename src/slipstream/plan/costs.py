@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from slipstream.plan.cost import PassCost
 from slipstream.plan.draft_cost import DraftCost
 from slipstream.plan.measured import Floats, Load, MeasuredCosts
@@ -12,6 +14,7 @@ class Costs:
 
     def __init__(self, passes: PassCost) -> None:
         self.passes = passes
+        self._of_trees = PassCost(passes.slope, context=passes.context, learns=False)
         self.measured: MeasuredCosts | None = None
         self._drafts: dict[str, DraftCost] = {}
         self._spent: dict[str, float] = {}  # seconds that the guesses took which are to be trimmed now
@@ -22,11 +25,30 @@ class Costs:
         if measured.key_s or measured.row_key_s:  # else there was no room for a long one: it is learned
             self.passes.context.adopt(measured.key_s, measured.row_key_s)
         self.passes.adopt(measured.passes)
+        self._of_trees.adopt(measured.passes)
         self._drafts.clear()
 
     def at(self, load: Load) -> None:
         """The rounds that are asked about have such a load."""
         self.passes.at(load)
+        if self._of_trees.observed:
+            self._of_trees.at(load)
+
+    def pad_passes(self) -> None:
+        """Passes are filled up, and what is seen of them may have waited for the host."""
+        for one in (self.passes, self._of_trees):
+            one.padded = one.late = True
+
+    def observe_pass(self, rows: int, seconds: float, load: Load | None, *, is_tree: bool) -> None:
+        """is_tree: it checked trees that grew on a device. As many rows of a chain take a little less there."""
+        (self._of_trees if is_tree and self.passes.padded else self.passes).observe(rows, seconds, load)
+
+    def tree_curve(self, low: int, high: int) -> Floats:  # [high - low + 1]
+        """As `PassCost.curve`, of passes that check trees; the first of them checks nothing."""
+        known = self._of_trees if self._of_trees.observed else self.passes
+        found = np.maximum(known.curve(low, high), self.passes.seconds(low))
+        found[0] = self.passes.seconds(low)
+        return found
 
     def observe_draft(self, drafter: str, size: int, requests: int, seconds: float) -> None:
         """size: nodes; of trees levels, all of which are computed, whatever is taken of them."""

@@ -31,7 +31,7 @@ _SLACK = 0.97
 _WASTE = 0.005
 _SHORTEST_REST = 64
 _LONGEST_REST = 2048
-"""What trials may cost of the time, and rounds between two of them."""
+"""What trials may cost of the time, and rounds between two of them; the shortest behind the first that failed."""
 _OLD = 512
 """Rounds after which there must be another plain one of as many requests to compare with: machines change."""
 _SOON, _AGAIN = 8, 256
@@ -362,7 +362,10 @@ class Gains:
         ):
             kind.failed += 1
             loss = 1 / value - 1 if value else 1.0
-            rest = max(_SHORTEST_REST * 2 ** min(kind.failed - 1, 5), _EVIDENCE * loss / _WASTE)
+            rest = _SHORTEST_REST * 2.0 ** min(kind.failed - 1, 5)
+            if kind.failed > 1:  # else it may have been a text of which too much was hoped
+                rounds = max(_ROUNDS * self.hiccups, _EVIDENCE / name.crowd)
+                rest = max(rest, rounds * loss / _WASTE)
             kind.until = self._rounds + int(min(rest, _LONGEST_REST))
             kind.gain = Gain()  # a trial is judged by itself
             kind.rounds.clear()

@@ -33,9 +33,9 @@ class KnowingPlanner(HostPlans):
     def adopt(self, measured: MeasuredCosts) -> None:
         self.costs.adopt(measured)
 
-    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
+    def observe_pass(self, rows: int, seconds: float, load: Load | None = None, *, is_tree: bool = False) -> None:
         if seconds > 0:  # else the guesses of a slow drafter took all of the round, and nothing is known of its pass
-            self._cost.observe(rows, seconds, load)
+            self.costs.observe_pass(rows, seconds, load, is_tree=is_tree)
 
     def observe_reads(self, requests: int, tokens: int, seconds: float) -> None:
         if self._cost.observed:  # what a long prompt takes beyond a pass is its own, however few rounds there are

@@ -194,7 +194,7 @@ class Planner:
     def adopt(self, measured: MeasuredCosts) -> None:
         """Passes and drafts were measured before the first request."""
 
-    def observe_pass(self, rows: int, seconds: float, load: Load | None = None) -> None:
+    def observe_pass(self, rows: int, seconds: float, load: Load | None = None, *, is_tree: bool = False) -> None:
         """A target pass over this many rows took this long. load: None: that of the round that was planned last."""
 
     def observe_reads(self, requests: int, tokens: int, seconds: float) -> None:

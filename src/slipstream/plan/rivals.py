@@ -21,8 +21,9 @@ _FEW, _SOME = 8, 32
 _BETTER, _BETTER_OF_SOME, _BETTER_OF_MANY = 1.05, 1.08, 1.12
 """Whoever takes another's turn must promise so many times as much, beyond what it takes to read what it missed: among a
 few requests, some and many. To be wrong costs more, the more there are."""
-_NEW, _NEWS = 0.3, 0.6
-"""The part of a new promise in what one is taken to promise: of those who are asked in every round, and of others."""
+_NEW = 0.05
+"""The part of a new promise in what one is taken to promise, for each round since the last: what is promised wavers far
+more than two who can both do it differ, and whoever heeds that changes all the time, and is no better for it."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
 _NEAR = 0.7
@@ -38,9 +39,9 @@ _TRIAL, _TRIAL_OF_SOME = 3, 6
 request more of them cost as much as they tell. And …"""
 RUN = 4
 """… of more: it guesses for a sample of them then, beside whose turn it is. And …"""
-_APART, _WASTE = 48, 0.02
+_APART, _WASTE, _WASTE_OF_SOME = 48, 0.002, 0.005
 """… from one trial to the next: so many, twice as many behind each that did not win the turn, or as many as trials may
-cost of the time."""
+cost of the time: in the place of whose turn it is, and of a sample."""
 
 
 @dataclass(slots=True)
@@ -92,10 +93,20 @@ class Rivals:
 
     def beside(self, beside: Sequence[Sequence[Beside]]) -> Sequence[Sequence[Beside]]:
         """Those who guess already, without rivals."""
-        known = {drafter for promises in self._promises.values() for drafter in promises}
+        known = self._known()
         if len(known) < 2:
             return beside
         return [[one for one in theirs if one.drafter not in known] for theirs in beside]
+
+    def company(self, drafters: tuple[str, ...]) -> tuple[str, ...]:
+        """Those who guess already and the last, who may, in whose place its rivals do."""
+        known = self._known()
+        if len(known) < 2 or drafters[-1:] == () or drafters[-1] not in known:
+            return drafters
+        return (*[name for name in drafters[:-1] if name not in known], drafters[-1])
+
+    def _known(self) -> set[str]:
+        return {drafter for promises in self._promises.values() for drafter in promises}
 
     def asks(self, drafter: str, rows: int, now: int) -> bool:
         """Is it worth knowing in this round what it promises?"""
@@ -190,7 +201,8 @@ class Rivals:
             return self.tries(rows, now) == drafter
         if trial is not None and holder == trial.drafter:
             trial.apart, trial.has_won = _APART, True
-        is_time = trial is None or now >= trial.end + max(trial.apart, loses / _WASTE)
+        waste = _WASTE_OF_SOME if is_by_sample(rows) else _WASTE
+        is_time = trial is None or now >= trial.end + max(trial.apart, loses / waste)
         is_unknown = rows <= _SOME and holder != drafter and untried > _UNTRIED
         if is_time and is_unknown and speed > max(1.0, _NEAR * fresh[best]):
             again = trial is not None and trial.drafter == drafter and not trial.has_won
@@ -249,7 +261,7 @@ def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset
         last = last.before
     if last is None or now - last.round > _OLD:
         return _Promise(speed, now, requests, untried)
-    part = _NEW if now - last.round == 1 else _NEWS
+    part = 1 - (1 - _NEW) ** (now - last.round)
     last.before = None
     return _Promise(float(last.speed ** (1 - part) * speed**part), now, requests, untried, last)
 
