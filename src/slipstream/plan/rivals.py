@@ -9,7 +9,7 @@ requests in its place, among more for some of them, beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.plan.extras import crowd_of
 from slipstream.plan.planner import Beside
@@ -21,9 +21,10 @@ _FEW, _SOME = 8, 32
 _BETTER, _BETTER_OF_SOME, _BETTER_OF_MANY = 1.05, 1.08, 1.12
 """Whoever takes another's turn must promise so many times as much, beyond what it takes to read what it missed: among a
 few requests, some and many. To be wrong costs more, the more there are."""
-_NEW = 0.05
+_NEW, _NEW_OF_MANY = 0.05, 0.3
 """The part of a new promise in what one is taken to promise, for each round since the last: what is promised wavers far
-more than two who can both do it differ, and whoever heeds that changes all the time, and is no better for it."""
+more than two who can both do it differ, and whoever heeds that changes all the time, and is no better for it. What is
+promised for many requests is a mean already."""
 _UNTRIED = 0.5
 """Where it has not guessed yet for such a part of the requests, what it promises is what others' texts were like, …"""
 _NEAR = 0.7
@@ -177,7 +178,8 @@ class Rivals:
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         promises = self._promises.setdefault((crowd, beside), {})
-        promises[drafter] = _promised(promises.get(drafter), speed, now, requests, untried)
+        new = _NEW if rows <= _SOME else _NEW_OF_MANY
+        promises[drafter] = _promised(promises.get(drafter), _Promise(speed, now, requests, untried), new)
         for name, one in promises.items():
             if one.round == now and name != drafter:
                 pair = frozenset((name, drafter))
@@ -254,16 +256,16 @@ def _more(rows: int, untried: float) -> float:
     return _BETTER if rows <= _FEW else _BETTER_OF_SOME if rows <= _SOME else _BETTER_OF_MANY
 
 
-def _promised(last: _Promise | None, speed: float, now: int, requests: frozenset[str], untried: float) -> _Promise:
+def _promised(last: _Promise | None, this: _Promise, new: float) -> _Promise:
     """Promises waver from round to round, and to take another's turn costs more than that is worth: so each is a mean
-    with those before it. Of two in one round the second counts."""
-    if last is not None and last.round == now:
+    with those before it. Of two in one round the second counts. new: this one's part, for each round since the last."""
+    if last is not None and last.round == this.round:
         last = last.before
-    if last is None or now - last.round > _OLD:
-        return _Promise(speed, now, requests, untried)
-    part = 1 - (1 - _NEW) ** (now - last.round)
+    if last is None or this.round - last.round > _OLD:
+        return this
+    part = 1 - (1 - new) ** (this.round - last.round)
     last.before = None
-    return _Promise(float(last.speed ** (1 - part) * speed**part), now, requests, untried, last)
+    return replace(this, speed=float(last.speed ** (1 - part) * this.speed**part), before=last)
 
 
 def _asked(rows: int) -> int:
