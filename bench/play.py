@@ -54,7 +54,8 @@ from slipstream.plan import measured
 PASS_MS = {1: 3.72, 4: 3.82, 8: 3.88, 16: 4.03, 32: 4.19, 48: 4.41, 64: 4.72, 128: 5.4, 256: 8.2}
 TREE_MS = {1: 3.72, 4: 3.88, 8: 4.0, 16: 4.14, 32: 4.46, 48: 4.69, 64: 4.95, 128: 5.73, 256: 8.9}
 READ_MS = {1: 4.1, 16: 4.2, 64: 4.4, 256: 8.0}
-"""Of a pass, by its rows; of one that checks trees which grew on the device; and of one that reads prompts."""
+"""Of a pass, by its rows; of one that checks trees which grew on the device; and of one that reads prompts. Medians of
+rounds in which the device did not wait."""
 DRAFT_MS = {
     "model": {1: 0.087, 4: 0.09, 16: 0.107, 64: 0.156},
     "eagle": {1: 0.21, 4: 0.32, 16: 0.41, 64: 0.61},
@@ -177,9 +178,8 @@ class H200(RoundCosts):
         self._trees = Curve((rows, 1e-3 * ms, 9) for rows, ms in TREE_MS.items())
 
     def pass_s(self, rows: int, read_rows: int, context: int, *, is_tree: bool = False) -> float:
-        if not (rows and is_tree):
-            return super().pass_s(rows, read_rows, context)
-        return self._trees.at(rows) + super().pass_s(0, read_rows, context)
+        seconds = super().pass_s(rows, read_rows, context)
+        return seconds + self._trees.at(rows) - self._pass.at(rows) if is_tree else seconds
 
     def catch_up_s(self, drafter: str, requests: int) -> float:
         once, each = CATCH_UP_MS

@@ -254,13 +254,28 @@ def test_trees_cost_what_they_were_seen_to_and_chains_do_not() -> None:
     assert trees[-1] == pytest.approx(6.0, rel=0.01)
     assert trees[0] == pytest.approx(costs.passes.seconds(4)), "with nothing to check it is no tree"
     assert (trees[1:] >= costs.passes.seconds(4)).all()
+    for _ in range(40):
+        costs.observe_pass(64, 8.0, load, is_tree=False)
+    costs.at(load)
+    assert costs.tree_curve(4, 64)[-1] == pytest.approx(8.0, rel=0.01), "never below chains"
 
 
 def test_where_rounds_do_not_overlap_trees_are_passes_like_others() -> None:
     costs = Costs(PassCost(0.1))
-    costs.observe_pass(8, 2.0, None, is_tree=True)
-    assert costs.passes.seconds(8) == pytest.approx(2.0)
-    assert costs.tree_curve(8, 9)[0] == pytest.approx(2.0)
+    costs.adopt(MeasuredCosts(Curve((1, 64), (4.0, 5.0))))
+    for _ in range(40):
+        for rows, seconds in ((1, 8.0), (8, 12.0), (64, 40.0)):
+            costs.observe_pass(rows, seconds, None, is_tree=True)
+    assert costs.tree_curve(1, 64)[[0, 7, 63]] == pytest.approx([8, 12, 40], rel=0.01)
+
+
+def test_a_first_pass_that_is_of_trees_tells_what_passes_take() -> None:
+    """Where nothing was measured: else plain passes and trees would be in different units."""
+    costs = Costs(PassCost(0.001))
+    costs.pad_passes()
+    costs.observe_pass(16, 0.004, Load(1, 100), is_tree=True)
+    assert costs.passes.observed
+    assert costs.tree_curve(1, 64).max() < 0.01
 
 
 def test_what_context_adds_is_not_counted_twice_when_it_becomes_known() -> None:

@@ -84,7 +84,9 @@ def test_what_the_device_brought_is_forgotten_when_it_guesses_no_more() -> None:
 def test_what_it_would_bring_alone_is_reckoned_beside_others() -> None:
     planner = new_planner()
     planner.next_round(1, 300)
-    planner._suppose_alone(1, np.array([[0.0], [0.8], [1.4]]), np.array([[0], [1], [3]]), np.array([0.0, 1e-3, 2e-3]))
+    planner._suppose_alone(
+        1, planner._cost.curve, np.array([[0.0], [0.8], [1.4]]), np.array([[0], [1], [3]]), np.array([0.0, 1e-3, 2e-3])
+    )
     assert planner._spare(1) == pytest.approx(2.4 * 4e-3 / (PASSES.at(np.array([4.0]))[0] + 2e-3), rel=0.05)
 
 

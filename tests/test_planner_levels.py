@@ -17,7 +17,7 @@ from slipstream.engine.levels import levels_of, no_deeper
 from slipstream.plan.acceptance import Acceptance
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import SIZES, PassCost
-from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
+from slipstream.plan.measured import Curve, DraftSeen, Load, MeasuredCosts
 from slipstream.plan.planner import Beside, Levels, Planner, TreeSeen
 from slipstream.plan.ranks import NodeRanks
 from slipstream.plan.traits import Traits
@@ -115,6 +115,19 @@ class TestPlans:
         assert deep[EASY] > deep[MIXED] > deep[WARM] > deep[HARD]
         assert 4 < deep[MIXED] < 9
         assert deep[WARM] < 5
+
+    def test_fewer_nodes_where_trees_are_dearer_than_chains_of_as_many_rows(self) -> None:
+        planned = []
+        for dearer in (0.0, 1.0):  # of 64 rows
+            game = Game(4)
+            for _ in range(20):
+                for rows in (32, 64, 128, 256):
+                    game.planner.observe_pass(rows, pass_ms(rows), Load(4))
+                    game.planner.observe_pass(rows, pass_ms(rows) * (1 + dearer * rows / 64), Load(4), is_tree=True)
+            game.planner.next_round(4)
+            budget = game.planner.budget_trees("head", game.ids, game.caps, 4, levels=game.levels)
+            planned.append(sum(budget.nodes))
+        assert 0 < planned[1] < planned[0]
 
     @pytest.mark.parametrize(("chance", "spread", "faster"), [(EASY, 0.5, 1.1), (MIXED, 1.5, 0.97), (WARM, 2.0, 1.03)])
     def test_nearly_as_fast_as_the_best_pair_for_the_text(self, chance: float, spread: float, faster: float) -> None:

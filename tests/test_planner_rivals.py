@@ -20,7 +20,6 @@ from slipstream.engine.room import DraftRoom
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import SIZES, PassCost
 from slipstream.plan.forecast import Engine, Guesser, _Assumed, forecast
-from slipstream.plan.gains import Kind, _Kind
 from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
 from slipstream.plan.planner import Beside, TreeBudget
 from slipstream.plan.rivals import RUN, Rivals
@@ -280,20 +279,36 @@ def test_a_trial_among_many_is_for_some_of_them_and_whoever_becomes_better_is_fo
     assert game.share("head", 30) > 0.9
 
 
-def test_one_that_is_off_takes_no_turn() -> None:
-    """The guard silenced it: beside a rival, who guesses in its place, it is not asked, either."""
+def test_one_that_is_off_leaves_its_turn() -> None:
+    """The guard silences it: the other one guesses in the next round, and nobody asks the first one beside it."""
+    rivals = Rivals()
+    for now in range(1, 20):
+        rivals.has_turn("small", "ab", 16, 1.9, now)
+        rivals.has_turn("head", "ab", 16, 1.3, now)
+    assert rivals.whose(16, 20) == "small"
+    rivals.leave("small", 16)
+    assert rivals.asks("head", 16, 20)
+    assert rivals.has_turn("head", "ab", 16, 1.3, 20)
+    assert rivals.company(("head", "small")) == ("small",)
+    assert rivals.company(("suffix", "head", "small")) == ("suffix", "small"), "judged by what they bring together"
+    assert rivals.company(("small", "suffix")) == ("small", "suffix")
+
+
+def test_who_may_guess_for_nobody_leaves_its_turn_and_who_is_compared_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     game = Crowd(16)
-    game.play(60, small=5, head=2)
+    game.play(60, small=5, head=4)
     planner = game.planner
-    kind = Kind(Traits(), 16, ("small",))
-    planner._gains._kinds[kind] = _Kind(until=planner._rounds + 1000)
-    planner._gains._resting.add(kind)
+    assert game.share("small") > 0.9
+    planner.silence("small", game.ids, 16)
+    game.play(1, small=5, head=4)
+    assert game.share("small", 1) == 1, "that was a round to compare with"
+    off: set[tuple[str, ...]] = {("small",)}
+    monkeypatch.setattr(planner._gains, "drafts", lambda _, drafters=(): drafters not in off)
+    planner.silence("small", game.ids, 16)
     planner.next_round(16, 4800, 16)
-    assert planner.silences
-    assert not planner.speculates(game.ids[0], ("small",))
+    assert planner.asks("head", 16)
+    assert any(planner.budget("head", game.ids, [DEEP] * 16, 16))
     assert not planner.speculates(game.ids[0], ("head", "small"))
-    assert planner.speculates(game.ids[0], ("small", "head"))
-    assert planner.speculates(game.ids[0], ("suffix", "small")), "together they are judged by what they bring together"
 
 
 def test_each_request_has_the_drafter_that_it_named() -> None:

@@ -158,10 +158,16 @@ def test_a_newcomer_is_worth_a_question_if_any_was() -> None:
             asking.observe(gain, 0.03)
         for _ in range(20):
             asking.observe(0.0, 0.03)
-        while asking.due(1.0):
-            pass
+        assert not all(asking.due(1.0) for _ in range(4))
         asking.newcomer(0)
         assert asking.due(1.0) == worth
+
+
+def test_a_question_that_stalled_is_no_reason_to_ask_rarely() -> None:
+    asking = Asking(costly=True)
+    for seconds in (*[0.05] * 20, 8.0):
+        asking.observe(0.3, seconds)
+    assert all(asking.due(1.0) for _ in range(16))
 
 
 def test_guesses_that_were_right_are_a_reason_to_ask_at_once() -> None:

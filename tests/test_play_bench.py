@@ -40,6 +40,14 @@ def test_texts_are_as_hard_as_was_measured() -> None:
         assert all(offer.parents[node] == above for node, above in zip(offer.path, (-1, *offer.path), strict=False))
 
 
+def test_trees_take_longer_than_chains_of_as_many_rows_and_prompts_as_long_beside_both() -> None:
+    costs = play.H200()
+    for rows in (16, 48, 256):
+        chain, tree = costs.pass_s(rows, 0, 0), costs.pass_s(rows, 0, 0, is_tree=True)
+        assert (chain, tree) == pytest.approx((1e-3 * play.PASS_MS[rows], 1e-3 * play.TREE_MS[rows]))
+        assert costs.pass_s(rows, 16, 0, is_tree=True) - tree == pytest.approx(costs.pass_s(rows, 16, 0) - chain)
+
+
 @pytest.mark.parametrize(("option", "wrong"), [("--tasks", "none"), ("--at-once", "x"), ("--temperatures", "2")])
 def test_what_is_asked_wrongly(option: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -215,7 +215,7 @@ class Replica:
             host_s += read_s
             if not chunks:
                 self._times += [partial(planner.observe_catch_up, name, len(lagging[name]), read_s) for name in lagging]
-        times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows)
+        times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows, hoped)
         lasted_s = times.host + times.draft + times.verify
         self.busy_until = now + lasted_s
         self.rounds += 1
@@ -234,8 +234,9 @@ class Replica:
         if wait_s:
             self._times += [partial(planner.observe_wait, name, wait_s) for name in plan.hosts]
         if not chunks:
-            told = (self.drafting, decodes, verdicts, times, load, lasted_s, None, Waited(plan.hosts, wait_s), hoped)
-            self._times.append(partial(observe_round, *told, is_tree=is_tree))
+            told = (self.drafting, decodes, verdicts, times, load, lasted_s)
+            waited = Waited(plan.hosts, wait_s)
+            self._times.append(partial(observe_round, *told, waited=waited, is_tree=is_tree))
         return done
 
     def _emit(

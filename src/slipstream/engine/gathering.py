@@ -63,6 +63,8 @@ class Gathering:
         if counts and len(mine) < len(theirs):
             _note(name, [decodes[i] for i in set(theirs).difference(mine)], COMPARED)
         undrafted["plain"] += len(theirs) - len(mine)
+        if not mine:
+            planner.silence(name, [decodes[i].id for i in theirs], len(decodes))
         if not mine or not (planner.asks(name, len(decodes)) if asked is None else asked):
             undrafted["declined"] += len(mine)
             if counts:

@@ -366,8 +366,8 @@ class QueuedEngine(Engine):
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]
-            told = self.drafting, answers, heard.verdicts, times, load, lasted_s, None, waited, ticket.hoped
-            observe_round(*told, is_tree=self.drafting.makes_trees(ticket.drafts))
+            told = (self.drafting, answers, heard.verdicts, times, load, lasted_s)
+            observe_round(*told, waited=waited, is_tree=self.drafting.makes_trees(ticket.drafts))
             for name in waited.drafters:
                 self.drafting.planner.observe_wait(name, waited.seconds)
             for size in ticket.drafts:

@@ -21,16 +21,15 @@ def observe_round(
     lasted_s: float,
     beyond_s: float | None = None,
     waited: Waited = NO_WAIT,
-    hoped: float | None = None,
     *,
     is_tree: bool = False,
 ) -> None:
     """A round without prompts is over. load: of its pass; lasted_s: all of it, drafts and host included.
 
     beyond_s: what of that was not the pass, where rounds do not overlap. waited: what of it the device waited for whom.
-    hoped: how fast it was planned to be; None: it was planned last. is_tree: it checked trees of device drafters.
+    is_tree: it checked trees of device drafters.
     """
     drafting.round_s = times.draft + times.verify
     drafting.planner.observe_pass(times.rows, times.verify, load, is_tree=is_tree)
     turns = [Turn(a.id, v.drafted, len(v.tokens), v.authors.names) for a, v in zip(answers, verdicts, strict=True)]
-    drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s, waited, hoped)
+    drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s, waited, times.hoped)

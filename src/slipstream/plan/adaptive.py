@@ -176,7 +176,7 @@ class AdaptivePlanner(ProbingPlanner):
     ) -> Chosen:
         """Which size, 0 to K, or which of the trees, brings most tokens a second, and for whom: each brings `gained`,
         adds `drafted` rows, and takes `draft_s`, for however many. Those of whom most is expected come first, if they
-        pay for their rows. 0 unless another is clearly better; where sizes are captured, no new one that hardly is.
+        pay for their rows. 0 unless another is clearly better; of captured sizes the last, unless another is.
         """
         brought, known = rows + others.right.sum(), rows + others.nodes
         order = np.argsort(-gained[-1], kind="stable")  # [B]
@@ -237,7 +237,7 @@ class AdaptivePlanner(ProbingPlanner):
             if not others.nodes:
                 self._hear_alone(rows, gain(size))
             elif self._rounds % _RECKON == 0:
-                self._suppose_alone(rows, *alone())
+                self._suppose_alone(rows, curve, *alone())
         if not has_turn:
             wanted = max(self._sizes.choices(drafter, len(rate) - 1), key=rate.__getitem__) if trees is None else 0
             return self._of_rival(drafter, rows, order, wanted)

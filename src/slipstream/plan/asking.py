@@ -18,6 +18,8 @@ _NEWCOMER = 0.1
 _DECAY, _SLOWLY = 0.1, 0.02
 _HOPE = 2.0
 """A newcomer is worth no more than so many times what questions brought in the long run."""
+_HICCUP = 3.0
+"""No question is taken to last longer than so many usual ones."""
 _WORTH = 2.0
 """Asking that brings so many times what it takes goes on in every round."""
 _SELDOM, _RARELY, _RARELY_OF_COSTLY = 2, 4, 8
@@ -62,6 +64,7 @@ class Asking:
         """It was asked: what was taken of its guesses is expected to bring so much, and all of it took so long."""
         self.value += _DECAY * (gain - self.value)
         self.usual += _SLOWLY * (gain - self.usual)
+        seconds = min(seconds, _HICCUP * self.seconds) if self.seconds else seconds
         self.seconds = self.seconds + _DECAY * (seconds - self.seconds) if self.seconds else seconds
 
     def newcomer(self, requests: int) -> None:

@@ -15,6 +15,7 @@ class Costs:
     def __init__(self, passes: PassCost) -> None:
         self.passes = passes
         self._of_trees = PassCost(passes.slope, context=passes.context, learns=False)
+        self._knows_trees = False  # were any seen?
         self.measured: MeasuredCosts | None = None
         self._drafts: dict[str, DraftCost] = {}
         self._spent: dict[str, float] = {}  # seconds that the guesses took which are to be trimmed now
@@ -31,7 +32,7 @@ class Costs:
     def at(self, load: Load) -> None:
         """The rounds that are asked about have such a load."""
         self.passes.at(load)
-        if self._of_trees.observed:
+        if self._knows_trees:
             self._of_trees.at(load)
 
     def pad_passes(self) -> None:
@@ -40,14 +41,19 @@ class Costs:
             one.padded = one.late = True
 
     def observe_pass(self, rows: int, seconds: float, load: Load | None, *, is_tree: bool) -> None:
-        """is_tree: it checked trees that grew on a device. As many rows of a chain take a little less there."""
-        (self._of_trees if is_tree and self.passes.padded else self.passes).observe(rows, seconds, load)
+        """is_tree: it checked trees that grew on a device. As many rows of a chain take a little less there; those of
+        host drafters are planned by what is known of chains, and count there."""
+        if is_tree and self.passes.padded and self.passes.observed:
+            self._knows_trees = True
+            self._of_trees.observe(rows, seconds, load)
+        else:
+            self.passes.observe(rows, seconds, load)
 
     def tree_curve(self, low: int, high: int) -> Floats:  # [high - low + 1]
-        """As `PassCost.curve`, of passes that check trees; the first of them checks nothing."""
-        known = self._of_trees if self._of_trees.observed else self.passes
-        found = np.maximum(known.curve(low, high), self.passes.seconds(low))
-        found[0] = self.passes.seconds(low)
+        """As `PassCost.curve`, of passes that check trees; the first of them checks nothing. Never below chains."""
+        found = self.passes.curve(low, high)
+        if self._knows_trees:
+            found[1:] = np.maximum(found[1:], self._of_trees.curve(low, high)[1:])
         return found
 
     def observe_draft(self, drafter: str, size: int, requests: int, seconds: float) -> None:

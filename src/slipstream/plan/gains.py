@@ -141,6 +141,7 @@ class _Kind:
     gain: Gain = field(default_factory=Gain)
     rounds: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _ROUNDS))  # gains, one by one
     until: int = 0  # the round before which nothing is drafted for it
+    judged: int = 0  # rounds since then
     failed: int = 0  # times in a row that it was found not to pay
     last: float = 1.0  # gain when it was last judged
 
@@ -330,6 +331,7 @@ class Gains:
             kind = self._kinds.setdefault(name, _Kind())
             kind.gain.join(gain)
             kind.rounds.append(gain.measured)
+            kind.judged += 1
             self._judge(name, kind)
 
     def _plain_s(self, crowd: int, seconds: float, waited: Waited) -> float:
@@ -364,11 +366,11 @@ class Gains:
             loss = 1 / value - 1 if value else 1.0
             rest = _SHORTEST_REST * 2.0 ** min(kind.failed - 1, 5)
             if kind.failed > 1:  # else it may have been a text of which too much was hoped
-                rounds = max(_ROUNDS * self.hiccups, _EVIDENCE / name.crowd)
-                rest = max(rest, rounds * loss / _WASTE)
+                rest = max(rest, min(kind.judged, _EVIDENCE) * loss / _WASTE)
             kind.until = self._rounds + int(min(rest, _LONGEST_REST))
             kind.gain = Gain()  # a trial is judged by itself
             kind.rounds.clear()
+            kind.judged = 0
             self._resting.add(name)
             if name.crowd == self._crowd:
                 self._off.add((name.traits, name.drafters))

@@ -1,8 +1,8 @@
-"""Drafters on the host: how often each is asked, what it costs that rounds wait for it, and drafts taken whole."""
+"""Drafters on the host: what it costs to wait for them, and drafts taken whole; and how often anybody is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class _Alone(NamedTuple):
 
 
 class HostPlans(Planner):
-    """The part of a planner that knows what host drafters cost beside their guesses."""
+    """The part of a planner that knows what drafters cost beside their guesses: questions, and waits for the host."""
 
     def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
         self._cost = cost
@@ -129,7 +129,7 @@ class HostPlans(Planner):
         return asking is None or self._cost.padded or asking.due(self._cost.about(rows))
 
     def observe_asked(self, drafter: str, taken: bool, seconds: float, *, costly: bool = False) -> None:
-        if self._cost.observed:
+        if self._cost.observed and not self._cost.padded:
             gain = self._decided[drafter].gain - 1 if taken and drafter in self._decided else 0.0
             self._asking.setdefault(drafter, Asking(costly)).observe(gain, seconds)
 
@@ -204,13 +204,14 @@ class HostPlans(Planner):
     def _suppose_alone(
         self,
         rows: int,
+        curve: Callable[[int, int], Floats],  # of passes: as `PassCost.curve`
         gained: Floats,  # [K + 1, B]
         drafted: NDArray[np.int64],  # [K + 1, B]
         draft_s: Floats,  # [K + 1]
     ) -> None:
         """Guesses of the device would bring so much by themselves, in rounds that wait for nobody."""
         nodes = drafted.sum(1)
-        seconds = self._cost.curve(rows, rows + int(nodes.max()))[nodes] + draft_s
+        seconds = curve(rows, rows + int(nodes.max()))[nodes] + draft_s
         rates = (rows + gained.sum(1)) / seconds
         self._hear_alone(rows, float(rates.max()) * self._cost.seconds(rows) / rows)
 

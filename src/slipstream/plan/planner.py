@@ -100,7 +100,7 @@ class Planner:
         return True
 
     def observe_asked(self, drafter: str, taken: bool, seconds: float, *, costly: bool = False) -> None:
-        """A drafter on the host was asked: was anything taken of its guesses, and how long did all of that take?
+        """A drafter was asked: was anything taken of its guesses, and how long did all of that take?
 
         costly: its guesses take time, and it was reckoned what they would bring, wherever they are made.
         """
@@ -174,6 +174,9 @@ class Planner:
     def allows(self, request_id: str, drafters: tuple[str, ...] = ()) -> bool:
         """The same of any round of as many requests as the last: not where that slows down requests of its kind."""
         return True
+
+    def silence(self, drafter: str, request_ids: Sequence[str], rows: int) -> None:
+        """In this round it may not guess for any of these, which are all that it could."""
 
     @property
     def hoped(self) -> float:

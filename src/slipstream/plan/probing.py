@@ -68,6 +68,10 @@ class ProbingPlanner(FreeGuesses):
     def pad_passes(self) -> None:
         self._catch_ups.assumes = True
 
+    def silence(self, drafter: str, request_ids: Sequence[str], rows: int) -> None:
+        if not any(self.allows(request_id, (drafter,)) for request_id in request_ids):  # else it is for this round only
+            self._rivals.leave(drafter, rows)
+
     def lag(self, drafter: str, request_ids: Collection[str]) -> None:
         self._lagging[drafter] = frozenset(request_ids)
 

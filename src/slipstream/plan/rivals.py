@@ -1,8 +1,8 @@
 """Drafters whose guesses take time and that may guess for the same requests: one of them does in a round, the best.
 
 Two heads say much the same, and each takes its time: together they are hardly ever worth it. Which one is better
-depends on how many requests run, and on the text. So each is reckoned as if it were alone, in every round, and the one
-that promises most has its turn; the others are probed now and then, like all that do not pay, or tried: among a few
+depends on how many requests run, and on the text. So each is reckoned as if it were alone, every few rounds, and who
+promises most has the turn; the others are probed now and then, like all that do not pay, or tried: among a few
 requests in its place, among more for some of them, beside it.
 """
 
@@ -86,6 +86,7 @@ class Rivals:
 
     def __init__(self) -> None:
         self._promises: dict[tuple[int, bool], dict[str, _Promise]] = {}  # by crowd, others' guesses or none, drafter
+        self._known: set[str] = set()  # all who ever promised anything
         self._turns: dict[int, str] = {}  # by crowd: whose it is
         self._heirs: dict[int, _Heir] = {}  # by crowd: who has it from the next round on
         self._apart: set[frozenset[str]] = set()  # two who were asked for quite other requests, the last time
@@ -94,20 +95,28 @@ class Rivals:
 
     def beside(self, beside: Sequence[Sequence[Beside]]) -> Sequence[Sequence[Beside]]:
         """Those who guess already, without rivals."""
-        known = self._known()
-        if len(known) < 2:
+        if len(self._known) < 2:
             return beside
-        return [[one for one in theirs if one.drafter not in known] for theirs in beside]
+        return [[one for one in theirs if one.drafter not in self._known] for theirs in beside]
 
     def company(self, drafters: tuple[str, ...]) -> tuple[str, ...]:
         """Those who guess already and the last, who may, in whose place its rivals do."""
-        known = self._known()
-        if len(known) < 2 or drafters[-1:] == () or drafters[-1] not in known:
+        if len(self._known) < 2 or not drafters or drafters[-1] not in self._known:
             return drafters
-        return (*[name for name in drafters[:-1] if name not in known], drafters[-1])
+        return (*[name for name in drafters[:-1] if name not in self._known], drafters[-1])
 
-    def _known(self) -> set[str]:
-        return {drafter for promises in self._promises.values() for drafter in promises}
+    def leave(self, drafter: str, rows: int) -> None:
+        """It may not guess with so many requests: nobody waits for its turn."""
+        crowd = crowd_of(rows)
+        for promises in self._promised_of(crowd):
+            promises.pop(drafter, None)
+        if self._turns.get(crowd) == drafter:
+            del self._turns[crowd]
+        if crowd in self._heirs and self._heirs[crowd].drafter == drafter:
+            del self._heirs[crowd]
+        trial = self._trials.get(crowd)
+        if trial is not None and trial.drafter == drafter:
+            trial.end = trial.begin
 
     def asks(self, drafter: str, rows: int, now: int) -> bool:
         """Is it worth knowing in this round what it promises?"""
@@ -177,6 +186,7 @@ class Rivals:
         untried: the part of the requests for which it has not guessed yet. loses: rounds that a trial costs.
         """
         crowd, requests = crowd_of(rows), frozenset(request_ids)
+        self._known.add(drafter)
         promises = self._promises.setdefault((crowd, beside), {})
         new = _NEW if rows <= _SOME else _NEW_OF_MANY
         promises[drafter] = _promised(promises.get(drafter), _Promise(speed, now, requests, untried), new)
