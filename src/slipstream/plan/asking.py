@@ -64,8 +64,9 @@ class Asking:
         """It was asked: what was taken of its guesses is expected to bring so much, and all of it took so long."""
         self.value += _DECAY * (gain - self.value)
         self.usual += _SLOWLY * (gain - self.usual)
-        seconds = min(seconds, _HICCUP * self.seconds) if self.seconds else seconds
-        self.seconds = self.seconds + _DECAY * (seconds - self.seconds) if self.seconds else seconds
+        if self.seconds:
+            seconds = self.seconds + _DECAY * (min(seconds, _HICCUP * self.seconds) - self.seconds)
+        self.seconds = seconds
 
     def newcomer(self, requests: int) -> None:
         """A request begins, beside so many: texts differ, as far as anything was worth it in any of them."""
