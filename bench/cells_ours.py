@@ -69,7 +69,7 @@ class Meter:
         parts = times.host, times.draft, times.verify
         who = tuple(sorted({name for verdict in verdicts if verdict.drafted for name in verdict.authors.names}))
         counts = len(answers), sum(kept), drafted, times.read_rows, made
-        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who))
+        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who, times.ready))
 
 
 class Crowd:
@@ -160,7 +160,9 @@ class Bench:
         """Have the prompts in the cache, of the target and of all drafters that keep one: or who comes first pays."""
         keeping = [name for name, drafter in self.llm.engine.drafting.drafters.items() if drafter.needs.own_cache]
         params = self.params(Mode("all", tuple(keeping)), 0.0, 0, 1)
-        for output in self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params):
+        with self.planned(None):  # a planner may leave out who has not guessed for long
+            outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        for output in outputs:
             if output.outputs[0].error:
                 raise RuntimeError(f"a prompt could not be read: {output.outputs[0].error}")
 

@@ -240,6 +240,21 @@ def test_settings_are_measured_in_one_engine_and_leave_its_planner(tiny_target: 
         assert not llm.engine.busy
 
 
+def test_prompts_are_read_for_all_drafters(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for one that the planner leaves out: or whoever is measured first with it pays for the others."""
+    from slipstream import LLM
+
+    spec = f"model:{tiny_target}"
+    with LLM(str(tiny_target), drafter=[f"auto+{spec}"], memory="64MiB", max_model_len=128, rounds="queued") as llm:
+        monkeypatch.setattr(llm.engine.drafting.planner, "leaves", lambda drafter: True)
+        bench, prompt = cells_ours.Bench(llm, f"auto+{spec}"), [5, 6, 7] * 20
+        bench.read([prompt])
+        known = []
+        monkeypatch.setattr(type(llm.engine.followers), "_resume", lambda _, answer, name, count: known.append(count))
+        bench.read([prompt])
+        assert known == [48], "all whole pages but that of the last token"
+
+
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 

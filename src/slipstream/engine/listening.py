@@ -16,7 +16,8 @@ class RoundTimes:
     """Seconds of one round. Verify is the target pass, sampling and commit; host is what is left.
 
     rows: of the target pass, those of prompts left out; read_rows: of prompts. hoped: how many times as fast as plain
-    decoding the round was planned to be.
+    decoding the round was planned to be. ready: what the host took to queue it while another one was under way; 0: none
+    was.
     """
 
     host: float
@@ -25,6 +26,7 @@ class RoundTimes:
     rows: int = 0
     read_rows: int = 0
     hoped: float = 1.0
+    ready: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

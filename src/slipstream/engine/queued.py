@@ -207,7 +207,7 @@ class QueuedEngine(Engine):
             ahead,
             caught_up if usual else (),
             hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
-            in_time=self._heard_at is None and bool(self._tickets),
+            ready_s=time.perf_counter() - self._idle_since if self._heard_at is None and self._tickets else 0.0,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -344,6 +344,7 @@ class QueuedEngine(Engine):
     def _times(self, heard: Heard) -> RoundTimes:
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
         ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
+        shape = ticket.rows, ticket.read_rows, ticket.hoped, ticket.ready_s
         parts = zip(heard.members, heard.verdicts, strict=True)
         tokens = sum([len(verdict.tokens) for member, verdict in parts if member.decodes])
         if ticket.marks:
@@ -352,12 +353,12 @@ class QueuedEngine(Engine):
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
-            times = RoundTimes(host_s, draft_s, verify_s, ticket.rows, ticket.read_rows, ticket.hoped)
+            times = RoundTimes(host_s, draft_s, verify_s, *shape)
             self.drafting.observe_catch_up(ticket.caught_up, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
-            times = RoundTimes(0.0, ticket.guessed_s, verify_s, ticket.rows, ticket.read_rows, ticket.hoped)
-        waited = Waited(beyond=times.host, in_time=ticket.in_time)
+            times = RoundTimes(0.0, ticket.guessed_s, verify_s, *shape)
+        waited = Waited(beyond=times.host, ready_s=times.ready)
         if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
             waited_s = max(0.0, idle_s - ticket.guessed_s)
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))

@@ -88,7 +88,7 @@ class Ticket:
     ahead: Ahead | None = None  # the draft that was begun before it was planned
     caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
     hoped: float = 1.0  # how many times as fast as plain decoding it is to be
-    in_time: bool = False  # it was queued while the one before it was under way
+    ready_s: float = 0.0  # the host took so long to queue it, while the one before it was under way; 0: none was
 
     def wait(self) -> None:
         if self.marks:

@@ -366,8 +366,8 @@ class AdaptivePlanner(ProbingPlanner):
             self._promises.observe(who, rows, emitted, seconds - waited.seconds, nodes)
             if seconds > 0 and self._hosts.isdisjoint(who) and not waited.drafters:
                 self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
-        if turns and waited.in_time and self._cost.padded:
-            self._floor.observe(rows, nodes > 0, seconds, waited.beyond, self._rounds)
+        if turns and waited.ready_s and self._cost.padded:
+            self._floor.observe(rows, nodes > 0, waited.ready_s, self._rounds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         is_probe = self._cost.padded and hoped <= 1
         self._gains.observe(turns, seconds, hoped, context, usual, waited, is_probe=is_probe)

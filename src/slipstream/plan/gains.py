@@ -62,7 +62,7 @@ class Waited(NamedTuple):
     drafters: Sequence[str] = ()
     seconds: float = 0.0
     beyond: float = 0.0  # … and besides, for whatever else the host did
-    in_time: bool = False  # the host made it ready while the device was at the one before it
+    ready_s: float = 0.0  # the host took so long to make it ready, the one before it being under way; 0: none was
 
 
 NO_WAIT = Waited()
