@@ -244,8 +244,9 @@ def test_what_catching_up_takes_is_asked_of_whoever_begins_again() -> None:
     assert 20e-3 < catch_ups.seconds("one", 64, 4e-3) < 40e-3, "of more there is more to read"
     assert catch_ups.seconds("one", 5, 4e-3) == pytest.approx(4e-3 * (0.5 + 5 / 12) / (0.5 + 4 / 12))
     assert catch_ups.seconds("one", 1, 4e-3) < 4e-3
-    assert margin_for(4e-3, 4e-3) == pytest.approx(1 + 1 / 32)
-    assert margin_for(10.0, 4e-3) < 1.2
+    assert margin_for(4e-3, 16, 4e-3) == pytest.approx(1 + 1 / 32)
+    assert margin_for(4e-3, 64, 4e-3) == pytest.approx(1 + 1 / 128), "texts of many change less together"
+    assert margin_for(10.0, 16, 4e-3) < 1.2
 
 
 def test_a_drafter_that_nobody_has_any_more_keeps_no_turn() -> None:

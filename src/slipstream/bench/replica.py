@@ -221,10 +221,10 @@ class Replica:
         self.rounds += 1
         done = self._emit(decodes, verdicts, completing, plan.drafts)
         tokens = sum([len(verdict.tokens) for verdict in verdicts])
-        if wait_s and not chunks:
-            self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s))
+        read_s = self.costs.pass_s(0, read_rows, 0) if chunks else 0.0
+        if wait_s:
+            self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s - read_s))
         if queued and decodes:
-            read_s = self.costs.pass_s(0, read_rows, 0) if chunks else 0.0
             self._times.append(partial(planner.observe_reads, len(decodes), tokens, read_s))
         if queued and (chunks or lagging):
             return done  # a round like no other: what it took is not told

@@ -184,7 +184,8 @@ class QueuedEngine(Engine):
         if schedule.chunks:
             read = self._marks.put()
         marks = (begun, drafted, verified, read) if begun is not None else ()
-        usual = not schedule.chunks and (len(self.rounds), recorded.seconds) == known
+        is_new = (len(self.rounds), recorded.seconds) != known
+        usual = not schedule.chunks and not is_new
         asked = any(member.answer.params.logprobs is not None for member in members)
         return Ticket(
             tuple(members),
@@ -206,6 +207,7 @@ class QueuedEngine(Engine):
             sum(chunk.rows for chunk in schedule.chunks),
             ahead,
             caught_up if usual else (),
+            is_new=is_new,
             hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
             ready_s=time.perf_counter() - self._idle_since if self._heard_at is None and self._tickets else 0.0,
         )
@@ -345,11 +347,11 @@ class QueuedEngine(Engine):
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
         ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
         shape = ticket.rows, ticket.read_rows, ticket.hoped, ticket.ready_s
-        parts = zip(heard.members, heard.verdicts, strict=True)
-        tokens = sum([len(verdict.tokens) for member, verdict in parts if member.decodes])
+        emitted = [len(v.tokens) for m, v in zip(heard.members, heard.verdicts, strict=True) if m.decodes]
+        tokens, read_s = sum(emitted), ticket.read_s
         if ticket.marks:
             if ticket.decodes:
-                self.drafting.planner.observe_reads(ticket.decodes, tokens, ticket.read_s)
+                self.drafting.planner.observe_reads(ticket.decodes, tokens, read_s)
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
@@ -362,8 +364,8 @@ class QueuedEngine(Engine):
         if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
             waited_s = max(0.0, idle_s - ticket.guessed_s)
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))
-        if waited.drafters and tokens and (ticket.steady or ticket.caught_up):
-            self.drafting.planner.observe_waited(waited.drafters, len(heard.verdicts), tokens, lasted_s)
+        if waited.drafters and tokens and not ticket.is_new:
+            self.drafting.planner.observe_waited(waited.drafters, len(emitted), tokens, lasted_s - read_s)
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             answers = [member.answer for member in heard.members]

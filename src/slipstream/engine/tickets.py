@@ -87,6 +87,7 @@ class Ticket:
     read_rows: int = 0  # of prompts that were computed beside
     ahead: Ahead | None = None  # the draft that was begun before it was planned
     caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
+    is_new: bool = False  # something was captured or compiled for it
     hoped: float = 1.0  # how many times as fast as plain decoding it is to be
     ready_s: float = 0.0  # the host took so long to queue it, while the one before it was under way; 0: none was
 

@@ -7,14 +7,13 @@ expected tokens per second of the whole batch, and none where none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.plan.catching_up import margin_for
 from slipstream.plan.cost import PassCost
-from slipstream.plan.decisions import Decision
+from slipstream.plan.decisions import Aside, Decision
 from slipstream.plan.dips import LONG
 from slipstream.plan.floor import HostFloor
 from slipstream.plan.gains import NO_WAIT, Turn, Waited, guessers
@@ -41,13 +40,6 @@ _Brought = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
 """What sizes bring, as in `_paying`: tokens [K + 1, B] for rows [K + 1, B] in seconds [K + 1]."""
 
 
-class _Aside(NamedTuple):
-    """What was decided for device drafters of a round that has not begun."""
-
-    guessing: tuple[str, ...] = ()
-    hoped: float = 1.0
-
-
 class AdaptivePlanner(ProbingPlanner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
@@ -66,7 +58,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._granting: set[str] = set()  # … in this plan
         self._last_granted: dict[str, int] = {}  # … and when each was last
         self._supposed: tuple[str, ...] = ()  # who is supposed to guess on the host in a round that is planned ahead
-        self._aside = _Aside()  # what was planned of it
+        self._aside = Aside()  # what was planned of it
 
     def start(self, request_id: str, traits: Traits) -> None:
         for asking in self._asking.values():
@@ -198,7 +190,7 @@ class AdaptivePlanner(ProbingPlanner):
         plain_s, best = float(pass_s[0, 0]), int(rate.argmax())
         late = int(self._behind(drafter, request_ids)[order[: counts[best] + 1]].sum())
         catch_up_s = self._catch_ups.seconds(drafter, late, plain_s) if late else 0.0
-        margin = margin_for(catch_up_s, plain_s)
+        margin = margin_for(catch_up_s, rows, plain_s)
         speed /= margin
         speed *= self._promises.kept(drafter, rows)
         beside, is_dip = bool(others.nodes), self._is_dip(rows)
@@ -215,7 +207,7 @@ class AdaptivePlanner(ProbingPlanner):
                 untried=self._estimate(drafter).untried([request_ids[i] for i in order[: counts[best] + 1]]),
                 loses=self._trial_loses(drafter, rows, late, float(draft_s[best]), plain_s),
             )
-        size = self._size(drafter, rows, rate, margin, trees) if has_turn else 0
+        size = self._size(drafter, rows, rate, whole_s[np.arange(len(rate)), counts], margin, trees) if has_turn else 0
         if has_turn and not (size or beside or is_dip):  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
 
@@ -248,9 +240,14 @@ class AdaptivePlanner(ProbingPlanner):
         return Chosen(0, 0, order, trials=tuple(Chosen(nodes, 0, order, float(lost_s[nodes])) for nodes in sizes))
 
     def _size(
-        self, drafter: str, rows: int, rate: NDArray[np.float64], margin: float, trees: TreeChoices | None
+        self,
+        drafter: str,
+        rows: int,
+        rate: NDArray[np.float64],  # [K + 1]
+        lasts_s: NDArray[np.float64],  # [K + 1]: a round
+        margin: float,  # what is asked for catching up
+        trees: TreeChoices | None,
     ) -> int:
-        """margin: what is asked for catching up."""
         if not self._cost.padded:
             best = int(rate.argmax())
         elif trees is None:
@@ -261,8 +258,11 @@ class AdaptivePlanner(ProbingPlanner):
         is_tried = self._rivals.tries(self._usually(rows), self._rounds) == drafter
         if self._cost.padded and not is_tried and drafter in self._begun - self._busy:
             again = max(MARGIN, margin)
-        if rate[best] <= rate[0] * self._margin * again * self._gains.doubt(self._with(drafter)):
-            return 0
+        asked = rate[0] * self._margin * again * self._gains.doubt(self._with(drafter))
+        if rate[best] <= asked:
+            sizes = self._sizes.choices(drafter, len(rate) - 1) if trees is None else range(len(rate))
+            return self._unpaid(drafter, rows, sizes[1:], lasts_s * (1 - rate / asked))
+        self._patience.pays(drafter, float(lasts_s[best] * (rate[best] / asked - 1)), self._rounds)
         if trees is None:
             return best
         self._grown[drafter] = self._grown.get(drafter, 0) + 1
@@ -312,7 +312,7 @@ class AdaptivePlanner(ProbingPlanner):
 
     def put_aside(self) -> None:
         theirs = tuple([name for name in self._guessing if name not in self._supposed])
-        self._aside = _Aside(theirs, self._hoped)
+        self._aside = Aside(theirs, self._hoped)
         self._guessing, self._hoped = (), 1.0
 
     def go_on(self) -> None:

@@ -8,8 +8,10 @@ from slipstream.plan.extras import crowd_of, nearest_crowd
 
 _REMEMBER = 5
 """Rounds that are kept: their median forgets a hiccup."""
-_STAYS, _MOST = 32, 1.15
-"""Rounds over which that must come in again, and the most that is asked for it: one hiccup silences nobody."""
+_STAYS, _STAYS_OF_MANY, _MOST = 32, 128, 1.15
+"""Rounds over which that must come in again, of some requests and of more, whose texts change less together; and the
+most that is asked for it: one hiccup silences nobody."""
+_SOME = 32
 _ONCE, _EACH = 0.5, 1 / 12
 """Plain passes that it is taken to last, once and for each request, where nobody knows; and how what was seen of some
 requests says something of more or fewer."""
@@ -39,9 +41,10 @@ class CatchUps:
         return seen[(len(seen) - 1) // 2] * _passes(requests)
 
 
-def margin_for(seconds: float, pass_s: float) -> float:
-    """How many times as fast as plain ones rounds must be for a while, so that it is worth catching up for so long."""
-    return min(1 + seconds / (_STAYS * pass_s), _MOST)
+def margin_for(seconds: float, requests: int, pass_s: float) -> float:
+    """How many times as fast as plain ones rounds of so many must be for a while, to be worth so long a catching up."""
+    stays = _STAYS if requests <= _SOME else _STAYS_OF_MANY
+    return min(1 + seconds / (stays * pass_s), _MOST)
 
 
 def _passes(requests: int) -> float:

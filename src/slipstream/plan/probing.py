@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from slipstream.plan.cost import PassCost
 from slipstream.plan.extras import crowd_of
 from slipstream.plan.free import FreeGuesses
+from slipstream.plan.patience import Patience
 from slipstream.plan.rest import PlanRest
 from slipstream.plan.rivals import RUN, Rivals, is_by_sample
 
@@ -60,6 +61,7 @@ class ProbingPlanner(FreeGuesses):
         super().__init__(cost, min_gain)
         self._rest = PlanRest()
         self._rivals = Rivals()
+        self._patience = Patience()
         self._sampling: set[str] = set()  # drafters that are probed in this round for a few requests
         self._runs: dict[str, _Run] = {}  # by drafter: its last probe of a few
         self._sampled = 0  # such probes so far
@@ -89,6 +91,14 @@ class ProbingPlanner(FreeGuesses):
         late = min(late, _SAMPLE) if is_sample else late
         lost_s = self._catch_ups.seconds(drafter, late, pass_s) if late else 0.0
         return (lost_s + RUN * guess_s * is_sample) / pass_s
+
+    def _unpaid(self, drafter: str, rows: int, sizes: Sequence[int], lost_s: NDArray[np.float64]) -> int:
+        """Which of these it goes on with for a while, though none pays; 0: it stops. lost_s: by size."""
+        if not sizes or not self._cost.padded or drafter in self._hosts:
+            return 0
+        size = min(sizes, key=lost_s.__getitem__)
+        back_s = self._catch_ups.seconds(drafter, rows, self._cost.seconds(rows))
+        return size if self._patience.lasts(drafter, float(lost_s[size]), back_s, self._rounds) else 0
 
     def _of_rival(self, drafter: str, rows: int, members: NDArray[np.int64], wanted: int) -> Chosen:
         """It is another's turn: had it been its own, so many nodes would have been chosen."""

@@ -18,7 +18,7 @@ from slipstream.plan.sizes import MARGIN
 _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
 _FEW, _SOME = 8, 32
-_BETTER, _BETTER_OF_SOME, _BETTER_OF_MANY = 1.05, 1.08, 1.12
+_BETTER, _BETTER_OF_SOME, _BETTER_OF_MANY = 1.05, 1.08, 1.08
 """Whoever takes another's turn must promise so many times as much, beyond what it takes to read what it missed: among a
 few requests, some and many. To be wrong costs more, the more there are."""
 _NEW, _NEW_OF_MANY = 0.05, 0.3
