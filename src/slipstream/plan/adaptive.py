@@ -22,7 +22,6 @@ from slipstream.plan.measured import Load
 from slipstream.plan.others import Others, others_of
 from slipstream.plan.planner import Beside, Levels, TreeBudget, TreeSeen
 from slipstream.plan.probing import PROBED, Chosen, ProbingPlanner
-from slipstream.plan.sizes import MARGIN, CapturedSizes
 from slipstream.plan.traits import Traits
 from slipstream.plan.trees import TreeChoices, explores, probe_of, tree_choices
 
@@ -50,13 +49,8 @@ class AdaptivePlanner(ProbingPlanner):
         super().__init__(cost, min_gain)
         self._plain_round = False  # nothing is drafted in this round, so that there is something to compare with
         self._grown: dict[str, int] = {}  # how often drafters were planned that make trees
-        self._sizes = CapturedSizes()
         self._promises = KeptPromises()
         self._floor = HostFloor()
-        self._begun: set[str] = set()  # drafters that were asked for guesses that take time
-        self._busy: set[str] = set()  # … in the last plan that let them guess, too
-        self._granting: set[str] = set()  # … in this plan
-        self._last_granted: dict[str, int] = {}  # … and when each was last
         self._supposed: tuple[str, ...] = ()  # who is supposed to guess on the host in a round that is planned ahead
         self._aside = Aside()  # what was planned of it
 
@@ -207,7 +201,13 @@ class AdaptivePlanner(ProbingPlanner):
                 untried=self._estimate(drafter).untried([request_ids[i] for i in order[: counts[best] + 1]]),
                 loses=self._trial_loses(drafter, rows, late, float(draft_s[best]), plain_s),
             )
-        size = self._size(drafter, rows, rate, whole_s[np.arange(len(rate)), counts], margin, trees) if has_turn else 0
+        asked = self._asked(drafter, rows, margin)
+        size = self._size(drafter, rows, rate, asked, trees) if has_turn else 0
+        if has_turn and not beside and self._cost.padded and drafter not in self._hosts:
+            chains, pairs = self._sizes.known, self._sizes.known_trees
+            captured = chains(drafter, len(rate) - 1) if trees is None else pairs(drafter, trees.nodes, trees.levels)
+            won_s = whole_s[np.arange(len(rate)), counts] * (rate / rate[0] / asked - 1)  # [K + 1]
+            size = self._or_patient(drafter, rows, size, captured, won_s)
         if has_turn and not (size or beside or is_dip):  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
 
@@ -244,8 +244,7 @@ class AdaptivePlanner(ProbingPlanner):
         drafter: str,
         rows: int,
         rate: NDArray[np.float64],  # [K + 1]
-        lasts_s: NDArray[np.float64],  # [K + 1]: a round
-        margin: float,  # what is asked for catching up
+        asked: float,  # times the first of them
         trees: TreeChoices | None,
     ) -> int:
         if not self._cost.padded:
@@ -254,38 +253,14 @@ class AdaptivePlanner(ProbingPlanner):
             best = self._sizes.best(drafter, rate)
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        again = 1.0
-        is_tried = self._rivals.tries(self._usually(rows), self._rounds) == drafter
-        if self._cost.padded and not is_tried and drafter in self._begun - self._busy:
-            again = max(MARGIN, margin)
-        asked = rate[0] * self._margin * again * self._gains.doubt(self._with(drafter))
-        if rate[best] <= asked:
-            sizes = self._sizes.choices(drafter, len(rate) - 1) if trees is None else range(len(rate))
-            return self._unpaid(drafter, rows, sizes[1:], lasts_s * (1 - rate / asked))
-        self._patience.pays(drafter, float(lasts_s[best] * (rate[best] / asked - 1)), self._rounds)
-        if trees is None:
-            return best
+        if rate[best] <= rate[0] * asked or trees is None:
+            return best if rate[best] > rate[0] * asked else 0
         self._grown[drafter] = self._grown.get(drafter, 0) + 1
         if not explores(self._grown[drafter]):
             return best
         nodes = trees.drafted.sum(1).tolist()  # [C]
         old = [self._sizes.planned(rows, *pair) for pair in zip(nodes, trees.levels, strict=True)]
         return trees.larger(best, rate, old if self._cost.padded else None)
-
-    def _granted(self, drafter: str, chosen: Chosen, caps: Sequence[int]) -> list[int]:
-        """Nodes for each request: as many as were chosen for those for whom they were."""
-        granted = [0] * len(caps)
-        if not chosen.nodes:
-            return granted
-        self._begun.add(drafter)
-        if not chosen.is_sample:
-            self._granting.add(drafter)
-            self._last_granted[drafter] = self._rounds
-        self._rest.guess(drafter)
-        self._sizes.use(drafter, chosen.nodes, chosen.levels)
-        for i in chosen.members.tolist():
-            granted[i] = min(chosen.nodes, caps[i])
-        return granted
 
     def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
         self._rounds += 1

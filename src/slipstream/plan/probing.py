@@ -20,6 +20,7 @@ from slipstream.plan.free import FreeGuesses
 from slipstream.plan.patience import Patience
 from slipstream.plan.rest import PlanRest
 from slipstream.plan.rivals import RUN, Rivals, is_by_sample
+from slipstream.plan.sizes import MARGIN, CapturedSizes
 
 _MANY, _SAMPLE = 16, 8
 """Where it has to catch up on so many requests, a drafter is probed for no more than so many of them, and for some
@@ -55,13 +56,18 @@ class _Run(NamedTuple):
 
 
 class ProbingPlanner(FreeGuesses):
-    """The part of a planner that probes what does not pay."""
+    """The part of a planner that says who guesses, and probes what does not pay."""
 
     def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
         super().__init__(cost, min_gain)
         self._rest = PlanRest()
         self._rivals = Rivals()
         self._patience = Patience()
+        self._sizes = CapturedSizes()
+        self._begun: set[str] = set()  # drafters that were asked for guesses that take time
+        self._busy: set[str] = set()  # … in the last plan that let them guess, too
+        self._granting: set[str] = set()  # … in this plan
+        self._last_granted: dict[str, int] = {}  # … and when each was last
         self._sampling: set[str] = set()  # drafters that are probed in this round for a few requests
         self._runs: dict[str, _Run] = {}  # by drafter: its last probe of a few
         self._sampled = 0  # such probes so far
@@ -92,13 +98,21 @@ class ProbingPlanner(FreeGuesses):
         lost_s = self._catch_ups.seconds(drafter, late, pass_s) if late else 0.0
         return (lost_s + RUN * guess_s * is_sample) / pass_s
 
-    def _unpaid(self, drafter: str, rows: int, sizes: Sequence[int], lost_s: NDArray[np.float64]) -> int:
-        """Which of these it goes on with for a while, though none pays; 0: it stops. lost_s: by size."""
-        if not sizes or not self._cost.padded or drafter in self._hosts:
-            return 0
-        size = min(sizes, key=lost_s.__getitem__)
-        back_s = self._catch_ups.seconds(drafter, rows, self._cost.seconds(rows))
-        return size if self._patience.lasts(drafter, float(lost_s[size]), back_s, self._rounds) else 0
+    def _asked(self, drafter: str, rows: int, margin: float) -> float:
+        """How many times as fast as none its guesses must be. margin: what is asked for catching up."""
+        is_tried = self._rivals.tries(self._usually(rows), self._rounds) == drafter
+        begins = self._cost.padded and not is_tried and drafter in self._begun - self._busy
+        return self._margin * (max(MARGIN, margin) if begins else 1.0) * self._gains.doubt(self._with(drafter))
+
+    def _or_patient(self, drafter: str, rows: int, size: int, known: Sequence[int], won_s: NDArray[np.float64]) -> int:
+        """The size that pays, or if that is 0, for a while the known one that loses least. won_s: by size."""
+        if size:
+            self._patience.pays(drafter, float(won_s[size]), self._rounds)
+        elif len(known) > 1 and drafter in self._busy:
+            best = max(known[1:], key=won_s.__getitem__)
+            back_s = self._catch_ups.seconds(drafter, rows, self._cost.seconds(rows))
+            return best if self._patience.lasts(drafter, -float(won_s[best]), back_s, self._rounds) else 0
+        return size
 
     def _of_rival(self, drafter: str, rows: int, members: NDArray[np.int64], wanted: int) -> Chosen:
         """It is another's turn: had it been its own, so many nodes would have been chosen."""
@@ -142,6 +156,21 @@ class ProbingPlanner(FreeGuesses):
         if not self._probes.due(drafter, lost / pass_s, could_pay, passed, now=self._rounds):
             return chosen
         return self._begin_run(drafter, request_ids, rows, probe) if probe.is_sample else probe
+
+    def _granted(self, drafter: str, chosen: Chosen, caps: Sequence[int]) -> list[int]:
+        """Nodes for each request: as many as were chosen for those for whom they were."""
+        granted = [0] * len(caps)
+        if not chosen.nodes:
+            return granted
+        self._begun.add(drafter)
+        if not chosen.is_sample:
+            self._granting.add(drafter)
+            self._last_granted[drafter] = self._rounds
+        self._rest.guess(drafter)
+        self._sizes.use(drafter, chosen.nodes, chosen.levels)
+        for i in chosen.members.tolist():
+            granted[i] = min(chosen.nodes, caps[i])
+        return granted
 
     def _begin_run(self, drafter: str, request_ids: Sequence[str], rows: int, probe: Chosen) -> Chosen:
         self._probes.probed(drafter)

@@ -32,19 +32,25 @@ class CapturedSizes:
 
     def best(self, drafter: str, rate: NDArray[np.float64]) -> int:
         """The size, 0 to K, with the best of these rates [K + 1]; no new one that is hardly better than an old."""
-        sizes = self.choices(drafter, len(rate) - 1)
-        old = [size for size in sizes if not size or size in self._used.get(drafter, ())]
+        sizes, old = self.choices(drafter, len(rate) - 1), self.known(drafter, len(rate) - 1)
         last, _ = self._last.get(drafter, (0, 0))
         return self._kept(drafter, rate, _better(rate, sizes, old), last if last in sizes else 0)
 
     def best_tree(self, drafter: str, rate: NDArray[np.float64], nodes: Sequence[int], levels: Sequence[int]) -> int:
         """The same of pairs of nodes and levels [C]: which of them. Each of the two is captured by itself."""
-        sizes, depths = self._used.get(drafter, set()), self._levels.get(drafter, set())
-        every = range(len(rate))
-        old = [i for i in every if not i or (nodes[i] in sizes and levels[i] in depths)]
+        every, old = range(len(rate)), self.known_trees(drafter, nodes, levels)
         last = self._last.get(drafter)
         same = [i for i in old if i and (nodes[i], levels[i]) == last]
         return self._kept(drafter, rate, _better(rate, every, old), same[0] if same else 0)
+
+    def known(self, drafter: str, most: int) -> list[int]:
+        """Of these sizes, 0 and those that are captured."""
+        return [size for size in self.choices(drafter, most) if not size or size in self._used.get(drafter, ())]
+
+    def known_trees(self, drafter: str, nodes: Sequence[int], levels: Sequence[int]) -> list[int]:
+        """The same of pairs: which of them."""
+        sizes, depths = self._used.get(drafter, set()), self._levels.get(drafter, set())
+        return [i for i in range(len(nodes)) if not i or (nodes[i] in sizes and levels[i] in depths)]
 
     def _kept(self, drafter: str, rate: NDArray[np.float64], best: int, last: int) -> int:
         """The last choice, where the best is hardly better, for a while: what changes from round to round is not worth
