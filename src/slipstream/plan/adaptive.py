@@ -207,7 +207,7 @@ class AdaptivePlanner(ProbingPlanner):
             chains, pairs = self._sizes.known, self._sizes.known_trees
             captured = chains(drafter, len(rate) - 1) if trees is None else pairs(drafter, trees.nodes, trees.levels)
             won_s = whole_s[np.arange(len(rate)), counts] * (rate / rate[0] / asked - 1)  # [K + 1]
-            size = self._or_patient(drafter, rows, size, captured, won_s)
+            size = self._or_patient(drafter, rows, late, size, captured, won_s)
         if has_turn and not (size or beside or is_dip):  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
 

@@ -104,11 +104,14 @@ class ProbingPlanner(FreeGuesses):
         begins = self._cost.padded and not is_tried and drafter in self._begun - self._busy
         return self._margin * (max(MARGIN, margin) if begins else 1.0) * self._gains.doubt(self._with(drafter))
 
-    def _or_patient(self, drafter: str, rows: int, size: int, known: Sequence[int], won_s: NDArray[np.float64]) -> int:
-        """The size that pays, or if that is 0, for a while the known one that loses least. won_s: by size."""
+    def _or_patient(
+        self, drafter: str, rows: int, late: int, size: int, known: Sequence[int], won_s: NDArray[np.float64]
+    ) -> int:
+        """The size that pays, or if that is 0, for a while the known one that loses least. won_s: by size. late:
+        requests that it would have to catch up on."""
         if size:
             self._patience.pays(drafter, float(won_s[size]), self._rounds)
-        elif len(known) > 1 and drafter in self._busy:
+        elif len(known) > 1 and not late:
             best = max(known[1:], key=won_s.__getitem__)
             back_s = self._catch_ups.seconds(drafter, rows, self._cost.seconds(rows))
             return best if self._patience.lasts(drafter, -float(won_s[best]), back_s, self._rounds) else 0
