@@ -125,6 +125,36 @@ class TestTimes:
         bench.drain()
         assert len(told) == sum(counts for counts, _ in rounds) > sum(steady for _, steady in rounds) > 0
 
+    def test_of_a_round_with_prompts_what_they_took_is_left_out(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    ) -> None:
+        told: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(Planner, "observe_waited", lambda _, *round: told.append(round))
+        times, forward, beside = bench.queued._times, bench.engine.target.forward, list[tuple[Any, ...]]()
+
+        def slowly(*given: Any) -> Any:
+            clock.now += 3
+            return forward(*given)
+
+        def note(heard: Heard) -> RoundTimes:
+            before, found = len(told), times(heard)
+            if heard.ticket.read_rows and heard.ticket.decodes:
+                beside.append((told[before:], found.draft + found.verify + found.host))
+            return found
+
+        monkeypatch.setattr(bench.engine.target, "forward", slowly)
+        monkeypatch.setattr(bench.queued, "_times", note)
+        bench.engine.drafting.planner = Sizes(3, 3, 3, 3, 3, 1, 1, 1)
+        bench.add([1, 2, 3], LONG)
+        for _ in range(4):
+            bench.engine.step()
+        bench.add([3, 2, 1], LONG)
+        bench.drain()
+        (((who, requests, tokens, seconds),), lasted_s) = beside[0]
+        assert (who, requests) == (("letters",), 1), "the newcomer's first token is not of it"
+        assert 1 <= tokens <= 4
+        assert seconds == lasted_s - 3
+
     def test_every_event_is_given_back_once(self, bench: Bench, clock: Clock) -> None:
         """Also those of a draft that has no round to be in, since its request turns out to have ended."""
         ending = replace(LONG, ignore_eos=False, logit_bias={**FEW, EOS: 6.0})

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from queueing import PARAMS, Queue
+from slipstream.engine.marks import Marks
 from slipstream.engine.tickets import Ticket
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
@@ -81,22 +83,57 @@ def test_more_is_guessed_where_small_rounds_are_no_shorter(host_ms: float, in_ti
     assert guessed == nodes
 
 
-def test_what_the_host_takes_is_known_if_another_round_is_under_way(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one that begins when nothing is, the device waits for all that the host does."""
+@pytest.fixture
+def bench(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    """An engine whose device takes 0.1 s for a round."""
     monkeypatch.setattr(Ticket, "wait", lambda ticket: time.sleep(0.1))
-    bench = Queue(tiny_target, None)
-    bench.add([5, 6, 7], replace(PARAMS, max_tokens=6))
+    monkeypatch.setattr(Marks, "since", lambda marks, *times: time.perf_counter() - max(times))
+    return Queue(tiny_target, None)
+
+
+def readied(bench: Queue) -> list[float]:
+    """Seconds of the host for each round of one request."""
+    bench.add([5, 6, 7], replace(PARAMS, max_tokens=8))
     seen = []
     while bench.engine.busy:
         bench.engine.step()
         seen += [ticket.ready_s for ticket in bench.tickets if ticket.decodes]
+    bench.drain()
+    return seen
+
+
+def test_what_the_host_takes_is_known_if_another_round_is_under_way(bench: Queue) -> None:
+    """Of one that begins when nothing is, the device waits for all that the host does."""
+    seen = readied(bench)
     assert len(seen) >= 5
     assert min(seen) > 0, "its prompt was under way"
     assert median(seen) < 0.1, "what it waits for the device is not among it"
-    bench.drain()
     for number in range(2):
         bench.add([5, 6, 7 + number], replace(PARAMS, max_tokens=4))
     bench.engine.step()
     assert [ticket.ready_s for ticket in bench.tickets] == [0.0]
+
+
+def test_what_it_took_for_the_round_before_is_not_counted_twice(bench: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other round is waited for, and then the host thinks for long."""
+    engine, waits = bench.queued, [False]
+    queue = engine._queue
+
+    def must_wait() -> bool:
+        waits[0] = not waits[0] and any(answer.queued for answer in engine.scheduler.running)
+        return waits[0]
+
+    def slowly(schedule: Any) -> Ticket:
+        time.sleep(0.2 * waits[0])
+        return queue(schedule)
+
+    monkeypatch.setattr(engine, "_must_wait", must_wait)
+    monkeypatch.setattr(engine, "_queue", slowly)
+    seen = readied(bench)
+    assert 0.0 in seen, "one that was waited for"
+    assert 0 < median([ready_s for ready_s in seen if ready_s]) < 0.2
+
+
+def test_a_device_without_a_clock_says_nothing(tiny_target: Path) -> None:
+    """There the host computes what it queues."""
+    assert set(readied(Queue(tiny_target, None))) == {0.0}

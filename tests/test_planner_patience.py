@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
 from slipstream.plan.gains import Turn
@@ -53,14 +55,24 @@ def test_a_round_that_is_planned_again_counts_once() -> None:
 PASS_MS = {64: 4.72, 80: 4.8, 96: 5.0, 128: 5.4, 192: 6.8, 256: 8.2}
 
 
-def guessed_by(right: Callable[[int, int], int], requests: int = 64, min_gain: float = 1.0) -> list[int]:
-    """Nodes of each of 120 rounds, where so many guesses are right, by round and request."""
+def guessed_by(
+    right: Callable[[int, int], int],
+    requests: int = 64,
+    min_gain: float = 1.0,
+    behind: Callable[[int], int] | None = lambda now: 0,
+) -> list[int]:
+    """Nodes of each of 120 rounds, where so many guesses are right, by round and request.
+
+    behind: of how many requests it must read first, by round; None: it never has to.
+    """
     curve = Curve((1, *PASS_MS), tuple([1e-3 * ms for ms in (3.7, *PASS_MS.values())]))
     planner = AdaptivePlanner(PassCost(0.01, curve), min_gain=min_gain)
     planner.pad_passes()
     ids, nodes = [str(i) for i in range(requests)], []
     for now in range(120):
         planner.next_round(requests, requests * 300)
+        if behind is not None:
+            planner.lag("model", ids[: behind(now)])
         granted = list(planner.budget("model", ids, [3] * requests, requests))
         accepted = [min(most, right(now, i)) for i, most in enumerate(granted)]
         for request_id, most, kept in zip(ids, granted, accepted, strict=True):
@@ -80,12 +92,22 @@ def half(now: int, request: int) -> int:
     return (now + request) % 4
 
 
-def test_a_short_hard_stretch_stops_nobody() -> None:
-    nodes = guessed_by(lambda now, i: 0 if 60 <= now < 68 else half(now, i))
+def stretch(now: int, request: int) -> int:
+    """Twenty rounds in which nothing is right."""
+    return 0 if 60 <= now < 80 else half(now, request)
+
+
+def test_a_hard_stretch_stops_nobody() -> None:
+    nodes = guessed_by(stretch)
     assert min(nodes[40:60]) >= 64
-    drafted = [count > 0 for count in nodes[60:]]
-    assert all(drafted)
-    assert min(nodes[80:]) >= 64, "and it is all as before"
+    assert min(nodes[60:]) > 0
+    assert min(nodes[76:80]) < 64, "fewer meanwhile"
+    assert min(nodes[100:]) >= 64, "and it is all as before"
+
+
+@pytest.mark.parametrize("behind", [None, lambda now: 64 * (now >= 60)])
+def test_who_need_not_come_back_or_is_away_already_stops(behind: Callable[[int], int] | None) -> None:
+    assert guessed_by(stretch, behind=behind)[60:100].count(0) > 10
 
 
 def test_where_a_text_is_hard_for_good_it_stops() -> None:

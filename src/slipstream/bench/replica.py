@@ -210,11 +210,11 @@ class Replica:
         host_s = self.costs.host_s(len(decodes) + len(completing))
         wait_s = self.costs.wait_s(len(decodes)) if waits and plan.hosts else 0.0
         if lagging:  # what they missed must be known and read first
-            read_s = sum(self.costs.catch_up_s(name, len(theirs)) for name, theirs in lagging.items())
-            read_s += 0.0 if waits else self.costs.wait_s(len(decodes))
-            host_s += read_s
+            late_s = sum(self.costs.catch_up_s(name, len(theirs)) for name, theirs in lagging.items())
+            late_s += 0.0 if waits else self.costs.wait_s(len(decodes))
+            host_s += late_s
             if not chunks:
-                self._times += [partial(planner.observe_catch_up, name, len(lagging[name]), read_s) for name in lagging]
+                self._times += [partial(planner.observe_catch_up, name, len(lagging[name]), late_s) for name in lagging]
         times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows, hoped)
         lasted_s = times.host + times.draft + times.verify
         self.busy_until = now + lasted_s

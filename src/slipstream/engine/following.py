@@ -70,6 +70,10 @@ class Following:
                         lagging.setdefault(name, []).append(answer)
         return lagging
 
+    def keeps(self, name: str) -> bool:
+        """Has this one a cache of its own, so that it can be behind?"""
+        return name in self._drafters
+
     def lags(self, name: str, answers: Sequence[Answer], requests: int) -> list[str]:
         """Those of these for whom a drafter would be so far behind, in a round of so many requests."""
         behind = [answer for answer in answers if name in answer.behind]

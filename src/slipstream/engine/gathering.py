@@ -92,7 +92,8 @@ class Gathering:
         """
         started, name = time.perf_counter(), group.drafter
         ids, choices = [answer.id for answer in group.answers], self.levels[name]
-        planner.lag(name, self._following.lags(name, group.answers, group.rows))
+        if self._following.keeps(name):
+            planner.lag(name, self._following.lags(name, group.answers, group.rows))
         if choices:
             budget = planner.budget_trees(name, ids, group.caps, group.rows, group.beside, levels=choices)
         else:

@@ -85,7 +85,7 @@ class QueuedEngine(Engine):
             self.counters,
         )
         self.drafting.planner.pad_passes()
-        self._idle_since = time.perf_counter()
+        self._idle_since = self._queued_at = time.perf_counter()
 
     @property
     def busy(self) -> bool:
@@ -123,6 +123,7 @@ class QueuedEngine(Engine):
                 self._marks.rest()
                 self._idle_since = time.perf_counter()
             self._tickets.append(self._queue(schedule))
+            self._queued_at = time.perf_counter()
         self._marks.give_back(self._ahead.drop())
         self._tell(heard)
         while len(self._tickets) > (1 if schedule else 0):
@@ -184,9 +185,9 @@ class QueuedEngine(Engine):
         if schedule.chunks:
             read = self._marks.put()
         marks = (begun, drafted, verified, read) if begun is not None else ()
+        in_time = self._heard_at is None and bool(self._tickets)
         is_new = (len(self.rounds), recorded.seconds) != known
         usual = not schedule.chunks and not is_new
-        asked = any(member.answer.params.logprobs is not None for member in members)
         return Ticket(
             tuple(members),
             len(schedule.decodes),
@@ -196,7 +197,7 @@ class QueuedEngine(Engine):
             rows,
             logits,
             marks,
-            asked,
+            any(member.answer.params.logprobs is not None for member in members),
             usual and not caught_up,
             drafts,
             hosts,
@@ -209,7 +210,7 @@ class QueuedEngine(Engine):
             caught_up if usual else (),
             is_new=is_new,
             hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
-            ready_s=time.perf_counter() - self._idle_since if self._heard_at is None and self._tickets else 0.0,
+            ready_s=self._marks.since(self._idle_since, self._queued_at) if in_time else 0.0,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -368,8 +369,7 @@ class QueuedEngine(Engine):
             self.drafting.planner.observe_waited(waited.drafters, len(emitted), tokens, lasted_s - read_s)
         if ticket.decodes and ticket.steady:
             load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
-            answers = [member.answer for member in heard.members]
-            told = (self.drafting, answers, heard.verdicts, times, load, lasted_s)
+            told = (self.drafting, [m.answer for m in heard.members], heard.verdicts, times, load, lasted_s)
             observe_round(*told, waited=waited, is_tree=self.drafting.makes_trees(ticket.drafts))
             for name in waited.drafters:
                 self.drafting.planner.observe_wait(name, waited.seconds)

@@ -162,7 +162,8 @@ class AdaptivePlanner(ProbingPlanner):
     ) -> Chosen:
         """Which size, 0 to K, or which of the trees, brings most tokens a second, and for whom: each brings `gained`,
         adds `drafted` rows, and takes `draft_s`, for however many. Those of whom most is expected come first, if they
-        pay for their rows. 0 unless another is clearly better; of captured sizes the last, unless another is.
+        pay for their rows. 0 unless another is clearly better, or was until now (`patience.py`); of captured sizes the
+        last, unless another is.
         """
         brought, known = rows + others.right.sum(), rows + others.nodes
         order = np.argsort(-gained[-1], kind="stable")  # [B]
@@ -182,7 +183,8 @@ class AdaptivePlanner(ProbingPlanner):
         rate[0], counts[0] = rates[0, 0], 0
         speed = float(rate.max() / rate[0])
         plain_s, best = float(pass_s[0, 0]), int(rate.argmax())
-        late = int(self._behind(drafter, request_ids)[order[: counts[best] + 1]].sum())
+        behind = self._behind(drafter, request_ids)[order].cumsum()[counts]  # [K + 1]: of those who would get any
+        late = int(behind[best])
         catch_up_s = self._catch_ups.seconds(drafter, late, plain_s) if late else 0.0
         margin = margin_for(catch_up_s, rows, plain_s)
         speed /= margin
@@ -204,10 +206,8 @@ class AdaptivePlanner(ProbingPlanner):
         asked = self._asked(drafter, rows, margin)
         size = self._size(drafter, rows, rate, asked, trees) if has_turn else 0
         if has_turn and not beside and self._cost.padded and drafter not in self._hosts:
-            chains, pairs = self._sizes.known, self._sizes.known_trees
-            captured = chains(drafter, len(rate) - 1) if trees is None else pairs(drafter, trees.nodes, trees.levels)
             won_s = whole_s[np.arange(len(rate)), counts] * (rate / rate[0] / asked - 1)  # [K + 1]
-            size = self._or_patient(drafter, rows, late, size, captured, won_s)
+            size = self._or_patient(drafter, rows, size, won_s, behind, trees)
         if has_turn and not (size or beside or is_dip):  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
 
@@ -253,8 +253,10 @@ class AdaptivePlanner(ProbingPlanner):
             best = self._sizes.best(drafter, rate)
         else:
             best = self._sizes.best_tree(drafter, rate, trees.nodes, trees.levels)
-        if rate[best] <= rate[0] * asked or trees is None:
-            return best if rate[best] > rate[0] * asked else 0
+        if rate[best] <= rate[0] * asked:
+            return 0
+        if trees is None:
+            return best
         self._grown[drafter] = self._grown.get(drafter, 0) + 1
         if not explores(self._grown[drafter]):
             return best

@@ -2,7 +2,7 @@
 
 While the device is at one round, the host hears of the one before it and plans the next. If that takes longer than the
 device needs, the device waits, and fewer guesses make no round shorter. What the host took is known of every round that
-it made ready meanwhile, whether the device waited or not.
+it made ready meanwhile, whether the device waited or not; those with prompts are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median_low
 from slipstream.plan.extras import crowd_of
 
 _REMEMBER, _ENOUGH = 9, 3
-"""Rounds that are kept, and that say something: the median forgets those with newcomers, and hiccups."""
+"""Rounds that are kept, and that say something: the median forgets hiccups."""
 _OLD = 512
 """Rounds after which it is forgotten if it was not seen again."""
 

@@ -36,7 +36,7 @@ class Patience:
     def lasts(self, drafter: str, lost_s: float, back_s: float, now: int) -> bool:
         """Does it go on in this round, though that is expected to lose so much, where to come back takes so long?"""
         before = min(self._before(drafter, now), _PART * back_s)
-        if lost_s >= before:
+        if before <= max(lost_s, 0.0):
             return False
         self._won[drafter] = _Won(now, before, before - max(lost_s, 0.0))
         return True

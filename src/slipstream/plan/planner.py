@@ -254,8 +254,8 @@ class Planner:
         """
 
     def observe_waited(self, drafters: Sequence[str], requests: int, tokens: int, seconds: float) -> None:
-        """A round of so many requests that waited for these on the host brought so many tokens in so long, whatever
-        else had to be read for it."""
+        """A round of so many requests that waited for these on the host brought so many tokens in so long,
+        without what prompts took; catching up included."""
 
     def observe_draft(
         self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False

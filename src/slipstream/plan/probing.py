@@ -1,4 +1,4 @@
-"""Probes of drafters on the device, whose guesses take time: how large they are, and for whom.
+"""Drafters on the device, whose guesses take time: who guesses, goes on though that does not pay, or is probed.
 
 A drafter that has not guessed for some rounds must read first what it missed, and the round waits for it: for 64
 requests as long as several passes take. So it is probed for a few of many, and for some rounds once it has read them:
@@ -21,6 +21,7 @@ from slipstream.plan.patience import Patience
 from slipstream.plan.rest import PlanRest
 from slipstream.plan.rivals import RUN, Rivals, is_by_sample
 from slipstream.plan.sizes import MARGIN, CapturedSizes
+from slipstream.plan.trees import TreeChoices
 
 _MANY, _SAMPLE = 16, 8
 """Where it has to catch up on so many requests, a drafter is probed for no more than so many of them, and for some
@@ -105,17 +106,29 @@ class ProbingPlanner(FreeGuesses):
         return self._margin * (max(MARGIN, margin) if begins else 1.0) * self._gains.doubt(self._with(drafter))
 
     def _or_patient(
-        self, drafter: str, rows: int, late: int, size: int, known: Sequence[int], won_s: NDArray[np.float64]
+        self,
+        drafter: str,
+        rows: int,
+        size: int,
+        won_s: NDArray[np.float64],  # [K + 1]: beyond what is asked
+        behind: NDArray[np.int64],  # [K + 1]: requests that it would have to catch up on
+        trees: TreeChoices | None,
     ) -> int:
-        """The size that pays, or if that is 0, for a while the known one that loses least. won_s: by size. late:
-        requests that it would have to catch up on."""
+        """The size that pays, or if that is 0, for a while the captured one that loses least. Not of a drafter that
+        never has to catch up."""
         if size:
             self._patience.pays(drafter, float(won_s[size]), self._rounds)
-        elif len(known) > 1 and not late:
-            best = max(known[1:], key=won_s.__getitem__)
-            back_s = self._catch_ups.seconds(drafter, rows, self._cost.seconds(rows))
-            return best if self._patience.lasts(drafter, -float(won_s[best]), back_s, self._rounds) else 0
-        return size
+        if size or drafter not in self._lagging:
+            return size
+        if trees is None:
+            known = self._sizes.known(drafter, len(won_s) - 1)
+        else:
+            known = self._sizes.known_trees(drafter, trees.nodes, trees.levels)
+        best = max(known, key=lambda one: (one > 0, won_s[one]))
+        if not best or behind[best]:
+            return 0
+        back_s = self._catch_ups.seconds(drafter, rows, self._cost.seconds(rows))
+        return best if self._patience.lasts(drafter, -float(won_s[best]), back_s, self._rounds) else 0
 
     def _of_rival(self, drafter: str, rows: int, members: NDArray[np.int64], wanted: int) -> Chosen:
         """It is another's turn: had it been its own, so many nodes would have been chosen."""

@@ -18,9 +18,9 @@ from slipstream.plan.sizes import MARGIN
 _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
 _FEW, _SOME = 8, 32
-_BETTER, _BETTER_OF_SOME, _BETTER_OF_MANY = 1.05, 1.08, 1.08
+_BETTER, _BETTER_OF_MORE = 1.05, 1.08
 """Whoever takes another's turn must promise so many times as much, beyond what it takes to read what it missed: among a
-few requests, some and many. To be wrong costs more, the more there are."""
+few requests and among more. To be wrong costs more there."""
 _NEW, _NEW_OF_MANY = 0.05, 0.3
 """The part of a new promise in what one is taken to promise, for each round since the last: what is promised wavers far
 more than two who can both do it differ, and whoever heeds that changes all the time, and is no better for it. What is
@@ -263,7 +263,7 @@ def _more(rows: int, untried: float) -> float:
     """How many times as much one must promise to take another's turn, which has not guessed for such a part yet."""
     if untried > _UNTRIED:
         return MARGIN  # the turn was had with others: both know as little of these
-    return _BETTER if rows <= _FEW else _BETTER_OF_SOME if rows <= _SOME else _BETTER_OF_MANY
+    return _BETTER if rows <= _FEW else _BETTER_OF_MORE
 
 
 def _promised(last: _Promise | None, this: _Promise, new: float) -> _Promise:
