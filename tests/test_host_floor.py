@@ -79,7 +79,7 @@ def test_more_is_guessed_where_small_rounds_are_no_shorter(host_ms: float, in_ti
         authors = ("model",) if guessed else ()
         turns = [Turn(name, guessed, 1 + accepted, authors) for name, accepted in zip(ids, right, strict=True)]
         ready_s = 1e-3 * (host_ms if guessed else 4.0) if in_time else 0.0
-        planner.observe_round(turns, pass_s + host_s, 64 * 300, waited=Waited(beyond=host_s, ready_s=ready_s))
+        planner.observe_round(turns, pass_s + host_s, 64 * 300, waited=Waited(beyond=host_s), ready_s=ready_s)
     assert guessed == nodes
 
 

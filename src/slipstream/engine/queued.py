@@ -361,7 +361,7 @@ class QueuedEngine(Engine):
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, *shape)
-        waited = Waited(beyond=times.host, ready_s=times.ready)
+        waited = Waited(beyond=times.host)
         if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
             waited_s = max(0.0, idle_s - ticket.guessed_s)
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))

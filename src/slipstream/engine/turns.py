@@ -32,4 +32,4 @@ def observe_round(
     drafting.round_s = times.draft + times.verify
     drafting.planner.observe_pass(times.rows, times.verify, load, is_tree=is_tree)
     turns = [Turn(a.id, v.drafted, len(v.tokens), v.authors.names) for a, v in zip(answers, verdicts, strict=True)]
-    drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s, waited, times.hoped)
+    drafting.planner.observe_round(turns, lasted_s, load.context, beyond_s, waited, times.hoped, times.ready)

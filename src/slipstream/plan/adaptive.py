@@ -7,13 +7,14 @@ expected tokens per second of the whole batch, and none where none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.plan.catching_up import margin_for
 from slipstream.plan.cost import PassCost
-from slipstream.plan.decisions import Aside, Decision
+from slipstream.plan.decisions import Decision
 from slipstream.plan.dips import LONG
 from slipstream.plan.floor import HostFloor
 from slipstream.plan.gains import NO_WAIT, Turn, Waited, guessers
@@ -39,6 +40,13 @@ _Brought = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
 """What sizes bring, as in `_paying`: tokens [K + 1, B] for rows [K + 1, B] in seconds [K + 1]."""
 
 
+class _Aside(NamedTuple):
+    """What was decided for device drafters of a round that has not begun."""
+
+    guessing: tuple[str, ...] = ()
+    hoped: float = 1.0
+
+
 class AdaptivePlanner(ProbingPlanner):
     """Drafts what pays by what was measured, and probes now and then whether it has begun to."""
 
@@ -52,7 +60,7 @@ class AdaptivePlanner(ProbingPlanner):
         self._promises = KeptPromises()
         self._floor = HostFloor()
         self._supposed: tuple[str, ...] = ()  # who is supposed to guess on the host in a round that is planned ahead
-        self._aside = Aside()  # what was planned of it
+        self._aside = _Aside()  # what was planned of it
 
     def start(self, request_id: str, traits: Traits) -> None:
         for asking in self._asking.values():
@@ -203,11 +211,13 @@ class AdaptivePlanner(ProbingPlanner):
                 untried=self._estimate(drafter).untried([request_ids[i] for i in order[: counts[best] + 1]]),
                 loses=self._trial_loses(drafter, rows, late, float(draft_s[best]), plain_s),
             )
-        asked = self._asked(drafter, rows, margin)
-        size = self._size(drafter, rows, rate, asked, trees) if has_turn else 0
-        if has_turn and not beside and self._cost.padded and drafter not in self._hosts:
-            won_s = whole_s[np.arange(len(rate)), counts] * (rate / rate[0] / asked - 1)  # [K + 1]
-            size = self._or_patient(drafter, rows, size, won_s, behind, trees)
+        size = 0
+        if has_turn:
+            asked = self._asked(drafter, rows, margin)
+            size = self._size(drafter, rows, rate, asked, trees)
+            if not beside and self._cost.padded and drafter not in self._hosts:
+                won_s = whole_s[np.arange(len(rate)), counts] * (rate / rate[0] / asked - 1)  # [K + 1]
+                size = self._or_patient(drafter, rows, size, won_s, behind, trees)
         if has_turn and not (size or beside or is_dip):  # free guesses may leave nothing to win
             self._rivals.decline(drafter, rows, self._rounds)
 
@@ -289,7 +299,7 @@ class AdaptivePlanner(ProbingPlanner):
 
     def put_aside(self) -> None:
         theirs = tuple([name for name in self._guessing if name not in self._supposed])
-        self._aside = Aside(theirs, self._hoped)
+        self._aside = _Aside(theirs, self._hoped)
         self._guessing, self._hoped = (), 1.0
 
     def go_on(self) -> None:
@@ -333,6 +343,7 @@ class AdaptivePlanner(ProbingPlanner):
         beyond_s: float | None = None,
         waited: Waited = NO_WAIT,
         hoped: float | None = None,
+        ready_s: float = 0.0,
     ) -> None:
         hoped = self._hoped if hoped is None else hoped
         rows, nodes = len(turns), sum([turn.drafted for turn in turns])
@@ -343,8 +354,8 @@ class AdaptivePlanner(ProbingPlanner):
             self._promises.observe(who, rows, emitted, seconds - waited.seconds, nodes)
             if seconds > 0 and self._hosts.isdisjoint(who) and not waited.drafters:
                 self._hear_brought(rows, emitted / rows * self._cost.seconds(rows) / seconds)
-        if turns and waited.ready_s and self._cost.padded:
-            self._floor.observe(rows, nodes > 0, waited.ready_s, self._rounds)
+        if turns and ready_s and self._cost.padded:
+            self._floor.observe(rows, nodes > 0, ready_s, self._rounds)
         usual = self._cost.seconds(rows + nodes) / self._cost.seconds(rows) if nodes else 1.0
         is_probe = self._cost.padded and hoped <= 1
         self._gains.observe(turns, seconds, hoped, context, usual, waited, is_probe=is_probe)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from slipstream.plan.extras import crowd_of, nearest_crowd
+from slipstream.plan.extras import SOME, crowd_of, nearest_crowd
 
 _REMEMBER = 5
 """Rounds that are kept: their median forgets a hiccup."""
 _STAYS, _STAYS_OF_MANY, _MOST = 32, 128, 1.15
 """Rounds over which that must come in again, of some requests and of more, whose texts change less together; and the
 most that is asked for it: one hiccup silences nobody."""
-_SOME = 32
 _ONCE, _EACH = 0.5, 1 / 12
 """Plain passes that it is taken to last, once and for each request, where nobody knows; and how what was seen of some
 requests says something of more or fewer."""
@@ -43,7 +42,7 @@ class CatchUps:
 
 def margin_for(seconds: float, requests: int, pass_s: float) -> float:
     """How many times as fast as plain ones rounds of so many must be for a while, to be worth so long a catching up."""
-    stays = _STAYS if requests <= _SOME else _STAYS_OF_MANY
+    stays = _STAYS if requests <= SOME else _STAYS_OF_MANY
     return min(1 + seconds / (stays * pass_s), _MOST)
 
 

@@ -58,10 +58,3 @@ class Decision(NamedTuple):
                 f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
             )
         return f"off: {self.gain:.2f}x expected of the best draft{share}"
-
-
-class Aside(NamedTuple):
-    """What was decided for device drafters of a round that has not begun."""
-
-    guessing: tuple[str, ...] = ()
-    hoped: float = 1.0

@@ -16,6 +16,10 @@ _ENOUGH = 3
 """Rounds with nodes that say something; of those without, one does."""
 
 
+SOME = 32
+"""More requests are many: what is known of them is a mean already, and a change costs all of them."""
+
+
 def crowd_of(requests: int) -> int:
     """Numbers of requests that are told apart: 1, 2, 4, 8, …"""
     return 1 << max(requests - 1, 0).bit_length()

@@ -62,7 +62,6 @@ class Waited(NamedTuple):
     drafters: Sequence[str] = ()
     seconds: float = 0.0
     beyond: float = 0.0  # … and besides, for whatever else the host did
-    ready_s: float = 0.0  # the host took so long to make it ready, the one before it being under way; 0: none was
 
 
 NO_WAIT = Waited()

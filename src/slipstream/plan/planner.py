@@ -212,11 +212,13 @@ class Planner:
         beyond_s: float | None = None,
         waited: Waited = NO_WAIT,
         hoped: float | None = None,
+        ready_s: float = 0.0,
     ) -> None:
         """A round of these requests, with so many tokens in all, took this long, drafts and host included.
 
         beyond_s: what of it was not the pass; None: that is not known, because rounds overlap. waited: for whom.
-        hoped: how fast it was to be; None: it was planned last.
+        hoped: how fast it was to be; None: it was planned last. ready_s: what the host took to queue it while another
+        one was under way; 0: none was.
         """
 
     def gain(self, request_id: str) -> Gain:

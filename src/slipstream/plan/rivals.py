@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.plan.extras import crowd_of
+from slipstream.plan.extras import SOME, crowd_of
 from slipstream.plan.planner import Beside
 from slipstream.plan.sizes import MARGIN
 
 _OLD = 24
 """Rounds after which what one promised does not count any more: it may not be asked at all."""
-_FEW, _SOME = 8, 32
+_FEW = 8
 _BETTER, _BETTER_OF_MORE = 1.05, 1.08
 """Whoever takes another's turn must promise so many times as much, beyond what it takes to read what it missed: among a
 few requests and among more. To be wrong costs more there."""
@@ -188,7 +188,7 @@ class Rivals:
         crowd, requests = crowd_of(rows), frozenset(request_ids)
         self._known.add(drafter)
         promises = self._promises.setdefault((crowd, beside), {})
-        new = _NEW if rows <= _SOME else _NEW_OF_MANY
+        new = _NEW if rows <= SOME else _NEW_OF_MANY
         promises[drafter] = _promised(promises.get(drafter), _Promise(speed, now, requests, untried), new)
         for name, one in promises.items():
             if one.round == now and name != drafter:
@@ -215,7 +215,7 @@ class Rivals:
             trial.apart, trial.has_won = _APART, True
         waste = _WASTE_OF_SOME if is_by_sample(rows) else _WASTE
         is_time = trial is None or now >= trial.end + max(trial.apart, loses / waste)
-        is_unknown = rows <= _SOME and holder != drafter and untried > _UNTRIED
+        is_unknown = rows <= SOME and holder != drafter and untried > _UNTRIED
         if is_time and is_unknown and speed > max(1.0, _NEAR * fresh[best]):
             again = trial is not None and trial.drafter == drafter and not trial.has_won
             apart = min(2 * trial.apart, _LONGEST) if trial is not None and again else _APART
