@@ -15,9 +15,12 @@ import torch
 from conftest import EOS
 from exactness import FEW
 from queueing import Echo, Letters
+from slipstream import SpeculationParams
 from slipstream.engine import queued
 from slipstream.engine.listening import RoundTimes
 from slipstream.engine.tickets import CaughtUp, Heard
+from slipstream.plan.gains import Waited
+from slipstream.plan.measured import Load
 from slipstream.plan.planner import Planner
 from test_draft_ahead import LONG, Bench, Sizes
 
@@ -154,6 +157,28 @@ class TestTimes:
         assert (who, requests) == (("letters",), 1), "the newcomer's first token is not of it"
         assert 1 <= tokens <= 4
         assert seconds == lasted_s - 3
+
+    @pytest.mark.parametrize("drafts", [False, True])
+    def test_a_round_without_drafts_is_compared_with_whatever_prompts_it_reads(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock, drafts: bool
+    ) -> None:
+        told: list[tuple[Load, float, Waited]] = []
+        monkeypatch.setattr(Planner, "observe_plain", lambda _, *round: told.append(round))
+        forward = bench.engine.target.forward
+
+        def slowly(*given: Any) -> Any:
+            clock.now += 3
+            return forward(*given)
+
+        monkeypatch.setattr(bench.engine.target, "forward", slowly)
+        params = replace(LONG, speculation=SpeculationParams(enabled=drafts))
+        bench.add([1, 2, 3], params)
+        for _ in range(4):
+            bench.engine.step()
+        bench.add([3, 2, 1], params)
+        bench.drain()
+        plain = [(load.requests, seconds) for load, seconds, _ in told]
+        assert plain == ([] if drafts else [(1, 10.0)]), "a pass takes 10 s, and the prompts beside it are not of it"
 
     def test_every_event_is_given_back_once(self, bench: Bench, clock: Clock) -> None:
         """Also those of a draft that has no round to be in, since its request turns out to have ended."""

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from slipstream.plan.gains import Gains, Turn, Waited
+from slipstream.plan.gains import NO_WAIT, Gains, Turn, Waited
+from slipstream.plan.measured import Load
 from slipstream.plan.traits import Traits
 
 
@@ -164,6 +165,32 @@ def test_a_round_to_compare_with_that_was_not_told_of_is_made_again_ever_more_ra
     gains.observe([Turn(str(i), 0, 1) for i in range(3)], 0.004)
     assert not gains.lacks_plain(3)
     assert not gains._asked_plain
+
+
+def test_rounds_of_about_as_many_are_not_each_compared_with_anew() -> None:
+    """With many at once their number changes from round to round."""
+    gains = Gains(0.001)
+    gains.observe([Turn(str(i), 0, 1) for i in range(4)], 0.004)
+    asked = []
+    for now in range(64):
+        requests = 57 + now % 7
+        gains.next_round(requests)
+        if gains.lacks_plain(requests):
+            gains.ask_plain(requests)
+            asked.append(now)
+    assert asked == [0, 8, 24, 56]
+
+
+def test_a_round_to_compare_with_may_have_read_prompts() -> None:
+    gains = Gains(0.001)
+    gains.observe([Turn("a", 0, 1)], 0.002)
+    gains.next_round(60)
+    assert gains.lacks_plain(60)
+    gains.ask_plain(60)
+    gains.observe_plain(Load(60, 6000), 0.005, NO_WAIT)
+    assert not gains.lacks_plain(60)
+    assert not gains._asked_plain
+    assert gains._plain.seconds(60) == pytest.approx(0.005, rel=0.1)
 
 
 def test_what_plain_rounds_wait_is_not_looked_for_in_every_round_where_nothing_is_heard() -> None:

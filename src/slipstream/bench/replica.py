@@ -226,6 +226,8 @@ class Replica:
             self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s - read_s))
         if queued and decodes:
             self._times.append(partial(planner.observe_reads, len(decodes), tokens, read_s))
+            if chunks and not (plan.drafts or plan.hosts):
+                self._times.append(partial(planner.observe_plain, load, lasted_s - read_s, Waited(beyond=host_s)))
         if queued and (chunks or lagging):
             return done  # a round like no other: what it took is not told
         for size in plan.drafts:

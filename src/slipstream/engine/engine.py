@@ -302,24 +302,36 @@ class Engine:
             lasted_s = times.draft + times.verify + times.host
             beyond_s = times.draft + times.host
             observe_round(self.drafting, packed.emitting, told, times, load, lasted_s, beyond_s)
-        self._tally(packed.emitting, told, kept, times)
+        self._share_out(packed.emitting, told, kept, times, len(told))
+        self._count_round(packed.emitting, told, kept, times)
         heard = [part for part in zip(packed.emitting, told, strict=True) if not part[0].ended]
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard])
 
-    def _tally(
+    def _count_round(
         self, answers: Sequence[Answer], told: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
     ) -> None:
-        """A round's share of time and acceptance for each of its requests."""
+        """What it took and gave, for the engine's own record."""
         if self.listener is not None:
             self.listener.round(answers, told, kept, times)
-        counters, totals = self.counters, self.drafting.totals
+        counters = self.counters
         counters.rounds += 1
         counters.turns += len(told)
         counters.draft_s += times.draft
         counters.verify_s += times.verify
         counters.host_s += times.host
         counters.generated_tokens += sum(kept)
-        draft_s, verify_s, host_s = (seconds / max(len(told), 1) for seconds in (times.draft, times.verify, times.host))
+
+    def _share_out(
+        self,
+        answers: Sequence[Answer],
+        told: Sequence[Verdict],
+        kept: Sequence[int],
+        times: RoundTimes,
+        requests: int,
+    ) -> None:
+        """A round's share of time and acceptance for each of these, of so many requests that were in it."""
+        counters, totals = self.counters, self.drafting.totals
+        draft_s, verify_s, host_s = (seconds / max(requests, 1) for seconds in (times.draft, times.verify, times.host))
         for answer, verdict, count in zip(answers, told, kept, strict=True):
             stats = answer.output.speculation
             stats.rounds += 1

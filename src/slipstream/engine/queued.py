@@ -24,7 +24,6 @@ from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
 from slipstream.engine.draft_ahead import DraftAhead
 from slipstream.engine.draft_loops import DraftFailed, Drafts
-from slipstream.engine.engine import Engine
 from slipstream.engine.followers import QueuedFollowers
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.listening import RoundTimes
@@ -35,7 +34,8 @@ from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.rounds import Machine, Round, Rounds
 from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
-from slipstream.engine.tickets import CaughtUp, EmittedRows, Guessed, Heard, Member, Ticket
+from slipstream.engine.telling import TellingEngine
+from slipstream.engine.tickets import CaughtUp, Guessed, Heard, Member, Ticket
 from slipstream.engine.turns import observe_round
 from slipstream.kernels.pack_rows import RECENT
 from slipstream.models.batch import fetched
@@ -47,11 +47,8 @@ from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
 from slipstream.verify.mixed import undrafted_choices
 
-_NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
-"""Where nobody reads logits, nobody asks where they lie."""
 
-
-class QueuedEngine(Engine):
+class QueuedEngine(TellingEngine):
     """An `Engine` whose decoding rounds run from static tensors on the device, one ahead of the host."""
 
     follow = QueuedFollowers
@@ -127,7 +124,9 @@ class QueuedEngine(Engine):
         self._marks.give_back(self._ahead.drop())
         self._tell(heard)
         while len(self._tickets) > (1 if schedule else 0):
-            self._tell([self._hear(self._tickets.popleft())])
+            self._tell_first(self._hear(self._tickets.popleft()))
+        if not self._tickets:
+            self._tell_rest()
 
     def _must_wait(self) -> bool:
         """Does the next round depend on something that the host has not read yet?"""
@@ -319,6 +318,7 @@ class QueuedEngine(Engine):
 
     def _hear(self, ticket: Ticket) -> Heard:
         """Read a round's result, and let everybody know who needs it for the next round."""
+        self._tell_rest()  # of the one before it
         ticket.wait()
         now = time.perf_counter()
         members: list[Member] = []
@@ -367,8 +367,10 @@ class QueuedEngine(Engine):
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))
         if waited.drafters and tokens and not ticket.is_new:
             self.drafting.planner.observe_waited(waited.drafters, len(emitted), tokens, lasted_s - read_s)
+        load = Load(ticket.decodes, sum([member.context for member in ticket.members[: ticket.decodes]]))
+        if ticket.is_plain and ticket.read_rows and self._marks.has_clock:
+            self.drafting.planner.observe_plain(load, lasted_s - read_s, waited)
         if ticket.decodes and ticket.steady:
-            load = Load(ticket.decodes, sum([member.context for member in ticket.members]))
             told = (self.drafting, [m.answer for m in heard.members], heard.verdicts, times, load, lasted_s)
             observe_round(*told, waited=waited, is_tree=self.drafting.makes_trees(ticket.drafts))
             for name in waited.drafters:
@@ -376,19 +378,6 @@ class QueuedEngine(Engine):
             for size in ticket.drafts:
                 self.drafting.observe_draft(size, times.draft / len(ticket.drafts), ticket.decodes)
         return times
-
-    def _tell(self, heard: Sequence[Heard]) -> None:
-        """Give out what rounds emitted: text, stops, log probabilities, reports to the callers."""
-        for part in heard:
-            times = self._times(part)
-            answers = tuple(member.answer for member in part.members)
-            logits = part.ticket.all_logits()
-            rows = EmittedRows(answers, _NO_ROWS if logits is None else part.row_of())
-            kept = self._emit(rows, part.verdicts, logits)
-            self._tally(answers, part.verdicts, kept, times)
-            for answer in answers:
-                answer.closing = False
-            self._report(answers)
 
     def _released(self, answer: Answer) -> None:
         answer.epoch += 1

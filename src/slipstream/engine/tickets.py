@@ -137,6 +137,11 @@ class Ticket:
         return resolved(authors, self.owners[member, :nodes].tolist(), self.round.numbers, self.round.makes_trees)
 
     @property
+    def is_plain(self) -> bool:
+        """Is it a round as they come in which nobody guessed? Prompts may have been read beside it."""
+        return bool(self.decodes) and not (self.drafts or self.hosts or self.is_new)
+
+    @property
     def begun(self) -> Any:
         """The event before its own draft."""
         return self.marks[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from slipstream.kernels.layout import RowLayout
@@ -61,24 +60,26 @@ def layout_of(batch: PassBatch, page_size: int) -> RowLayout:
     for line, pages in zip(table, batch.pages, strict=True):
         line[: len(pages)] = pages
     narrow = sent(np.concatenate((starts, table.ravel()), dtype=np.int32), device)
-    # a row's place among its request's keys is its position, unless a check puts a prompt elsewhere in the context
+    # a row's place among its request's keys is its position, unless a check puts a prompt elsewhere in the context; in
+    # a chain it goes by the row, and in a tree by the depth, which the device knows
     rows = batch.slots.shape[0]
     nobodys = np.arange(starts[-1], rows)  # those that fill up the pass
-    first_rows, prefix_of, lengths = sent(
-        np.concatenate(
-            (np.repeat(starts[:-1], counts), nobodys, np.repeat(prefixes, counts), 0 * nobodys, prefixes),
-            dtype=np.int64,
-        ),
-        device,
-    ).split((rows, rows, requests))
+    first_rows = np.concatenate((np.repeat(starts[:-1], counts), nobodys))
+    before = np.concatenate((np.repeat(prefixes, counts), 0 * nobodys))
+    is_tree = batch.masks is not None
+    known = before if is_tree else before + np.arange(rows) - first_rows
+    wide = sent(np.concatenate((known, first_rows, np.arange(requests), prefixes), dtype=np.int64), device)
+    places, firsts, lanes, lengths = wide.split((rows, rows, requests, requests))
+    if is_tree:
+        places = places + batch.positions - batch.positions[firsts]
     return RowLayout(
-        positions=batch.positions - batch.positions[first_rows] + prefix_of,
+        positions=places,
         slots=batch.slots,
         starts=narrow[: requests + 1],
-        lanes=torch.arange(requests, device=device),
+        lanes=lanes,
         lengths=lengths,
         pages=narrow[requests + 1 :].view(table.shape),
-        ancestors=_ancestors(batch) if batch.masks is not None else None,
+        ancestors=_ancestors(batch) if is_tree else None,
         page_size=page_size,
         max_keys=int((prefixes + counts).max()),
     )

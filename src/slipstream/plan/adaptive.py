@@ -360,6 +360,9 @@ class AdaptivePlanner(ProbingPlanner):
         is_probe = self._cost.padded and hoped <= 1
         self._gains.observe(turns, seconds, hoped, context, usual, waited, is_probe=is_probe)
 
+    def observe_plain(self, load: Load, seconds: float, waited: Waited) -> None:
+        self._gains.observe_plain(load, seconds, waited)
+
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         if drafted:
             estimate, missed = self._estimate(drafter), 0.0

@@ -35,8 +35,8 @@ _LONGEST_REST = 2048
 _OLD = 512
 """Rounds after which there must be another plain one of as many requests to compare with: machines change."""
 _SOON, _AGAIN = 8, 256
-"""… and from one to the next where nothing was heard of it, twice as many each time: rounds in which prompts are read,
-or something is recorded, are not told of."""
+"""… and from one to the next where nothing was heard of it, twice as many each time: rounds in which something is
+recorded are not told of, nor those in which prompts are read where no clock tells how long that took."""
 _TRIES = 12
 """Plain rounds that are made to find out what such rounds wait for the host, before that is left for as long."""
 _HICCUP = 4.0
@@ -216,15 +216,17 @@ class Gains:
 
     def lacks_plain(self, requests: int) -> bool:
         """Was no undrafted round of about so many requests seen lately? There must be one to compare with."""
-        if not self._told or self._rounds < self._asked_plain.get(requests, _NEVER).until:
+        edge = PassCost.edge(requests)
+        if not self._told or self._rounds < self._asked_plain.get(edge, _NEVER).until:
             return False
-        last = self._last_plain.get(PassCost.edge(requests))
+        last = self._last_plain.get(edge)
         return not self._plain.seen(requests) or (last is not None and self._rounds - last > _OLD)
 
     def ask_plain(self, requests: int) -> None:
         """This round of so many goes without drafts, to compare with."""
-        waits = self._asked_plain.get(requests, _NEVER).waits
-        self._asked_plain[requests] = _Asked(self._rounds + waits, min(2 * waits, _AGAIN))
+        edge = PassCost.edge(requests)
+        waits = self._asked_plain.get(edge, _NEVER).waits
+        self._asked_plain[edge] = _Asked(self._rounds + waits, min(2 * waits, _AGAIN))
         crowd = crowd_of(requests)
         tries = self._asked_idle.get(crowd, _NEVER).tries + 1
         over = tries >= _TRIES
@@ -284,9 +286,7 @@ class Gains:
                 record.fade()
         if not drafted:
             if requests:
-                self._plain.observe(requests, self._plain_s(crowd, seconds, waited), Load(requests, context))
-                self._last_plain[PassCost.edge(requests)] = self._rounds
-                self._asked_plain.pop(requests, None)
+                self.observe_plain(Load(requests, context), seconds, waited)
             return
         self._plain.at(Load(requests, context))
         if not self._plain.observed:  # perhaps only now: those over quite other lengths were forgotten
@@ -332,6 +332,14 @@ class Gains:
             kind.rounds.append(gain.measured)
             kind.judged += 1
             self._judge(name, kind)
+
+    def observe_plain(self, load: Load, seconds: float, waited: Waited) -> None:
+        """A round without drafts took so long, beside what it took to read prompts."""
+        requests = load.requests
+        self._plain.observe(requests, self._plain_s(crowd_of(requests), seconds, waited), load)
+        edge = PassCost.edge(requests)
+        self._last_plain[edge] = self._rounds
+        self._asked_plain.pop(edge, None)
 
     def _plain_s(self, crowd: int, seconds: float, waited: Waited) -> float:
         """What an undrafted round would have taken among others.

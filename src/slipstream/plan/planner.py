@@ -221,6 +221,9 @@ class Planner:
         one was under way; 0: none was.
         """
 
+    def observe_plain(self, load: Load, seconds: float, waited: Waited) -> None:
+        """A round of these without drafts took this long, prompts of others not counted that were read beside it."""
+
     def gain(self, request_id: str) -> Gain:
         """How many times as fast as plain rounds its drafted rounds were; 1 before there were any."""
         return Gain()

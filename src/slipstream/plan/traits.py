@@ -40,4 +40,5 @@ def overlap(prompt: Sequence[int]) -> float:
     if len(tokens) < 4:
         return 0.0
     runs = (tokens[:-2] * np.uint64(1_000_003) + tokens[1:-1]) * np.uint64(1_000_003) + tokens[2:]
-    return 1.0 - len(np.unique(runs)) / len(runs)
+    runs.sort()
+    return int(np.count_nonzero(runs[1:] == runs[:-1])) / len(runs)
