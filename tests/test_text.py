@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from conftest import EOS, save_tokenizer
@@ -226,14 +228,48 @@ def test_remembered_runs_are_decoded_as_new_ones(tokenizer: Any, text: str, skip
         assert play(TextStream(remembered, [], skip_special_tokens=skip), tokens) == wanted
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same, as some converters write it: they join bytes, too, but say so in more words."""
+    folder = tmp_path_factory.mktemp("converted")
+    save_tokenizer(folder)
+    made = AutoTokenizer.from_pretrained(folder)
+    made.backend_tokenizer.decoder = decoders.Sequence([*CONVERTED, decoders.ByteLevel()])
+    return made
+
+
+CONVERTED = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
+
+
+@pytest.mark.parametrize("which", ["tokenizer", "converted"])
 @settings(deadline=None)
-@given(st.lists(st.integers(0, EOS + 2), max_size=24), st.booleans())
-def test_pieces_of_bytes_are_joined_as_they_would_be_decoded(tokenizer: Any, tokens: list[int], skip: bool) -> None:
+@given(tokens=st.lists(st.integers(0, EOS + 2), max_size=24), skip=st.booleans())
+def test_pieces_of_bytes_are_joined_as_they_would_be_decoded(
+    tokenizer: Any, converted: Any, which: str, tokens: list[int], skip: bool
+) -> None:
     """Also broken ones, and special tokens between them."""
+    tokenizer = tokenizer if which == "tokenizer" else converted
     remembered = Remembered(tokenizer)
     assert remembered.pieces
     wanted = play(TextStream(tokenizer, [], stops=["ab"], skip_special_tokens=skip), tokens)
     assert play(TextStream(remembered, [], stops=["ab"], skip_special_tokens=skip), tokens) == wanted
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [decoders.Strip(" ", 1, 0), decoders.ByteLevel()],
+        [decoders.Replace(" a", "b"), decoders.ByteLevel()],
+        CONVERTED,
+        [decoders.Sequence([decoders.ByteLevel()])],
+    ],
+)
+def test_what_depends_on_the_tokens_around_it_is_not_joined(tokenizer: Any, parts: list[Any]) -> None:
+    counted = Counted(tokenizer)
+    counted.backend_tokenizer = SimpleNamespace(
+        encode=tokenizer.backend_tokenizer.encode, decoder=decoders.Sequence(parts)
+    )
+    assert not Remembered(counted).pieces
 
 
 def test_a_token_that_is_a_text_of_its_own_is_looked_up(tokenizer: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tokenizers.decoders import ByteLevel
+from tokenizers.decoders import Decoder as Base
 
 _BROKEN = "\ufffd"
 _CONTEXT = 6
@@ -179,11 +180,28 @@ def _joins_bytes(decoder: Decoder) -> bool:
     """Is a text nothing but the bytes of its tokens, one after the other? So it is with most tokenizers of today, but
     not where they take out spaces before punctuation."""
     backend: Any = getattr(decoder, "backend_tokenizer", None)
-    if not isinstance(getattr(backend, "decoder", None), ByteLevel):
+    parts = _parts(getattr(backend, "decoder", None))
+    if "ByteLevel" not in [part["type"] for part in parts] or not all(map(_keeps_bytes, parts)):
         return False
     ids: list[int] = backend.encode(_SPACED, add_special_tokens=False).ids
     joined = "".join([decoder.decode([token], skip_special_tokens=False) for token in ids])
     return joined == decoder.decode(ids, skip_special_tokens=False) == _SPACED
+
+
+def _parts(decoder: Any) -> list[dict[str, Any]]:
+    """What a tokenizer's decoder does, one thing after the other; nothing: it is none of the library's."""
+    if not isinstance(decoder, Base):
+        return []
+    whole = json.loads(decoder.__getstate__())
+    parts: list[dict[str, Any]] = whole["decoders"] if whole["type"] == "Sequence" else [whole]
+    return parts
+
+
+def _keeps_bytes(part: dict[str, Any]) -> bool:
+    """Does it make the same of a token's bytes wherever they stand? A single character is in one token always."""
+    if part["type"] == "Replace":
+        return len(part["pattern"].get("String", "")) == 1
+    return part["type"] in ("ByteLevel", "ByteFallback", "Fuse")
 
 
 def _overlap(text: str, stop: str) -> int:
