@@ -105,6 +105,29 @@ class TestPassCost:
             reached = [steps.seconds[bisect_left(steps.rows, n)] for n in range(low, low + more + 1)]
             assert reached == cost.curve(low, low + more).tolist()
 
+    @pytest.mark.parametrize("pace", [0.3, 3.0])
+    def test_a_size_not_seen_since_goes_with_the_machine(self, pace: float) -> None:
+        """It was busy when passes with guesses were tried last: their cost of then would keep them from being tried."""
+        cost = PassCost(0.02)
+        for _ in range(9):
+            cost.observe(1, 0.06)
+            cost.observe(8, 0.08)
+        for _ in range(9):
+            cost.observe(1, 0.06 * pace)
+        assert cost.seconds(8) == pytest.approx(0.08 * pace, rel=0.05)
+        for _ in range(9):
+            cost.observe(8, 0.1)
+        assert cost.seconds(8) == pytest.approx(0.1), "what is seen counts for more"
+
+    def test_a_little_more_or_less_says_nothing_of_other_sizes(self) -> None:
+        cost = PassCost(0.02)
+        for _ in range(9):
+            cost.observe(1, 0.06)
+            cost.observe(8, 0.08)
+        for _ in range(9):
+            cost.observe(1, 0.05)
+        assert cost.seconds(8) == pytest.approx(0.08)
+
     def test_sizes_between_two_that_cost_the_same_are_not_worth_a_look(self) -> None:
         cost = PassCost(0.001)
         cost.observe(16, 4.0)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from slipstream.plan.cost import PassCost
 from slipstream.plan.gains import NO_WAIT, Gains, Turn, Waited
 from slipstream.plan.measured import Load
 from slipstream.plan.traits import Traits
@@ -165,6 +166,23 @@ def test_a_round_to_compare_with_that_was_not_told_of_is_made_again_ever_more_ra
     gains.observe([Turn(str(i), 0, 1) for i in range(3)], 0.004)
     assert not gains.lacks_plain(3)
     assert not gains._asked_plain
+
+
+def test_where_passes_take_half_as_long_there_is_a_plain_round_to_compare_with_at_once() -> None:
+    """The machine was busy when the last one was seen. Held against that, everything would seem to pay."""
+    passes = PassCost(0.02)
+    gains = Gains(0.02, passes=passes)
+    for seconds, lacks in ((0.06, False), (0.055, False), (0.025, True)):
+        for _ in range(9):
+            passes.observe(1, seconds)
+        if seconds == 0.06:
+            gains.observe([Turn("a", 0, 1)], seconds)
+        gains.next_round(1)
+        assert gains.lacks_plain(1) == lacks
+    gains.ask_plain(1)
+    gains.observe([Turn("a", 0, 1)], 0.025)
+    gains.next_round(1)
+    assert not gains.lacks_plain(1)
 
 
 def test_rounds_of_about_as_many_are_not_each_compared_with_anew() -> None:

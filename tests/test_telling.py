@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from queueing import PARAMS, Echo, Queue
-from slipstream import SamplingParams, SpeculationParams
+from conftest import EOS
+from exactness import FEW as FEW_TOKENS
+from queueing import OFF, PARAMS, Echo, Queue
+from slipstream import SamplingParams
+from slipstream.bench.recorder import Recorder
 from slipstream.core.verdict import Verdict
 from slipstream.engine.listening import RoundTimes
 from slipstream.engine.scheduler import Schedule
@@ -55,27 +58,45 @@ class Meter:
         self.rounds.append((len(answers), sum(kept)))
 
 
+def given(jobs: Sequence[Any]) -> int:
+    return sum(len(job.answers[0].output.token_ids) for job, _ in jobs)
+
+
+def watched(queue: Queue, jobs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Whenever one of these is told something: how many tokens were handed over, and how many are counted."""
+    seen: list[tuple[int, int]] = []
+    for job, _ in jobs:
+        job.sink = lambda _: seen.append((given(jobs), queue.engine.snapshot().generated_tokens))
+    return seen
+
+
 def crowd(queue: Queue, requests: int = MANY, params: SamplingParams = PARAMS) -> list[Any]:
     """Of these the first says least."""
     asked = [replace(params, max_tokens=8 + 2 * i, seed=i) for i in range(requests)]
     return [queue.add([5 + i, 6, 7], one, request_id=f"r{i}") for i, one in enumerate(asked)]
 
 
+STOPS = replace(PARAMS, max_tokens=30, stop=("?",), min_tokens=6, logit_bias=FEW_TOKENS)  # that is the token 30
+ENDS = replace(PARAMS, max_tokens=30, ignore_eos=False, logit_bias={**FEW_TOKENS, EOS: 6.0})
+
+
+@pytest.mark.parametrize(("last", "reason"), [(PARAMS, "length"), (STOPS, "stop"), (ENDS, "stop")])
 def test_who_ends_hears_of_it_at_once_and_the_others_behind_the_next_round(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, last: SamplingParams, reason: str
 ) -> None:
-    queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY)
-    crowd(queue)
+    queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY + 1)
+    ((job, _),) = [queue.add([9, 6, 7], replace(last, max_tokens=min(last.max_tokens, 20)), request_id="last")]
+    for i in range(MANY):
+        queue.add([5 + i, 6, 7], replace(PARAMS, max_tokens=60, seed=i), request_id=f"r{i}")
     diary = Diary(queue, monkeypatch)
     queue.drain()
+    (answer,) = job.answers
+    assert answer.output.finish_reason == reason
     said = diary.said
-    ends = [i for i, word in enumerate(said) if word.startswith("end ")]
-    assert len(ends) == MANY
-    first = ends[0]
-    queued = [i for i, word in enumerate(said) if word == "queue"]
-    behind = next(i for i in queued if i > first)
-    assert all(word.startswith("end ") for word in said[first:behind])
-    assert sum(word.startswith("on ") for word in said[behind : behind + MANY]) >= MANY - 2, "the others came too late"
+    at = said.index("end last")
+    behind = said.index("queue", at)
+    assert not [word for word in said[at:behind] if word.startswith("on ")], "somebody else was told before"
+    assert sum(word.startswith("on ") for word in said[behind : behind + MANY + 1]) == MANY, "the others came too late"
 
 
 def test_few_are_told_at_once(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,35 +120,94 @@ def test_the_tokens_and_the_counts_are_those_of_who_is_told_at_once(
         queue.engine.listen(meter)
         stops = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=("e", "a"))
         jobs = [*crowd(queue), queue.add([5, 6, 7], stops), queue.add([8, 6, 7], stops)]
+        handed = watched(queue, jobs)
         queue.drain()
+        assert handed
+        assert all(counted >= tokens for tokens, counted in handed)
         outputs = [job.answers[0].output for job, _ in jobs]
         stats = [(output.speculation.rounds, output.speculation.drafted) for output in outputs]
+        shares, snapshot = sum(output.speculation.verify_s for output in outputs), queue.engine.snapshot()
+        assert shares == pytest.approx(snapshot.verify_s)
         told = [(output.token_ids, output.text, output.finish_reason) for output in outputs]
-        found.append((told, stats, meter.rounds, queue.engine.snapshot().rounds))
+        found.append((told, stats, meter.rounds, snapshot.rounds))
         assert sum(tokens for _, tokens in meter.rounds) == sum(len(output.token_ids) for output in outputs)
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("how", ["abort", "fail"])
-def test_who_is_ended_in_between_has_all_that_was_heard_of_it(tiny_target: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["abort", "fail", "refuse"])
+def test_who_is_ended_in_between_has_all_that_was_heard_of_it(
+    tiny_target: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY)
     jobs = crowd(queue)
     while queue.queued._untold is None:
         queue.engine.step()
     job, heard = jobs[-1]
     (answer,) = job.answers
-    assert answer.generated > len(answer.output.token_ids), "nothing was held back"
+    said = answer.tokens[3:]
+    assert len(said) > len(answer.output.token_ids), "nothing was held back"
     if how == "abort":
         queue.engine.abort(job.id)
-    else:
+    elif how == "fail":
         queue.engine.fail_all(RuntimeError("broken"))
-        assert not queue.engine.busy
-        return
-    assert answer.output.token_ids == answer.tokens[3:]
-    assert heard[-1].outputs[0].token_ids == answer.output.token_ids
-    assert queue.queued._untold is None
+    else:  # it has to begin anew, and cannot
+
+        def refuse(answer: Answer) -> None:
+            raise RuntimeError("no")
+
+        queue.engine.scheduler._preempt(answer)
+        monkeypatch.setattr(queue.engine.scheduler, "_on_admit", refuse)
+        queue.engine.step()
+    assert answer.ended
+    assert heard[-1].outputs[0].token_ids == answer.output.token_ids == said
+    assert how != "fail" or queue.engine.snapshot().generated_tokens == given(jobs)
+    monkeypatch.undo()
     queue.drain()
-    assert all(len(other.answers[0].output.token_ids) == other.params.max_tokens for other, _ in jobs[:-1])
+    if how != "fail":
+        assert all(len(other.answers[0].output.token_ids) == other.params.max_tokens for other, _ in jobs[:-1])
+
+
+def test_log_probabilities_are_read_before_the_next_round(tiny_target: Path) -> None:
+    queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY + 1)
+    told = replace(PARAMS, logprobs=2, speculation=OFF)
+    job, _ = queue.add([9, 6, 7], told)
+    crowd(queue)
+    while queue.engine.busy and not job.answers[0].ended:
+        queue.engine.step()
+        assert queue.queued._untold is None
+    logprobs = job.answers[0].output.logprobs
+    assert logprobs is not None
+    assert [token in likely for token, likely in zip(job.answers[0].output.token_ids, logprobs, strict=True)]
+    queue.drain()
+
+
+def test_a_round_is_the_listeners_who_heard_it_begin(tiny_target: Path) -> None:
+    queue, first, second = Queue(tiny_target, [Echo()], max_num_seqs=MANY), Meter(), Meter()
+    jobs = crowd(queue)
+    queue.engine.listen(first)
+    while queue.queued._untold is None:
+        queue.engine.step()
+    queue.engine.listen(second)
+    known = len(first.rounds)
+    queue.drain()
+    assert known == len(first.rounds)
+    tokens = sum(tokens for _, tokens in (*first.rounds, *second.rounds))
+    assert tokens == given(jobs)
+    assert len(first.rounds) + len(second.rounds) == queue.engine.snapshot().rounds
+
+
+@pytest.mark.parametrize("requests", [1, MANY])
+def test_a_recording_knows_when_requests_came(tiny_target: Path, requests: int) -> None:
+    queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY)
+    recorder = Recorder(queue.engine)
+    queue.engine.listen(recorder)
+    came = []
+    for i in range(requests):
+        job, _ = queue.add([5 + i, 6, 7], replace(PARAMS, max_tokens=8))
+        came.append(job.arrived)
+        queue.engine.step()
+    queue.drain()
+    assert sorted(trace.arrived for trace in recorder._traces) == came
 
 
 def test_first_tokens_do_not_wait(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +215,7 @@ def test_first_tokens_do_not_wait(tiny_target: Path, monkeypatch: pytest.MonkeyP
     crowd(queue)
     for _ in range(4):
         queue.engine.step()
-    late, _ = queue.add([9, 9, 9], replace(PARAMS, speculation=SpeculationParams(enabled=False)), request_id="late")
+    late, _ = queue.add([9, 9, 9], replace(PARAMS, speculation=OFF), request_id="late")
     (answer,) = late.answers
     while not answer.generated:
         queue.engine.step()

@@ -261,6 +261,7 @@ def test_pieces_of_bytes_are_joined_as_they_would_be_decoded(
         [decoders.Strip(" ", 1, 0), decoders.ByteLevel()],
         [decoders.Replace(" a", "b"), decoders.ByteLevel()],
         CONVERTED,
+        [decoders.ByteLevel(), decoders.Replace("é", "e")],
         [decoders.Sequence([decoders.ByteLevel()])],
     ],
 )

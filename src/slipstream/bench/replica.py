@@ -33,7 +33,7 @@ from slipstream.engine.turns import observe_round
 from slipstream.kv.pages import PagePool
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
-from slipstream.plan.gains import Waited
+from slipstream.plan.gains import NO_WAIT, Waited
 from slipstream.plan.measured import Load
 from slipstream.plan.planner import Planner
 
@@ -226,8 +226,8 @@ class Replica:
             self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s - read_s))
         if queued and decodes:
             self._times.append(partial(planner.observe_reads, len(decodes), tokens, read_s))
-            if chunks and not (plan.drafts or plan.hosts):
-                self._times.append(partial(planner.observe_plain, load, lasted_s - read_s, Waited(beyond=host_s)))
+            if chunks and not (plan.drafts or plan.hosts or lagging):
+                self._times.append(partial(planner.observe_plain, load, lasted_s - read_s, NO_WAIT))
         if queued and (chunks or lagging):
             return done  # a round like no other: what it took is not told
         for size in plan.drafts:

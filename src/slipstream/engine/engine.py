@@ -302,24 +302,26 @@ class Engine:
             lasted_s = times.draft + times.verify + times.host
             beyond_s = times.draft + times.host
             observe_round(self.drafting, packed.emitting, told, times, load, lasted_s, beyond_s)
+        self._tell_listener(packed.emitting, told, kept, times)
+        self._count_round(len(told), times)
         self._share_out(packed.emitting, told, kept, times, len(told))
-        self._count_round(packed.emitting, told, kept, times)
         heard = [part for part in zip(packed.emitting, told, strict=True) if not part[0].ended]
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard])
 
-    def _count_round(
-        self, answers: Sequence[Answer], told: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
-    ) -> None:
-        """What it took and gave, for the engine's own record."""
-        if self.listener is not None:
-            self.listener.round(answers, told, kept, times)
+    def _count_round(self, requests: int, times: RoundTimes) -> None:
+        """A round of so many is over."""
         counters = self.counters
         counters.rounds += 1
-        counters.turns += len(told)
+        counters.turns += requests
         counters.draft_s += times.draft
         counters.verify_s += times.verify
         counters.host_s += times.host
-        counters.generated_tokens += sum(kept)
+
+    def _tell_listener(
+        self, answers: Sequence[Answer], told: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
+    ) -> None:
+        if self.listener is not None:
+            self.listener.round(answers, told, kept, times)
 
     def _share_out(
         self,
@@ -334,6 +336,7 @@ class Engine:
         draft_s, verify_s, host_s = (seconds / max(requests, 1) for seconds in (times.draft, times.verify, times.host))
         for answer, verdict, count in zip(answers, told, kept, strict=True):
             stats = answer.output.speculation
+            counters.generated_tokens += count
             stats.rounds += 1
             stats.emitted += count
             stats.draft_s += draft_s

@@ -114,7 +114,11 @@ class QueuedEngine(TellingEngine):
             self._tell(heard)  # the next round overwrites the logits
             heard = []
         schedule = self.scheduler.schedule()
-        self._report(schedule.refused)
+        if schedule.refused:  # with all that they got before
+            self._tell_rest()
+            self._tell(heard)
+            heard = []
+            self._report(schedule.refused)
         if schedule:
             if not (self._tickets or waits):
                 self._marks.rest()
@@ -208,6 +212,7 @@ class QueuedEngine(TellingEngine):
             ahead,
             caught_up if usual else (),
             is_new=is_new,
+            is_plain=bool(schedule.decodes) and not (drafts or hosts or caught_up or is_new),
             hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
             ready_s=self._marks.since(self._idle_since, self._queued_at) if in_time else 0.0,
         )

@@ -6,6 +6,7 @@ import enum
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -220,8 +221,10 @@ class Job:
         wait for that."""
         if self.reported:
             self.sink = _to_nobody
+            over = copy(_OVER)
+            over.arrived = self.arrived  # of which a listener may still ask
             for answer in self.answers:
-                answer.job, answer.view = _OVER, None
+                answer.job, answer.view = over, None
 
     @property
     def _is_urgent(self) -> bool:

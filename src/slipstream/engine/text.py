@@ -181,7 +181,7 @@ def _joins_bytes(decoder: Decoder) -> bool:
     not where they take out spaces before punctuation."""
     backend: Any = getattr(decoder, "backend_tokenizer", None)
     parts = _parts(getattr(backend, "decoder", None))
-    if "ByteLevel" not in [part["type"] for part in parts] or not all(map(_keeps_bytes, parts)):
+    if not parts or parts[-1]["type"] != "ByteLevel" or not all(map(_keeps_bytes, parts)):
         return False
     ids: list[int] = backend.encode(_SPACED, add_special_tokens=False).ids
     joined = "".join([decoder.decode([token], skip_special_tokens=False) for token in ids])
@@ -198,7 +198,11 @@ def _parts(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_bytes(part: dict[str, Any]) -> bool:
-    """Does it make the same of a token's bytes wherever they stand? A single character is in one token always."""
+    """Does it make the same of a token's letters wherever they stand, before they become bytes? Each is in one token.
+
+    Behind `Fuse` a decoder gives up on the whole text where one token, as a special one may, has a letter that is no
+    byte. There joined pieces are what was meant.
+    """
     if part["type"] == "Replace":
         return len(part["pattern"].get("String", "")) == 1
     return part["type"] in ("ByteLevel", "ByteFallback", "Fuse")

@@ -88,6 +88,7 @@ class Ticket:
     ahead: Ahead | None = None  # the draft that was begun before it was planned
     caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
     is_new: bool = False  # something was captured or compiled for it
+    is_plain: bool = False  # nobody guessed in it, or was to; prompts may have been read beside
     hoped: float = 1.0  # how many times as fast as plain decoding it is to be
     ready_s: float = 0.0  # the host took so long to queue it, while the one before it was under way; 0: none was
 
@@ -135,11 +136,6 @@ class Ticket:
         if self.owners is None or self.round is None or len(authors.names) < 2:
             return authors
         return resolved(authors, self.owners[member, :nodes].tolist(), self.round.numbers, self.round.makes_trees)
-
-    @property
-    def is_plain(self) -> bool:
-        """Is it a round as they come in which nobody guessed? Prompts may have been read beside it."""
-        return bool(self.decodes) and not (self.drafts or self.hosts or self.is_new)
 
     @property
     def begun(self) -> Any:

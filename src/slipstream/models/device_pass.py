@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from slipstream.kernels.layout import RowLayout
@@ -68,15 +69,15 @@ def layout_of(batch: PassBatch, page_size: int) -> RowLayout:
     before = np.concatenate((np.repeat(prefixes, counts), 0 * nobodys))
     is_tree = batch.masks is not None
     known = before if is_tree else before + np.arange(rows) - first_rows
-    wide = sent(np.concatenate((known, first_rows, np.arange(requests), prefixes), dtype=np.int64), device)
-    places, firsts, lanes, lengths = wide.split((rows, rows, requests, requests))
+    wide = sent(np.concatenate((known, first_rows, prefixes), dtype=np.int64), device)
+    places, firsts, lengths = wide.split((rows, rows, requests))
     if is_tree:
         places = places + batch.positions - batch.positions[firsts]
     return RowLayout(
         positions=places,
         slots=batch.slots,
         starts=narrow[: requests + 1],
-        lanes=lanes,
+        lanes=torch.arange(requests, device=device),
         lengths=lengths,
         pages=narrow[requests + 1 :].view(table.shape),
         ancestors=_ancestors(batch) if is_tree else None,

@@ -26,6 +26,9 @@ _ASSUMED = 3
 """Passes of a size, at least, that are looked at where a device may be seen to be late: what was measured fills up."""
 _STALE = 512
 """Passes after which a size that did not come again is forgotten: what made it dear may be long over."""
+_ANOTHER_PACE = 1.25
+"""Where a size takes so many times as long as when another was seen last, or as short, so does that one by now: the
+machine has more or less to do besides. What differs less is noise."""
 _FINE = 8
 """Contexts are told apart by such a part of a doubling: what they add is not reckoned anew for every token."""
 _FAR = 2.0
@@ -74,6 +77,7 @@ class PassCost:
         self._seen: dict[int, deque[_Pass]] = {}  # by edge
         self._shares: dict[int, deque[float]] = {}  # edge -> what these took without context, by the prior
         self._typical: dict[int, float] = {}  # edge -> the median of seconds without context, by those of the prior
+        self._then: dict[int, dict[int, float]] = {}  # edge -> what was typical of all of them when it was last seen
         self._left_out = self.context.rates  # what was taken for the context's doing in these
         self._priors: Floats = np.empty(0)  # the prior for 1, 2, … rows
         self._table: Floats = np.empty(0)  # seconds for 1, 2, … rows, as many as were asked for
@@ -148,6 +152,7 @@ class PassCost:
         for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
             self._forget(old)
             changed = True
+        self._then[edge] = dict(self._typical)
         if changed:
             self._renew()
 
@@ -163,9 +168,11 @@ class PassCost:
         """Context or prior are others now."""
         self._shares = {e: deque(map(self._share, seen), maxlen=_REMEMBER) for e, seen in self._seen.items()}
         self._typical = {edge: self._usual(shares) for edge, shares in self._shares.items()}
+        self._then = {}
 
     def _forget(self, edge: int) -> None:
         del self._last[edge], self._seen[edge], self._shares[edge]
+        self._then.pop(edge, None)
         self._typical.pop(edge, None)  # a pass that took no time at all left none
 
     def _share(self, seen: _Pass) -> float:
@@ -282,9 +289,19 @@ class PassCost:
         fixed, each = self.context.line(self._load)
         found = self._prior_of(rows)
         if typical := dict(self._typical):  # any thread may ask
+            newest = max(typical, key=lambda edge: self._last.get(edge, 0))
             edges = sorted(typical)
-            found = found * np.interp(np.log(rows), _LOG_EDGES[edges], [typical[e] for e in edges])
+            known = [typical[edge] * self._pace(edge, newest, typical[newest]) for edge in edges]
+            found = found * np.interp(np.log(rows), _LOG_EDGES[edges], known)
         return np.asarray(found + fixed + each * rows, dtype=np.float64)
+
+    def _pace(self, edge: int, newest: int, typical: float) -> float:
+        """How many times as long everything takes as when passes of this size were last seen, by those seen last."""
+        if not self._learns:  # rounds of one number of requests may be slow for other reasons than those of another
+            return 1.0
+        then = self._then.get(edge, {}).get(newest, typical)
+        pace = typical / then if then > 0 else 1.0
+        return pace if not 1 / _ANOTHER_PACE < pace < _ANOTHER_PACE else 1.0
 
     @staticmethod
     def filled(rows: int) -> int:

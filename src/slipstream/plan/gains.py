@@ -32,8 +32,9 @@ _WASTE = 0.005
 _SHORTEST_REST = 64
 _LONGEST_REST = 2048
 """What trials may cost of the time, and rounds between two of them; the shortest behind the first that failed."""
-_OLD = 512
-"""Rounds after which there must be another plain one of as many requests to compare with: machines change."""
+_OLD, _CHANGED = 512, 1.5
+"""Rounds after which there must be another plain one of as many requests to compare with: machines change. And how many
+times as long or short a pass takes where there must be one at once."""
 _SOON, _AGAIN = 8, 256
 """… and from one to the next where nothing was heard of it, twice as many each time: rounds in which something is
 recorded are not told of, nor those in which prompts are read where no clock tells how long that took."""
@@ -151,7 +152,12 @@ class Gains:
     min_gain: how many times as fast as plain decoding a kind must be to go on drafting.
     """
 
-    def __init__(self, slope: float, min_gain: float = 1.0, context: ContextCost | None = None) -> None:
+    def __init__(
+        self, slope: float, min_gain: float = 1.0, context: ContextCost | None = None, passes: PassCost | None = None
+    ) -> None:
+        """passes: what a pass takes by now; None: that is not known."""
+        self._passes = passes
+        self._passes_then: dict[int, float] = {}  # by size of pass: … and took when a plain round was seen
         self._plain = PassCost(slope, context=context, learns=False)  # seconds of undrafted rounds by requests
         self._last_plain: dict[int, int] = {}  # by size of pass: the round
         self._asked_plain: dict[int, _Asked] = {}  # … when there was to be one of which nothing was heard
@@ -220,7 +226,15 @@ class Gains:
         if not self._told or self._rounds < self._asked_plain.get(edge, _NEVER).until:
             return False
         last = self._last_plain.get(edge)
-        return not self._plain.seen(requests) or (last is not None and self._rounds - last > _OLD)
+        is_old = last is not None and (self._rounds - last > _OLD or self._has_changed(requests))
+        return is_old or not self._plain.seen(requests)
+
+    def _has_changed(self, requests: int) -> bool:
+        """Does a pass of so many take much more or less than when a plain round was seen last?"""
+        if self._passes is None or not self._passes.observed:
+            return False
+        then, now = self._passes_then.get(PassCost.edge(requests), 0.0), self._passes.about(requests)
+        return then > 0 and not 1 / _CHANGED < now / then < _CHANGED
 
     def ask_plain(self, requests: int) -> None:
         """This round of so many goes without drafts, to compare with."""
@@ -340,6 +354,8 @@ class Gains:
         edge = PassCost.edge(requests)
         self._last_plain[edge] = self._rounds
         self._asked_plain.pop(edge, None)
+        if self._passes is not None and self._passes.observed:
+            self._passes_then[edge] = self._passes.about(requests)
 
     def _plain_s(self, crowd: int, seconds: float, waited: Waited) -> float:
         """What an undrafted round would have taken among others.

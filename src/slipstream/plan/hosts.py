@@ -54,7 +54,7 @@ class HostPlans(Planner):
     def __init__(self, cost: PassCost, min_gain: float = 1.0) -> None:
         self._cost = cost
         self._margin, self._min_gain = max(MARGIN, min_gain), min_gain
-        self._gains = Gains(cost.slope, min_gain, cost.context)
+        self._gains = Gains(cost.slope, min_gain, cost.context, cost)
         self._extras = RoundExtras()
         self._investments: dict[str, Investment] = {}  # of those whose drafts are taken whole
         self._asking: dict[str, Asking] = {}
