@@ -171,6 +171,14 @@ def test_nothing_drafted_says_why(declined: int, rounds: str) -> None:
     assert rate_line(40, 10.0, limited).endswith("nothing drafted: the request asked for 0 draft tokens")
 
 
+@pytest.mark.parametrize(("declined", "told"), [(20, False), (31, True)])
+def test_where_most_rounds_went_without_guesses_the_summary_says_so(declined: int, told: bool) -> None:
+    drafters = {"suffix": DrafterStats(drafted=4, accepted=1, declined=declined)}
+    line = rate_line(41, 10.0, SpeculationStats(40, 41, 4, 1, by_drafter=drafters))
+    assert ("in 31 of 40 rounds guesses would not have paid enough" in line) == told
+    assert "1 of 4 guesses stood (suffix)" in line
+
+
 def test_the_json_says_what_was_decided_and_what_was_gained() -> None:
     stats = SpeculationStats(4, 10, 8, 6, expected_gain=1.81111, measured_gain=1.7, plan={"ngram": "ngram 5: 1.30x"})
     told = speculation_json(stats)

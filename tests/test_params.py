@@ -99,6 +99,11 @@ def test_what_is_wrong_explains_itself(key: str, value: Any, remedy: str) -> Non
         assert f"{key}={value!r}" in str(caught.value)
 
 
+def test_speculation_is_not_turned_off_by_none() -> None:
+    with pytest.raises(InvalidRequest, match=r"speculation=None: must be .*enabled=False\) for plain decoding"):
+        SamplingParams(speculation=None)  # type: ignore[arg-type]
+
+
 def test_an_unknown_key_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]

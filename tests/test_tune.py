@@ -42,13 +42,18 @@ def prompts(folder: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    return run_aloud(capsys, *arguments)[0]
+
+
+def run_aloud(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, object], str]:
+    """The result, and what was said to people."""
     with pytest.raises(SystemExit) as ended:
         main(list(arguments))
     out, err = capsys.readouterr()
     assert not ended.value.code, err
     result = json.loads(out.splitlines()[-1])
     assert isinstance(result, dict)
-    return result
+    return result, err
 
 
 def test_the_fastest_is_recommended_and_plain_where_none_is_clearly_faster() -> None:
@@ -119,7 +124,7 @@ def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, plot = tmp_path / "tuned.json", tmp_path / "tuned.svg"
-    result = run(
+    result, said = run_aloud(
         capsys,
         *("tune", "--model", str(tiny_target), "--drafters", "ngram,suffix", "--sizes", "2"),
         *("--prompts", str(prompts(tmp_path)), "--concurrency", "1,3", "--max-tokens", "8"),
@@ -135,6 +140,8 @@ def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     assert plot.read_text().count("<polyline") == 5
     assert json.loads(config.read_text())["doubts"] == result["doubts"] != [], "only three prompts"
     engine = read_engine(config)
+    assert f"wrote {config}: " in said
+    assert ", the best over 1, 3 at once together" in said
     assert engine["model"] == str(tiny_target)
     with LLM(**engine, max_model_len=64) as llm:
         assert llm.generate("one two")[0].finished

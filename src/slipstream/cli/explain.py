@@ -50,7 +50,9 @@ def explain(
     Costs are measured now. What is chosen in a run depends on them, and on how often guesses turn out right, which is
     learned by request.
     """
-    if not common.drafters or common.no_speculation:
+    if common.no_speculation:
+        raise ConfigError("--no-speculation: there is nothing to explain without speculation; leave it out")
+    if not common.drafters:
         raise ConfigError("explain: there is nothing to explain without a drafter; name one, such as --drafter suffix")
     if common.measure_costs is False:
         raise ConfigError("--no-measure-costs: explain shows what was measured; leave it out")

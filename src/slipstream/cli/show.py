@@ -124,6 +124,9 @@ def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
         names = ", ".join(name for name, drafter in stats.by_drafter.items() if drafter.drafted)
         line += f" · {stats.accepted} of {stats.drafted} guesses stood"
         line += f" ({names})" if names else ""
+        declined = max([drafter.declined for drafter in stats.by_drafter.values()], default=0)
+        if 2 * declined > stats.rounds:
+            line += f" · in {declined} of {stats.rounds} rounds guesses would not have paid enough"
     else:
         line += f" · {undrafted(stats)}"
     failures = sum(drafter.failures for drafter in stats.by_drafter.values())

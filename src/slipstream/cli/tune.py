@@ -92,6 +92,8 @@ def tune_command(
     result = tune.configuration(common.model, rows, common.min_gain)
     if config is not None:
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        winner = tune.best_of_all(rows).name
+        note(f"wrote {config}: {winner}, the best over {', '.join(map(str, levels))} at once together")
     if plot is not None:
         plot.write_text(drawn(rows), encoding="utf-8")
     print(

@@ -122,6 +122,8 @@ class SamplingParams:
         for key in ("stop", "stop_token_ids", "bad_words"):
             self._check(key, getattr(self, key) is None or isinstance(getattr(self, key), Iterable), "a list")
         self._check("prediction", self.prediction is None or isinstance(self.prediction, str), "a text")
+        wanted = "SpeculationParams(), or SpeculationParams(enabled=False) for plain decoding"
+        self._check("speculation", isinstance(self.speculation, SpeculationParams), wanted)
         self._check("cache_salt", isinstance(self.cache_salt, str), "a text")
         timed = self.timeout_s is None or (_number(self.timeout_s) and self.timeout_s > 0)
         self._check("timeout_s", timed, "seconds, above 0, or None for no end")

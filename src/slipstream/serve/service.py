@@ -151,7 +151,7 @@ class Service:
             return "the request turned it off"
         if not self.llm.speculates:
             return "it is switched off for all requests"
-        return None if self._drafts else "this server has no drafter"
+        return None if self._drafts else "this server has no drafter: none was named, or speculation is switched off"
 
     def _check_model(self, name: str) -> None:
         if name not in self.config.models:
