@@ -45,6 +45,39 @@ def test_help_and_version_do_not_import_torch() -> None:
         assert "heavy []" in done.stdout, arguments
 
 
+def test_an_interruption_before_the_commands_are_there_is_one_word() -> None:
+    code = (
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'slipstream.cli.main': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from slipstream.cli.entry import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interruption_that_a_library_made_something_else_of_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupted: bool
+) -> None:
+    def run(**_: Any) -> None:
+        try:
+            raise KeyboardInterrupt if interrupted else ValueError
+        except BaseException as error:
+            raise ModuleNotFoundError("Could not import module 'X'") from error
+
+    monkeypatch.setattr("slipstream.cli.main.app", run)
+    with pytest.raises(SystemExit if interrupted else ModuleNotFoundError) as ended:
+        main([])
+    if interrupted:
+        assert isinstance(ended.value, SystemExit)
+        assert ended.value.code == 130
+        assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     """In one fresh process, each as a user would meet it: torch and transformers take seconds to import."""
     (tmp_path / "notes.txt").write_text("no model")

@@ -66,8 +66,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         note("error: " + " ".join(str(error).split()), style="bold red")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except (KeyboardInterrupt, SystemExit) as ended:  # typer makes the second of the first
-        if isinstance(ended, SystemExit) and ended.code != 130:
+    except (Exception, KeyboardInterrupt, SystemExit) as ended:  # typer makes the last of the second
+        if not was_interrupted(ended):
             raise
         note("interrupted")
         sys.exit(130)
+
+
+def was_interrupted(ended: BaseException | None) -> bool:
+    """By Ctrl-C, whatever was made of it: who imports lazily may call it a module that could not be found."""
+    if isinstance(ended, SystemExit):
+        return ended.code == 130
+    while ended is not None and not isinstance(ended, KeyboardInterrupt):
+        ended = ended.__cause__ or ended.__context__
+    return ended is not None
