@@ -179,6 +179,7 @@ def test_where_passes_take_half_as_long_there_is_a_plain_round_to_compare_with_a
             gains.observe([Turn("a", 0, 1)], seconds)
         gains.next_round(1)
         assert gains.lacks_plain(1) == lacks
+    assert not gains.lacks_plain(0), "a round in which only prompts are read"
     gains.ask_plain(1)
     gains.observe([Turn("a", 0, 1)], 0.025)
     gains.next_round(1)

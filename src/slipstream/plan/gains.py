@@ -231,7 +231,7 @@ class Gains:
 
     def _has_changed(self, requests: int) -> bool:
         """Does a pass of so many take much more or less than when a plain round was seen last?"""
-        if self._passes is None or not self._passes.observed:
+        if not requests or self._passes is None or not self._passes.observed:
             return False
         then, now = self._passes_then.get(PassCost.edge(requests), 0.0), self._passes.about(requests)
         return then > 0 and not 1 / _CHANGED < now / then < _CHANGED
