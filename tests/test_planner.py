@@ -106,15 +106,15 @@ class TestPassCost:
             assert reached == cost.curve(low, low + more).tolist()
 
     @pytest.mark.parametrize("pace", [0.3, 3.0])
-    def test_a_size_not_seen_since_goes_with_the_machine(self, pace: float) -> None:
+    def test_a_size_not_seen_since_is_as_at_first_by_what_the_machine_does_now(self, pace: float) -> None:
         """It was busy when passes with guesses were tried last: their cost of then would keep them from being tried."""
         cost = PassCost(0.02)
         for _ in range(9):
             cost.observe(1, 0.06)
-            cost.observe(8, 0.08)
+            cost.observe(8, 0.2)
         for _ in range(9):
             cost.observe(1, 0.06 * pace)
-        assert cost.seconds(8) == pytest.approx(0.08 * pace, rel=0.05)
+        assert cost.seconds(8) == pytest.approx(0.06 * pace * (1 + 7 * 0.02), rel=0.01)
         for _ in range(9):
             cost.observe(8, 0.1)
         assert cost.seconds(8) == pytest.approx(0.1), "what is seen counts for more"

@@ -27,8 +27,8 @@ _ASSUMED = 3
 _STALE = 512
 """Passes after which a size that did not come again is forgotten: what made it dear may be long over."""
 _ANOTHER_PACE = 1.25
-"""Where a size takes so many times as long as when another was seen last, or as short, so does that one by now: the
-machine has more or less to do besides. What differs less is noise."""
+"""Where a size takes so many times as long as when another was seen last, or as short, what was seen of that one says
+nothing any more: the machine has more or less to do besides, and on a busy one rows are dearer, too."""
 _FINE = 8
 """Contexts are told apart by such a part of a doubling: what they add is not reckoned anew for every token."""
 _FAR = 2.0
@@ -170,6 +170,12 @@ class PassCost:
         self._typical = {edge: self._usual(shares) for edge, shares in self._shares.items()}
         self._then = {}
 
+    def forget(self, rows: int) -> None:
+        """What was seen of passes of about so many rows: they are others now."""
+        if (edge := self.edge(rows)) in self._seen:
+            self._forget(edge)
+            self._renew()
+
     def _forget(self, edge: int) -> None:
         del self._last[edge], self._seen[edge], self._shares[edge]
         self._then.pop(edge, None)
@@ -290,18 +296,16 @@ class PassCost:
         found = self._prior_of(rows)
         if typical := dict(self._typical):  # any thread may ask
             newest = max(typical, key=lambda edge: self._last.get(edge, 0))
-            edges = sorted(typical)
-            known = [typical[edge] * self._pace(edge, newest, typical[newest]) for edge in edges]
-            found = found * np.interp(np.log(rows), _LOG_EDGES[edges], known)
+            edges = sorted([edge for edge in typical if self._holds(edge, newest, typical[newest])])
+            found = found * np.interp(np.log(rows), _LOG_EDGES[edges], [typical[edge] for edge in edges])
         return np.asarray(found + fixed + each * rows, dtype=np.float64)
 
-    def _pace(self, edge: int, newest: int, typical: float) -> float:
-        """How many times as long everything takes as when passes of this size were last seen, by those seen last."""
+    def _holds(self, edge: int, newest: int, typical: float) -> bool:
+        """Is the machine as quick as when passes of this size were last seen, by those that were seen last?"""
         if not self._learns:  # rounds of one number of requests may be slow for other reasons than those of another
-            return 1.0
+            return True
         then = self._then.get(edge, {}).get(newest, typical)
-        pace = typical / then if then > 0 else 1.0
-        return pace if not 1 / _ANOTHER_PACE < pace < _ANOTHER_PACE else 1.0
+        return then <= 0 or 1 / _ANOTHER_PACE < typical / then < _ANOTHER_PACE
 
     @staticmethod
     def filled(rows: int) -> int:

@@ -225,9 +225,8 @@ class Gains:
         edge = PassCost.edge(requests)
         if not self._told or self._rounds < self._asked_plain.get(edge, _NEVER).until:
             return False
-        last = self._last_plain.get(edge)
-        is_old = last is not None and (self._rounds - last > _OLD or self._has_changed(requests))
-        return is_old or not self._plain.seen(requests)
+        is_old = self._rounds - self._last_plain.get(edge, self._rounds) > _OLD
+        return is_old or self._has_changed(requests) or not self._plain.seen(requests)
 
     def _has_changed(self, requests: int) -> bool:
         """Does a pass of so many take much more or less than when a plain round was seen last?"""
@@ -350,6 +349,8 @@ class Gains:
     def observe_plain(self, load: Load, seconds: float, waited: Waited) -> None:
         """A round without drafts took so long, beside what it took to read prompts."""
         requests = load.requests
+        if self._has_changed(requests):
+            self._plain.forget(requests)
         self._plain.observe(requests, self._plain_s(crowd_of(requests), seconds, waited), load)
         edge = PassCost.edge(requests)
         self._last_plain[edge] = self._rounds
