@@ -100,8 +100,9 @@ def test_what_is_wrong_explains_itself(key: str, value: Any, remedy: str) -> Non
 
 
 def test_speculation_is_not_turned_off_by_none() -> None:
+    nothing: Any = None
     with pytest.raises(InvalidRequest, match=r"speculation=None: must be .*enabled=False\) for plain decoding"):
-        SamplingParams(speculation=None)  # type: ignore[arg-type]
+        SamplingParams(speculation=nothing)
 
 
 def test_an_unknown_key_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.core.outputs import NO_DRAFTER, DrafterStats, SpeculationStats
+from slipstream.core.outputs import DrafterStats, SpeculationStats
 from slipstream.serve.record import AnswerRecord
 from slipstream.serve.usage import speculation_report
 
@@ -20,7 +20,7 @@ OFF = "off: batch 48 leaves no spare arithmetic"
         ({"ngram": "off: 0.90x expected", "suffix": OFF}, 0, f"ngram off: 0.90x expected; suffix {OFF}"),
         ({"ngram": "ngram 5: 1.30x expected"}, 8, "ngram 5: 1.30x expected; 6 of 8 guesses stood, 2.50 tokens a pass"),
         ({}, 8, "on: 6 of 8 guesses stood, 2.50 tokens a pass"),
-        ({}, 0, f"off: {NO_DRAFTER}"),
+        ({}, 0, "off: it had no drafter: none was named, or speculation is switched off"),
     ],
 )
 def test_why(plan: dict[str, str], drafted: int, why: str) -> None:

@@ -85,7 +85,7 @@ def test_who_ends_hears_of_it_at_once_and_the_others_behind_the_next_round(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch, last: SamplingParams, reason: str
 ) -> None:
     queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY + 1)
-    ((job, _),) = [queue.add([9, 6, 7], replace(last, max_tokens=min(last.max_tokens, 20)), request_id="last")]
+    job, _ = queue.add([9, 6, 7], replace(last, max_tokens=min(last.max_tokens, 20)), request_id="last")
     for i in range(MANY):
         queue.add([5 + i, 6, 7], replace(PARAMS, max_tokens=60, seed=i), request_id=f"r{i}")
     diary = Diary(queue, monkeypatch)
@@ -177,7 +177,7 @@ def test_log_probabilities_are_read_before_the_next_round(tiny_target: Path) -> 
         assert queue.queued._untold is None
     logprobs = job.answers[0].output.logprobs
     assert logprobs is not None
-    assert [token in likely for token, likely in zip(job.answers[0].output.token_ids, logprobs, strict=True)]
+    assert all(token in likely for token, likely in zip(job.answers[0].output.token_ids, logprobs, strict=True))
     queue.drain()
 
 
@@ -210,7 +210,7 @@ def test_a_recording_knows_when_requests_came(tiny_target: Path, requests: int) 
     assert sorted(trace.arrived for trace in recorder._traces) == came
 
 
-def test_first_tokens_do_not_wait(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_tokens_do_not_wait(tiny_target: Path) -> None:
     queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY + 1)
     crowd(queue)
     for _ in range(4):

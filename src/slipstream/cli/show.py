@@ -101,9 +101,14 @@ def request_json(output: RequestOutput, *, model: str, seed: int | None) -> dict
     return payload
 
 
+def _declined(stats: SpeculationStats) -> dict[str, int]:
+    """By drafter: rounds in which its guesses would not have paid, where there were some."""
+    return {name: drafter.declined for name, drafter in stats.by_drafter.items() if drafter.declined}
+
+
 def undrafted(stats: SpeculationStats) -> str:
     """That nothing was drafted, and why: who wonders must not take it for a failure."""
-    declined = {name: drafter.declined for name, drafter in stats.by_drafter.items() if drafter.declined}
+    declined = _declined(stats)
     if not declined:
         return "nothing drafted" + (f": {stats.why.removeprefix('off: ')}" if stats.plan else "")
     rounds = max(declined.values())
@@ -124,7 +129,7 @@ def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
         names = ", ".join(name for name, drafter in stats.by_drafter.items() if drafter.drafted)
         line += f" · {stats.accepted} of {stats.drafted} guesses stood"
         line += f" ({names})" if names else ""
-        declined = max([drafter.declined for drafter in stats.by_drafter.values()], default=0)
+        declined = max(_declined(stats).values(), default=0)
         if 2 * declined > stats.rounds:
             line += f" · in {declined} of {stats.rounds} rounds guesses would not have paid enough"
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-NO_DRAFTER = "it had no drafter: none was named, or speculation is switched off"
+_NO_DRAFTER = "it had no drafter: none was named, or speculation is switched off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class SpeculationStats:
             return f"off from where a drafter failed: {', '.join(failed)}"
         counted = f"{self.accepted} of {self.drafted} guesses stood, {self.tau:.2f} tokens a pass"
         if not self.plan:  # nothing was weighed: drafts of a fixed size, or nobody to draft, or no round to draft in
-            ended = "the answer ended with its first token" if self.rounds <= 1 else NO_DRAFTER
+            ended = "the answer ended with its first token" if self.rounds <= 1 else _NO_DRAFTER
             return f"on: {counted}" if self.drafted else f"off: {ended}"
         alike = len({*self.plan.values()}) == 1
         said = [text if alike or text.startswith(name) else f"{name} {text}" for name, text in self.plan.items()]

@@ -152,7 +152,8 @@ class PassCost:
         for old in [e for e, last in self._last.items() if self._passes - last > _STALE]:
             self._forget(old)
             changed = True
-        self._then[edge] = dict(self._typical)
+        if self._learns:  # else: rounds of one number of requests may be slow for other reasons than those of another
+            self._then[edge] = dict(self._typical)
         if changed:
             self._renew()
 
@@ -302,8 +303,6 @@ class PassCost:
 
     def _holds(self, edge: int, newest: int, typical: float) -> bool:
         """Is the machine as quick as when passes of this size were last seen, by those that were seen last?"""
-        if not self._learns:  # rounds of one number of requests may be slow for other reasons than those of another
-            return True
         then = self._then.get(edge, {}).get(newest, typical)
         return then <= 0 or 1 / _ANOTHER_PACE < typical / then < _ANOTHER_PACE
 
