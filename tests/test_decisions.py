@@ -28,6 +28,7 @@ def test_the_bar_is_named_where_it_is_the_reason() -> None:
 def test_the_larger_part_is_the_reason() -> None:
     """Rows, or guesses."""
     assert "no spare arithmetic" in said(Decision(4, 0, 1.0, 0.4))
+    assert said(Decision(1, 0, 1.0)) == "off: a pass has no spare arithmetic here (a second row costs 150% more)"
     assert "its guesses take 178% of a pass" in said(Decision(4, 0, 1.0, 1.78))
 
 

@@ -54,6 +54,8 @@ class Decision(NamedTuple):
         if self.guess > _SLOW and (self.guess >= two or two <= _DEAR):
             return f"off: its guesses take {self.guess:.0%} of a pass, {self.gain:.2f}x expected at best{share}"
         if two > _DEAR:
+            if self.requests == 1:
+                return f"off: a pass has no spare arithmetic here (a second row costs {two:.0%} more{share})"
             return (
                 f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
             )
