@@ -103,11 +103,19 @@ def test_modes_take_turns_and_the_order_rotates() -> None:
     runners = [FakeRunner(name, log) for name in "abc"]
     steps: list[tuple[str, str]] = []
     units = [unit("x", "p"), unit("x", "q"), unit("y", "r")]
-    samples = bench.measure(units, runners, repeats=2, on_step=lambda *step: steps.append(step))
+    samples = list(bench.measure(units, runners, repeats=2, on_step=lambda *step: steps.append(step)))
     assert "".join(log) == "abc" + "bca" + "cab" + "bca" + "cab" + "abc"
     assert [s.mode for s in samples] == log
     assert steps[3] == ("x", "b")
     assert [(s.unit, s.repeat) for s in samples[::3]] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+
+
+def test_of_a_run_that_broke_off_whole_units_are_kept() -> None:
+    log: list[str] = []
+    samples = list(bench.measure([unit("x", "p"), unit("x", "q")], [FakeRunner(n, log) for n in "ab"], repeats=2))
+    assert bench.in_all_modes(samples, 2) == samples
+    assert bench.in_all_modes(samples[:7], 2) == samples[:6], "the second time of the second prompt"
+    assert bench.in_all_modes(samples[:1], 2) == []
 
 
 def test_warm_up_is_short_and_reaches_every_mode() -> None:
@@ -124,7 +132,7 @@ def test_speed_ups_come_from_sums_not_from_means_of_ratios() -> None:
     stats = SpeculationStats(rounds=2, emitted=4, drafted=5, accepted=2, draft_s=0.1, verify_s=0.2, host_s=0.3)
     plain = FakeRunner("plain", log, [4.0, 8.0, 2.0], stats=SpeculationStats(rounds=4, emitted=4))
     ngram = FakeRunner("ngram", log, [1.0, 3.0, 4.0], stats=stats)
-    summary = report.summarize(units, bench.measure(units, [plain, ngram]), ["plain", "ngram"])
+    summary = report.summarize(units, list(bench.measure(units, [plain, ngram])), ["plain", "ngram"])
     x = summary.row("x", "ngram")
     assert (x.tokens, x.seconds, x.prompts, x.prompt_tokens) == (8, 4.0, 2, 6)
     assert x.tokens_per_s == 2.0
@@ -159,7 +167,7 @@ def test_a_mode_that_never_drafted_says_why(declined: int, said: str) -> None:
         FakeRunner("plain", log, stats=SpeculationStats(rounds=4, emitted=4)),
         FakeRunner("model:d", log, stats=stats),
     ]
-    summary = report.summarize(units, bench.measure(units, runners), ["plain", "model:d"])
+    summary = report.summarize(units, list(bench.measure(units, runners)), ["plain", "model:d"])
     used = memory.MemoryReport(imports=1, peak=2, weights=1, draft_weights=0, cache=0, device_peak=None)
     about = {"skipped_prompts": 0, "hardware": {"busy": False}}
     lines = closing_lines(summary, bench.PrefillReport(10, {"plain": 1.0}), used, about)
@@ -174,7 +182,7 @@ def test_the_table_fits_80_columns() -> None:
     units = [unit("code_editing", "p")]
     stats = SpeculationStats(rounds=1, emitted=4, drafted=5, accepted=2)
     runners = [FakeRunner("plain", log), FakeRunner("transformers", log, [0.001], (5, 6), stats)]
-    summary = report.summarize(units, bench.measure(units, runners), ["plain", "transformers"])
+    summary = report.summarize(units, list(bench.measure(units, runners)), ["plain", "transformers"])
     out = StringIO()
     Console(file=out, width=80).print(report.table(summary))
     assert "no: 0/1" in out.getvalue()
@@ -185,7 +193,7 @@ def test_of_repeats_the_median_counts() -> None:
     log: list[str] = []
     units = [unit("x", "p")]
     plain = FakeRunner("plain", log, [9.0, 2.0, 1.0])
-    summary = report.summarize(units, bench.measure(units, [plain], repeats=3), ["plain"])
+    summary = report.summarize(units, list(bench.measure(units, [plain], repeats=3)), ["plain"])
     assert summary.row("x", "plain").seconds == 2.0
     assert summary.row("x", "plain").tokens == 4
 
@@ -197,7 +205,7 @@ def test_tokens_that_differ_are_counted_and_named() -> None:
     wrong = FakeRunner("wrong", log, tokens=(5, 6, 9))
     other = FakeRunner("transformers", log, tokens=(5, 6, 7))
     modes = ["plain", "wrong", "transformers"]
-    samples = bench.measure(units, [plain, wrong, other])
+    samples = list(bench.measure(units, [plain, wrong, other]))
     summary = report.summarize(units, samples, modes, eos={2})
     assert summary.differences == (report.Difference("p", "wrong", 2), report.Difference("q", "wrong", 2))
     assert (summary.row("x", "wrong").same, summary.row("x", "wrong").compared) == (0, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import slipstream
 from fake_llm import FakeLLM
 from ran import Ran, Run
 from slipstream.bench import memory
+from slipstream.bench.run import EngineRunner
 from slipstream.cli import chat, loading, models, options
 from slipstream.cli.main import main
 from slipstream.cli.show import rate_line, speculation_json
@@ -378,6 +380,7 @@ def test_bench_prints_a_table_and_a_last_line_of_json(run: Run, llm: FakeLLM, tm
     assert result["all"]["auto"]["same_tokens"] == result["all"]["auto"]["compared"] == 3
     assert result["all"]["auto"]["tau"] == 2.0
     assert result["differences"] == []
+    assert not result["interrupted"]
     assert result["memory"]["weights_bytes"] == 2**20
     assert result["prefill"]["tokens_per_s"]["plain"] == pytest.approx(result["prefill"]["prompt_tokens"] / 0.5)
     assert {"cpu", "cores", "gpu"} <= set(result["hardware"])
@@ -388,6 +391,41 @@ def test_bench_prints_a_table_and_a_last_line_of_json(run: Run, llm: FakeLLM, tm
     assert whole == result
     assert llm.made_with["max_num_seqs"] == 1
     assert {p.speculation.drafter for _, p in llm.asked} == {None, "auto"}
+
+
+def broken_off(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Ctrl-C comes after so many answers."""
+    answers, answer = itertools.count(), EngineRunner.answer
+
+    def counted(*arguments: Any) -> Any:
+        if next(answers) >= after:
+            raise KeyboardInterrupt
+        return answer(*arguments)
+
+    monkeypatch.setattr(EngineRunner, "answer", counted)
+
+
+def test_bench_ended_by_ctrl_c_tells_of_what_was_measured(
+    run: Run, llm: FakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off(monkeypatch, 2 + 2 * 2 + 1)  # to warm up, and in both modes for two prompts of three
+    kept = tmp_path / "bench.json"
+    done = run("bench", "--limit", "3", "--max-tokens", "8", "--startup", "--json", str(kept))
+    assert done.code == 130
+    assert done.json["interrupted"]
+    assert done.json["prompts"] == done.json["all"]["auto"]["prompts"] == done.json["all"]["plain"]["prompts"] == 2
+    assert done.json["prefill"] is None
+    assert "2 of 3 prompts were measured" in done.err
+    assert len(json.loads(kept.read_text())["samples"]) == 4
+    assert llm.closed
+
+
+def test_bench_ended_before_anything_can_be_compared_has_nothing_to_tell(
+    run: Run, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off(monkeypatch, 3)
+    done = run("bench", "--limit", "3")
+    assert (done.code, done.out) == (130, "")
 
 
 @pytest.mark.parametrize(("load", "warned"), [(1000.0, True), (0.0, False)])

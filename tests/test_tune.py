@@ -12,6 +12,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.bench import memory
+from slipstream.bench import tune as tuning
 from slipstream.bench.recording import Recording
 from slipstream.bench.tune import (
     Candidate,
@@ -142,9 +143,33 @@ def test_tune_measures_predicts_and_writes_what_serve_and_llm_take(
     engine = read_engine(config)
     assert f"wrote {config}: " in said
     assert ", the best over 1, 3 at once together" in said
+    assert result["not_measured"] == []
     assert engine["model"] == str(tiny_target)
     with LLM(**engine, max_model_len=64) as llm:
         assert llm.generate("one two")[0].finished
+
+
+def test_what_was_measured_before_ctrl_c_is_told(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until_two(options: Any, ids: Any, params: Any, levels: Any, **more: Any) -> list[Tuned]:
+        if levels != [1]:
+            raise KeyboardInterrupt
+        return measure(options, ids, params, levels, **more)
+
+    monkeypatch.setattr(tuning, "measure", until_two)
+    config = tmp_path / "tuned.json"
+    options = f"--model {tiny_target} --drafters ngram --concurrency 1,2,4 --max-tokens 8 --config {config}"
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", *options.split(), "--prompts", str(prompts(tmp_path))])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 130
+    result = json.loads(out.splitlines()[-1])
+    assert {row["concurrency"] for row in result["rows"]} == {1}
+    assert result["not_measured"] == [2, 4]
+    assert "not measured: 2, 4 at once" in err
+    assert "the best over 1 at once together" in err
+    assert read_engine(config)["model"] == str(tiny_target)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.bench.prompts import BenchPrompt, by_category, load_prompts
 from slipstream.core.errors import CapacityError, RequestError
@@ -168,17 +169,21 @@ def measure(
     runners: Sequence[Runner],
     repeats: int = 1,
     on_step: Callable[[str, str], None] | None = None,
-) -> list[Sample]:
+) -> Iterator[Sample]:
     """Every unit in every mode, `repeats` times. `on_step` hears the category and mode before each measurement."""
-    samples = []
     for repeat in range(repeats):
         for index, unit in enumerate(units):
             turn = (index + repeat) % len(runners)
             for runner in [*runners[turn:], *runners[:turn]]:
                 if on_step:
                     on_step(unit.category, runner.name)
-                samples.append(Sample(index, runner.name, repeat, runner.answer(unit.token_ids, unit.params)))
-    return samples
+                yield Sample(index, runner.name, repeat, runner.answer(unit.token_ids, unit.params))
+
+
+def in_all_modes(samples: Sequence[Sample], modes: int) -> list[Sample]:
+    """Those of units that were measured in so many modes, where somebody broke off: only these can be compared."""
+    counts = Counter((sample.unit, sample.repeat) for sample in samples)
+    return [sample for sample in samples if counts[sample.unit, sample.repeat] == modes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,10 @@ class PrefillReport:
 
     prompt_tokens: int
     tokens_per_s: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        rounded = {name: round(rate, 2) for name, rate in self.tokens_per_s.items()}
+        return {"prompt_tokens": self.prompt_tokens, "tokens_per_s": rounded}
 
 
 def long_prompt(llm: LLM) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 
 from slipstream.bench import baseline, memory, report, run
@@ -20,6 +21,7 @@ from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.machine import busy_warning, hardware, load_before, versions
 from slipstream.cli.options import OUTPUT, PROMPTS, Common, option
 from slipstream.cli.shared import with_common
+from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -156,7 +158,7 @@ def bench(
     """Measure what speculation brings on this machine.
 
     Every drafter (repeat --drafter) and plain decoding answer the same prompts in turn. The table is for people; the
-    last line on stdout is JSON.
+    last line on stdout is JSON. After Ctrl-C they are about the prompts that all had answered by then.
     """
     capacity = Capacity(
         simulate, rate, requests, replicas, traffic, latency_target, tuple(speculation or ()), plot, record, json_file
@@ -235,28 +237,32 @@ def bench(
             tape = Tape(llm, common.model, load["busy"])
             samples = measured(work.units, runners, repeats, tape.start)
             tape.stop().save(record)
-        prefill = run.measure_prefill(
-            run.long_prompt(llm), [r for r in runners if r.name in (run.PLAIN, baseline.NAME)]
+        samples, is_whole = (
+            run.in_all_modes(samples, len(modes)),
+            len(samples) == len(work.units) * len(modes) * repeats,
         )
+        units = work.units[: len({sample.unit for sample in samples})]
+        prefill = None
+        if is_whole:
+            reading = [runner for runner in runners if runner.name in (run.PLAIN, baseline.NAME)]
+            prefill = run.measure_prefill(run.long_prompt(llm), reading)
         used = memory_report(llm, imports)
         result["remarks"] = list(llm.remarks)
-        if startup:
+        if startup and is_whole:
             result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
             if peers:
                 hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
                 result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
     rejecting = [runner.name for runner in ours if runner.speculation.verifier == "rejection"]
     incomparable = (baseline.NAME, *rejecting) if not params.greedy else ()
-    summary = report.summarize(work.units, samples, modes, eos=eos, incomparable=incomparable)
+    summary = report.summarize(units, samples, modes, eos=eos, incomparable=incomparable)
     result |= {
-        "prompts": sum(len(unit.prompts) for unit in work.units),
+        "prompts": sum(len(unit.prompts) for unit in units),
         "skipped_prompts": work.skipped,
+        "interrupted": not is_whole,
         "modes": modes,
         **report.summary_json(summary),
-        "prefill": {
-            "prompt_tokens": prefill.prompt_tokens,
-            "tokens_per_s": {name: round(rate, 2) for name, rate in prefill.tokens_per_s.items()},
-        },
+        "prefill": None if prefill is None else prefill.to_json(),
         "memory": used.to_json(),
     }
     console.print(report.table(summary))
@@ -264,8 +270,12 @@ def bench(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     print(json.dumps(result, ensure_ascii=False), flush=True)
     if json_file is not None:
-        whole = {**result, "samples": report.samples_json(work.units, samples)}
+        whole = {**result, "samples": report.samples_json(units, samples)}
         json_file.write_text(json.dumps(whole, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    if not is_whole:
+        asked = sum(len(unit.prompts) for unit in work.units)
+        note(f"{result['prompts']} of {asked} prompts were measured", style="yellow")
+        raise typer.Exit(130)
 
 
 def measured(
@@ -274,7 +284,11 @@ def measured(
     repeats: int,
     when_warm: Callable[[], None] = lambda: None,
 ) -> list[run.Sample]:
-    """Warm up and measure, with a progress bar on stderr if that is a terminal."""
+    """Warm up and measure, with a progress bar on stderr if that is a terminal.
+
+    Ctrl-C ends it with what was measured by then, if a unit was in every mode.
+    """
+    samples: list[run.Sample] = []
     with counting_bar() as progress:
         task = progress.add_task("warming up", total=len(units) * len(runners) * repeats)
         run.warm_up(units[0], runners)
@@ -286,7 +300,13 @@ def measured(
             done += 1
             progress.update(task, completed=done, description=f"{category} · {mode}")
 
-        return run.measure(units, runners, repeats, step)
+        try:
+            for sample in run.measure(units, runners, repeats, step):
+                samples.append(sample)
+        except KeyboardInterrupt:
+            if not run.in_all_modes(samples, len(runners)):
+                raise
+    return samples
 
 
 def memory_report(llm: LLM, imports: int) -> memory.MemoryReport:
@@ -302,7 +322,7 @@ def memory_report(llm: LLM, imports: int) -> memory.MemoryReport:
 
 
 def closing_lines(
-    summary: report.Summary, prefill: run.PrefillReport, used: memory.MemoryReport, result: dict[str, Any]
+    summary: report.Summary, prefill: run.PrefillReport | None, used: memory.MemoryReport, result: dict[str, Any]
 ) -> list[str]:
     lines = [*result.get("remarks", ())]
     if any(row.drafted for row in summary.rows):
@@ -317,8 +337,9 @@ def closing_lines(
             lines.append(f"time, {row.mode}: " + ", ".join(f"{name} {s / whole:.0%}" for name, s in shares))
             if row.mode != run.PLAIN and not row.drafted:
                 lines.append(f"{row.mode}: {report.undrafted(row)}")
-    rates = ", ".join(f"{name} {rate:.0f} tok/s" for name, rate in prefill.tokens_per_s.items())
-    lines.append(f"reading a prompt of {prefill.prompt_tokens} tokens: {rates}")
+    if prefill is not None:
+        rates = ", ".join(f"{name} {rate:.0f} tok/s" for name, rate in prefill.tokens_per_s.items())
+        lines.append(f"reading a prompt of {prefill.prompt_tokens} tokens: {rates}")
     lines.append(
         f"memory: {used.used / 2**20:.0f} MiB used for {used.planned / 2**20:.0f} MiB of weights and cache: "
         f"{used.ratio:.2f}x (imports alone: {used.imports / 2**20:.0f} MiB)"

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -51,7 +52,7 @@ def tune_command(
 ) -> None:
     """Measure drafters, sizes and verifiers on your own prompts, and recommend what to run.
 
-    The table is for people; the last line on stdout is JSON.
+    The table is for people; the last line on stdout is JSON. After Ctrl-C they are about what was measured by then.
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: tune measures plain decoding beside its candidates anyway; leave it out")
@@ -78,7 +79,8 @@ def tune_command(
         tape = Tape(llm, common.model, load["busy"])
         tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
-        rows = tune.measure(options, ids, each, levels, repeats=repeats, on_step=_telling())
+        tell = _telling()
+        rows, left = measured(levels, lambda n: tune.measure(options, ids, each, [n], repeats=repeats, on_step=tell))
         rows = predicted(tape.stop(), rows, llm.engine.drafting.auto, llm.engine.config.min_gain)
     console = Console()
     console.print(table(rows))
@@ -87,19 +89,34 @@ def tune_command(
         console.print(f"{level} at once: {row.name}, {tune.how_sure(row, rows)}", markup=False, highlight=False)
     for doubt in tune.doubts(rows):
         note(f"not sure: {doubt}", style="yellow")
+    if left:
+        note(f"not measured: {', '.join(map(str, left))} at once", style="yellow")
     for line in busy_warning(load):
         note(line, style="yellow")
     result = tune.configuration(common.model, rows, common.min_gain)
     if config is not None:
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         winner = tune.best_of_all(rows).name
-        note(f"wrote {config}: {winner}, the best over {', '.join(map(str, levels))} at once together")
+        note(f"wrote {config}: {winner}, the best over {', '.join(map(str, best))} at once together")
     if plot is not None:
         plot.write_text(drawn(rows), encoding="utf-8")
-    print(
-        json.dumps({**result, **load, "seed": params.seed, "rows": [asdict(row) for row in rows]}, ensure_ascii=False),
-        flush=True,
-    )
+    told = {**result, **load, "seed": params.seed, "not_measured": left, "rows": [asdict(row) for row in rows]}
+    print(json.dumps(told, ensure_ascii=False), flush=True)
+    if left:
+        raise typer.Exit(130)
+
+
+def measured(levels: Sequence[int], measure: Callable[[int], list[tune.Tuned]]) -> tuple[list[tune.Tuned], list[int]]:
+    """What was measured, and the numbers of requests for which Ctrl-C came before: the others shall not be lost."""
+    rows: list[tune.Tuned] = []
+    for at, level in enumerate(levels):
+        try:
+            rows += measure(level)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            return rows, [*levels[at:]]
+    return rows, []
 
 
 def _telling() -> Callable[[int, str], None]:
