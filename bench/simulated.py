@@ -30,7 +30,6 @@ from slipstream.bench.recorder import Recorder
 from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
-from slipstream.cli.traffic import PLAIN_AT_ONCE
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.build import build
 from slipstream.engine.config import EngineConfig
@@ -133,15 +132,15 @@ class Sender:
         self.real.engine.drafting.planner = self._planner if way == "planned" else Planner()
         spec = SpeculationParams(enabled=way != "off", drafter=self.drafter, tenant=f"run {self._runs}")
         params = SamplingParams(temperature=0, max_tokens=self.max_tokens, speculation=spec)
-        served = self.real.answer(self.prompts[: len(times)], params, times)
+        prompts = [self.prompts[i % len(self.prompts)] for i in range(len(times))]
+        served = self.real.answer(prompts, params, times)
         print(f"{way}: {len(times)} requests within {max(one.ended for one in served):.1f} s", flush=True)
         return served
 
     def listened(self, recorder: Recorder, times: Sequence[float]) -> list[Served]:
-        """The run with all drafts; before it some answers without, or nobody would know what small passes cost."""
+        """The run with all drafts; before it some answers without."""
         self.real.engine.listen(recorder, all_guesses=True)
-        for count in PLAIN_AT_ONCE:
-            self.send("off", [0.0] * min(count, len(times)))
+        traffic.rehearse(lambda some: self.send("off", some))
         recorder.forget_requests()
         served = self.send("fixed", times)
         self.real.engine.listen(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,7 @@ from slipstream.bench.recording import (
 from slipstream.bench.replayed import ReplayedDevice, Walk, Walks, made_prompt
 from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import drafters_of, simulate, traces_of
-from slipstream.bench.traffic import poisson, poisson_times, read_traffic, replay
+from slipstream.bench.traffic import poisson, poisson_times, read_traffic, rehearse, replay
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.engine.listening import RoundTimes
 from slipstream.plan.traits import overlap
@@ -59,7 +60,7 @@ def record_real(
     """The real engine under real traffic, where a pass takes `pass_s` on a clock of the test's own."""
     stepper = Stepper(model, "ngram", planner=planner, max_num_seqs=8)
     engine = stepper.engine
-    clock, forward, dice = Clock(), engine.target.forward, random.Random(5)
+    clock, forward, dice, stops = Clock(), engine.target.forward, random.Random(5), random.Random(55)
     monkeypatch.setattr(time, "perf_counter", clock)
 
     def slow(batch, cache):  # type: ignore[no-untyped-def]
@@ -78,7 +79,8 @@ def record_real(
             clock.now = max(clock.now, times[0])
         while times and times[0] <= clock.now:
             word = dice.choices(range(256), k=dice.randint(2, 5))
-            params = SamplingParams(temperature=0, max_tokens=dice.randint(8, 40), ignore_eos=True)
+            ends = stops.sample(range(256), 8)  # some end before they must
+            params = SamplingParams(temperature=0, max_tokens=dice.randint(8, 40), ignore_eos=True, stop_token_ids=ends)
             sinks.append([])
             job = stepper._intake.job(word * dice.randint(2, 9), params, sinks[-1].append, streaming=False)
             job.arrived = times.pop(0)  # while the engine was at work
@@ -98,6 +100,7 @@ def test_a_simulation_agrees_with_the_real_engine(
     traces = list(recording.traces)
     assert len(traces) == 24
     assert sum(offer.right for trace in traces for offer in trace.offers.get("ngram", ())) > 50, "nothing to accept"
+    assert 3 < sum(trace.spare > 0 for trace in traces) < 21, "some end before they must"
     real = [
         Served(t.arrived, t.prompt_tokens, t.output_tokens, t.arrived + t.first_token_s, t.arrived + t.total_s)
         for t in traces
@@ -153,6 +156,28 @@ def test_off_is_a_round_a_token_and_costs_add_up() -> None:
     assert one.rounds == one.output_tokens == 100
     assert one.ended == pytest.approx(100 * 0.011)
     assert one.tpot == pytest.approx(0.011)
+
+
+@pytest.mark.parametrize(("spare", "rows"), [(97, 6 + 6), (1, 3 + 2), (0, 2 + 1)])
+def test_guesses_go_beyond_an_end_that_nobody_knew_of(spare: int, rows: int) -> None:
+    """Wrong ones, of an answer of three tokens; a row costs a millisecond, and the prompt has 50."""
+    recording = made_up(0.001, right=0)
+    ends = [replace(trace, output_tokens=3, spare=spare) for trace in recording.traces]
+    (one,) = simulate(recording, Setting("fixed", "ngram"), replay(ends), ends)
+    assert one.ended == pytest.approx(3 * (0.010 + 0.001) + 0.001 * (50 + rows))
+
+
+def test_a_row_of_a_decode_beside_prompts_costs_more_than_one_of_a_prompt() -> None:
+    def seconds(rows: int, read_rows: int) -> float:
+        return 0.010 + 0.004 * read_rows + 0.006 * rows
+
+    sizes = [(1, 64), (30, 64), (2, 128), (60, 62), (9, 32), (100, 10)]
+    passes = (*(PassSeen(1, *size, 0, seconds(*size), 1) for size in sizes), PassSeen(1, 1, 0, 0, 0.1, 9))
+    costs = RoundCosts(Costs(passes), apart=False)
+    for rows, read_rows in ((1, 64), (5, 64), (40, 64), (3, 100)):
+        assert costs.pass_s(rows, read_rows, 0) == pytest.approx(seconds(rows, read_rows), rel=0.02)
+    alone = RoundCosts(Costs(passes[:3]), apart=False)
+    assert alone.pass_s(1, 64, 0) == pytest.approx(seconds(1, 64)), "too few to tell"
 
 
 def test_speculation_pays_while_rows_are_free_and_planned_leaves_it_where_they_are_not() -> None:
@@ -212,6 +237,18 @@ def test_requests_wait_where_pages_are_short_and_too_long_ones_are_refused() -> 
         simulate(tight, Setting("off"), replay(tight.traces), tight.traces)
 
 
+def test_some_answers_come_before_the_traffic_that_is_recorded() -> None:
+    came: list[list[float]] = []
+
+    def send(times: Sequence[float]) -> list[Served]:
+        came.append(list(times))
+        return [Served(at, 5, 11, at + 0.5, at + 1.5) for at in times]
+
+    rehearse(send)
+    assert came[:2] == [[0.0], [0.0] * 4]
+    assert came[2] == pytest.approx([0.0, 0.6, 1.2, 1.8]), "each when the prompt before it was read"
+
+
 def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = record_real(tiny_target, monkeypatch, planner="fixed", requests=6)
     file = tmp_path / "r.json"
@@ -224,6 +261,7 @@ def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkey
     assert len(traces_of(read, "ngram")) == 6
     for ours, theirs in zip(recording.traces, read.traces, strict=True):
         assert ours.offers.keys() == theirs.offers.keys()
+        assert ours.spare == theirs.spare
         for name, offers in ours.offers.items():
             assert [(o.position, o.nodes, o.path, o.parents) for o in offers] == [
                 (o.position, o.nodes, o.path, o.parents) for o in theirs.offers[name]
@@ -260,6 +298,8 @@ def test_curves_go_on_beyond_what_was_seen_and_never_fall() -> None:
     prompts = Curve([(1, 1.0, 9), (2, 1.2, 9), (3, 99.0, 1), (100, 20.0, 1), (300, 62.0, 1)])
     assert prompts.at(300) == 62.0, "lengths of prompts come once, and nothing else says what they cost"
     assert prompts.at(3) < 2, "an accident beside what was seen often"
+    stepped = Curve([(64, 1.0, 9), (65, 1.3, 1), (128, 2.0, 9)])
+    assert stepped.at(65) == 1.3, "seen once, but no accident"
     costs = RoundCosts(
         Costs(tuple(PassSeen(1, 1, 0, context, 0.01 + 1e-5 * context, 9) for context in (100, 200, 400))), apart=False
     )

@@ -13,9 +13,11 @@ from slipstream.core.errors import ConfigError
 
 _FEW = 3
 _NEAR, _ALIKE = 1.5, 1.1
-"""Passes of a size that was seen more rarely are believed where others are alike, within such a factor, and make up the
-number; or where no size that was seen often is near. So an accident among many of a kind does not count, and prompts
-do, whose lengths hardly ever come twice."""
+"""Passes of a size that was seen more rarely are believed where others are alike, within the second factor, and make up
+the number; or where no size that was seen often is near, or those that were took about as long, within the first. So an
+accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
+_SURE = 6
+"""Kinds of passes that a plane is laid through."""
 
 
 class Curve:
@@ -26,11 +28,13 @@ class Curve:
         seen: dict[float, list[tuple[float, int]]] = defaultdict(list)
         for size, seconds, count in points:
             seen[size].append((seconds, count))
-        chosen = {size: seen[size] for size in _believed({n: sum(c for _, c in parts) for n, parts in seen.items()})}
-        self._sizes = np.array(sorted(chosen), dtype=np.float64)  # [N]
-        means = [np.average([s for s, _ in chosen[n]], weights=[c for _, c in chosen[n]]) for n in self._sizes]
-        weights = [float(sum(c for _, c in chosen[n])) for n in self._sizes]
-        self._seconds = np.array(_rising(means, weights))  # [N]
+        counts = {size: sum(c for _, c in parts) for size, parts in seen.items()}
+        means = {
+            n: float(np.average([s for s, _ in parts], weights=[c for _, c in parts])) for n, parts in seen.items()
+        }
+        chosen = sorted(_believed(counts, means))
+        self._sizes = np.array(chosen, dtype=np.float64)  # [N]
+        self._seconds = np.array(_rising([means[n] for n in chosen], [float(counts[n]) for n in chosen]))  # [N]
         self._known: dict[float, float] = {}
 
     def __bool__(self) -> bool:
@@ -69,6 +73,7 @@ class RoundCosts:
         decoding = [seen for seen in costs.passes if not seen.read_rows]
         self._pass = Curve((seen.rows, self._bare(seen), seen.count) for seen in decoding)
         # a prompt needs hardly any logits, and wide passes may be computed in another way: so they have their own curve
+        self._by_row = 0.0 if apart else _dearer_row(reading)
         self._read = Curve(
             (seen.read_rows + (0 if apart else seen.rows), self._reading_s(seen), seen.count) for seen in reading
         )
@@ -80,13 +85,14 @@ class RoundCosts:
         """is_tree: it checks trees of device drafters. What is recorded does not tell them apart."""
         more = self._by_context * context
         if not self._apart:
-            curve = self._read if read_rows and self._read else self._pass or self._read
-            return curve.at(rows + read_rows) + more
+            if read_rows and self._read:
+                return self._read.at(rows + read_rows) + self._by_row * rows + more
+            return (self._pass or self._read).at(rows + read_rows) + more
         return (self._pass.at(rows) + more if rows else 0.0) + (self._read.at(read_rows) if read_rows else 0.0)
 
     def _reading_s(self, seen: PassSeen) -> float:
         """Of a pass with prompts: what they take, or the whole of it where all share it."""
-        decodes_s = self._pass.at(seen.rows) if self._apart and seen.rows else 0.0
+        decodes_s = self._pass.at(seen.rows) if self._apart and seen.rows else self._by_row * seen.rows
         return max(0.0, self._bare(seen) - decodes_s)
 
     def draft_s(self, drafter: str, requests: int, nodes: int) -> float:
@@ -114,21 +120,23 @@ class RoundCosts:
         return max(seen.seconds - self._by_context * seen.context, 0.2 * seen.seconds)
 
 
-def _believed(counts: Mapping[float, int]) -> list[float]:
-    """The sizes that count, by how often each was seen."""
-    often = [size for size, count in counts.items() if count >= _FEW]
+def _believed(counts: Mapping[float, int], means: Mapping[float, float]) -> list[float]:
+    """The sizes that count, by how often each was seen and how long it took."""
+    often = sorted(size for size, count in counts.items() if count >= _FEW)
     groups: list[list[float]] = []  # of rare sizes that are alike
     for size in sorted(counts.keys() - set(often)):
         if groups and size <= _ALIKE * groups[-1][-1]:
             groups[-1].append(size)
         else:
             groups.append([size])
-    rare = [
-        size
-        for group in groups
-        for size in group
-        if sum(counts[n] for n in group) >= _FEW or not any(size / _NEAR <= n <= size * _NEAR for n in often)
-    ]
+
+    def as_others(size: float) -> bool:
+        if not any(size / _NEAR <= n <= size * _NEAR for n in often):
+            return True
+        usual = float(np.interp(size, often, [means[n] for n in often]))
+        return usual / _NEAR <= means[size] <= usual * _NEAR
+
+    rare = [size for group in groups for size in group if sum(counts[n] for n in group) >= _FEW or as_others(size)]
     return [*often, *rare]
 
 
@@ -163,6 +171,17 @@ def _context_slope(passes: Sequence[PassSeen]) -> float:
     slope = float((weights * context * seconds).sum()) / below
     error = float((weights * (seconds - slope * context) ** 2).sum()) / free / below
     return max(0.0, slope - 2 * math.sqrt(error))
+
+
+def _dearer_row(reading: Sequence[PassSeen]) -> float:
+    """Seconds that a row of a decode, of which all logits are asked for, takes more than one of a prompt beside it."""
+    rows = np.array([(1.0, seen.read_rows, seen.rows) for seen in reading])  # [N, 3]
+    if len(rows) < _SURE or np.linalg.matrix_rank(rows) < rows.shape[1]:
+        return 0.0
+    seconds = np.array([seen.seconds for seen in reading])
+    weights = np.sqrt([seen.count for seen in reading]) / seconds  # a long pass is off by more
+    _, of_prompt, of_decode = np.linalg.lstsq(rows * weights[:, None], seconds * weights, rcond=None)[0]
+    return max(0.0, float(of_decode - of_prompt))
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:

@@ -131,6 +131,7 @@ class Recorder:
                 offers,
                 answer.params.temperature,
                 overlap(answer.tokens[: answer.prompt_length]),
+                max(0, answer.params.max_tokens - len(said)),
             )
         )
 

@@ -91,6 +91,7 @@ class Trace:
     offers: Mapping[str, tuple[Offer, ...]] = field(default_factory=dict)
     temperature: float = 0.0
     overlap: float = 0.0  # the part of its prompt that repeats itself: the planner knows kinds of requests by these two
+    spare: int = 0  # tokens that it might have said behind its end, as far as guesses go: nobody knew of that before
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,7 @@ def packed(trace: Trace) -> dict[str, Any]:
             round(trace.total_s, 5),
             trace.temperature,
             round(trace.overlap, 3),
+            trace.spare,
         ],
         "drafters": trace.drafters,
         "offers": {name: [_packed_offer(offer) for offer in offers] for name, offers in trace.offers.items()},
@@ -208,9 +210,9 @@ def _packed_offer(offer: Offer) -> Sequence[Any]:
 
 def unpacked(packed: Mapping[str, Any]) -> Trace:
     offers = {name: tuple(_offer(*offer) for offer in given) for name, given in packed["offers"].items()}
-    prompt, output, arrived, first_token_s, total_s, temperature, overlap = packed["request"]
+    prompt, output, arrived, first_token_s, total_s, temperature, overlap, *spare = packed["request"]
     drafters = tuple(packed["drafters"])
-    return Trace(prompt, output, arrived, first_token_s, total_s, drafters, offers, temperature, overlap)
+    return Trace(prompt, output, arrived, first_token_s, total_s, drafters, offers, temperature, overlap, *spare)
 
 
 def _offer(

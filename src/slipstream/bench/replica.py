@@ -140,9 +140,8 @@ class Replica:
             drafter=self.setting.drafter,
             draft_tokens=self.setting.draft_tokens,
         )
-        params = SamplingParams(
-            temperature=walk.trace.temperature, seed=0, max_tokens=request.output_tokens, speculation=speculation
-        )
+        most = request.output_tokens + walk.trace.spare
+        params = SamplingParams(temperature=walk.trace.temperature, seed=0, max_tokens=most, speculation=speculation)
         prompt = made_prompt(request.prompt_tokens, walk.trace.overlap)
         job = Job(str(self._count), None, prompt, params, _nobody, arrived=request.arrived)
         answer = Answer(job, 0, 0, list(prompt), TextStream(_Mute(), ()), CompletionOutput(0))

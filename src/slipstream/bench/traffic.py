@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.bench.outcome import Served
 from slipstream.bench.recording import Trace
 from slipstream.core.errors import ConfigError
 from slipstream.core.reading import read_named
 
 _SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
+
+_TOGETHER = 4
+_APART = 1.2
+"""Of what it takes to read a prompt: the next one comes when that was read, and is decoded beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,17 @@ def poisson_times(rate: float, count: int, seed: int) -> list[float]:
     while len(times) < count:
         times.append(times[-1] + dice.expovariate(rate))
     return times
+
+
+def rehearse(send: Callable[[Sequence[float]], Sequence[Served]]) -> None:
+    """Have some answers before the traffic that is recorded: without drafts, or nobody would know what small passes
+    cost; one alone, some together, and some of which each has its prompt read beside those before it.
+
+    send: is given when they come, in seconds.
+    """
+    (alone,) = send([0.0])
+    send([0.0] * _TOGETHER)
+    send([_APART * alone.ttft * i for i in range(_TOGETHER)])
 
 
 def poisson(rate: float, count: int, traces: Sequence[Trace], seed: int) -> list[Coming]:

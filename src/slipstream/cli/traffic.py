@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 SIMULATED_REQUESTS = 200
-PLAIN_AT_ONCE = (1, 4)
-"""Answers without drafts, at once, that are recorded before traffic comes."""
 
 
 class Tape:
@@ -88,8 +86,12 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
         if capacity.record is not None:
             tape.start()
             plain = replace(each[0], max_tokens=32, speculation=replace(own, enabled=False))
-            for at_once in PLAIN_AT_ONCE if drafters else ():  # or nobody would know what small passes cost
-                llm.generate([{"prompt_token_ids": list(ids[i % len(ids)])} for i in range(at_once)], plain)
+            if drafters:
+                traffic.rehearse(
+                    lambda times: live.send(
+                        llm, [ids[i % len(ids)] for i in range(len(times))], [plain] * len(times), times
+                    )
+                )
             tape.forget_requests()
         times = traffic.poisson_times(capacity.rates[0], count, common.seed or 0)
         turns = [i % len(ids) for i in range(count)]
