@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Protocol
 
 from gpu_tokens import encode
-from kept import told
+from kept import command_line, told
 from own_time import OwnTime, by_own_time
 
 from slipstream import LLM, SamplingParams, SpeculationParams
@@ -30,6 +32,7 @@ from slipstream.bench.recorder import Recorder
 from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
+from slipstream.cli.machine import hardware, load_before, versions
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.build import build
 from slipstream.engine.config import EngineConfig
@@ -200,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    load = load_before()
     if options.record is not None:
         options.record.mkdir(parents=True, exist_ok=True)
     if options.clock == "own":
@@ -214,6 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{one.rate:5g}/s {one.way:8} {one.figure:13} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
         )
     result = {
+        "command": command_line(sys.argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": {**hardware(), **load},
+        "versions": versions(),
         "model": told(options.model),
         "drafter": told(options.drafter),
         "clock": options.clock,

@@ -42,8 +42,31 @@ def test_simulations_end_in_json_and_a_plot(capsys: pytest.CaptureFixture[str], 
     assert plot.read_text().count("<polyline") == 9
     assert all(len(line) <= 80 for line in out.splitlines()[:-1])
     assert "2 replicas" in out
+    assert ">2</text>" in plot.read_text()
+    assert ">8</text>" in plot.read_text()
+    assert "only" not in out, "it keeps up"
     _, again, _ = run(capsys, *options, "--replicas", "2")
     assert json.loads(again.splitlines()[-1])["rows"] == result["rows"], "the same seed, the same numbers"
+
+
+def test_a_machine_that_is_full_is_called_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    made_up(0.001).save(file)
+    _, out, _ = run(capsys, "--simulate", str(file), "--rate", "1,1000", "--requests", "100", "--speculation", "off")
+    (full,) = [line for line in out.splitlines() if "wait ever longer" in line]
+    assert full.startswith("off, 1000 a second: only ")
+
+
+def test_times_of_a_file_are_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, traffic = tmp_path / "r.json", tmp_path / "t.jsonl"
+    made_up(0.001).save(file)
+    traffic.write_text('{"arrival": 1, "prompt_tokens": 5, "output_tokens": 5}\n')
+    shown = {}
+    for options in ((), ("--traffic", str(traffic))):
+        _, out, _ = run(capsys, "--simulate", str(file), "--speculation", "off", *options)
+        shown[len(options)] = out
+    assert "recorded" in shown[0]
+    assert "as in file" in shown[2]
 
 
 def test_a_simulated_planner_asks_for_the_gain_that_was_named(

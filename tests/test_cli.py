@@ -19,6 +19,7 @@ from ran import Ran, Run
 from slipstream.bench import memory
 from slipstream.bench.run import EngineRunner
 from slipstream.cli import chat, loading, models, options
+from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.main import main
 from slipstream.cli.show import rate_line, speculation_json
 from slipstream.core.errors import InvalidRequest, ModelNotFound, SlipstreamError
@@ -415,9 +416,34 @@ def test_bench_ended_by_ctrl_c_tells_of_what_was_measured(
     assert done.json["interrupted"]
     assert done.json["prompts"] == done.json["all"]["auto"]["prompts"] == done.json["all"]["plain"]["prompts"] == 2
     assert done.json["prefill"] is None
-    assert "2 of 3 prompts were measured" in done.err
+    assert "stopping: what was measured is told first" in done.err
+    assert "5 of 6 measurements were made, 2 of 3 prompts in all modes" in done.err
     assert len(json.loads(kept.read_text())["samples"]) == 4
     assert llm.closed
+
+
+def test_what_was_measured_is_told_where_ctrl_c_comes_behind_it(
+    run: Run, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off(monkeypatch, 2 + 2 * 3 * 2 + 1)  # while a long prompt is read
+    done = run("bench", "--limit", "3", "--max-tokens", "8", "--repeats", "2", "--startup")
+    assert done.code == 130
+    assert (done.json["interrupted"], done.json["prompts"], done.json["prefill"]) == (True, 3, None)
+    assert "startup_s" not in done.json
+    assert "12 of 12 measurements were made, 3 of 3 prompts in all modes" in done.err
+
+
+def test_a_second_ctrl_c_ends_all() -> None:
+    breaking = BreakingOff(lambda: True)
+    with breaking:
+        raise KeyboardInterrupt
+    assert breaking.happened
+    with pytest.raises(KeyboardInterrupt), breaking:
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), BreakingOff(list):
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="else"), BreakingOff(lambda: True):
+        raise ValueError("else")
 
 
 def test_bench_ended_before_anything_can_be_compared_has_nothing_to_tell(

@@ -167,17 +167,25 @@ def test_guesses_go_beyond_an_end_that_nobody_knew_of(spare: int, rows: int) -> 
     assert one.ended == pytest.approx(3 * (0.010 + 0.001) + 0.001 * (50 + rows))
 
 
-def test_a_row_of_a_decode_beside_prompts_costs_more_than_one_of_a_prompt() -> None:
-    def seconds(rows: int, read_rows: int) -> float:
-        return 0.010 + 0.004 * read_rows + 0.006 * rows
+@pytest.mark.parametrize("dearer", [0.0, 0.002])
+@pytest.mark.parametrize("context_s", [0.0, 2e-5])
+def test_a_row_of_a_decode_beside_prompts_may_cost_more_than_one_of_a_prompt(dearer: float, context_s: float) -> None:
+    """Passes of more than 64 rows are slower at once, and long texts make them slower: neither is the rows' doing."""
 
-    sizes = [(1, 64), (30, 64), (2, 128), (60, 62), (9, 32), (100, 10)]
-    passes = (*(PassSeen(1, *size, 0, seconds(*size), 1) for size in sizes), PassSeen(1, 1, 0, 0, 0.1, 9))
-    costs = RoundCosts(Costs(passes), apart=False)
-    for rows, read_rows in ((1, 64), (5, 64), (40, 64), (3, 100)):
-        assert costs.pass_s(rows, read_rows, 0) == pytest.approx(seconds(rows, read_rows), rel=0.02)
-    alone = RoundCosts(Costs(passes[:3]), apart=False)
-    assert alone.pass_s(1, 64, 0) == pytest.approx(seconds(1, 64)), "too few to tell"
+    def seconds(rows: int, read_rows: int, context: int) -> float:
+        total = rows + read_rows
+        return (0.010 + 0.004 * total) * (1.3 if total > 64 else 1.0) + dearer * rows + context_s * context
+
+    alone = [PassSeen(1, n, 0, c, seconds(n, 0, c), 5) for n in range(1, 104, 3) for c in (100, 300)]
+    beside = [(0, 64), (1, 64), (2, 64), (4, 62), (20, 64), (38, 64), (9, 32)]
+    passes = [*alone, *(PassSeen(1, r, n, 100 * r, seconds(r, n, 100 * r), 1) for r, n in beside)]
+    costs = RoundCosts(Costs(tuple(passes)), apart=False)
+    for rows, read_rows in ((1, 64), (4, 64), (30, 64), (9, 32)):
+        assert costs.pass_s(rows, read_rows, 100) == pytest.approx(seconds(rows, read_rows, 100), rel=0.05)
+    few = RoundCosts(Costs((*alone, passes[-1])), apart=False)
+    assert few.pass_s(9, 32, 900) == pytest.approx(seconds(9, 32, 900), rel=0.01), "too few to tell"
+    unseen = RoundCosts(Costs(tuple(passes[-7:])), apart=False)
+    assert unseen.pass_s(64, 0, 0) == pytest.approx(seconds(0, 64, 0), rel=0.1), "nothing else is known"
 
 
 def test_speculation_pays_while_rows_are_free_and_planned_leaves_it_where_they_are_not() -> None:
@@ -267,7 +275,11 @@ def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkey
                 (o.position, o.nodes, o.path, o.parents) for o in theirs.offers[name]
             ]
     assert file.stat().st_size < 60_000
-    for text, said in (("{", "cannot be read"), ("{}", "no recording"), ('{"slipstream_recording":2}', "damaged")):
+    for text, said in (
+        ("{", r"is no recording, .*make one"),
+        ("{}", "no recording"),
+        ('{"slipstream_recording":2}', "damaged"),
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
             Recording.load(file)

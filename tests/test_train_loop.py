@@ -316,6 +316,13 @@ def test_a_picture_of_nothing_and_of_one_point() -> None:
     assert draw([Panel("one", {"a": [(3, 1.0)]})], "t").count("<circle") == 1
 
 
+def test_a_picture_from_zero_on() -> None:
+    drawn = draw([Panel("speeds", {"a": [(1, 10.0), (4, 12.0)]}, {1: "one", 4: "four"}, from_zero=True)], "t")
+    assert ">0</text>" in drawn
+    assert ">one</text>" in drawn
+    assert "-0" not in draw([Panel("nothing good", {"a": [(1, 0.0), (2, 0.0)]}, from_zero=True)], "t")
+
+
 def test_who_asks_it_to_stop_hears_of_it_at_once() -> None:
     """A step may take minutes on a CPU. The second time it does not wait."""
     said: list[str] = []

@@ -73,6 +73,7 @@ class TransformersPeer:
             stderr=self.errors,
             env={**source_environment(), **quiet},
             text=True,
+            start_new_session=True,  # Ctrl-C is for who measures: what was measured is told then
         )
         try:
             self.eos_token_ids = frozenset(self.ask(asdict(config))["eos_token_ids"])

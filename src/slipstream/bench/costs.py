@@ -16,8 +16,6 @@ _NEAR, _ALIKE = 1.5, 1.1
 """Passes of a size that was seen more rarely are believed where others are alike, within the second factor, and make up
 the number; or where no size that was seen often is near, or those that were took about as long, within the first. So an
 accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
-_SURE = 6
-"""Kinds of passes that a plane is laid through."""
 
 
 class Curve:
@@ -39,6 +37,11 @@ class Curve:
 
     def __bool__(self) -> bool:
         return bool(len(self._sizes))
+
+    def knows(self, size: float) -> bool:
+        """Whether sizes alike were seen: both a smaller and a larger one, or this."""
+        below = bool(np.any((self._sizes <= size) & (self._sizes >= size / _ALIKE)))
+        return below and bool(np.any((self._sizes >= size) & (self._sizes <= size * _ALIKE)))
 
     def at(self, size: float) -> float:
         found = self._known.get(size)
@@ -73,7 +76,7 @@ class RoundCosts:
         decoding = [seen for seen in costs.passes if not seen.read_rows]
         self._pass = Curve((seen.rows, self._bare(seen), seen.count) for seen in decoding)
         # a prompt needs hardly any logits, and wide passes may be computed in another way: so they have their own curve
-        self._by_row = 0.0 if apart else _dearer_row(reading)
+        self._by_row = 0.0 if apart else self._dearer_row(reading)
         self._read = Curve(
             (seen.read_rows + (0 if apart else seen.rows), self._reading_s(seen), seen.count) for seen in reading
         )
@@ -85,15 +88,24 @@ class RoundCosts:
         """is_tree: it checks trees of device drafters. What is recorded does not tell them apart."""
         more = self._by_context * context
         if not self._apart:
-            if read_rows and self._read:
+            if self._read and (read_rows or not self._pass):
                 return self._read.at(rows + read_rows) + self._by_row * rows + more
-            return (self._pass or self._read).at(rows + read_rows) + more
+            return self._pass.at(rows + read_rows) + more
         return (self._pass.at(rows) + more if rows else 0.0) + (self._read.at(read_rows) if read_rows else 0.0)
 
     def _reading_s(self, seen: PassSeen) -> float:
         """Of a pass with prompts: what they take, or the whole of it where all share it."""
         decodes_s = self._pass.at(seen.rows) if self._apart and seen.rows else self._by_row * seen.rows
         return max(0.0, self._bare(seen) - decodes_s)
+
+    def _dearer_row(self, reading: Sequence[PassSeen]) -> float:
+        """Seconds that a row of a decode, of which all logits are asked for, takes more than one of a prompt beside it.
+
+        By passes of decodes alone that have about as many rows in all.
+        """
+        alike = [seen for seen in reading if self._pass.knows(seen.rows + seen.read_rows)]
+        more = [(self._pass.at(s.rows + s.read_rows) - self._bare(s)) / s.read_rows for s in alike]
+        return _sure(more, [seen.read_rows * seen.count for seen in alike])
 
     def draft_s(self, drafter: str, requests: int, nodes: int) -> float:
         """0 for a drafter that was never seen to take time."""
@@ -173,15 +185,13 @@ def _context_slope(passes: Sequence[PassSeen]) -> float:
     return max(0.0, slope - 2 * math.sqrt(error))
 
 
-def _dearer_row(reading: Sequence[PassSeen]) -> float:
-    """Seconds that a row of a decode, of which all logits are asked for, takes more than one of a prompt beside it."""
-    rows = np.array([(1.0, seen.read_rows, seen.rows) for seen in reading])  # [N, 3]
-    if len(rows) < _SURE or np.linalg.matrix_rank(rows) < rows.shape[1]:
+def _sure(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean as far as they are sure of it: less two standard errors, and 0 where nothing is left."""
+    if len(values) < _FEW:
         return 0.0
-    seconds = np.array([seen.seconds for seen in reading])
-    weights = np.sqrt([seen.count for seen in reading]) / seconds  # a long pass is off by more
-    _, of_prompt, of_decode = np.linalg.lstsq(rows * weights[:, None], seconds * weights, rcond=None)[0]
-    return max(0.0, float(of_decode - of_prompt))
+    mean = float(np.average(values, weights=weights))
+    error = float(np.average((np.array(values) - mean) ** 2, weights=weights)) / (len(values) - 1)
+    return max(0.0, mean - 2 * math.sqrt(error))
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ Speculation = Literal["off", "fixed", "planned"]
 
 @dataclass(slots=True)
 class Served:
-    """One simulated request. Times are those of the simulation."""
+    """How one request fared, real or simulated: seconds since the first came."""
 
     arrived: float
     prompt_tokens: int

@@ -155,7 +155,10 @@ class Recording:
         try:
             whole = json.loads(read_named(path, "--simulate", "make one with `slipstream bench --record FILE`"))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"--simulate {path}: cannot be read as a recording ({error})") from error
+            raise ConfigError(
+                f"--simulate {path}: is no recording, which is JSON ({error}); make one with "
+                "`slipstream bench --record FILE`"
+            ) from error
         version = whole.get("slipstream_recording") if isinstance(whole, dict) else None
         if version != VERSION:
             raise ConfigError(

@@ -18,8 +18,9 @@ from slipstream.core.reading import read_named
 _SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
 
 _TOGETHER = 4
+"""Answers of a rehearsal that come together, or one behind the other."""
 _APART = 1.2
-"""Of what it takes to read a prompt: the next one comes when that was read, and is decoded beside it."""
+"""Of what it takes to read a prompt: the next one comes when that was read, and its own is read beside the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import exp, fsum, log
@@ -88,13 +88,13 @@ def measure(
     *,
     repeats: int = 1,
     on_step: Callable[[int, str], None] = lambda concurrency, name: None,
-) -> list[Tuned]:
-    """Every candidate at every concurrency, in turn, so that a machine that slows down slows all of them.
+) -> Iterator[list[Tuned]]:
+    """Every candidate, in turn, so that a machine that slows down slows all of them; concurrency by concurrency.
 
     Prompts are asked in batches of as many as come at once, until all had their turn, or enough of them.
     """
-    found: list[Tuned] = []
     for level in levels:
+        found: list[Tuned] = []
         count = min(_MOST_BATCHES, -(-len(prompts) // level))
         batches = [[(first * level + i) % len(prompts) for i in range(level)] for first in range(count)]
         tokens: dict[str, list[int]] = {option.runner.name: [] for option in options}
@@ -117,7 +117,7 @@ def measure(
             own = Tuned(level, name, option.drafter, option.draft_tokens, option.verifier, speed)
             gain = (round(min(gains), 3), round(max(gains), 3))
             found.append(replace(own, prompts=asked, batches=len(gains), gain=gain))
-    return found
+        yield found
 
 
 def _together(tokens: Sequence[int], seconds: Sequence[float], count: int) -> list[float]:
@@ -146,7 +146,10 @@ def doubts(rows: Sequence[Tuned]) -> list[str]:
         found.append(f"only {asked} prompt{several} asked: give at least {ENOUGH} (--prompts) of your own kind")
     for level, row in best(rows).items():
         if row.name != PLAIN and row.gain[0] < 1:
-            found.append(f"{level} at once: {row.name} was slower than plain in some runs; measure more (--repeats 3)")
+            found.append(
+                f"{level} at once: {row.name} was slower than plain in some runs; measure more "
+                "(--repeats 3), or prompts of one kind: some may be faster without it"
+            )
     return [*found, *_unlike_predicted(rows), *_slower_together(rows)]
 
 

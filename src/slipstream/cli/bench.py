@@ -16,6 +16,7 @@ from rich.console import Console
 from slipstream.bench import baseline, memory, report, run
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.bars import counting_bar
+from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.machine import busy_warning, hardware, load_before, versions
@@ -229,37 +230,40 @@ def bench(
             other = stack.enter_context(baseline.TransformersPeer(same))
             runners, eos = [*runners, other], other.eos_token_ids
         modes = [runner.name for runner in runners]
-        if record is None:
-            samples = measured(work.units, runners, repeats)
-        else:
-            from slipstream.cli.traffic import Tape
+        samples: list[run.Sample] = []
+        breaking = BreakingOff(lambda: run.in_all_modes(samples, len(modes)))
+        with breaking:
+            if record is None:
+                measure_into(samples, work.units, runners, repeats)
+            else:
+                from slipstream.cli.traffic import Tape
 
-            tape = Tape(llm, common.model, load["busy"])
-            samples = measured(work.units, runners, repeats, tape.start)
+                tape = Tape(llm, common.model, load["busy"])
+                measure_into(samples, work.units, runners, repeats, tape.start)
+        if record is not None:
             tape.stop().save(record)
-        samples, is_whole = (
-            run.in_all_modes(samples, len(modes)),
-            len(samples) == len(work.units) * len(modes) * repeats,
-        )
-        units = work.units[: len({sample.unit for sample in samples})]
+            note(f"wrote {record}")
         prefill = None
-        if is_whole:
-            reading = [runner for runner in runners if runner.name in (run.PLAIN, baseline.NAME)]
-            prefill = run.measure_prefill(run.long_prompt(llm), reading)
+        with breaking:
+            if not breaking.happened:
+                reading = [runner for runner in runners if runner.name in (run.PLAIN, baseline.NAME)]
+                prefill = run.measure_prefill(run.long_prompt(llm), reading)
+            if startup and not breaking.happened:
+                result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
+                if peers:
+                    hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
+                    result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
         used = memory_report(llm, imports)
         result["remarks"] = list(llm.remarks)
-        if startup and is_whole:
-            result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
-            if peers:
-                hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
-                result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
+    made, samples = len(samples), run.in_all_modes(samples, len(modes))
+    units = work.units[: len({sample.unit for sample in samples})]
     rejecting = [runner.name for runner in ours if runner.speculation.verifier == "rejection"]
     incomparable = (baseline.NAME, *rejecting) if not params.greedy else ()
     summary = report.summarize(units, samples, modes, eos=eos, incomparable=incomparable)
     result |= {
         "prompts": sum(len(unit.prompts) for unit in units),
         "skipped_prompts": work.skipped,
-        "interrupted": not is_whole,
+        "interrupted": breaking.happened,
         "modes": modes,
         **report.summary_json(summary),
         "prefill": None if prefill is None else prefill.to_json(),
@@ -272,23 +276,22 @@ def bench(
     if json_file is not None:
         whole = {**result, "samples": report.samples_json(units, samples)}
         json_file.write_text(json.dumps(whole, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    if not is_whole:
+    if breaking.happened:
         asked = sum(len(unit.prompts) for unit in work.units)
-        note(f"{result['prompts']} of {asked} prompts were measured", style="yellow")
+        whole_run = len(work.units) * len(modes) * repeats
+        told = f"{made} of {whole_run} measurements were made, {result['prompts']} of {asked} prompts in all modes"
+        note(told, style="yellow")
         raise typer.Exit(130)
 
 
-def measured(
+def measure_into(
+    samples: list[run.Sample],
     units: tuple[run.Unit, ...],
     runners: list[run.Runner],
     repeats: int,
     when_warm: Callable[[], None] = lambda: None,
-) -> list[run.Sample]:
-    """Warm up and measure, with a progress bar on stderr if that is a terminal.
-
-    Ctrl-C ends it with what was measured by then, if a unit was in every mode.
-    """
-    samples: list[run.Sample] = []
+) -> None:
+    """Warm up and measure, with a progress bar on stderr if that is a terminal. samples: what is measured, so far."""
     with counting_bar() as progress:
         task = progress.add_task("warming up", total=len(units) * len(runners) * repeats)
         run.warm_up(units[0], runners)
@@ -300,13 +303,8 @@ def measured(
             done += 1
             progress.update(task, completed=done, description=f"{category} · {mode}")
 
-        try:
-            for sample in run.measure(units, runners, repeats, step):
-                samples.append(sample)
-        except KeyboardInterrupt:
-            if not run.in_all_modes(samples, len(runners)):
-                raise
-    return samples
+        for sample in run.measure(units, runners, repeats, step):
+            samples.append(sample)
 
 
 def memory_report(llm: LLM, imports: int) -> memory.MemoryReport:

@@ -200,10 +200,17 @@ def in_words(choices: Sequence[Choice]) -> list[str]:
             continue
         least, most = paying[0], paying[-1]
         found.append(
-            f"{requests} at once: drafts pay from {least.alpha:.0%} right guesses on, with {_guesses(least)}; "
+            f"{requests} at once: drafts pay {_from(least, mine[0])}, with {_guesses(least)}; "
             f"at {most.alpha:.0%} {_guesses(most)} make{'s' if most.nodes == 1 else ''} it {most.gain:.2f}x as fast."
         )
     return found
+
+
+def _from(least: Choice, lowest: Choice) -> str:
+    """Of shares that were not tried nothing is known: the lowest may be more than it takes."""
+    return (
+        f"already at {least.alpha:.0%} right guesses" if least is lowest else f"from {least.alpha:.0%} right guesses on"
+    )
 
 
 def _guesses(choice: Choice) -> str:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 SIMULATED_REQUESTS = 200
+_KEEPS_UP = 0.8
+"""Of the rate that is asked for: the last requests take a while to be answered, however idle the machine is."""
 
 
 class Tape:
@@ -99,6 +101,7 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
             served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
         if capacity.record is not None:
             tape.stop().save(capacity.record)
+            note(f"wrote {capacity.record}")
     way = drafters[0] if drafters else "off"
     row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))
     tell([row], capacity, {"model": common.model, "simulated": False, **load})
@@ -127,7 +130,9 @@ def simulate_traffic(common: Common, capacity: Capacity) -> None:
         raise ConfigError(f"--drafter {common.drafters[1]} with --simulate: one is simulated at a time; name one")
     named = merged_name(parse_merged(common.drafter[0])) if common.drafter else None
     if named is not None and named not in known:
-        raise ConfigError(f"--drafter {named}: not in the recording, which has {', '.join(known) or 'none'}")
+        raise ConfigError(
+            f"--drafter {named}: not in the recording, which has {', '.join(known) or 'none'}; record it (--record)"
+        )
     drafter = named or (known[0] if known else None)
     ways = capacity.speculation or (("off", "fixed", "planned") if drafter else ("off",))
     if drafter is None and set(ways) != {"off"}:
@@ -144,7 +149,8 @@ def simulate_traffic(common: Common, capacity: Capacity) -> None:
             coming = traffic.poisson(rate, capacity.requests or SIMULATED_REQUESTS, traces, seed)
         for way in ways:
             setting = Setting(cast(Speculation, way), drafter, common.draft_tokens, common.min_gain or 1.0)
-            at = "as recorded" if rate is None else f"{rate:g} a second"
+            own_times = "as recorded" if capacity.traffic is None else "as in the file"
+            at = own_times if rate is None else f"{rate:g} a second"
             with counting(f"simulating {at}, {way}", len(coming)) as on_served:
                 served = simulate(
                     recording, setting, coming, traces, replicas=capacity.replicas, seed=seed, on_served=on_served
@@ -167,7 +173,9 @@ def simulate_traffic(common: Common, capacity: Capacity) -> None:
 def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:
     """Table, plot, and JSON as the last line."""
     console = Console()
-    console.print(table(rows))
+    console.print(table(rows, "recorded" if capacity.traffic is None else "as in file"))
+    for line in dict.fromkeys(line for row in rows for line in full_lines(row)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if more["simulated"]:
         line = f"{more['simulated_s']:.0f} s of traffic simulated in {more['took_s']:.1f} s"
         console.print(line, markup=False, highlight=False)
@@ -176,14 +184,30 @@ def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if capacity.plot is not None:
         capacity.plot.write_text(drawn(rows), encoding="utf-8")
+        note(f"wrote {capacity.plot}")
     result = {**more, "latency_target": asdict(capacity.targets), "rows": [_json(row) for row in rows]}
     print(json.dumps(result, ensure_ascii=False), flush=True)
     if capacity.json_file is not None:
         capacity.json_file.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Narrow enough for 80 columns; the JSON has more percentiles."""
+def full_lines(row: Row) -> list[str]:
+    """Where requests come faster than they are served: of latencies that grow as long as it goes on.
+
+    Some wait for half of the time in which all came, and fewer are served than come.
+    """
+    if row.rate is None:
+        return []
+    served, all_came_s = row.outcome.requests_per_s, row.outcome.requests / row.rate
+    if served >= _KEEPS_UP * row.rate or row.outcome.ttft.p99 <= all_came_s / 2:
+        return []
+    return [
+        f"{row.way}, {row.rate:g} a second: only {served:.2g} were served a second, and the others wait ever longer"
+    ]
+
+
+def table(rows: Sequence[Row], times: str = "recorded") -> Table:
+    """Narrow enough for 80 columns; the JSON has more percentiles. times: where no rate is asked for, whose."""
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     if rows[0].replicas > 1:
         shown.title, shown.title_justify = f"{rows[0].replicas} replicas", "left"
@@ -192,7 +216,7 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         out = row.outcome
         shown.add_row(
-            "recorded" if row.rate is None else f"{row.rate:g}",
+            times if row.rate is None else f"{row.rate:g}",
             row.way,
             f"{out.goodput:.2f}",
             f"{out.good:.0%}",
@@ -215,11 +239,14 @@ def drawn(rows: Sequence[Row]) -> str:
     return draw(
         [
             Panel(
-                title, {way: [(row.rate or 0.0, value(row.outcome)) for row in rows if row.way == way] for way in ways}
+                title,
+                {way: [(row.rate or 0.0, value(row.outcome)) for row in rows if row.way == way] for way in ways},
+                {row.rate: f"{row.rate:g}" for row in rows if row.rate is not None},
+                from_zero=True,
             )
             for title, value in panels
         ],
-        f"simulated traffic, {rows[0].replicas} replicas",
+        f"simulated traffic, {rows[0].replicas} replica{'s' if rows[0].replicas > 1 else ''}",
     )
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from slipstream.bench import run, tune
 from slipstream.bench.prompts import load_prompts, select
+from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import busy_warning, load_before
 from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option
@@ -52,11 +53,12 @@ def tune_command(
 ) -> None:
     """Measure drafters, sizes and verifiers on your own prompts, and recommend what to run.
 
-    The table is for people; the last line on stdout is JSON. After Ctrl-C they are about what was measured by then.
+    The table is for people; the last line on stdout is JSON. After Ctrl-C they are about the numbers of requests at
+    once that were done by then.
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: tune measures plain decoding beside its candidates anyway; leave it out")
-    levels, tried = _numbers("--concurrency", concurrency), _numbers("--sizes", sizes)
+    levels, tried = _numbers("--concurrency", concurrency, "1,4,16"), _numbers("--sizes", sizes, "3,6")
     if not levels:
         raise ConfigError("--concurrency: give at least one number, such as 1,4,16")
     if drafters:
@@ -79,9 +81,14 @@ def tune_command(
         tape = Tape(llm, common.model, load["busy"])
         tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
-        tell = _telling()
-        rows, left = measured(levels, lambda n: tune.measure(options, ids, each, [n], repeats=repeats, on_step=tell))
-        rows = predicted(tape.stop(), rows, llm.engine.drafting.auto, llm.engine.config.min_gain)
+        rows: list[tune.Tuned] = []
+        breaking = BreakingOff(lambda: rows)
+        with breaking:
+            for own in tune.measure(options, ids, each, levels, repeats=repeats, on_step=_telling()):
+                rows += own
+        with breaking:
+            rows = predicted(tape.stop(), rows, llm.engine.drafting.auto, llm.engine.config.min_gain)
+    left = [level for level in levels if level not in {row.concurrency for row in rows}]
     console = Console()
     console.print(table(rows))
     best = tune.best(rows)
@@ -93,30 +100,18 @@ def tune_command(
         note(f"not measured: {', '.join(map(str, left))} at once", style="yellow")
     for line in busy_warning(load):
         note(line, style="yellow")
-    result = tune.configuration(common.model, rows, common.min_gain)
+    result = {**tune.configuration(common.model, rows, common.min_gain), "not_measured": left, **load}
     if config is not None:
         config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         winner = tune.best_of_all(rows).name
-        note(f"wrote {config}: {winner}, the best over {', '.join(map(str, best))} at once together")
+        together = " together" if len(best) > 1 else ""
+        note(f"wrote {config}: {winner}, the best with {', '.join(map(str, best))} at once{together}")
     if plot is not None:
         plot.write_text(drawn(rows), encoding="utf-8")
-    told = {**result, **load, "seed": params.seed, "not_measured": left, "rows": [asdict(row) for row in rows]}
+    told = {**result, "seed": params.seed, "rows": [asdict(row) for row in rows]}
     print(json.dumps(told, ensure_ascii=False), flush=True)
-    if left:
+    if breaking.happened:
         raise typer.Exit(130)
-
-
-def measured(levels: Sequence[int], measure: Callable[[int], list[tune.Tuned]]) -> tuple[list[tune.Tuned], list[int]]:
-    """What was measured, and the numbers of requests for which Ctrl-C came before: the others shall not be lost."""
-    rows: list[tune.Tuned] = []
-    for at, level in enumerate(levels):
-        try:
-            rows += measure(level)
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            return rows, [*levels[at:]]
-    return rows, []
 
 
 def _telling() -> Callable[[int, str], None]:
@@ -131,13 +126,13 @@ def _telling() -> Callable[[int, str], None]:
     return tell
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _numbers(name: str, text: str, such_as: str) -> list[int]:
     try:
         found = [int(part) for part in text.split(",") if part]
     except ValueError:
         found = [0]
     if any(number < 1 for number in found):
-        raise ConfigError(f"{name} {text}: must be whole numbers of 1 or more, such as 1,4,16")
+        raise ConfigError(f"{name} {text}: must be whole numbers of 1 or more, such as {such_as}")
     return found
 
 
@@ -163,4 +158,5 @@ def drawn(rows: Sequence[tune.Tuned]) -> str:
 
     names = dict.fromkeys(row.name for row in rows)
     lines = {n: [(float(row.concurrency), row.tokens_per_s) for row in rows if row.name == n] for n in names}
-    return draw([Panel("tokens a second, by requests at once", lines)], "slipstream tune")
+    ticks = {float(row.concurrency): str(row.concurrency) for row in rows}
+    return draw([Panel("tokens a second, by requests at once", lines, ticks, from_zero=True)], "slipstream tune")

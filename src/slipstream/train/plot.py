@@ -15,11 +15,15 @@ _LARGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram: lines by name, each of (x, y) points. ticks: what stands under which x; None: numbers, evenly."""
+    """One diagram: lines by name, each of (x, y) points. ticks: what stands under which x; None: numbers, evenly.
+
+    from_zero: y begins at 0, so that what is twice as much stands twice as high.
+    """
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     ticks: Mapping[float, str] | None = None
+    from_zero: bool = False
 
 
 def draw(panels: Sequence[Panel], title: str) -> str:
@@ -38,7 +42,9 @@ def _panel(panel: Panel, left: int) -> str:
     out = [f'<g transform="translate({left},30)"><text x="{_EDGE}" y="14">{escape(panel.title)}</text>']
     if points:
         low_x, high_x = _span([x for x, _ in points])
-        low_y, high_y = _span([y for _, y in points])
+        low_y, high_y = _span([y for _, y in points] + [0.0] * panel.from_zero)
+        if panel.from_zero:  # nothing was below it, though all may have been it
+            low_y = 0.0
 
         def place(x: float, y: float) -> tuple[float, float]:
             across = _EDGE + (x - low_x) / (high_x - low_x) * (_WIDTH - _EDGE - 20)
