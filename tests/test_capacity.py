@@ -44,7 +44,7 @@ def test_simulations_end_in_json_and_a_plot(capsys: pytest.CaptureFixture[str], 
     assert "2 replicas" in out
     assert ">2</text>" in plot.read_text()
     assert ">8</text>" in plot.read_text()
-    assert "only" not in out, "it keeps up"
+    assert "wait ever longer" not in out, "it keeps up"
     _, again, _ = run(capsys, *options, "--replicas", "2")
     assert json.loads(again.splitlines()[-1])["rows"] == result["rows"], "the same seed, the same numbers"
 
