@@ -59,6 +59,26 @@ def test_an_interruption_before_the_commands_are_there_is_one_word() -> None:
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize("code", [130, 1, 0])
+def test_an_interrupted_command_leaves_without_waiting_for_anybody_and_closes_before(code: int) -> None:
+    """What holds Python up when it goes away stands for threads that C++ would abort for."""
+    script = (
+        "import atexit, os, sys, types\n"
+        "class Held:\n"
+        "    def __del__(self): os.write(1, b'held up\\n')\n"
+        "def run():\n"
+        "    atexit.register(print, 'closed')\n"
+        f"    sys.exit({code})\n"
+        "sys.modules['slipstream.cli.main'] = types.SimpleNamespace(main=run)\n"
+        "held = Held()\n"
+        "from slipstream.cli.entry import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stdout.splitlines() == ["closed"] + ["held up"] * (code != 130)
+
+
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_interruption_that_a_library_made_something_else_of_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupted: bool
