@@ -182,6 +182,7 @@ def test_a_row_of_a_decode_beside_prompts_may_cost_more_than_one_of_a_prompt(dea
     costs = RoundCosts(Costs(tuple(passes)), apart=False)
     for rows, read_rows in ((1, 64), (4, 64), (30, 64), (9, 32)):
         assert costs.pass_s(rows, read_rows, 100) == pytest.approx(seconds(rows, read_rows, 100), rel=0.05)
+    assert costs.pass_s(5, 12, 0) <= costs.pass_s(17, 0, 0), "a prompt's last rows, fewer than any that were seen"
     few = RoundCosts(Costs((*alone, passes[-1])), apart=False)
     assert few.pass_s(9, 32, 900) == pytest.approx(seconds(9, 32, 900), rel=0.01), "too few to tell"
     unseen = RoundCosts(Costs(tuple(passes[-7:])), apart=False)

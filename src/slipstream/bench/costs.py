@@ -38,6 +38,10 @@ class Curve:
     def __bool__(self) -> bool:
         return bool(len(self._sizes))
 
+    @property
+    def smallest(self) -> float:
+        return float(self._sizes[0])
+
     def knows(self, size: float) -> bool:
         """Whether sizes alike were seen: both a smaller and a larger one, or this."""
         below = bool(np.any((self._sizes <= size) & (self._sizes >= size / _ALIKE)))
@@ -88,13 +92,17 @@ class RoundCosts:
         """is_tree: it checks trees of device drafters. What is recorded does not tell them apart."""
         more = self._by_context * context
         if not self._apart:
-            if self._read and (read_rows or not self._pass):
-                return self._read.at(rows + read_rows) + self._by_row * rows + more
-            return self._pass.at(rows + read_rows) + more
+            total = rows + read_rows
+            if not self._read or (self._pass and not read_rows):
+                return self._pass.at(total) + more
+            read_s = self._read.at(total) + self._by_row * rows
+            if total < self._read.smallest and self._pass:  # a prompt's last rows: no more than so many of decodes
+                read_s = min(read_s, self._pass.at(total))
+            return read_s + more
         return (self._pass.at(rows) + more if rows else 0.0) + (self._read.at(read_rows) if read_rows else 0.0)
 
     def _reading_s(self, seen: PassSeen) -> float:
-        """Of a pass with prompts: what they take, or the whole of it where all share it."""
+        """Of a pass with prompts: what they take; where all share it, what it would take for prompts alone."""
         decodes_s = self._pass.at(seen.rows) if self._apart and seen.rows else self._by_row * seen.rows
         return max(0.0, self._bare(seen) - decodes_s)
 
