@@ -244,15 +244,15 @@ def bench(
             tape.stop().save(record)
             note(f"wrote {record}")
         prefill = None
-        with breaking:
-            if not breaking.happened:
+        if not breaking.happened:
+            with breaking:
                 reading = [runner for runner in runners if runner.name in (run.PLAIN, baseline.NAME)]
                 prefill = run.measure_prefill(run.long_prompt(llm), reading)
-            if startup and not breaking.happened:
-                result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
-                if peers:
-                    hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
-                    result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
+                if startup:
+                    result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
+                    if peers:
+                        hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
+                        result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
         used = memory_report(llm, imports)
         result["remarks"] = list(llm.remarks)
     made, samples = len(samples), run.in_all_modes(samples, len(modes))

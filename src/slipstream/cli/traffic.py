@@ -174,7 +174,7 @@ def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:
     """Table, plot, and JSON as the last line."""
     console = Console()
     console.print(table(rows, "recorded" if capacity.traffic is None else "as in file"))
-    for line in dict.fromkeys(line for row in rows for line in full_lines(row)):
+    for line in [line for row in rows for line in full_lines(row)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if more["simulated"]:
         line = f"{more['simulated_s']:.0f} s of traffic simulated in {more['took_s']:.1f} s"
