@@ -1,11 +1,13 @@
 """Simulated traffic against the real engine: the same requests at the same times, one beside the other.
 
     python bench/simulated.py [--model default --drafter suffix --rates 1,3 --requests 14 --clock own --json FILE]
+    python bench/simulated.py --model BIG --drafter eagle:FOLDER --rates 20,50 --requests 400 --max-tokens 64   on a GPU
 
 At each rate the engine answers three times: without drafts, with all that the drafter offers, and with what the planner
 takes. The second run is recorded, and what was recorded must tell all three: tokens a second and median latencies.
 With --clock own, time goes on only while the engine computes (`own_time.py`): for machines that are never quiet.
-The last line is JSON.
+On a GPU each way is gone once before, since passes of a new size are recorded there when they come first: BIG and
+FOLDER are what `widen.py` and `widen_heads.py` make. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
 from slipstream.cli.machine import hardware, load_before, versions
 from slipstream.core.outputs import RequestOutput
+from slipstream.drafters import merged_name, parse_merged
 from slipstream.engine.build import build
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -122,7 +125,8 @@ class Sender:
     """An engine, and the requests that come to it."""
 
     def __init__(self, real: Answering, tokenizer: object, options: argparse.Namespace) -> None:
-        self.real, self.model, self.drafter = real, options.model, options.drafter
+        self.real, self.model = real, told(options.model)
+        self.drafter = merged_name(parse_merged(options.drafter))
         texts = [prompt.text for prompt in select(load_prompts(options.prompts), limit=options.requests)]
         longest = min(options.prompt_tokens, real.engine.plan.max_model_len - options.max_tokens - 1)
         self.prompts = [encode(tokenizer, text, longest) for text in texts]
@@ -153,6 +157,9 @@ class Sender:
 def compared(sender: Sender, rate: float, options: argparse.Namespace) -> list[Compared]:
     """All ways, as often as is asked for, in turn. What was recorded in all of them tells the medians of each."""
     times = traffic.poisson_times(rate, len(sender.prompts), options.seed)
+    if sender.real.engine.target.device.type == "cuda":
+        for way in WAYS:
+            sender.send(way, times)
     recorder = Recorder(sender.real.engine)
     seen: dict[Speculation, list[list[Served]]] = {way: [] for way in WAYS}
     for _ in range(options.repeats):
@@ -198,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, at most")
     parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--max-num-seqs", type=int, default=32, help="requests that run at once, by the wall clock")
+    parser.add_argument("--memory", help="of the engine, such as 32GiB; by the wall clock")
     parser.add_argument("--clock", choices=("wall", "own"), default="wall")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate")
@@ -211,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             real = ByOwnTime(options.model, options.drafter)
         found = run(real, real.tokenizer, options)
     else:
-        with LLM(options.model, drafter=options.drafter, prefix_caching=False) as llm:
+        sizes = {"max_num_seqs": options.max_num_seqs, "memory": options.memory}
+        with LLM(options.model, drafter=options.drafter, prefix_caching=False, **sizes) as llm:
             found = run(ByTheWall(llm), llm.tokenizer, options)
     for one in found:
         print(

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import EOS
 from slipstream import RequestOutput, SamplingParams, SpeculationParams
-from slipstream.bench.costs import Curve, RoundCosts
+from slipstream.bench.costs import RoundCosts
 from slipstream.bench.outcome import Outcome, Served, Spread, Targets
 from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import (
@@ -31,7 +31,7 @@ from slipstream.bench.recording import (
 from slipstream.bench.replayed import ReplayedDevice, Walk, Walks, made_prompt
 from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import drafters_of, simulate, traces_of
-from slipstream.bench.traffic import poisson, poisson_times, read_traffic, rehearse, replay
+from slipstream.bench.traffic import Coming, poisson, poisson_times, read_traffic, rehearse, replay
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.engine.listening import RoundTimes
 from slipstream.plan.traits import overlap
@@ -167,28 +167,6 @@ def test_guesses_go_beyond_an_end_that_nobody_knew_of(spare: int, rows: int) -> 
     assert one.ended == pytest.approx(3 * (0.010 + 0.001) + 0.001 * (50 + rows))
 
 
-@pytest.mark.parametrize("dearer", [0.0, 0.002])
-@pytest.mark.parametrize("context_s", [0.0, 2e-5])
-def test_a_row_of_a_decode_beside_prompts_may_cost_more_than_one_of_a_prompt(dearer: float, context_s: float) -> None:
-    """Passes of more than 64 rows are slower at once, and long texts make them slower: neither is the rows' doing."""
-
-    def seconds(rows: int, read_rows: int, context: int) -> float:
-        total = rows + read_rows
-        return (0.010 + 0.004 * total) * (1.3 if total > 64 else 1.0) + dearer * rows + context_s * context
-
-    alone = [PassSeen(1, n, 0, c, seconds(n, 0, c), 5) for n in range(1, 104, 3) for c in (100, 300)]
-    beside = [(0, 64), (1, 64), (2, 64), (4, 62), (20, 64), (38, 64), (9, 32)]
-    passes = [*alone, *(PassSeen(1, r, n, 100 * r, seconds(r, n, 100 * r), 1) for r, n in beside)]
-    costs = RoundCosts(Costs(tuple(passes)), apart=False)
-    for rows, read_rows in ((1, 64), (4, 64), (30, 64), (9, 32)):
-        assert costs.pass_s(rows, read_rows, 100) == pytest.approx(seconds(rows, read_rows, 100), rel=0.05)
-    assert costs.pass_s(5, 12, 0) <= costs.pass_s(17, 0, 0), "a prompt's last rows, fewer than any that were seen"
-    few = RoundCosts(Costs((*alone, passes[-1])), apart=False)
-    assert few.pass_s(9, 32, 900) == pytest.approx(seconds(9, 32, 900), rel=0.01), "too few to tell"
-    unseen = RoundCosts(Costs(tuple(passes[-7:])), apart=False)
-    assert unseen.pass_s(64, 0, 0) == pytest.approx(seconds(0, 64, 0), rel=0.1), "nothing else is known"
-
-
 def test_speculation_pays_while_rows_are_free_and_planned_leaves_it_where_they_are_not() -> None:
     cheap, dear = made_up(0.00001), made_up(0.004)
     for recording, better in ((cheap, True), (dear, False)):
@@ -302,38 +280,12 @@ def test_inside_a_right_stretch_the_rest_of_the_offer_is_left() -> None:
     assert walk.depth("d", 2, 2, 0) == 2
 
 
-def test_curves_go_on_beyond_what_was_seen_and_never_fall() -> None:
-    curve = Curve([(1, 1.0, 9), (2, 3.0, 9), (4, 2.0, 9), (8, 6.0, 9), (3, 99.0, 1)])
-    assert curve.at(1) == 1.0
-    assert curve.at(2) == curve.at(4) == 2.5
-    assert curve.at(6) == pytest.approx(4.25)
-    assert curve.at(16) > curve.at(8) == 6.0
-    prompts = Curve([(1, 1.0, 9), (2, 1.2, 9), (3, 99.0, 1), (100, 20.0, 1), (300, 62.0, 1)])
-    assert prompts.at(300) == 62.0, "lengths of prompts come once, and nothing else says what they cost"
-    assert prompts.at(3) < 2, "an accident beside what was seen often"
-    stepped = Curve([(64, 1.0, 9), (65, 1.3, 1), (128, 2.0, 9)])
-    assert stepped.at(65) == 1.3, "seen once, but no accident"
-    costs = RoundCosts(
-        Costs(tuple(PassSeen(1, 1, 0, context, 0.01 + 1e-5 * context, 9) for context in (100, 200, 400))), apart=False
-    )
-    assert costs.pass_s(1, 0, 1000) == pytest.approx(0.02, rel=0.01)
-    with pytest.raises(ConfigError, match="no passes"):
-        RoundCosts(Costs(), apart=False)
-
-
 def test_stalls_count_and_accidents_do_not(tiny_target: Path) -> None:
     recorder = Recorder(Stepper(tiny_target, "ngram").engine)
     for seconds in (1.0, 1.0, 1.0, 1.0, 3.5, 1000.0):
         recorder.round([], [], [], RoundTimes(0.0, 0.0, seconds, rows=1))
     (seen,) = recorder.recording("tiny").costs.passes
     assert seen.seconds == pytest.approx((4 + 3.5 + 8) / 6)
-
-
-def test_prompts_with_passes_of_their_own_are_added() -> None:
-    seen = (PassSeen(1, 1, 0, 0, 0.004, 9), PassSeen(8, 8, 0, 0, 0.005, 9), PassSeen(0, 0, 512, 0, 0.02, 9))
-    costs = RoundCosts(Costs(seen), apart=True)
-    assert costs.pass_s(8, 512, 0) == pytest.approx(0.025)
-    assert costs.pass_s(0, 512, 0) == pytest.approx(0.02)
 
 
 def test_traffic_comes_at_its_rate_and_from_files(tmp_path: Path) -> None:
@@ -444,6 +396,33 @@ def test_only_where_rounds_are_queued_somebody_falls_behind(monkeypatch: pytest.
             now = engine.busy_until
     assert max(told[True]) > 0
     assert told[False] == {0}
+
+
+@pytest.mark.parametrize(("queued", "read"), [(False, 1), (True, 2)])
+def test_who_comes_while_queued_rounds_run_is_behind_the_one_that_is_queued_already(queued: bool, read: int) -> None:
+    """A round takes 10 ms, but 20 where a prompt has a pass of its own beside that of a decode. The second request comes
+    in the first one's second round, the third when nobody is left for a round behind this one."""
+    recording = made_up(0.0, queued=queued)
+    passes = (*recording.costs.passes, *(PassSeen(0, 0, n, 0, 0.010, 9) for n in (50, 100)))
+    recording = replace(recording, costs=Costs(passes))
+    beside = 0.020 if queued else 0.010
+    traffic = [Coming(0.0, 50, 20, 0), Coming(0.015, 50, 3, 0), Coming(0.18 + beside + 0.005, 50, 2, 0)]
+    first, second, third = sorted(
+        simulate(recording, Setting("off"), traffic, recording.traces), key=lambda served: served.arrived
+    )
+    assert second.first_token == pytest.approx(0.010 * (1 + read) + beside)
+    assert first.ended == pytest.approx(0.19 + beside)
+    assert third.first_token == pytest.approx(first.ended + 0.010)
+
+
+def test_what_drafters_on_the_host_made_a_queued_round_wait_is_told_apart(tiny_target: Path) -> None:
+    recorder = Recorder(Stepper(tiny_target, "ngram", rounds="queued").engine)
+    recorder.round([], [], [], RoundTimes(0.003, 0.0, 0.010, rows=4, waited=0.002))
+    recorder.round([], [], [], RoundTimes(0.001, 0.0, 0.010, rows=1))
+    costs = recorder.recording("tiny").costs
+    (waited,), (beside,) = costs.waits, costs.host
+    assert (waited.count, beside.count) == (1, 2)
+    assert (waited.seconds, beside.seconds) == pytest.approx((0.002, 0.001))
 
 
 @pytest.mark.parametrize("host", [True, False])

@@ -17,6 +17,9 @@ _NEAR, _ALIKE = 1.5, 1.1
 the number; or where no size that was seen often is near, or those that were took about as long, within the first. So an
 accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
 
+_REACH, _OF_CURVES = 0.1, 0.1
+"""How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as."""
+
 
 class Curve:
     """Seconds by size: straight lines between what was seen, and on beyond the last two. Never less for more."""
@@ -65,6 +68,30 @@ class Curve:
         return float(np.interp(size, self._sizes, self._seconds))
 
 
+class Nearby:
+    """How much longer than the curves say passes took that were about like one.
+
+    A curve knows the rows of a pass, or how many there are in all where some are prompts'. What else makes passes
+    differ, the mix of both above all, is alike where rows are.
+    """
+
+    def __init__(self, passes: Iterable[tuple[PassSeen, float]]) -> None:
+        """passes: each with what the curves say, in seconds."""
+        parts = [(p.rows, p.read_rows, p.count, p.seconds / told if told else 1.0) for p, told in passes]
+        self._rows, self._read, self._counts, factors = np.array(parts, dtype=np.float64).T  # [N] each
+        self._factors = np.clip(factors, 1 / _NEAR, _NEAR)
+        self._known: dict[tuple[int, int], float] = {}
+
+    def factor(self, rows: int, read_rows: int) -> float:
+        found = self._known.get((rows, read_rows))
+        if found is None:
+            far = (abs(self._rows - rows) + abs(self._read - read_rows)) / (_REACH * max(1, rows + read_rows))  # [N]
+            weights = self._counts * np.exp(-(far**2))
+            found = (_OF_CURVES + float(weights @ self._factors)) / (_OF_CURVES + float(weights.sum()))
+            self._known[rows, read_rows] = found
+        return found
+
+
 class RoundCosts:
     """Seconds of a round's parts.
 
@@ -87,9 +114,13 @@ class RoundCosts:
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
         self._waits = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.waits)
         self._drafts = _draft_curves(costs)
+        self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, seen.context)) for seen in costs.passes)
 
     def pass_s(self, rows: int, read_rows: int, context: int, *, is_tree: bool = False) -> float:
         """is_tree: it checks trees of device drafters. What is recorded does not tell them apart."""
+        return self._by_curves(rows, read_rows, context) * self._nearby.factor(rows, read_rows)
+
+    def _by_curves(self, rows: int, read_rows: int, context: int) -> float:
         more = self._by_context * context
         if not self._apart:
             total = rows + read_rows

@@ -69,8 +69,10 @@ class Recorder:
         self._passes: dict[tuple[int, int, int, int], list[tuple[int, float]]] = defaultdict(list)
         self._drafts: dict[tuple[str, int, int], list[float]] = defaultdict(list)
         self._host: dict[int, list[float]] = defaultdict(list)
+        self._waits: dict[int, list[float]] = defaultdict(list)
+        self._queued = isinstance(engine, QueuedEngine)
         self._traces: list[Trace] = []
-        self._guessed = 0.0  # seconds of this round's drafts
+        self._guessed = 0.0  # seconds of this round's guesses on the host
         self._drew: list[tuple[str, int, float]] = []
         self._last: float | None = None  # when the round before ended, if others were to follow
 
@@ -83,21 +85,18 @@ class Recorder:
                 self._requests[answer.id].guesses[offer.drafter].append(guess)
 
     def drew(self, drafter: str, nodes: int, seconds: float) -> None:
-        self._guessed += seconds
         self._drew.append((drafter, nodes, seconds))
 
     def round(
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
     ) -> None:
-        now = time.perf_counter()
-        known = times.host + times.draft + times.verify
-        pause = 0.0 if self._last is None else now - self._last - known
-        whole = known + (pause if 0 < pause < _IDLE * known else 0.0)
         decodes = sum(1 for answer, count in zip(answers, kept, strict=True) if answer.generated > count)
         context = sum(len(answer.tokens) for answer in answers)
         about = int(2 * math.log2(1 + context))  # passes of one size are kept apart by context, or its cost is lost
         self._passes[decodes, times.rows, times.read_rows, about].append((context, times.verify))
-        self._host[len(answers)].append(max(0.0, whole - times.verify - self._guessed))
+        self._host[len(answers)].append(max(0.0, self._beside_s(times)))
+        if times.waited:
+            self._waits[len(answers)].append(times.waited)
         for drafter, nodes, seconds in self._drew:
             self._drafts[drafter, len(answers), nodes].append(seconds)
         self._guessed, self._drew = 0.0, []
@@ -109,7 +108,16 @@ class Recorder:
                     self._requests[answer.id].guesses[name].append(guess)
             if answer.ended:
                 self._finish(answer)
+
+    def _beside_s(self, times: RoundTimes) -> float:
+        """Seconds of a round beside its pass, its drafts and the wait for them."""
+        if self._queued:  # by the device's clock: a round lasts from the end of the one before
+            return times.host - times.waited - self._guessed
+        now, known = time.perf_counter(), times.host + times.draft + times.verify
+        pause = 0.0 if self._last is None else now - self._last - known
+        whole = known + (pause if 0 < pause < _IDLE * known else 0.0)
         self._last = now if self._engine.scheduler.running or self._engine.scheduler.waiting else None
+        return whole - times.verify - self._guessed - sum(seconds for _, _, seconds in self._drew)
 
     def _finish(self, answer: Answer) -> None:
         opened = self._requests.pop(answer.id, _Open())
@@ -147,7 +155,10 @@ class Recorder:
             for size, seen in sorted(self._passes.items())
         ]
         drafts = [DraftSeen(*what, _typical(seen), len(seen)) for what, seen in sorted(self._drafts.items())]
-        host = [HostSeen(requests, _typical(seen), len(seen)) for requests, seen in sorted(self._host.items())]
+        host, waits = (
+            tuple(HostSeen(requests, _typical(seen), len(seen)) for requests, seen in sorted(by_requests.items()))
+            for by_requests in (self._host, self._waits)
+        )
         machine = Machine(
             engine.pool.num_pages,
             config.page_size,
@@ -157,7 +168,7 @@ class Recorder:
             config.draft_rows,
             config.draft_tokens,
             ROW_SLOPE[engine.target.device.type],
-            isinstance(engine, QueuedEngine),
+            self._queued,
         )
         begun = min((trace.arrived for trace in self._traces), default=0.0)
         traces = sorted(self._traces, key=lambda trace: trace.arrived)
@@ -165,7 +176,7 @@ class Recorder:
             model,
             machine,
             tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
-            Costs(tuple(passes), tuple(drafts), tuple(host)),
+            Costs(tuple(passes), tuple(drafts), host, waits),
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
             Made(config.planner, busy),
         )

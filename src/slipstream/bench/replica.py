@@ -94,6 +94,8 @@ class Replica:
     rounds are queued and nobody waits."""
     _times: list[Callable[[], None]] = field(init=False, default_factory=list)
     """What it took: behind the next plan, where rounds are queued."""
+    _late: list[Answer] = field(init=False, default_factory=list)
+    """Came while a round was under way behind which the next one was queued already, as that after it will be."""
 
     def __post_init__(self) -> None:
         machine = self.recording.machine
@@ -148,10 +150,14 @@ class Replica:
         job.answers.append(answer)
         self._served[answer.id] = request
         self._walks.begin(answer.id, walk)
-        self.scheduler.add(answer)
+        if self.recording.machine.queued and request.arrived < self.busy_until:
+            self._late.append(answer)
+        else:
+            self.scheduler.add(answer)
 
     def clear(self) -> None:
         """End all requests, however far they are."""
+        self._take_in()
         for answer in [*self.scheduler.running, *self.scheduler.waiting]:
             answer.phase = Phase.ENDED
             self.scheduler.release(answer)
@@ -162,7 +168,10 @@ class Replica:
 
     def step(self, now: float) -> list[Served]:
         """One round that begins now and lasts to `busy_until`: the requests that it ends."""
+        if not (self.scheduler.running or self.scheduler.waiting):
+            self._take_in()  # nothing was queued
         schedule = self.scheduler.schedule()
+        self._take_in()
         decodes, chunks = schedule.decodes, schedule.chunks
         if not schedule:
             raise CapacityError(
@@ -239,6 +248,11 @@ class Replica:
             waited = Waited(plan.hosts, wait_s)
             self._times.append(partial(observe_round, *told, waited=waited, is_tree=is_tree))
         return done
+
+    def _take_in(self) -> None:
+        for answer in self._late:
+            self.scheduler.add(answer)
+        self._late.clear()
 
     def _emit(
         self, decodes: Sequence[Answer], verdicts: Sequence[Verdict], completing: Sequence[Answer], drafts: Drafts

@@ -86,7 +86,7 @@ def simulate(
     engines = [Replica(recording, costs, setting, alphas) for _ in range(replicas)]
     served: list[Served] = []
     rounds: list[tuple[float, int]] = []  # when each engine that has work begins its next round; a heap
-    idle = set(range(replicas))
+    idle = set(range(replicas))  # no requests; the round that ended the last one may still be under way
     waiting = sorted(traffic, key=lambda coming: coming.at)
     place = 0
     while place < len(waiting) or rounds:
@@ -98,7 +98,7 @@ def simulate(
             engines[index].add(Served(coming.at, coming.prompt_tokens, coming.output_tokens), walk)
             if index in idle:
                 idle.remove(index)
-                heapq.heappush(rounds, (coming.at, index))
+                heapq.heappush(rounds, (max(coming.at, engines[index].busy_until), index))
             continue
         now, index = heapq.heappop(rounds)
         engine = engines[index]

@@ -17,7 +17,8 @@ class RoundTimes:
 
     rows: of the target pass, those of prompts left out; read_rows: of prompts. hoped: how many times as fast as plain
     decoding the round was planned to be. ready: what the host took to queue it while another one was under way; 0: none
-    was.
+    was. waited: of the host's, how long the device had nothing to do since drafters on the host had to hear of the
+    round before it; their guesses are not part of it.
     """
 
     host: float
@@ -27,6 +28,7 @@ class RoundTimes:
     read_rows: int = 0
     hoped: float = 1.0
     ready: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

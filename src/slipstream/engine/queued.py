@@ -352,7 +352,9 @@ class QueuedEngine(TellingEngine):
     def _times(self, heard: Heard) -> RoundTimes:
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
         ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
-        shape = ticket.rows, ticket.read_rows, ticket.hoped, ticket.ready_s
+        idle_s = idle_s if self._marks.has_clock else None  # elsewhere a round waits for its own pass anyway
+        waited_s = 0.0 if idle_s is None else max(0.0, idle_s - ticket.guessed_s)
+        shape = ticket.rows, ticket.read_rows, ticket.hoped, ticket.ready_s, waited_s if ticket.hosts else 0.0
         emitted = [len(v.tokens) for m, v in zip(heard.members, heard.verdicts, strict=True) if m.decodes]
         tokens, read_s = sum(emitted), ticket.read_s
         if ticket.marks:
@@ -367,8 +369,7 @@ class QueuedEngine(TellingEngine):
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, *shape)
         waited = Waited(beyond=times.host)
-        if idle_s is not None and self._marks.has_clock:  # elsewhere a round waits for its own pass anyway
-            waited_s = max(0.0, idle_s - ticket.guessed_s)
+        if idle_s is not None:
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))
         if waited.drafters and tokens and not ticket.is_new:
             self.drafting.planner.observe_waited(waited.drafters, len(emitted), tokens, lasted_s - read_s)
