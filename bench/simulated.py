@@ -30,7 +30,7 @@ from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench import live, traffic
 from slipstream.bench.outcome import Outcome, Served, Speculation, Targets
 from slipstream.bench.prompts import load_prompts, select
-from slipstream.bench.recorder import Recorder
+from slipstream.bench.recorder import Recorder, on_device
 from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
@@ -133,11 +133,12 @@ class Sender:
         self.max_tokens = options.max_tokens
         self._planner, self._runs = real.engine.drafting.planner, 0
 
-    def send(self, way: Speculation, times: Sequence[float]) -> list[Served]:
-        """How each request fared, in their order."""
+    def send(self, way: Speculation, times: Sequence[float], nodes: int | None = None) -> list[Served]:
+        """How each request fared, in their order. nodes: of a draft, at most; None: as many as is usual."""
         self._runs += 1
         self.real.engine.drafting.planner = self._planner if way == "planned" else Planner()
-        spec = SpeculationParams(enabled=way != "off", drafter=self.drafter, tenant=f"run {self._runs}")
+        tenant = f"run {self._runs}"
+        spec = SpeculationParams(enabled=way != "off", drafter=self.drafter, draft_tokens=nodes, tenant=tenant)
         params = SamplingParams(temperature=0, max_tokens=self.max_tokens, speculation=spec)
         prompts = [self.prompts[i % len(self.prompts)] for i in range(len(times))]
         served = self.real.answer(prompts, params, times)
@@ -147,7 +148,10 @@ class Sender:
     def listened(self, recorder: Recorder, times: Sequence[float]) -> list[Served]:
         """The run with all drafts; before it some answers without."""
         self.real.engine.listen(recorder, all_guesses=True)
-        traffic.rehearse(lambda some: self.send("off", some))
+        traffic.rehearse(
+            lambda some, nodes: self.send("fixed" if nodes else "off", some, nodes or None),
+            drafts=bool(on_device(self.real.engine)),
+        )
         recorder.forget_requests()
         served = self.send("fixed", times)
         self.real.engine.listen(None)

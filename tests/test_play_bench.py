@@ -10,6 +10,7 @@ import pytest
 
 from bench_scripts import play
 from slipstream.core.draft import Tree
+from slipstream.plan.measured import Load
 
 
 def test_cells_are_played_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,9 +44,10 @@ def test_texts_are_as_hard_as_was_measured() -> None:
 def test_trees_take_longer_than_chains_of_as_many_rows_and_prompts_as_long_beside_both() -> None:
     costs = play.H200()
     for rows in (16, 48, 256):
-        chain, tree = costs.pass_s(rows, 0, 0), costs.pass_s(rows, 0, 0, is_tree=True)
+        chain, tree = costs.pass_s(rows, 0, Load()), costs.pass_s(rows, 0, Load(), is_tree=True)
         assert (chain, tree) == pytest.approx((1e-3 * play.PASS_MS[rows], 1e-3 * play.TREE_MS[rows]))
-        assert costs.pass_s(rows, 16, 0, is_tree=True) - tree == pytest.approx(costs.pass_s(rows, 16, 0) - chain)
+        beside = costs.pass_s(rows, 16, Load()), costs.pass_s(rows, 16, Load(), is_tree=True)
+        assert beside[1] - tree == pytest.approx(beside[0] - chain)
 
 
 @pytest.mark.parametrize(("option", "wrong"), [("--tasks", "none"), ("--at-once", "x"), ("--temperatures", "2")])

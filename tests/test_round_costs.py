@@ -7,6 +7,7 @@ import pytest
 from slipstream.bench.costs import Curve, RoundCosts
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
+from slipstream.plan.measured import Load
 
 
 def test_curves_go_on_beyond_what_was_seen_and_never_fall() -> None:
@@ -23,7 +24,7 @@ def test_curves_go_on_beyond_what_was_seen_and_never_fall() -> None:
     costs = RoundCosts(
         Costs(tuple(PassSeen(1, 1, 0, context, 0.01 + 1e-5 * context, 9) for context in (100, 200, 400))), apart=False
     )
-    assert costs.pass_s(1, 0, 1000) == pytest.approx(0.02, rel=0.01)
+    assert costs.pass_s(1, 0, Load(1, 1000)) == pytest.approx(0.02, rel=0.01)
     with pytest.raises(ConfigError, match="no passes"):
         RoundCosts(Costs(), apart=False)
 
@@ -42,19 +43,20 @@ def test_a_row_of_a_decode_beside_prompts_may_cost_more_than_one_of_a_prompt(dea
     passes = [*alone, *(PassSeen(1, r, n, 100 * r, seconds(r, n, 100 * r), 1) for r, n in beside)]
     costs = RoundCosts(Costs(tuple(passes)), apart=False)
     for rows, read_rows in ((1, 64), (4, 64), (30, 64), (9, 32)):
-        assert costs.pass_s(rows, read_rows, 100) == pytest.approx(seconds(rows, read_rows, 100), rel=0.05)
-    assert costs.pass_s(5, 12, 0) <= costs.pass_s(17, 0, 0), "a prompt's last rows, fewer than any that were seen"
+        assert costs.pass_s(rows, read_rows, Load(1, 100)) == pytest.approx(seconds(rows, read_rows, 100), rel=0.05)
+    fewer = costs.pass_s(5, 12, Load()), costs.pass_s(17, 0, Load())
+    assert fewer[0] <= fewer[1], "a prompt's last rows, fewer than any that were seen"
     few = RoundCosts(Costs((*alone, passes[-1])), apart=False)
-    assert few.pass_s(9, 32, 900) == pytest.approx(seconds(9, 32, 900), rel=0.01), "too few to tell"
+    assert few.pass_s(9, 32, Load(1, 900)) == pytest.approx(seconds(9, 32, 900), rel=0.01), "too few to tell"
     unseen = RoundCosts(Costs(tuple(passes[-7:])), apart=False)
-    assert unseen.pass_s(64, 0, 0) == pytest.approx(seconds(0, 64, 0), rel=0.1), "nothing else is known"
+    assert unseen.pass_s(64, 0, Load()) == pytest.approx(seconds(0, 64, 0), rel=0.1), "nothing else is known"
 
 
 def test_prompts_with_passes_of_their_own_are_added() -> None:
     seen = (PassSeen(1, 1, 0, 0, 0.004, 9), PassSeen(8, 8, 0, 0, 0.005, 9), PassSeen(0, 0, 512, 0, 0.02, 9))
     costs = RoundCosts(Costs(seen), apart=True)
-    assert costs.pass_s(8, 512, 0) == pytest.approx(0.025)
-    assert costs.pass_s(0, 512, 0) == pytest.approx(0.02)
+    assert costs.pass_s(8, 512, Load()) == pytest.approx(0.025)
+    assert costs.pass_s(0, 512, Load()) == pytest.approx(0.02)
 
 
 def mixed_s(rows: int, read_rows: int) -> float:
@@ -69,7 +71,7 @@ MIXED = [(0, 64), (1, 64), (36, 64), (49, 64), (69, 64), (7, 128), (37, 128), (6
 def test_passes_of_one_mix_of_rows_tell_what_others_alike_cost(rows: int, read_rows: int) -> None:
     passes = [PassSeen(1, r, n, 0, mixed_s(r, n), 1) for r, n in MIXED]
     costs = RoundCosts(Costs(tuple(passes)), apart=False)
-    assert costs.pass_s(rows, read_rows, 0) == pytest.approx(mixed_s(rows, read_rows), rel=0.1)
+    assert costs.pass_s(rows, read_rows, Load()) == pytest.approx(mixed_s(rows, read_rows), rel=0.1)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -79,13 +81,13 @@ def test_an_accident_speaks_for_nobody_else(apart: bool) -> None:
     passes += [PassSeen(0, 0, n, 0, 0.010 + 0.003 * n, 5) for n in (64, 96, 128, 256)]
     usual = RoundCosts(Costs(tuple(passes)), apart=apart)
     spoiled = RoundCosts(Costs((*passes, PassSeen(0, 0, 130, 0, 8.0, 1))), apart=apart)
-    assert spoiled.pass_s(0, 128, 0) <= 1.15 * usual.pass_s(0, 128, 0)
+    assert spoiled.pass_s(0, 128, Load()) <= 1.15 * usual.pass_s(0, 128, Load())
     for rows, read_rows in ((1, 0), (59, 0), (0, 64), (0, 256)):
-        assert spoiled.pass_s(rows, read_rows, 0) == pytest.approx(usual.pass_s(rows, read_rows, 0), rel=1e-6)
+        assert spoiled.pass_s(rows, read_rows, Load()) == pytest.approx(usual.pass_s(rows, read_rows, Load()), rel=1e-6)
 
 
 def test_where_nothing_alike_was_seen_the_curves_speak() -> None:
     passes = [PassSeen(1, n, 0, 0, 0.010 + 0.004 * n, 9) for n in (1, 10, 100)]
     costs = RoundCosts(Costs(tuple(passes)), apart=False)
-    assert costs.pass_s(40, 0, 0) == pytest.approx(0.010 + 0.004 * 40)
-    assert costs.pass_s(1000, 0, 0) == pytest.approx(0.010 + 0.004 * 1000)
+    assert costs.pass_s(40, 0, Load()) == pytest.approx(0.010 + 0.004 * 40)
+    assert costs.pass_s(1000, 0, Load()) == pytest.approx(0.010 + 0.004 * 1000)

@@ -225,15 +225,18 @@ def test_requests_wait_where_pages_are_short_and_too_long_ones_are_refused() -> 
 
 
 def test_some_answers_come_before_the_traffic_that_is_recorded() -> None:
-    came: list[list[float]] = []
+    came: list[tuple[int, list[float]]] = []
 
-    def send(times: Sequence[float]) -> list[Served]:
-        came.append(list(times))
+    def send(times: Sequence[float], nodes: int) -> list[Served]:
+        came.append((nodes, list(times)))
         return [Served(at, 5, 11, at + 0.5, at + 1.5) for at in times]
 
-    rehearse(send)
-    assert came[:2] == [[0.0], [0.0] * 4]
-    assert came[2] == pytest.approx([0.0, 0.6, 1.2, 1.8]), "each when the prompt before it was read"
+    rehearse(send, drafts=False)
+    assert came[:2] == [(0, [0.0]), (0, [0.0] * 4)]
+    assert came[2][1] == pytest.approx([0.0, 0.6, 1.2, 1.8]), "each when the prompt before it was read"
+    assert came[3:] == [(0, [0.0] * 16)]
+    rehearse(send, drafts=True)
+    assert came[8:] == [(1, [0.0]), (1, [0.0] * 4), (4, [0.0]), (4, [0.0] * 4)]
 
 
 def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +279,8 @@ def test_inside_a_right_stretch_the_rest_of_the_offer_is_left() -> None:
     assert rest.promises[0] == pytest.approx(0.7 / 0.8)
     assert walk.offer("d", 6) is None, "behind what was right nothing is known"
     assert walk.offer("d", 22) is offers[0], "a longer answer begins again"
-    assert walk.depth("d", 2, 8, 0) == 3, "its fourth guess was wrong"
-    assert walk.depth("d", 2, 2, 0) == 2
+    assert walk.depth("d", 2, 8) == 3, "its fourth guess was wrong"
+    assert walk.depth("d", 2, 2) == 2
 
 
 def test_stalls_count_and_accidents_do_not(tiny_target: Path) -> None:
@@ -371,13 +374,20 @@ def queued_engine(host: bool) -> Replica:
 
 
 def test_a_tree_of_few_nodes_is_right_no_deeper_than_they_reach() -> None:
-    """Recorded without its nodes: 60 of them were right ten levels deep."""
-    deep = Offer(0, 60, tuple(range(10)))
-    walk = Walk(Trace(4, 20, 0, 0, 0, ("head",), {"head": (deep,)}), {}, random.Random(0))
-    for nodes, levels in ((1, 10), (3, 10), (3, 2), (15, 4)):
-        depths = {walk.depth("head", 0, nodes, levels) for _ in range(40)}
-        assert max(depths) <= min(nodes, levels)
-        assert min(depths) >= 1
+    """Recorded without its nodes: of 60, these were right, by their rank."""
+    deep = Offer(0, 60, (0, 2, 5, 30))
+    walks = Walks()
+    walks.begin("a", Walk(Trace(4, 20, 0, 0, 0, ("head",), {"head": (deep,)}), {}, random.Random(0)))
+    head = ReplayedDevice(DrafterKind("head", True, 63, levels=10, width=8), walks)
+    sizes = {(1, 10): [0], (3, 10): [0, 2], (6, 2): [0, 2], (15, 4): [0, 2, 5], (60, 10): [0, 2, 5, 30]}
+    for (nodes, levels), right in sizes.items():
+        tree = head.guess("a", 0, nodes, levels)
+        assert len(tree.tokens) == nodes
+        assert [tree.tokens.index(place) for place in range(len(right))] == right
+        assert [tree.parents[node] for node in right] == [-1, *right[:-1]]
+        assert sum(token < 60 for token in tree.tokens) == len(right), "all others never come"
+    inside = walks.of("a").offer("head", 2)
+    assert inside == Offer(2, 57, (2, 27)), "below the node of rank 2, none was ranked before it"
 
 
 def test_only_where_rounds_are_queued_somebody_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,8 +410,8 @@ def test_only_where_rounds_are_queued_somebody_falls_behind(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("queued", "read"), [(False, 1), (True, 2)])
 def test_who_comes_while_queued_rounds_run_is_behind_the_one_that_is_queued_already(queued: bool, read: int) -> None:
-    """A round takes 10 ms, but 20 where a prompt has a pass of its own beside that of a decode. The second request comes
-    in the first one's second round, the third when nobody is left for a round behind this one."""
+    """A round takes 10 ms, but 20 where a prompt has a pass of its own beside that of a decode. The second request
+    comes in the first one's second round, the third when nobody is left for a round behind this one."""
     recording = made_up(0.0, queued=queued)
     passes = (*recording.costs.passes, *(PassSeen(0, 0, n, 0, 0.010, 9) for n in (50, 100)))
     recording = replace(recording, costs=Costs(passes))

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
+from slipstream.plan.measured import Load
+
+Array = NDArray[np.float64]
 
 _FEW = 3
 _NEAR, _ALIKE = 1.5, 1.1
@@ -18,7 +23,8 @@ the number; or where no size that was seen often is near, or those that were too
 accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
 
 _REACH, _OF_CURVES = 0.1, 0.1
-"""How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as."""
+"""How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as. Passes
+of which each request has twice as many rows are as far."""
 
 
 class Curve:
@@ -72,24 +78,35 @@ class Nearby:
     """How much longer than the curves say passes took that were about like one.
 
     A curve knows the rows of a pass, or how many there are in all where some are prompts'. What else makes passes
-    differ, the mix of both above all, is alike where rows are.
+    differ, the mix of both and how many rows each request has, is alike where rows are.
     """
 
     def __init__(self, passes: Iterable[tuple[PassSeen, float]]) -> None:
         """passes: each with what the curves say, in seconds."""
-        parts = [(p.rows, p.read_rows, p.count, p.seconds / told if told else 1.0) for p, told in passes]
-        self._rows, self._read, self._counts, factors = np.array(parts, dtype=np.float64).T  # [N] each
+        parts = [
+            (p.rows, p.read_rows, _doublings(p.rows, p.requests), p.count, p.seconds / told if told else 1.0)
+            for p, told in passes
+        ]
+        self._rows, self._read, self._drafted, self._counts, factors = np.array(parts, dtype=np.float64).T  # [N] each
         self._factors = np.clip(factors, 1 / _NEAR, _NEAR)
-        self._known: dict[tuple[int, int], float] = {}
+        self._known: dict[tuple[int, int, int], float] = {}
 
-    def factor(self, rows: int, read_rows: int) -> float:
-        found = self._known.get((rows, read_rows))
+    def factor(self, rows: int, read_rows: int, requests: int) -> float:
+        """requests: of the decodes."""
+        found = self._known.get((rows, read_rows, requests))
         if found is None:
-            far = (abs(self._rows - rows) + abs(self._read - read_rows)) / (_REACH * max(1, rows + read_rows))  # [N]
+            total = max(1, rows + read_rows)
+            far = (abs(self._rows - rows) + abs(self._read - read_rows)) / (_REACH * total)  # [N]
+            far += abs(self._drafted - _doublings(rows, requests)) * rows / total
             weights = self._counts * np.exp(-(far**2))
             found = (_OF_CURVES + float(weights @ self._factors)) / (_OF_CURVES + float(weights.sum()))
-            self._known[rows, read_rows] = found
+            self._known[rows, read_rows, requests] = found
         return found
+
+
+def _doublings(rows: int, requests: int) -> float:
+    """How often a row has been doubled for each request."""
+    return math.log2(max(1, rows) / max(1, requests))
 
 
 class RoundCosts:
@@ -102,7 +119,7 @@ class RoundCosts:
         if not costs.passes:
             raise ConfigError("the recording has no passes: record a run that decodes something")
         self._apart = apart
-        self._by_context = _context_slope(costs.passes)
+        self._context = _ContextCost(costs.passes)
         reading = [seen for seen in costs.passes if seen.read_rows]
         decoding = [seen for seen in costs.passes if not seen.read_rows]
         self._pass = Curve((seen.rows, self._bare(seen), seen.count) for seen in decoding)
@@ -114,14 +131,15 @@ class RoundCosts:
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
         self._waits = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.waits)
         self._drafts = _draft_curves(costs)
-        self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, seen.context)) for seen in costs.passes)
+        self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, _load(seen))) for seen in costs.passes)
 
-    def pass_s(self, rows: int, read_rows: int, context: int, *, is_tree: bool = False) -> float:
-        """is_tree: it checks trees of device drafters. What is recorded does not tell them apart."""
-        return self._by_curves(rows, read_rows, context) * self._nearby.factor(rows, read_rows)
+    def pass_s(self, rows: int, read_rows: int, load: Load, *, is_tree: bool = False) -> float:
+        """load: of the decodes. is_tree: it checks trees of device drafters. What is recorded does not tell them
+        apart."""
+        return self._by_curves(rows, read_rows, load) * self._nearby.factor(rows, read_rows, load.requests)
 
-    def _by_curves(self, rows: int, read_rows: int, context: int) -> float:
-        more = self._by_context * context
+    def _by_curves(self, rows: int, read_rows: int, load: Load) -> float:
+        more = self._context.seconds(rows, load)
         if not self._apart:
             total = rows + read_rows
             if not self._read or (self._pass and not read_rows):
@@ -151,9 +169,14 @@ class RoundCosts:
         curves = self._drafts.get(drafter)
         if not curves:
             return 0.0
-        near = min(curves, key=lambda seen: (abs(seen - requests), seen))
+        by_distance = sorted(curves, key=lambda seen: (abs(seen - requests), seen))
+        near = by_distance[0]
+        seconds, least = curves[near].at(nodes), curves[near].smallest
+        if nodes < least:  # as much less than the smallest as it was for others
+            smaller = next((curves[seen] for seen in by_distance if curves[seen].smallest <= nodes), None)
+            seconds *= 1.0 if smaller is None else smaller.at(nodes) / smaller.at(least)
         # guesses for more requests than were seen at once take as much longer, at the most
-        return curves[near].at(nodes) * max(1.0, requests / near if near == max(curves) else 1.0)
+        return seconds * max(1.0, requests / near if near == max(curves) else 1.0)
 
     def catch_up_s(self, drafter: str, requests: int) -> float:
         """What it takes a device drafter to read what it missed of so many: at least a guess for each."""
@@ -168,7 +191,60 @@ class RoundCosts:
 
     def _bare(self, seen: PassSeen) -> float:
         """Without what the length of the context adds."""
-        return max(seen.seconds - self._by_context * seen.context, 0.2 * seen.seconds)
+        return max(seen.seconds - self._context.seconds(seen.rows, _load(seen)), 0.2 * seen.seconds)
+
+
+_WAYS = (False, True)
+
+
+class _ContextCost:
+    """What a longer context adds to a pass, by passes alike in all else, as far as they are sure of it.
+
+    So much for each token of it, or for each token and row that looks at it, whichever tells passes better apart.
+    Contexts of one recording differ little, and a stall would count for thousands of tokens that come later: so of the
+    slope that fits best two standard errors are taken off; 0 where nothing is left.
+    """
+
+    def __init__(self, passes: Sequence[PassSeen]) -> None:
+        groups: dict[tuple[int, int], list[PassSeen]] = defaultdict(list)
+        for seen in passes:
+            if seen.rows and not seen.read_rows:
+                groups[seen.requests, seen.rows].append(seen)
+        parts = []  # of each group, its passes by their distance from the group's mean
+        for group in groups.values():
+            weights = np.array([seen.count for seen in group], dtype=np.float64)  # [G]
+            told = np.array([(s.seconds, *(_looked_at(s.rows, _load(s), by_row=way) for way in _WAYS)) for s in group])
+            parts.append(np.column_stack([weights, told - np.average(told, axis=0, weights=weights)]))
+        weights, seconds, *ways = np.concatenate(parts).T if parts else np.zeros((4, 0))  # [N] each
+        fits = [_slope(weights, way, seconds, free=len(weights) - len(groups) - 1) for way in ways]
+        (self._slope, _), self._by_row = min(zip(fits, _WAYS, strict=True), key=lambda one: one[0].left)
+
+    def seconds(self, rows: int, load: Load) -> float:
+        return self._slope * _looked_at(rows, load, by_row=self._by_row)
+
+
+def _load(seen: PassSeen) -> Load:
+    return Load(seen.requests, seen.context)
+
+
+def _looked_at(rows: int, load: Load, *, by_row: bool) -> float:
+    """Tokens of context: all of them, or for every row those of its request."""
+    return rows * load.each if by_row else load.context
+
+
+class _Fit(NamedTuple):
+    slope: float
+    left: float  # of the squares, that the slope does not explain
+
+
+def _slope(weights: Array, way: Array, seconds: Array, free: int) -> _Fit:
+    """Of seconds by a way, both by their distance from a mean. free: how many of them say more than the means."""
+    below = float((weights * way**2).sum())
+    if not below or free < 1:
+        return _Fit(0.0, math.inf)
+    slope = float((weights * way * seconds).sum()) / below
+    left = float((weights * (seconds - slope * way) ** 2).sum())
+    return _Fit(max(0.0, slope - 2 * math.sqrt(left / free / below)), left)
 
 
 def _believed(counts: Mapping[float, int], means: Mapping[float, float]) -> list[float]:
@@ -196,32 +272,6 @@ def _draft_curves(costs: Costs) -> Mapping[str, Mapping[int, Curve]]:
     for seen in costs.drafts:
         points[seen.drafter][seen.requests].append((seen.nodes, seen.seconds, seen.count))
     return {name: {n: Curve(parts) for n, parts in by_requests.items()} for name, by_requests in points.items()}
-
-
-def _context_slope(passes: Sequence[PassSeen]) -> float:
-    """Seconds that a token of context adds to a pass, by passes alike in all else, as far as they are sure of it.
-
-    Contexts of one recording differ little, and a stall would count for thousands of tokens that come later: so of the
-    slope that fits best two standard errors are taken off; 0 where nothing is left.
-    """
-    groups: dict[tuple[int, int], list[PassSeen]] = defaultdict(list)
-    for seen in passes:
-        if seen.rows and not seen.read_rows:
-            groups[seen.requests, seen.rows].append(seen)
-    parts = []  # of each group, its passes by their distance from the group's mean
-    for group in groups.values():
-        weights = np.array([seen.count for seen in group], dtype=np.float64)  # [G]
-        context = np.array([seen.context for seen in group], dtype=np.float64)
-        seconds = np.array([seen.seconds for seen in group])
-        context = context - np.average(context, weights=weights)
-        parts.append(np.stack([weights, context, seconds - np.average(seconds, weights=weights)]))
-    weights, context, seconds = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0))  # [N]
-    below, free = float((weights * context**2).sum()), len(weights) - len(groups) - 1
-    if not below or free < 1:
-        return 0.0
-    slope = float((weights * context * seconds).sum()) / below
-    error = float((weights * (seconds - slope * context) ** 2).sum()) / free / below
-    return max(0.0, slope - 2 * math.sqrt(error))
 
 
 def _sure(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ class Guess:
     tree: Tree | None
     promises: Sequence[float] | None = None
     nodes: int = 0
-    accepted: int = 0
+    path: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Recorder:
     def __init__(self, engine: Engine) -> None:
         """engine: whose rounds it will hear of, once `Engine.listen` is told."""
         self._engine = engine
-        self._on_device = {n for n, d in engine.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
+        self._on_device = on_device(engine)
         self._requests: dict[str, _Open] = defaultdict(_Open)
         self._passes: dict[tuple[int, int, int, int], list[tuple[int, float]]] = defaultdict(list)
         self._drafts: dict[tuple[str, int, int], list[float]] = defaultdict(list)
@@ -73,11 +73,14 @@ class Recorder:
         self._queued = isinstance(engine, QueuedEngine)
         self._traces: list[Trace] = []
         self._guessed = 0.0  # seconds of this round's guesses on the host
+        self._apart = 0.0  # … of these, what a queued engine does not take for part of a wait
         self._drew: list[tuple[str, int, float]] = []
         self._last: float | None = None  # when the round before ended, if others were to follow
 
     def offered(self, offer: Offered) -> None:
         self._guessed += offer.seconds
+        if self._engine.drafting.guards[offer.drafter].drafter.costly:
+            self._apart += offer.seconds
         self._drafts[offer.drafter, len(offer.answers), max(offer.caps)].append(offer.seconds)
         for answer, tree, promise in zip(offer.answers, offer.trees, offer.promises, strict=True):
             if tree.tokens:
@@ -96,15 +99,16 @@ class Recorder:
         self._passes[decodes, times.rows, times.read_rows, about].append((context, times.verify))
         self._host[len(answers)].append(max(0.0, self._beside_s(times)))
         if times.waited:
-            self._waits[len(answers)].append(times.waited)
+            self._waits[len(answers)].append(max(0.0, times.waited - (self._guessed - self._apart)))
         for drafter, nodes, seconds in self._drew:
             self._drafts[drafter, len(answers), nodes].append(seconds)
-        self._guessed, self._drew = 0.0, []
+        self._guessed, self._apart, self._drew = 0.0, 0.0, []
         for answer, verdict, count in zip(answers, verdicts, kept, strict=True):
             for name in verdict.authors.names:
                 share = verdict.share(name)
                 if name in self._on_device and share.drafted:
-                    guess = Guess(answer.generated - count, None, None, share.drafted, share.accepted)
+                    path = share.path or range(share.accepted)  # which they were is not told of mixed trees
+                    guess = Guess(answer.generated - count, None, None, share.drafted, path)
                     self._requests[answer.id].guesses[name].append(guess)
             if answer.ended:
                 self._finish(answer)
@@ -112,7 +116,7 @@ class Recorder:
     def _beside_s(self, times: RoundTimes) -> float:
         """Seconds of a round beside its pass, its drafts and the wait for them."""
         if self._queued:  # by the device's clock: a round lasts from the end of the one before
-            return times.host - times.waited - self._guessed
+            return times.host - times.waited - self._apart
         now, known = time.perf_counter(), times.host + times.draft + times.verify
         pause = 0.0 if self._last is None else now - self._last - known
         whole = known + (pause if 0 < pause < _IDLE * known else 0.0)
@@ -182,6 +186,11 @@ class Recorder:
         )
 
 
+def on_device(engine: Engine) -> set[str]:
+    """The drafters of an engine that guess on its device."""
+    return {name for name, drafter in engine.drafting.drafters.items() if isinstance(drafter, DeviceDrafter)}
+
+
 def _typical(seconds: Sequence[float]) -> float:
     """The mean: queues grow by it, stalls included. What took many times as long as others was an accident."""
     most = _ACCIDENT * median(seconds)
@@ -197,7 +206,7 @@ def offer_of(guess: Guess, said: Sequence[int]) -> Offer:
     """What the answer says of a guess: also of nodes that were not drafted in the end."""
     tree = guess.tree
     if tree is None:
-        return Offer(guess.position, guess.nodes, tuple(range(guess.accepted)))
+        return Offer(guess.position, guess.nodes, tuple(guess.path))
     children = {edge: node for node, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
     path: list[int] = []
     for token in said[guess.position :]:

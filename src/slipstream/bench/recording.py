@@ -62,9 +62,10 @@ class Costs:
 class Offer:
     """A drafter's guesses at one place of an answer.
 
-    path: the nodes that the answer walked along, from the root on; all of a chain's first ones.
+    path: the nodes that the answer walked along, from the root on, numbered as the drafter ranked them: all of a
+    chain's first ones.
     promises: of each node, that its whole path stands; None: the drafter did not say.
-    parents: None for a chain.
+    parents: None for a chain, or where only the path is known.
     """
 
     position: int  # tokens of the answer before it

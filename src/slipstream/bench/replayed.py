@@ -52,38 +52,34 @@ class Walk:
         offer, passed = offers[last], position - offers[last].position
         return offer if not passed else _rest(offer, passed)
 
-    def depth(self, drafter: str, position: int, nodes: int, levels: int) -> int:
-        """How deep a device drafter's guess of so many nodes is right."""
+    def depth(self, drafter: str, position: int, nodes: int) -> int:
+        """How deep a device drafter's chain of so many nodes is right."""
         offer = self.offer(drafter, position)
         alpha = self.alphas.get(drafter, 0.0)
-        right, tried = (0, 0) if offer is None else (offer.right, min(offer.nodes, levels or offer.nodes))
-        most = min(nodes, levels) if levels else nodes
-        if levels and offer is not None and nodes < offer.nodes:  # of a smaller tree each level is likelier missed
-            share = (1 + nodes).bit_length() / (1 + offer.nodes).bit_length()
-            return min(right, most, int(right * share + self.dice.random()))
-        while right == tried < most and self.dice.random() < alpha:  # beyond what was tried
+        right, tried = (0, 0) if offer is None else (offer.right, offer.nodes)
+        while right == tried < nodes and self.dice.random() < alpha:  # beyond what was tried
             right, tried = right + 1, tried + 1
-        return min(right, most)
+        return min(right, nodes)
 
 
 def _rest(offer: Offer, passed: int) -> Offer | None:
     """The part of an offer below a node of its right path."""
     if passed > offer.right:
         return None
+    above = offer.path[passed - 1]
     if offer.parents is not None:  # of a tree the path alone is worth following
         kept: Sequence[int] = offer.path[passed:]
-        if not kept:
-            return None
-    else:
-        kept = range(passed, offer.nodes)
-        if not kept:
-            return None
-    above = offer.path[passed - 1]
+        path = list(range(len(kept)))
+    else:  # what stands below a node was ranked behind it
+        kept = range(above + 1, offer.nodes)
+        path = [node - above - 1 for node in offer.path[passed:]]
+    if not kept:
+        return None
     promises = None
     if offer.promises is not None:
         base = max(offer.promises[above], 1e-6)
         promises = tuple(min(1.0, offer.promises[node] / base) for node in kept)
-    return Offer(offer.position + passed, len(kept), tuple(range(offer.right - passed)), promises)
+    return Offer(offer.position + passed, len(kept), tuple(path), promises)
 
 
 def made_prompt(length: int, overlap: float) -> list[int]:
@@ -163,21 +159,32 @@ class ReplayedDevice(DeviceDrafter):
         return min(self.most_nodes, self.width + (levels - 1) * self.width**2) if self.grows else self.most_nodes
 
     def guess(self, answer_id: str, position: int, nodes: int, levels: int = 0) -> Tree:
-        """The surest nodes of a recorded tree, so many levels deep. Where its nodes were not recorded, a chain that is
-        right as deep as the recorded drafts were; of a tree, too, only the right path matters then."""
+        """The surest nodes of a recorded tree, so many levels deep; or a chain, right as deep as the recorded one."""
         walk = self._walks.of(answer_id)
+        if not self.makes_trees:
+            right = walk.depth(self.name, position, nodes)
+            tokens = tuple(position + step if step < right else _WRONG + step for step in range(nodes))
+            return Tree(tokens, chain_parents(nodes))
         offer = walk.offer(self.name, position)
         if offer is not None and offer.parents is not None:
             return _surest(offer, position, nodes, levels or self.depth)
-        right = walk.depth(self.name, position, nodes, levels or self.depth)
-        tokens = tuple(position + step if step < right else _WRONG + step for step in range(nodes))
-        if not self.makes_trees:
-            return Tree(tokens, chain_parents(nodes))
-        # what is not right hangs side by side below the root: it costs rows and brings nothing
-        return Tree(tokens, (*chain_parents(right), *([-1] * (nodes - right))))
+        path = () if offer is None else offer.path
+        return _ranked(path[: levels or self.depth], position, nodes)
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         raise NotImplementedError("a simulation asks `guess`: it has no device")
+
+
+def _ranked(path: Sequence[int], position: int, nodes: int) -> Tree:
+    """A tree of which only the right nodes are known, numbered by rank as all of them: the others hang side by side
+    below the root, where they cost rows and bring nothing."""
+    tokens, parents = [_WRONG + node for node in range(nodes)], [ROOT] * nodes
+    above = ROOT
+    for depth, node in enumerate(path):
+        if node >= nodes:
+            break
+        tokens[node], parents[node], above = position + depth, above, node
+    return Tree(tuple(tokens), tuple(parents))
 
 
 def _surest(offer: Offer, position: int, nodes: int, levels: int) -> Tree:

@@ -200,17 +200,16 @@ class Replica:
         if queued:
             self.drafting.following.follows(decodes, plan)
         drafts = [self._draft(plan, i, answer) for i, answer in enumerate(decodes)]
-        draft_s = sum(self.costs.draft_s(name, len(decodes), MAX_NODES) for name in self._free(plan))
         on_device = [(size.drafter, size.levels or size.nodes) for size in plan.drafts]
-        for name, nodes in [*on_device, *self._costly(plan)]:
-            draft_s += self.costs.draft_s(name, len(decodes), nodes)
+        guesses = [*on_device, *self._costly(plan), *self._free(plan)]
+        draft_s = sum([self.costs.draft_s(name, len(decodes), nodes) for name, nodes in guesses])
         rows = len(decodes) + sum(len(tree) for tree, _ in drafts)
         if queued and decodes:
             rows = PassCost.filled(len(decodes) + sum(plan.counts))
         read_rows = sum(chunk.rows for chunk in chunks)
         load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
         is_tree = self.drafting.makes_trees(plan.drafts)
-        verify_s = self.costs.pass_s(rows, read_rows, load.context, is_tree=is_tree)
+        verify_s = self.costs.pass_s(rows, read_rows, load, is_tree=is_tree)
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:
@@ -229,7 +228,7 @@ class Replica:
         self.rounds += 1
         done = self._emit(decodes, verdicts, completing, plan.drafts)
         tokens = sum([len(verdict.tokens) for verdict in verdicts])
-        read_s = self.costs.pass_s(0, read_rows, 0) if chunks else 0.0
+        read_s = self.costs.pass_s(0, read_rows, Load(0, 0)) if chunks else 0.0
         if wait_s:
             self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s - read_s))
         if queued and decodes:
@@ -315,9 +314,10 @@ class Replica:
                 found.append((name, max(deep, default=0)))
         return found
 
-    def _free(self, plan: Plan) -> list[str]:
+    def _free(self, plan: Plan) -> list[tuple[str, int]]:
         """Host drafters whose guesses take the same time, however many are taken."""
-        return [name for name in plan.hosts if not self.drafting.guards[name].drafter.costly]
+        asked = {name: self.drafting.guards[name].drafter for name in plan.hosts}
+        return [(name, drafter.default_draft_tokens) for name, drafter in asked.items() if not drafter.costly]
 
 
 def _judged(answer: Answer, tree: Tree, authors: Authors) -> Verdict:

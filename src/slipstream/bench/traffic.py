@@ -17,8 +17,10 @@ from slipstream.core.reading import read_named
 
 _SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
 
-_TOGETHER = 4
-"""Answers of a rehearsal that come together, or one behind the other."""
+_TOGETHER, _CROWD = 4, 16
+"""Answers of a rehearsal that come together, or one behind the other; and a crowd of them."""
+_SMALL = (1, 4)
+"""Nodes of drafts in a rehearsal, beside the usual ones."""
 _APART = 1.2
 """Of what it takes to read a prompt: the next one comes when that was read, and its own is read beside the answer."""
 
@@ -45,15 +47,21 @@ def poisson_times(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-def rehearse(send: Callable[[Sequence[float]], Sequence[Served]]) -> None:
+def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts: bool) -> None:
     """Have some answers before the traffic that is recorded: without drafts, or nobody would know what small passes
-    cost; one alone, some together, and some of which each has its prompt read beside those before it.
+    cost; one alone, some together, some of which each has its prompt read beside those before it, and a crowd.
 
-    send: is given when they come, in seconds.
+    send: is given when they come, in seconds, and how many nodes their drafts have, 0: they have none.
+    drafts: some with small drafts, too, or nobody would know what those cost: of drafters on the device, where each
+    guess takes time.
     """
-    (alone,) = send([0.0])
-    send([0.0] * _TOGETHER)
-    send([_APART * alone.ttft * i for i in range(_TOGETHER)])
+    (alone,) = send([0.0], 0)
+    send([0.0] * _TOGETHER, 0)
+    send([_APART * alone.ttft * i for i in range(_TOGETHER)], 0)
+    send([0.0] * _CROWD, 0)
+    for nodes in _SMALL if drafts else ():
+        send([0.0], nodes)
+        send([0.0] * _TOGETHER, nodes)
 
 
 def poisson(rate: float, count: int, traces: Sequence[Trace], seed: int) -> list[Coming]:

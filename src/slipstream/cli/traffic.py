@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.bench import live, traffic
-from slipstream.bench.outcome import Outcome, Speculation
+from slipstream.bench.outcome import Outcome, Served, Speculation
 from slipstream.bench.prompts import BenchPrompt
-from slipstream.bench.recorder import Recorder
+from slipstream.bench.recorder import Recorder, on_device
 from slipstream.bench.recording import Recording
 from slipstream.bench.replica import Setting
 from slipstream.bench.run import plan_work
@@ -27,7 +27,7 @@ from slipstream.cli.machine import busy_warning, load_before
 from slipstream.cli.options import Common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.train.plot import Panel, draw
 
@@ -87,13 +87,8 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
         tape = Tape(llm, common.model, load["busy"])
         if capacity.record is not None:
             tape.start()
-            plain = replace(each[0], max_tokens=32, speculation=replace(own, enabled=False))
             if drafters:
-                traffic.rehearse(
-                    lambda times: live.send(
-                        llm, [ids[i % len(ids)] for i in range(len(times))], [plain] * len(times), times
-                    )
-                )
+                _rehearse(llm, ids, replace(each[0], max_tokens=32), own)
             tape.forget_requests()
         times = traffic.poisson_times(capacity.rates[0], count, common.seed or 0)
         turns = [i % len(ids) for i in range(count)]
@@ -105,6 +100,16 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
     way = drafters[0] if drafters else "off"
     row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))
     tell([row], capacity, {"model": common.model, "simulated": False, **load})
+
+
+def _rehearse(llm: LLM, ids: Sequence[Sequence[int]], params: SamplingParams, usual: SpeculationParams) -> None:
+    """The answers before those that are recorded."""
+
+    def send(times: Sequence[float], nodes: int) -> list[Served]:
+        own = replace(params, speculation=replace(usual, enabled=bool(nodes), draft_tokens=nodes or usual.draft_tokens))
+        return live.send(llm, [ids[i % len(ids)] for i in range(len(times))], [own] * len(times), times)
+
+    traffic.rehearse(send, drafts=bool(on_device(llm.engine)))
 
 
 @dataclass(frozen=True, slots=True)

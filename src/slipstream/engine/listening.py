@@ -18,7 +18,7 @@ class RoundTimes:
     rows: of the target pass, those of prompts left out; read_rows: of prompts. hoped: how many times as fast as plain
     decoding the round was planned to be. ready: what the host took to queue it while another one was under way; 0: none
     was. waited: of the host's, how long the device had nothing to do since drafters on the host had to hear of the
-    round before it; their guesses are not part of it.
+    round before it; guesses that the planner counts by themselves (`costly`) are not part of it.
     """
 
     host: float
