@@ -375,9 +375,9 @@ def queued_engine(host: bool) -> Replica:
 
 def test_a_tree_of_few_nodes_is_right_no_deeper_than_they_reach() -> None:
     """Recorded without its nodes: of 60, these were right, by their rank."""
-    deep = Offer(0, 60, (0, 2, 5, 30))
+    trees = Offer(0, 60, (0, 2, 5, 30)), Offer(5, 60, (0, 1))
     walks = Walks()
-    walks.begin("a", Walk(Trace(4, 20, 0, 0, 0, ("head",), {"head": (deep,)}), {}, random.Random(0)))
+    walks.begin("a", Walk(Trace(4, 20, 0, 0, 0, ("head",), {"head": trees}), {}, random.Random(0)))
     head = ReplayedDevice(DrafterKind("head", True, 63, levels=10, width=8), walks)
     sizes = {(1, 10): [0], (3, 10): [0, 2], (6, 2): [0, 2], (15, 4): [0, 2, 5], (60, 10): [0, 2, 5, 30]}
     for (nodes, levels), right in sizes.items():
@@ -386,8 +386,10 @@ def test_a_tree_of_few_nodes_is_right_no_deeper_than_they_reach() -> None:
         assert [tree.tokens.index(place) for place in range(len(right))] == right
         assert [tree.parents[node] for node in right] == [-1, *right[:-1]]
         assert sum(token < 60 for token in tree.tokens) == len(right), "all others never come"
-    inside = walks.of("a").offer("head", 2)
-    assert inside == Offer(2, 57, (2, 27)), "below the node of rank 2, none was ranked before it"
+    inside = [walks.of("a").ranks("head", 2) for _ in range(200)]
+    assert {tuple(path[:2]) for path in inside} == {(0, 8)}, "below the node of rank 2 its nodes are among the first"
+    assert {tuple(path[2:]) for path in inside} == {(), (9, 10, 11)}, "or what the next tree has follows, too"
+    assert walks.of("a").ranks("head", 9) == [], "nobody guessed there"
 
 
 def test_only_where_rounds_are_queued_somebody_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:

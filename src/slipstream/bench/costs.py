@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
-from slipstream.plan.measured import Load
+from slipstream.plan import measured
+from slipstream.plan.measured import Load, MeasuredCosts
 
 Array = NDArray[np.float64]
 
@@ -21,6 +22,9 @@ _NEAR, _ALIKE = 1.5, 1.1
 """Passes of a size that was seen more rarely are believed where others are alike, within the second factor, and make up
 the number; or where no size that was seen often is near, or those that were took about as long, within the first. So an
 accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
+
+_TIMED, _ROWS_EACH = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256), 64
+"""Rows of passes that an engine times when it starts, and how many of them a request has at most."""
 
 _REACH, _OF_CURVES = 0.1, 0.1
 """How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as. Passes
@@ -173,7 +177,8 @@ class RoundCosts:
         near = by_distance[0]
         seconds, least = curves[near].at(nodes), curves[near].smallest
         if nodes < least:  # as much less than the smallest as it was for others
-            smaller = next((curves[seen] for seen in by_distance if curves[seen].smallest <= nodes), None)
+            others = (curves[seen] for seen in by_distance)
+            smaller = next((curve for curve in others if curve.smallest <= nodes and curve.at(least)), None)
             seconds *= 1.0 if smaller is None else smaller.at(nodes) / smaller.at(least)
         # guesses for more requests than were seen at once take as much longer, at the most
         return seconds * max(1.0, requests / near if near == max(curves) else 1.0)
@@ -181,6 +186,27 @@ class RoundCosts:
     def catch_up_s(self, drafter: str, requests: int) -> float:
         """What it takes a device drafter to read what it missed of so many: at least a guess for each."""
         return self.draft_s(drafter, requests, 1)
+
+    def known(self, rows: int, sizes: Mapping[str, int]) -> MeasuredCosts:
+        """What an engine of such costs would measure when it starts.
+
+        rows: of a pass, at most. sizes: of device drafters, the nodes of their longest drafts, or levels of trees.
+        """
+        timed = [n for n in _TIMED if n <= rows]
+        passes = measured.Curve(tuple(timed), tuple(self.pass_s(n, 0, Load(-(-n // _ROWS_EACH))) for n in timed))
+        drafts = {}
+        for name, most in sizes.items():
+            crowds = sorted(n for n in self._drafts.get(name, ()) if n)
+            steps = sorted({1, -(-most // 2), most})
+            seen = [
+                measured.DraftSeen(
+                    n, measured.Curve(tuple(steps), tuple(self.draft_s(name, n, step) for step in steps))
+                )
+                for n in dict.fromkeys(crowds[:1] + crowds[-1:])
+            ]
+            if seen and all(min(one.curve.seconds) > 0 for one in seen):
+                drafts[name] = tuple(seen)
+        return MeasuredCosts(passes, *self._context.each, drafts)
 
     def host_s(self, requests: int) -> float:
         return self._host.at(requests)
@@ -218,6 +244,11 @@ class _ContextCost:
         weights, seconds, *ways = np.concatenate(parts).T if parts else np.zeros((4, 0))  # [N] each
         fits = [_slope(weights, way, seconds, free=len(weights) - len(groups) - 1) for way in ways]
         (self._slope, _), self._by_row = min(zip(fits, _WAYS, strict=True), key=lambda one: one[0].left)
+
+    @property
+    def each(self) -> tuple[float, float]:
+        """Of a token of context, once for its request and once for each row of it."""
+        return (0.0, self._slope) if self._by_row else (self._slope, 0.0)
 
     def seconds(self, rows: int, load: Load) -> float:
         return self._slope * _looked_at(rows, load, by_row=self._by_row)

@@ -203,9 +203,9 @@ def packed(trace: Trace) -> dict[str, Any]:
 
 
 def _packed_offer(offer: Offer) -> Sequence[Any]:
-    """A chain's path is its first nodes, so their number is enough."""
+    """Where the path is the first nodes, as a chain's is, their number is enough."""
     promises = None if offer.promises is None else [round(chance, 3) for chance in offer.promises]
-    path = offer.right if offer.parents is None else offer.path
+    path = offer.right if offer.path == tuple(range(offer.right)) else offer.path
     whole = [offer.position, offer.nodes, path, promises, offer.parents]
     while whole[-1] is None:
         whole.pop()

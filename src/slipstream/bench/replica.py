@@ -127,6 +127,9 @@ class Replica:
         )
         self.drafting.records = not machine.queued  # how often it asks then depends on a real clock
         planner.limit_rows(machine.draft_rows)
+        on_device = [kind for kind in self.recording.drafters if kind.device]
+        sizes = {kind.name: kind.levels or kind.planned_draft_tokens or kind.default_draft_tokens for kind in on_device}
+        planner.adopt(self.costs.known(machine.draft_rows, sizes))
         if machine.queued:
             planner.pad_passes()
 
