@@ -241,7 +241,7 @@ class Engine:
     def __post_init__(self) -> None:
         recording = Recording("made up", MACHINE, KINDS, seen_costs(), ())
         self.replica = Replica(recording, H200(), self.setting)
-        self.replica.drafting.planner.adopt(known_costs())
+        self.replica.drafting.planner.adopt(known_costs())  # which tell apart more than a recording does
 
     def window(self, texts: Sequence[Trace], at_once: int, seconds: float) -> float:
         """Tokens a second in a closed loop of these, from when all of them decode."""

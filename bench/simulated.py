@@ -3,11 +3,11 @@
     python bench/simulated.py [--model default --drafter suffix --rates 1,3 --requests 14 --clock own --json FILE]
     python bench/simulated.py --model BIG --drafter eagle:FOLDER --rates 20,50 --requests 400 --max-tokens 64   on a GPU
 
-At each rate the engine answers three times: without drafts, with all that the drafter offers, and with what the planner
-takes. The second run is recorded, and what was recorded must tell all three: tokens a second and median latencies.
+At each rate the engine answers three times: with all that the drafter offers, without drafts, and with what the planner
+takes. The first run is recorded, and what was recorded must tell all three: tokens a second and median latencies.
 With --clock own, time goes on only while the engine computes (`own_time.py`): for machines that are never quiet.
-On a GPU each way is gone once before, since passes of a new size are recorded there when they come first: BIG and
-FOLDER are what `widen.py` and `widen_heads.py` make. The last line is JSON.
+On a GPU each way is gone once before, since graphs of passes are captured there when a size comes first: BIG and FOLDER
+are what `widen.py` and `widen_heads.py` make. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class ByTheWall:
 class ByOwnTime:
     """The engine is stepped here, and requests come by its own time."""
 
-    def __init__(self, model: str, drafter: str) -> None:
-        config = EngineConfig(prefix_caching=False)
+    def __init__(self, model: str, drafter: str, max_num_seqs: int) -> None:
+        config = EngineConfig(prefix_caching=False, max_num_seqs=max_num_seqs)
         built = build(model, drafter, config, dtype="auto", device="cpu", trust_remote_code=False, progress=None)
         self.engine = built.engine
         self._intake = Intake(built.tokenizer, built.eos_ids, built.loaded)
@@ -146,7 +146,7 @@ class Sender:
         return served
 
     def listened(self, recorder: Recorder, times: Sequence[float]) -> list[Served]:
-        """The run with all drafts; before it some answers without."""
+        """The run with all drafts; before it some answers without, and with small ones."""
         self.real.engine.listen(recorder, all_guesses=True)
         traffic.rehearse(
             lambda some, nodes: self.send("fixed" if nodes else "off", some, nodes or None),
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, at most")
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--max-num-seqs", type=int, default=32, help="requests that run at once, by the wall clock")
+    parser.add_argument("--max-num-seqs", type=int, default=32, help="requests that run at once")
     parser.add_argument("--memory", help="of the engine, such as 32GiB; by the wall clock")
     parser.add_argument("--clock", choices=("wall", "own"), default="wall")
     parser.add_argument("--seed", type=int, default=0)
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.record.mkdir(parents=True, exist_ok=True)
     if options.clock == "own":
         with by_own_time():  # one thread from the beginning
-            real = ByOwnTime(options.model, options.drafter)
+            real = ByOwnTime(options.model, options.drafter, options.max_num_seqs)
         found = run(real, real.tokenizer, options)
     else:
         sizes = {"max_num_seqs": options.max_num_seqs, "memory": options.memory}

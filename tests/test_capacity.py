@@ -240,7 +240,7 @@ def test_a_recorded_run_knows_small_passes_and_its_own_requests(
     code, _, _ = run(capsys, *words.split(), "--record", str(kept))
     assert code == 0
     recording = Recording.load(kept)
-    assert recording.made == Made("fixed", True)
+    assert recording.made == Made("fixed", True, ranks=True)
     sizes = {seen.rows for seen in recording.costs.passes if seen.requests == 1 and not seen.read_rows}
     assert 1 in sizes
     assert [trace.drafters for trace in recording.traces] == [("ngram",)] * 3

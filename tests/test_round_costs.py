@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from slipstream.bench.costs import Curve, RoundCosts
-from slipstream.bench.recording import Costs, PassSeen
+from slipstream.bench.recording import Costs, DraftSeen, PassSeen
 from slipstream.core.errors import ConfigError
 from slipstream.plan.measured import Load
 
@@ -91,3 +93,53 @@ def test_where_nothing_alike_was_seen_the_curves_speak() -> None:
     costs = RoundCosts(Costs(tuple(passes)), apart=False)
     assert costs.pass_s(40, 0, Load()) == pytest.approx(0.010 + 0.004 * 40)
     assert costs.pass_s(1000, 0, Load()) == pytest.approx(0.010 + 0.004 * 1000)
+
+
+def passes_looking_back(by_row: bool, each: Sequence[int]) -> list[PassSeen]:
+    """Four requests with so many rows each; a token of context costs a microsecond, once or for every row."""
+    return [
+        PassSeen(4, 4 * n, 0, context, 0.01 + 1e-6 * context * (n if by_row else 1), 9)
+        for n in each
+        for context in (400, 800, 1600, 3200)
+    ]
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_context_costs_by_token_or_by_row_whichever_tells_passes_apart(by_row: bool) -> None:
+    costs = RoundCosts(Costs(tuple(passes_looking_back(by_row, (1, 8, 16)))), apart=False)
+    for each in (1, 8, 16):
+        more = costs.pass_s(4 * each, 0, Load(4, 3200)) - costs.pass_s(4 * each, 0, Load(4, 1200))
+        assert more == pytest.approx(0.002 * (each if by_row else 1), rel=0.03)
+
+
+def test_where_both_ways_tell_the_same_context_costs_by_token() -> None:
+    """All requests had two rows: nobody knows what more of them would add."""
+    costs = RoundCosts(Costs(tuple(passes_looking_back(True, (2,)))), apart=False)
+    for rows in (4, 8, 64):
+        more = costs.pass_s(rows, 0, Load(4, 3200)) - costs.pass_s(rows, 0, Load(4, 1200))
+        assert more == pytest.approx(2e-6 * 2000, rel=0.1)
+
+
+def test_passes_of_one_row_a_request_are_not_those_of_drafts() -> None:
+    passes = (PassSeen(16, 16, 0, 0, 0.010, 9), PassSeen(1, 16, 0, 0, 0.014, 9))
+    costs = RoundCosts(Costs(passes), apart=True)
+    assert costs.pass_s(16, 0, Load(16)) == pytest.approx(0.010, rel=0.02)
+    assert costs.pass_s(16, 0, Load(1)) == pytest.approx(0.014, rel=0.02)
+    assert costs.pass_s(16, 0, Load(10)) == pytest.approx(0.010, rel=0.02), "filled up to a size that there is"
+
+
+def test_a_draft_smaller_than_was_seen_takes_as_much_less_as_it_did_for_others() -> None:
+    seen = [("head", 1, 1, 0.001), ("head", 1, 4, 0.002), ("head", 1, 10, 0.004), ("head", 8, 10, 0.008)]
+    seen += [("other", 2, 10, 0.004), ("free", 1, 1, 0.0), ("free", 2, 4, 0.0), ("nobody's", 0, 4, 0.1)]
+    costs = RoundCosts(
+        Costs((PassSeen(1, 1, 0, 0, 0.01, 9),), tuple(DraftSeen(*one, count=9) for one in seen)), apart=True
+    )
+    assert costs.draft_s("head", 8, 4) == pytest.approx(0.004)
+    assert costs.draft_s("head", 7, 1) == pytest.approx(0.002)
+    assert costs.draft_s("other", 2, 4) == pytest.approx(0.004), "no smaller one was seen of anybody"
+    assert costs.draft_s("free", 2, 1) == costs.draft_s("nobody's", 1, 4) == costs.draft_s("unheard", 1, 1) == 0.0
+    known = costs.known(64, {"head": 10, "free": 4, "unheard": 4})
+    assert known.passes.sizes == (1, 2, 4, 8, 16, 32, 64)
+    assert list(known.drafts) == ["head"], "what took no time is not known"
+    assert [one.requests for one in known.drafts["head"]] == [1, 8]
+    assert known.drafts["head"][1].curve.seconds == pytest.approx((0.002, 0.0047, 0.008), rel=0.02)

@@ -23,6 +23,7 @@ from slipstream.bench.recording import (
     DraftSeen,
     HostSeen,
     Machine,
+    Made,
     Offer,
     PassSeen,
     Recording,
@@ -30,7 +31,7 @@ from slipstream.bench.recording import (
 )
 from slipstream.bench.replayed import ReplayedDevice, Walk, Walks, made_prompt
 from slipstream.bench.replica import Replica, Setting
-from slipstream.bench.simulate import drafters_of, simulate, traces_of
+from slipstream.bench.simulate import doubts, drafters_of, simulate, traces_of
 from slipstream.bench.traffic import Coming, poisson, poisson_times, read_traffic, rehearse, replay
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.engine.listening import RoundTimes
@@ -390,6 +391,22 @@ def test_a_tree_of_few_nodes_is_right_no_deeper_than_they_reach() -> None:
     assert {tuple(path[:2]) for path in inside} == {(0, 8)}, "below the node of rank 2 its nodes are among the first"
     assert {tuple(path[2:]) for path in inside} == {(), (9, 10, 11)}, "or what the next tree has follows, too"
     assert walks.of("a").ranks("head", 9) == [], "nobody guessed there"
+    apart = Walk(Trace(4, 20, 0, 0, 0, ("head",), {"head": (trees[0], Offer(9, 60, (0, 1)))}), {}, random.Random(0))
+    assert {tuple(apart.ranks("head", 2)) for _ in range(200)} == {(0, 8), (0, 8, 9)}, "the next tree is far away"
+
+
+def test_ranks_are_kept_in_files_and_missed_in_older_ones(tmp_path: Path) -> None:
+    recording = made_up(0.0)
+    trace = replace(recording.traces[0], offers={"head": (Offer(1, 60, (0, 2, 5)), Offer(5, 60, (0, 1)))})
+    head = DrafterKind("head", True, 63, levels=10)
+    recording = replace(recording, drafters=(head,), traces=(trace,), made=Made("fixed", False, ranks=True))
+    file = tmp_path / "r.json"
+    recording.save(file)
+    read = Recording.load(file)
+    assert read.traces == recording.traces
+    assert not any("ranks" in doubt for doubt in doubts(read, "head", together=False))
+    older = replace(read, made=Made("fixed", False))
+    assert any("ranks" in doubt for doubt in doubts(older, "head", together=False))
 
 
 def test_only_where_rounds_are_queued_somebody_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
+from slipstream.engine.measuring import ROWS, SIZES
 from slipstream.plan import measured
 from slipstream.plan.measured import Load, MeasuredCosts
 
@@ -23,12 +24,9 @@ _NEAR, _ALIKE = 1.5, 1.1
 the number; or where no size that was seen often is near, or those that were took about as long, within the first. So an
 accident among many of a kind does not count, and prompts do, whose lengths hardly ever come twice."""
 
-_TIMED, _ROWS_EACH = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256), 64
-"""Rows of passes that an engine times when it starts, and how many of them a request has at most."""
-
 _REACH, _OF_CURVES = 0.1, 0.1
-"""How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as. Passes
-of which each request has twice as many rows are as far."""
+"""How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as. A request
+with twice as many rows is one reach away."""
 
 
 class Curve:
@@ -81,8 +79,8 @@ class Curve:
 class Nearby:
     """How much longer than the curves say passes took that were about like one.
 
-    A curve knows the rows of a pass, or how many there are in all where some are prompts'. What else makes passes
-    differ, the mix of both and how many rows each request has, is alike where rows are.
+    A curve knows the rows of a pass, or how many there are in all where some are prompts'. Passes differ in more: the
+    mix of both, and how many rows each request has. Those that are near in all of it tell what that comes to.
     """
 
     def __init__(self, passes: Iterable[tuple[PassSeen, float]]) -> None:
@@ -109,7 +107,7 @@ class Nearby:
 
 
 def _doublings(rows: int, requests: int) -> float:
-    """How often a row has been doubled for each request."""
+    """Rows of a request, as a power of two."""
     return math.log2(max(1, rows) / max(1, requests))
 
 
@@ -192,11 +190,11 @@ class RoundCosts:
 
         rows: of a pass, at most. sizes: of device drafters, the nodes of their longest drafts, or levels of trees.
         """
-        timed = [n for n in _TIMED if n <= rows]
-        passes = measured.Curve(tuple(timed), tuple(self.pass_s(n, 0, Load(-(-n // _ROWS_EACH))) for n in timed))
+        timed = [n for n in SIZES if n <= rows]
+        passes = measured.Curve(tuple(timed), tuple(self.pass_s(n, 0, Load(-(-n // ROWS))) for n in timed))
         drafts = {}
         for name, most in sizes.items():
-            crowds = sorted(n for n in self._drafts.get(name, ()) if n)
+            crowds = sorted(self._drafts.get(name, ()))
             steps = sorted({1, -(-most // 2), most})
             seen = [
                 measured.DraftSeen(
@@ -220,7 +218,8 @@ class RoundCosts:
         return max(seen.seconds - self._context.seconds(seen.rows, _load(seen)), 0.2 * seen.seconds)
 
 
-_WAYS = (False, True)
+_CLEARLY = 0.95
+"""Of what one way leaves unexplained, what the other one leaves at most where it is the better one."""
 
 
 class _ContextCost:
@@ -239,11 +238,14 @@ class _ContextCost:
         parts = []  # of each group, its passes by their distance from the group's mean
         for group in groups.values():
             weights = np.array([seen.count for seen in group], dtype=np.float64)  # [G]
-            told = np.array([(s.seconds, *(_looked_at(s.rows, _load(s), by_row=way) for way in _WAYS)) for s in group])
+            told = np.array(
+                [(s.seconds, *(_looked_at(s.rows, _load(s), by_row=way) for way in (False, True))) for s in group]
+            )
             parts.append(np.column_stack([weights, told - np.average(told, axis=0, weights=weights)]))
         weights, seconds, *ways = np.concatenate(parts).T if parts else np.zeros((4, 0))  # [N] each
         fits = [_slope(weights, way, seconds, free=len(weights) - len(groups) - 1) for way in ways]
-        (self._slope, _), self._by_row = min(zip(fits, _WAYS, strict=True), key=lambda one: one[0].left)
+        self._by_row = fits[1].left < _CLEARLY * fits[0].left
+        self._slope = fits[self._by_row].slope
 
     @property
     def each(self) -> tuple[float, float]:
@@ -273,7 +275,7 @@ def _slope(weights: Array, way: Array, seconds: Array, free: int) -> _Fit:
     below = float((weights * way**2).sum())
     if not below or free < 1:
         return _Fit(0.0, math.inf)
-    slope = float((weights * way * seconds).sum()) / below
+    slope = max(0.0, float((weights * way * seconds).sum()) / below)
     left = float((weights * (seconds - slope * way) ** 2).sum())
     return _Fit(max(0.0, slope - 2 * math.sqrt(left / free / below)), left)
 
@@ -301,6 +303,8 @@ def _believed(counts: Mapping[float, int], means: Mapping[float, float]) -> list
 def _draft_curves(costs: Costs) -> Mapping[str, Mapping[int, Curve]]:
     points: dict[str, dict[int, list[tuple[float, float, int]]]] = defaultdict(lambda: defaultdict(list))
     for seen in costs.drafts:
+        if not seen.requests:  # all of them had ended
+            continue
         points[seen.drafter][seen.requests].append((seen.nodes, seen.seconds, seen.count))
     return {name: {n: Curve(parts) for n, parts in by_requests.items()} for name, by_requests in points.items()}
 

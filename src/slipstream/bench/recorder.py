@@ -93,14 +93,15 @@ class Recorder:
     def round(
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
     ) -> None:
-        decodes = sum(1 for answer, count in zip(answers, kept, strict=True) if answer.generated > count)
-        context = sum(len(answer.tokens) for answer in answers)
+        contexts = [len(a.tokens) for a, count in zip(answers, kept, strict=True) if a.generated > count]
+        decodes, context = len(contexts), sum(contexts)
         about = int(2 * math.log2(1 + context))  # passes of one size are kept apart by context, or its cost is lost
         self._passes[decodes, times.rows, times.read_rows, about].append((context, times.verify))
         self._host[len(answers)].append(max(0.0, self._beside_s(times)))
         if times.waited:
-            self._waits[len(answers)].append(max(0.0, times.waited - (self._guessed - self._apart)))
-        for drafter, nodes, seconds in self._drew:
+            waited = min(times.waited, times.host)  # by the device's clock
+            self._waits[decodes].append(max(0.0, waited - (self._guessed - self._apart)))
+        for drafter, nodes, seconds in self._drew if answers else ():
             self._drafts[drafter, len(answers), nodes].append(seconds)
         self._guessed, self._apart, self._drew = 0.0, 0.0, []
         for answer, verdict, count in zip(answers, verdicts, kept, strict=True):
@@ -182,7 +183,7 @@ class Recorder:
             tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
             Costs(tuple(passes), tuple(drafts), host, waits),
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
-            Made(config.planner, busy),
+            Made(config.planner, busy, ranks=True),
         )
 
 

@@ -131,6 +131,7 @@ class Made:
 
     planner: str | None = None
     busy: bool | None = None  # whether others had the machine work before it
+    ranks: bool | None = None  # whether the path of a tree whose nodes are not kept has their ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,16 +44,16 @@ class Walk:
 
         Inside a stretch that the recorded round had right, what was left of that round's offer.
         """
-        (offer, *_), passed = self._offers(drafter, position)
+        offer, _, passed = self._offers(drafter, position)
         return offer if offer is None or not passed else _rest(offer, passed)
 
     def ranks(self, drafter: str, position: int) -> list[int]:
-        """Which nodes of a tree are right, where only these are known of the recorded ones.
+        """Which nodes of a tree are right, where only these are known of recorded ones, or it begins inside of one.
 
         Inside a right stretch, those of them that are left, and often what came behind: a tree that begins there knows
         more than one that began before it. How much more was seen where trees were recorded at every place.
         """
-        (offer, behind), passed = self._offers(drafter, position)
+        offer, behind, passed = self._offers(drafter, position)
         if offer is None or passed > offer.right:
             return []
         if not passed:
@@ -63,10 +63,11 @@ class Walk:
             path.append(max(path[-1] + 1 if path else 0, int(_BELOW * (node - above - 1))))
         if self.dice.random() < _GOES_ON:
             end = path[-1] + 1 if path else 0
-            path += [end, *(end + 1 + node for node in (behind.path if behind is not None else ()))]
+            follows = behind is not None and behind.position == offer.position + offer.right + 1
+            path += [end, *(end + 1 + node for node in (behind.path if behind is not None and follows else ()))]
         return path
 
-    def _offers(self, drafter: str, position: int) -> tuple[tuple[Offer | None, Offer | None], int]:
+    def _offers(self, drafter: str, position: int) -> tuple[Offer | None, Offer | None, int]:
         """The last offer before a place and the one behind it, and how far the place is behind the first."""
         offers = self.trace.offers.get(drafter, ())
         position = (self.begin + position) % max(1, self.trace.output_tokens)
@@ -74,9 +75,9 @@ class Walk:
             self._places[drafter] = [offer.position for offer in offers]
         last = bisect_right(self._places[drafter], position) - 1
         if last < 0:
-            return (None, None), 0
+            return None, None, 0
         behind = offers[last + 1] if last + 1 < len(offers) else None
-        return (offers[last], behind), position - offers[last].position
+        return offers[last], behind, position - offers[last].position
 
     def depth(self, drafter: str, position: int, nodes: int) -> int:
         """How deep a device drafter's chain of so many nodes is right."""
@@ -95,16 +96,15 @@ def _rest(offer: Offer, passed: int) -> Offer | None:
     above = offer.path[passed - 1]
     if offer.parents is not None:  # of a tree the path alone is worth following
         kept: Sequence[int] = offer.path[passed:]
-        path = list(range(len(kept)))
     else:
-        kept, path = range(passed, offer.nodes), list(range(offer.right - passed))
+        kept = range(passed, offer.nodes)
     if not kept:
         return None
     promises = None
     if offer.promises is not None:
         base = max(offer.promises[above], 1e-6)
         promises = tuple(min(1.0, offer.promises[node] / base) for node in kept)
-    return Offer(offer.position + passed, len(kept), tuple(path), promises)
+    return Offer(offer.position + passed, len(kept), tuple(range(offer.right - passed)), promises)
 
 
 def made_prompt(length: int, overlap: float) -> list[int]:

@@ -25,6 +25,7 @@ from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.listening import RoundTimes
+from slipstream.engine.odds import reach
 from slipstream.engine.plans import Gathered, Plan
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.state import Answer, Job, Phase
@@ -95,7 +96,7 @@ class Replica:
     _times: list[Callable[[], None]] = field(init=False, default_factory=list)
     """What it took: behind the next plan, where rounds are queued."""
     _late: list[Answer] = field(init=False, default_factory=list)
-    """Came while a round was under way behind which the next one was queued already, as that after it will be."""
+    """Came while a round ran whose successor was queued already: they join the one behind that."""
 
     def __post_init__(self) -> None:
         machine = self.recording.machine
@@ -127,8 +128,8 @@ class Replica:
         )
         self.drafting.records = not machine.queued  # how often it asks then depends on a real clock
         planner.limit_rows(machine.draft_rows)
-        on_device = [kind for kind in self.recording.drafters if kind.device]
-        sizes = {kind.name: kind.levels or kind.planned_draft_tokens or kind.default_draft_tokens for kind in on_device}
+        on_device = [drafter for drafter in drafters.values() if isinstance(drafter, ReplayedDevice)]
+        sizes = {drafter.name: drafter.depth or reach(drafter) for drafter in on_device}
         planner.adopt(self.costs.known(machine.draft_rows, sizes))
         if machine.queued:
             planner.pad_passes()
@@ -231,7 +232,7 @@ class Replica:
         self.rounds += 1
         done = self._emit(decodes, verdicts, completing, plan.drafts)
         tokens = sum([len(verdict.tokens) for verdict in verdicts])
-        read_s = self.costs.pass_s(0, read_rows, Load(0, 0)) if chunks else 0.0
+        read_s = max(0.0, verify_s - self.costs.pass_s(rows, 0, load)) if chunks else 0.0
         if wait_s:
             self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s - read_s))
         if queued and decodes:
@@ -320,7 +321,8 @@ class Replica:
     def _free(self, plan: Plan) -> list[tuple[str, int]]:
         """Host drafters whose guesses take the same time, however many are taken."""
         asked = {name: self.drafting.guards[name].drafter for name in plan.hosts}
-        return [(name, drafter.default_draft_tokens) for name, drafter in asked.items() if not drafter.costly]
+        said = self.setting.draft_tokens or self.recording.machine.draft_tokens
+        return [(name, said or drafter.default_draft_tokens) for name, drafter in asked.items() if not drafter.costly]
 
 
 def _judged(answer: Answer, tree: Tree, authors: Authors) -> Verdict:

@@ -55,6 +55,8 @@ def doubts(recording: Recording, drafter: str | None, *, together: bool) -> list
         )
     if made.busy:
         found.append("the machine was busy before it was recorded: do not trust what passes cost; record it again")
+    if made.ranks is None and any(kind.levels for kind in recording.drafters):
+        found.append("recorded before ranks of guesses were kept: small trees seem too good; record it again")
     count = len(traces_of(recording, drafter))
     if count < ENOUGH:
         several = "s were" if count != 1 else " was"

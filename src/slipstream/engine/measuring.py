@@ -35,13 +35,13 @@ _LONG = {"cpu": 1024, "cuda": 2048}
 """Tokens of context of requests that pose: hardly any, and so many that they are seen in the time."""
 _LOOKING_BACK = {"cpu": 1, "cuda": 8}
 """Requests with the long context."""
-_ROWS = 64  # that a request may bring
+ROWS = 64  # that a request may bring
 _LIMIT_S = {"cpu": 2.0, "cuda": 20.0}
 """What it may take, unless it was asked for. On a CPU, where every pass is slow, sizes are left out beforehand; on a
 GPU, where recording takes longer than running, nothing more is begun when it is over. What was measured by then is of
 use, but not remembered: the next start finds everything compiled, and has the time."""
 _LARGEST = {"cpu": 64, "cuda": 256}
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Rows of passes that are timed: on a GPU each is captured for it."""
 _FEWEST = 3
 """Sizes that make a curve."""
@@ -91,10 +91,10 @@ def known_costs(
 def measure(engine: Engine, limit_s: float | None, progress: Progress | None = None) -> MeasuredCosts | None:
     """Time passes and drafts of an engine that has no requests. None where it would take too long, or nothing fits."""
     kind = engine.target.device.type
-    sizes = [n for n in _SIZES if n <= min(_LARGEST[kind], engine.config.draft_rows)]
-    most = -(-sizes[-1] // _ROWS)
+    sizes = [n for n in SIZES if n <= min(_LARGEST[kind], engine.config.draft_rows)]
+    most = -(-sizes[-1] // ROWS)
     if most_context(engine, most) < _SHORT or most > engine.config.max_num_seqs:
-        sizes, most = [n for n in sizes if n <= _ROWS], 1
+        sizes, most = [n for n in sizes if n <= ROWS], 1
     if most_context(engine, 1) < _SHORT:
         return None
     if progress:
@@ -111,7 +111,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     for rows in sizes:
         if len(found) >= _FEWEST and time_left.is_over():
             break
-        with posed(engine, -(-rows // _ROWS), _SHORT) as scene:
+        with posed(engine, -(-rows // ROWS), _SHORT) as scene:
             found.append(_seconds(scene, scene.target_pass(rows)))
     curve = Curve(tuple(sizes[: len(found)]), tuple(found))
     key_s, row_key_s = (0.0, 0.0) if time_left.is_over() else _context(engine, curve)
@@ -173,11 +173,11 @@ def _drafts(
 
     Nothing where it cannot, or there is no time.
     """
-    sizes = _draft_sizes(name, drafter, min(reach(drafter), engine.config.draft_tokens or _ROWS))
+    sizes = _draft_sizes(name, drafter, min(reach(drafter), engine.config.draft_tokens or ROWS))
     if progress:
         progress(f"measuring what drafts by {name} cost {_KEPT}")
     seen: list[DraftSeen] = []
-    ends = _SHORT + _ROWS if drafter.max_positions is None else drafter.max_positions
+    ends = _SHORT + ROWS if drafter.max_positions is None else drafter.max_positions
     for requests in _CROWDS[engine.target.device.type]:
         if requests > engine.config.max_num_seqs or most_context(engine, requests) < _SHORT or ends < 2 * _SHORT:
             break

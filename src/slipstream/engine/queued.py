@@ -351,8 +351,8 @@ class QueuedEngine(TellingEngine):
 
     def _times(self, heard: Heard) -> RoundTimes:
         """How long the round took, for the planner too. Not while the device waits: the next plan does without."""
-        ticket, lasted_s, idle_s = heard.ticket, heard.lasted_s, heard.ticket.idle_s
-        idle_s = idle_s if self._marks.has_clock else None  # elsewhere a round waits for its own pass anyway
+        ticket, lasted_s = heard.ticket, heard.lasted_s
+        idle_s = ticket.idle_s if self._marks.has_clock else None  # elsewhere a round waits for its own pass anyway
         waited_s = 0.0 if idle_s is None else max(0.0, idle_s - ticket.guessed_s)
         shape = ticket.rows, ticket.read_rows, ticket.hoped, ticket.ready_s, waited_s if ticket.hosts else 0.0
         emitted = [len(v.tokens) for m, v in zip(heard.members, heard.verdicts, strict=True) if m.decodes]
