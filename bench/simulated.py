@@ -30,7 +30,7 @@ from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench import live, traffic
 from slipstream.bench.outcome import Outcome, Served, Speculation, Targets
 from slipstream.bench.prompts import load_prompts, select
-from slipstream.bench.recorder import Recorder, on_device
+from slipstream.bench.recorder import Recorder
 from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
@@ -150,7 +150,7 @@ class Sender:
         self.real.engine.listen(recorder, all_guesses=True)
         traffic.rehearse(
             lambda some, nodes: self.send("fixed" if nodes else "off", some, nodes or None),
-            drafts=bool(on_device(self.real.engine)),
+            drafts=bool(self.real.engine.drafting.on_device),
         )
         recorder.forget_requests()
         served = self.send("fixed", times)

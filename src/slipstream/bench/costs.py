@@ -28,6 +28,9 @@ _REACH, _OF_CURVES = 0.1, 0.1
 """How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as. A request
 with twice as many rows is one reach away."""
 
+_CLEARLY = 0.95
+"""Of what one way leaves unexplained, what the other one leaves at most where it is the better one."""
+
 
 class Curve:
     """Seconds by size: straight lines between what was seen, and on beyond the last two. Never less for more."""
@@ -171,11 +174,14 @@ class RoundCosts:
         curves = self._drafts.get(drafter)
         if not curves:
             return 0.0
-        by_distance = sorted(curves, key=lambda seen: (abs(seen - requests), seen))
-        near = by_distance[0]
+
+        def distance(seen: int) -> tuple[int, int]:
+            return abs(seen - requests), seen
+
+        near = min(curves, key=distance)
         seconds, least = curves[near].at(nodes), curves[near].smallest
         if nodes < least:  # as much less than the smallest as it was for others
-            others = (curves[seen] for seen in by_distance)
+            others = (curves[seen] for seen in sorted(curves, key=distance))
             smaller = next((curve for curve in others if curve.smallest <= nodes and curve.at(least)), None)
             seconds *= 1.0 if smaller is None else smaller.at(nodes) / smaller.at(least)
         # guesses for more requests than were seen at once take as much longer, at the most
@@ -216,10 +222,6 @@ class RoundCosts:
     def _bare(self, seen: PassSeen) -> float:
         """Without what the length of the context adds."""
         return max(seen.seconds - self._context.seconds(seen.rows, _load(seen)), 0.2 * seen.seconds)
-
-
-_CLEARLY = 0.95
-"""Of what one way leaves unexplained, what the other one leaves at most where it is the better one."""
 
 
 class _ContextCost:

@@ -64,7 +64,6 @@ class Recorder:
     def __init__(self, engine: Engine) -> None:
         """engine: whose rounds it will hear of, once `Engine.listen` is told."""
         self._engine = engine
-        self._on_device = on_device(engine)
         self._requests: dict[str, _Open] = defaultdict(_Open)
         self._passes: dict[tuple[int, int, int, int], list[tuple[int, float]]] = defaultdict(list)
         self._drafts: dict[tuple[str, int, int], list[float]] = defaultdict(list)
@@ -107,7 +106,7 @@ class Recorder:
         for answer, verdict, count in zip(answers, verdicts, kept, strict=True):
             for name in verdict.authors.names:
                 share = verdict.share(name)
-                if name in self._on_device and share.drafted:
+                if name in self._engine.drafting.on_device and share.drafted:
                     path = share.path or range(share.accepted)  # which they were is not told of mixed trees
                     guess = Guess(answer.generated - count, None, None, share.drafted, path)
                     self._requests[answer.id].guesses[name].append(guess)
@@ -185,11 +184,6 @@ class Recorder:
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
             Made(config.planner, busy, ranks=True),
         )
-
-
-def on_device(engine: Engine) -> set[str]:
-    """The drafters of an engine that guess on its device."""
-    return {name for name, drafter in engine.drafting.drafters.items() if isinstance(drafter, DeviceDrafter)}
 
 
 def _typical(seconds: Sequence[float]) -> float:

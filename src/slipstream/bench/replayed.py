@@ -64,8 +64,9 @@ class Walk:
             path.append(max(path[-1] + 1 if path else 0, int(_BELOW * (node - above - 1))))
         if self.dice.random() < _GOES_ON:
             end = path[-1] + 1 if path else 0
-            follows = behind is not None and behind.position == offer.position + offer.right + 1
-            path += [end, *(end + 1 + node for node in (behind.path if behind is not None and follows else ()))]
+            path.append(end)
+            if behind is not None and behind.position == offer.position + offer.right + 1:
+                path += [end + 1 + node for node in behind.path]
         return path
 
     def _offers(self, drafter: str, position: int) -> tuple[Offer | None, Offer | None, int]:

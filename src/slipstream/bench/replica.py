@@ -232,7 +232,7 @@ class Replica:
         self.rounds += 1
         done = self._emit(decodes, verdicts, completing, plan.drafts)
         tokens = sum([len(verdict.tokens) for verdict in verdicts])
-        read_s = max(0.0, verify_s - self.costs.pass_s(rows, 0, load)) if chunks else 0.0
+        read_s = max(0.0, verify_s - self.costs.pass_s(rows, 0, load, is_tree=is_tree)) if chunks else 0.0
         if wait_s:
             self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s - read_s))
         if queued and decodes:

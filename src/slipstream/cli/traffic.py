@@ -15,7 +15,7 @@ from rich.table import Table
 from slipstream.bench import live, traffic
 from slipstream.bench.outcome import Outcome, Served, Speculation
 from slipstream.bench.prompts import BenchPrompt
-from slipstream.bench.recorder import Recorder, on_device
+from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import Recording
 from slipstream.bench.replica import Setting
 from slipstream.bench.run import plan_work
@@ -109,7 +109,7 @@ def _rehearse(llm: LLM, ids: Sequence[Sequence[int]], params: SamplingParams, us
         own = replace(params, speculation=replace(usual, enabled=bool(nodes), draft_tokens=nodes or usual.draft_tokens))
         return live.send(llm, [ids[i % len(ids)] for i in range(len(times))], [own] * len(times), times)
 
-    traffic.rehearse(send, drafts=bool(on_device(llm.engine)))
+    traffic.rehearse(send, drafts=bool(llm.engine.drafting.on_device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Drafting:
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
         self._fates = Fates(self.undrafted, self.totals)
         self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
-        self._on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
+        self.on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self.following = Following(drafters)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
         self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
@@ -260,11 +260,11 @@ class Drafting:
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes if self.enabled else ()):
             for name in answer.drafters:
-                is_known = not answer.queued or name in self._on_device  # the host goes on from whole texts only
+                is_known = not answer.queued or name in self.on_device  # the host goes on from whole texts only
                 if is_known and name not in answer.refused and name not in self._resting:
                     groups.setdefault(name, []).append(i)
         ordered = self._gathering.ordered(groups)
-        hosts = [group for group in ordered if group[0] not in self._on_device]
+        hosts = [group for group in ordered if group[0] not in self.on_device]
         return hosts, ordered[len(hosts) :]
 
     def _count_idle(self, decodes: Sequence[Answer]) -> None:
