@@ -177,8 +177,10 @@ class H200(RoundCosts):
         super().__init__(seen_costs(), apart=True)
         self._trees = Curve((rows, 1e-3 * ms, 9) for rows, ms in TREE_MS.items())
 
-    def pass_s(self, rows: int, read_rows: int, load: measured.Load, *, is_tree: bool = False) -> float:
-        seconds = super().pass_s(rows, read_rows, load)
+    def pass_s(
+        self, rows: int, read_rows: int, load: measured.Load, *, is_tree: bool = False, wake: float = 0.0
+    ) -> float:
+        seconds = super().pass_s(rows, read_rows, load, wake=wake)
         return seconds + self._trees.at(rows) - self._pass.at(rows) if is_tree else seconds
 
     def catch_up_s(self, drafter: str, requests: int) -> float:

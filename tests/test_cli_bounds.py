@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slipstream.cli.flags import flagged
+from slipstream.cli.flags import flagged, naming_memory_flags
 from slipstream.cli.main import main
+from slipstream.core.errors import CapacityError
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
@@ -69,3 +72,21 @@ def test_what_is_no_number_is_said_as_before(capsys: pytest.CaptureFixture[str])
 def test_nobody_stands_alone(capsys: pytest.CaptureFixture[str], words: str) -> None:
     said = "error: --drafter: drafter 'none' means nobody, and cannot stand in a list: give it alone, or leave it out\n"
     assert refused(capsys, f"{words} --drafter suffix --drafter none") == said
+
+
+def test_where_memory_is_too_little_options_are_named(tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "Hi", "--model", str(tiny_target), "--memory", "20000", "--max-model-len", "256"]
+    with pytest.raises(SystemExit):
+        main(words)
+    said = capsys.readouterr().err
+    assert "error: --memory 20,000 bytes: a context of 256 tokens needs" in said
+    assert "; give --memory " in said
+    assert "memory=" not in said
+
+
+def test_both_bounds_of_memory_are_named() -> None:
+    with (
+        pytest.raises(CapacityError, match=r"^--max-draft-memory 20: drafters keep much; --max-model-len 8 would do$"),
+        naming_memory_flags(),
+    ):
+        raise CapacityError("max_draft_memory=20: drafters keep much; max_model_len=8 would do")

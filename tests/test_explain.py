@@ -141,7 +141,7 @@ def test_the_command(tiny_target: Path, tiny_draft: Path, capsys: pytest.Capture
 def test_its_help_has_only_what_it_heeds(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "--help")
     assert "--min-gain" in text
-    assert "--temperature" not in text
+    assert all(option not in text for option in ("--temperature", "--no-speculation", "--planner"))
 
 
 def test_where_drafts_may_take_no_memory_it_says_so(tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -159,6 +160,22 @@ def test_off_is_a_round_a_token_and_costs_add_up() -> None:
     assert one.tpot == pytest.approx(0.011)
 
 
+def test_rounds_behind_a_prompt_take_longer_where_that_was_seen() -> None:
+    """Recorded were small passes behind wide ones nearly always: half as long again as among themselves."""
+    recording = made_up(0.0)
+    wakes = [(0.0, 1.0, 5), (2.5, 1.5**0.5, 30), (5.0, 1.5, 60)]
+    small = [PassSeen(1, 1, 0, 100, 0.010 * slower, count, wake) for wake, slower, count in wakes]
+    tpots = []
+    for told in (small, [replace(seen, wake=0.0) for seen in small]):
+        wide = [PassSeen(0, 0, 50, 0, 0.200, 9)]
+        costs = replace(recording.costs, passes=(*wide, *told))
+        (one,) = simulate(replace(recording, costs=costs), Setting("off"), replay(recording.traces), recording.traces)
+        tpots.append(one.tpot)
+    felt = [0.011 + 0.005 * math.exp(-0.5 * number) for number in range(99)]  # about: fades by half in 14 ms
+    assert tpots[0] == pytest.approx(sum(felt) / 99, rel=0.02)
+    assert tpots[1] > 1.25 * tpots[0], "they would all seem to be behind wide ones"
+
+
 @pytest.mark.parametrize(("spare", "rows"), [(97, 6 + 6), (1, 3 + 2), (0, 2 + 1)])
 def test_guesses_go_beyond_an_end_that_nobody_knew_of(spare: int, rows: int) -> None:
     """Wrong ones, of an answer of three tokens; a row costs a millisecond, and the prompt has 50."""
@@ -290,6 +307,27 @@ def test_stalls_count_and_accidents_do_not(tiny_target: Path) -> None:
         recorder.round([], [], [], RoundTimes(0.0, 0.0, seconds, rows=1))
     (seen,) = recorder.recording("tiny").costs.passes
     assert seen.seconds == pytest.approx((4 + 3.5 + 8) / 6)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_passes_felt_of_wider_ones_is_recorded(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, queued: bool
+) -> None:
+    recorder, clock = Recorder(Stepper(tiny_target, "ngram").engine), Clock()
+    monkeypatch.setattr(recorder, "_queued", queued)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    for rows, seconds in ((64, 0.2), *[(1, 0.006)] * 30, (64, 0.2)):
+        clock.now += seconds
+        recorder.round([], [], [], RoundTimes(0.0, 0.0, seconds, rows=rows))
+    passes = recorder.recording("tiny").costs.passes
+    wakes = [seen.wake for seen in passes if seen.rows == 1]
+    if queued:
+        assert wakes == [0], "a device is as fast at all times"
+        return
+    assert wakes == sorted(wakes)
+    assert (min(wakes), max(wakes)) == pytest.approx((0, 6), abs=0.2)
+    assert sum(seen.count for seen in passes if seen.rows == 1) == 30
+    assert all(seen.wake == 0 for seen in passes if seen.rows == 64)
 
 
 def test_traffic_comes_at_its_rate_and_from_files(tmp_path: Path) -> None:

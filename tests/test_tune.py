@@ -234,16 +234,23 @@ def test_what_auto_would_do_is_predicted_as_well(
     assert all(row["predicted"] > 0 for row in rows)
 
 
-def test_serve_takes_the_file_and_options_win(tiny_target: Path, tmp_path: Path) -> None:
+def test_serve_takes_the_file_and_options_win(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "c.json"
     chosen = configuration(str(tiny_target), [*told((1, "plain", 1.0)), Tuned(1, "x", "suffix", 6, "exact", 9.0)])
     file.write_text(json.dumps(chosen))
     common = _with_config(Common(), file)
     assert (common.model, common.drafters, common.draft_tokens) == (str(tiny_target), ("suffix",), 6)
+    assert "".join(capsys.readouterr().err.split()) == f"from{file}:--model{tiny_target}--draftersuffix--draft-tokens6"
     common = _with_config(Common(drafter=["ngram"]), file)
     assert (common.drafters, common.draft_tokens) == (("ngram",), None), "six guesses were measured for another"
     file.write_text(json.dumps(configuration("default", told((1, "plain", 1.0)))))
+    capsys.readouterr()
     assert _with_config(Common(), file).drafters == ()
+    assert capsys.readouterr().err.split()[-2:] == ["--drafter", "none"]
+    _with_config(Common(model=str(tiny_target), drafter=["ngram"], min_gain=1.5), file)
+    assert "nothing, since options win over it" in " ".join(capsys.readouterr().err.split())
     for text, said in (
         ("[", "cannot be read"),
         ("[]", "engine"),

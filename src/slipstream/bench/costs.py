@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from slipstream.bench.effects import ContextCost, WakeCost, load_of
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
 from slipstream.engine.measuring import ROWS, SIZES
 from slipstream.plan import measured
 from slipstream.plan.measured import Load, MeasuredCosts
-
-Array = NDArray[np.float64]
 
 _FEW = 3
 _NEAR, _ALIKE = 1.5, 1.1
@@ -27,9 +24,6 @@ accident among many of a kind does not count, and prompts do, whose lengths hard
 _REACH, _OF_CURVES = 0.1, 0.1
 """How far passes speak for others, as a part of the rows, and how many passes the curves themselves count as. A request
 with twice as many rows is one reach away."""
-
-_CLEARLY = 0.95
-"""Of what one way leaves unexplained, what the other one leaves at most where it is the better one."""
 
 
 class Curve:
@@ -124,9 +118,11 @@ class RoundCosts:
         if not costs.passes:
             raise ConfigError("the recording has no passes: record a run that decodes something")
         self._apart = apart
-        self._context = _ContextCost(costs.passes)
-        reading = [seen for seen in costs.passes if seen.read_rows]
-        decoding = [seen for seen in costs.passes if not seen.read_rows]
+        self._wakes = WakeCost(costs.passes)
+        passes = self._wakes.bare(costs.passes)
+        self._context = ContextCost(passes)
+        reading = [seen for seen in passes if seen.read_rows]
+        decoding = [seen for seen in passes if not seen.read_rows]
         self._pass = Curve((seen.rows, self._bare(seen), seen.count) for seen in decoding)
         # a prompt needs hardly any logits, and wide passes may be computed in another way: so they have their own curve
         self._by_row = 0.0 if apart else self._dearer_row(reading)
@@ -136,12 +132,13 @@ class RoundCosts:
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
         self._waits = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.waits)
         self._drafts = _draft_curves(costs)
-        self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, _load(seen))) for seen in costs.passes)
+        self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, load_of(seen))) for seen in passes)
 
-    def pass_s(self, rows: int, read_rows: int, load: Load, *, is_tree: bool = False) -> float:
+    def pass_s(self, rows: int, read_rows: int, load: Load, *, is_tree: bool = False, wake: float = 0.0) -> float:
         """load: of the decodes. is_tree: it checks trees of device drafters. What is recorded does not tell them
-        apart."""
-        return self._by_curves(rows, read_rows, load) * self._nearby.factor(rows, read_rows, load.requests)
+        apart. wake: what it feels of passes before it."""
+        among_its_like = self._by_curves(rows, read_rows, load) * self._nearby.factor(rows, read_rows, load.requests)
+        return among_its_like * self._wakes.factor(wake)
 
     def _by_curves(self, rows: int, read_rows: int, load: Load) -> float:
         more = self._context.seconds(rows, load)
@@ -221,65 +218,7 @@ class RoundCosts:
 
     def _bare(self, seen: PassSeen) -> float:
         """Without what the length of the context adds."""
-        return max(seen.seconds - self._context.seconds(seen.rows, _load(seen)), 0.2 * seen.seconds)
-
-
-class _ContextCost:
-    """What a longer context adds to a pass, by passes alike in all else, as far as they are sure of it.
-
-    So much for each token of it, or for each token and row that looks at it, whichever tells passes better apart.
-    Contexts of one recording differ little, and a stall would count for thousands of tokens that come later: so of the
-    slope that fits best two standard errors are taken off; 0 where nothing is left.
-    """
-
-    def __init__(self, passes: Sequence[PassSeen]) -> None:
-        groups: dict[tuple[int, int], list[PassSeen]] = defaultdict(list)
-        for seen in passes:
-            if seen.rows and not seen.read_rows:
-                groups[seen.requests, seen.rows].append(seen)
-        parts = []  # of each group, its passes by their distance from the group's mean
-        for group in groups.values():
-            weights = np.array([seen.count for seen in group], dtype=np.float64)  # [G]
-            told = np.array(
-                [(s.seconds, *(_looked_at(s.rows, _load(s), by_row=way) for way in (False, True))) for s in group]
-            )
-            parts.append(np.column_stack([weights, told - np.average(told, axis=0, weights=weights)]))
-        weights, seconds, *ways = np.concatenate(parts).T if parts else np.zeros((4, 0))  # [N] each
-        fits = [_slope(weights, way, seconds, free=len(weights) - len(groups) - 1) for way in ways]
-        self._by_row = fits[1].left < _CLEARLY * fits[0].left
-        self._slope = fits[self._by_row].slope
-
-    @property
-    def each(self) -> tuple[float, float]:
-        """Of a token of context, once for its request and once for each row of it."""
-        return (0.0, self._slope) if self._by_row else (self._slope, 0.0)
-
-    def seconds(self, rows: int, load: Load) -> float:
-        return self._slope * _looked_at(rows, load, by_row=self._by_row)
-
-
-def _load(seen: PassSeen) -> Load:
-    return Load(seen.requests, seen.context)
-
-
-def _looked_at(rows: int, load: Load, *, by_row: bool) -> float:
-    """Tokens of context: all of them, or for every row those of its request."""
-    return rows * load.each if by_row else load.context
-
-
-class _Fit(NamedTuple):
-    slope: float
-    left: float  # of the squares, that the slope does not explain
-
-
-def _slope(weights: Array, way: Array, seconds: Array, free: int) -> _Fit:
-    """Of seconds by a way, both by their distance from a mean. free: how many of them say more than the means."""
-    below = float((weights * way**2).sum())
-    if not below or free < 1:
-        return _Fit(0.0, math.inf)
-    slope = max(0.0, float((weights * way * seconds).sum()) / below)
-    left = float((weights * (seconds - slope * way) ** 2).sum())
-    return _Fit(max(0.0, slope - 2 * math.sqrt(left / free / below)), left)
+        return max(seen.seconds - self._context.seconds(seen.rows, load_of(seen)), 0.2 * seen.seconds)
 
 
 def _believed(counts: Mapping[float, int], means: Mapping[float, float]) -> list[float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from slipstream.bench.effects import Wake
 from slipstream.bench.recording import (
     Costs,
     DrafterKind,
@@ -39,6 +40,9 @@ _IDLE = 0.5
 
 _ACCIDENT = 8.0
 
+_What = tuple[int, int, int, int, int]
+"""Kinds of passes: requests and rows of decodes, rows of prompts, about which context, about which wake."""
+
 
 @dataclass(slots=True)
 class Guess:
@@ -65,7 +69,8 @@ class Recorder:
         """engine: whose rounds it will hear of, once `Engine.listen` is told."""
         self._engine = engine
         self._requests: dict[str, _Open] = defaultdict(_Open)
-        self._passes: dict[tuple[int, int, int, int], list[tuple[int, float]]] = defaultdict(list)
+        self._passes: dict[_What, list[tuple[int, float, float]]] = defaultdict(list)
+        self._wake = Wake()
         self._drafts: dict[tuple[str, int, int], list[float]] = defaultdict(list)
         self._host: dict[int, list[float]] = defaultdict(list)
         self._waits: dict[int, list[float]] = defaultdict(list)
@@ -95,7 +100,9 @@ class Recorder:
         contexts = [len(a.tokens) for a, count in zip(answers, kept, strict=True) if a.generated > count]
         decodes, context = len(contexts), sum(contexts)
         about = int(2 * math.log2(1 + context))  # passes of one size are kept apart by context, or its cost is lost
-        self._passes[decodes, times.rows, times.read_rows, about].append((context, times.verify))
+        wake = 0.0 if self._queued else self._felt(times)
+        what = decodes, times.rows, times.read_rows, about, round(wake)
+        self._passes[what].append((context, times.verify, wake))
         self._host[len(answers)].append(max(0.0, self._beside_s(times)))
         if times.waited:
             waited = min(times.waited, times.host)  # by the device's clock
@@ -112,6 +119,13 @@ class Recorder:
                     self._requests[answer.id].guesses[name].append(guess)
             if answer.ended:
                 self._finish(answer)
+
+    def _felt(self, times: RoundTimes) -> float:
+        """What a pass that has just ended felt of those before it."""
+        now, rows = time.perf_counter(), times.rows + times.read_rows
+        felt = self._wake.felt(rows, now - times.verify)
+        self._wake.passed(rows, times.verify, now)
+        return felt
 
     def _beside_s(self, times: RoundTimes) -> float:
         """Seconds of a round beside its pass, its drafts and the wait for them."""
@@ -154,10 +168,7 @@ class Recorder:
     def recording(self, model: str, busy: bool | None = None) -> Recording:
         """Everything so far. Ask between rounds, or when nothing runs. busy: see `Made`."""
         engine, config = self._engine, self._engine.config
-        passes = [
-            PassSeen(*size[:3], int(median(c for c, _ in seen)), _typical([s for _, s in seen]), len(seen))
-            for size, seen in sorted(self._passes.items())
-        ]
+        passes = [_passes_of(what, seen) for what, seen in sorted(self._passes.items())]
         drafts = [DraftSeen(*what, _typical(seen), len(seen)) for what, seen in sorted(self._drafts.items())]
         host, waits = (
             tuple(HostSeen(requests, _typical(seen), len(seen)) for requests, seen in sorted(by_requests.items()))
@@ -184,6 +195,12 @@ class Recorder:
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
             Made(config.planner, busy, ranks=True),
         )
+
+
+def _passes_of(what: _What, seen: Sequence[tuple[int, float, float]]) -> PassSeen:
+    """seen: the context of each, its seconds, and what it felt of those before it."""
+    contexts, seconds, wakes = zip(*seen, strict=True)
+    return PassSeen(*what[:3], int(median(contexts)), _typical(seconds), len(seen), fmean(wakes))
 
 
 def _typical(seconds: Sequence[float]) -> float:

@@ -20,7 +20,8 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class PassSeen:
-    """Passes of one size and about one context: `requests` of decodes in `rows` rows, beside `read_rows` of prompts."""
+    """Passes of one size, about one context and one wake: `requests` of decodes in `rows` rows, beside `read_rows` of
+    prompts."""
 
     requests: int
     rows: int
@@ -28,6 +29,7 @@ class PassSeen:
     context: int  # tokens in the cache of all of them together, at the median
     seconds: float  # the mean
     count: int
+    wake: float = 0.0  # how much wider passes shortly before were, in doublings: the mean; not told of queued rounds
 
 
 @dataclass(frozen=True, slots=True)

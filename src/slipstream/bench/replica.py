@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from slipstream.bench.costs import RoundCosts
+from slipstream.bench.effects import Wake
 from slipstream.bench.outcome import Served, Speculation
 from slipstream.bench.recording import Recording
 from slipstream.bench.replayed import NEVER, ReplayedDevice, Walk, Walks, made_prompt, replayed
@@ -88,6 +89,7 @@ class Replica:
     scheduler: Scheduler = field(init=False)
     drafting: Drafting = field(init=False)
     _walks: Walks = field(init=False, default_factory=Walks)
+    _wake: Wake = field(init=False, default_factory=Wake)
     _served: dict[str, Served] = field(init=False, default_factory=dict)
     _count: int = field(init=False, default=0)
     _verdicts: list[Callable[[], None]] = field(init=False, default_factory=list)
@@ -213,7 +215,9 @@ class Replica:
         read_rows = sum(chunk.rows for chunk in chunks)
         load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
         is_tree = self.drafting.makes_trees(plan.drafts)
-        verify_s = self.costs.pass_s(rows, read_rows, load, is_tree=is_tree)
+        wake = self._wake.felt(rows + read_rows, now)
+        verify_s = self.costs.pass_s(rows, read_rows, load, is_tree=is_tree, wake=wake)
+        self._wake.passed(rows + read_rows, verify_s, now + verify_s)
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:

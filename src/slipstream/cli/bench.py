@@ -331,7 +331,9 @@ def closing_lines(
     for row in summary.rows:
         if row.category == report.ALL and row.rounds:
             whole = row.draft_s + row.verify_s + row.host_s or 1.0
-            shares = (("draft", row.draft_s), ("verify", row.verify_s), ("host", row.host_s))
+            shares = [("draft", row.draft_s), ("verify", row.verify_s), ("host", row.host_s)]
+            if row.mode == run.PLAIN:  # nobody drafts: what was timed there is the host's
+                shares = [("verify", row.verify_s), ("host", row.draft_s + row.host_s)]
             lines.append(f"time, {row.mode}: " + ", ".join(f"{name} {s / whole:.0%}" for name, s in shares))
             if row.mode != run.PLAIN and not row.drafted:
                 lines.append(f"{row.mode}: {report.undrafted(row)}")

@@ -29,7 +29,7 @@ _BAR = 40  # characters of the longest bar
 _WHOLE = "Its drafts are taken whole or not at all, by what they bring; here as if they were one chain of guesses."
 
 
-@functools.partial(with_common, hidden=OF_REQUESTS)
+@functools.partial(with_common, hidden=(*OF_REQUESTS, "no_speculation", "planner"))
 def explain(
     common: Common,
     context: Annotated[

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.errors import CapacityError, ConfigError, InvalidRequest
 
 _OF_A_KEY = re.compile(r"(\w+)=(.+?): (must .*)", re.DOTALL)
+_OF_MEMORY = re.compile(r"\b(memory|max_model_len|max_draft_memory)=")
 
 
 @contextmanager
@@ -27,3 +28,16 @@ def flagged(message: str) -> str:
         return message
     key, value, remedy = found[1].replace("_", "-"), found[2].strip("'"), found[3]
     return f"--{key} {value}: {remedy}"
+
+
+@contextmanager
+def naming_memory_flags() -> Iterator[None]:
+    """What does not fit was bounded by options, and others would make room: they are named as on the command line."""
+    try:
+        yield
+    except CapacityError as error:
+        raise CapacityError(_OF_MEMORY.sub(_flag, str(error))) from error
+
+
+def _flag(key: re.Match[str]) -> str:
+    return f"--{key[1].replace('_', '-')} "

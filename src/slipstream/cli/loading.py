@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+from slipstream.cli.flags import naming_memory_flags
 from slipstream.cli.options import Common
 from slipstream.drafters import DrafterSpec, parse_merged, places
 from slipstream.drafters.places import naming
@@ -157,10 +158,11 @@ def _shown(
     and what is compiled, checked and measured when a model is opened for the first time.
     """
     console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"loading {common.model}") as status:
-            engine = opened(common, drafters, status.update, status.update, **more)
-    else:
-        engine = opened(common, drafters, plain_line, line_of_long_steps, **more)
+    with naming_memory_flags():
+        if console.is_terminal:
+            with console.status(f"loading {common.model}") as status:
+                engine = opened(common, drafters, status.update, status.update, **more)
+        else:
+            engine = opened(common, drafters, plain_line, line_of_long_steps, **more)
     with closing(engine):
         yield engine

@@ -263,6 +263,9 @@ def _with_config(common: Common, path: Path) -> Common:
     changed = replace(common, **found)
     with naming(f"--config {path}"):
         changed.check(None, _WITHOUT_PREDICTION, option="engine.drafter" if "drafter" in found else "--drafter")
+    taken = {**found, "drafter": found["drafter"][0]} if "drafter" in found else found
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if value is not None]
+    note(f"from {path}: {' '.join(flags) or 'nothing, since options win over it'}")
     return changed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ MEASURING = "Measuring"
 DEFAULT_MAX_TOKENS = 64
 
 
-@with_common
+@functools.partial(with_common, hidden=("no_speculation",))
 def tune_command(
     common: Common,
     drafters: Annotated[

@@ -227,7 +227,7 @@ class AdaptivePlanner(ProbingPlanner):
             return float(tokens[at] / tokens[0, 0] * round_s[0, 0] / round_s[at])
 
         shown = size or int(rate.argmax())
-        guess = float(draft_s[shown or -1] / pass_s[0, 0])
+        guess = float(draft_s[shown or 1] / pass_s[0, 0])  # where none is the best, of the smallest
         most, deep = (size, 0) if trees is None else (trees.nodes[size], trees.levels[size])
         self._decide(drafter, Decision(rows, most, gain(shown), guess, deep))
         count = int(counts[size])
