@@ -4,7 +4,8 @@
     python bench/simulated.py --model BIG --drafter eagle:FOLDER --rates 20,50 --requests 400 --max-tokens 64   on a GPU
 
 At each rate the engine answers three times: with all that the drafter offers, without drafts, and with what the planner
-takes. The first run is recorded, and what was recorded must tell all three: tokens a second and median latencies.
+takes. The first run is recorded, and what was recorded must tell all three: tokens a second, and the medians and means
+of latencies.
 With --clock own, time goes on only while the engine computes (`own_time.py`): for machines that are never quiet.
 On a GPU each way is gone once before, since graphs of passes are captured there when a size comes first: BIG and FOLDER
 are what `widen.py` and `widen_heads.py` make. The last line is JSON.
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Protocol
 
 from gpu_tokens import encode
@@ -62,8 +63,10 @@ class Compared:
 
 
 def figures(served: Sequence[Served]) -> dict[str, float]:
+    """Medians, and means: a median jumps where half of the requests meet another's prompt."""
     found = Outcome.of(served, Targets())
-    return {"tokens_per_s": found.tokens_per_s, "ttft": found.ttft.p50, "tpot": found.tpot.p50}
+    means = {"ttft_mean": fmean(one.ttft for one in served), "tpot_mean": fmean(one.tpot for one in served)}
+    return {"tokens_per_s": found.tokens_per_s, "ttft": found.ttft.p50, "tpot": found.tpot.p50, **means}
 
 
 class Answering(Protocol):
@@ -216,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.clock == "own" and options.memory is not None:
+        parser.error(f"--memory {options.memory}: not with --clock own, whose engine takes what is usual; leave it out")
     load = load_before()
     if options.record is not None:
         options.record.mkdir(parents=True, exist_ok=True)
@@ -229,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = run(ByTheWall(llm), llm.tokenizer, options)
     for one in found:
         print(
-            f"{one.rate:5g}/s {one.way:8} {one.figure:13} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
+            f"{one.rate:5g}/s {one.way:8} {one.figure:12} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
         )
     result = {
         "command": command_line(sys.argv),

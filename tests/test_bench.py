@@ -175,6 +175,9 @@ def test_a_mode_that_never_drafted_says_why(declined: int, said: str) -> None:
     assert len(told) == 1, "plain decoding was not asked to"
     assert told[0].startswith("model:d: ")
     assert said in told[0]
+    times = [line for line in lines if line.startswith("time, ")]
+    assert [line.split(", ")[1].split()[0] for line in times] == ["plain:", "model:d:"]
+    assert ["draft" in line for line in times] == [False, True]
 
 
 def test_the_table_fits_80_columns() -> None:

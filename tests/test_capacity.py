@@ -210,13 +210,16 @@ def test_what_a_recording_cannot_answer_well_is_said(capsys: pytest.CaptureFixtu
         "recorded with the adaptive planner: what drafters that it let rest would have guessed is not known; record "
         "with --planner fixed",
         "the machine was busy before it was recorded: do not trust what passes cost; record it again",
+        "recorded before it was kept what passes do to smaller ones behind them: plain decoding may seem too slow; "
+        "record it again",
         "only 1 request was recorded: record at least 20 (--requests 20)",
     ]
-    many = replace(one, traces=one.traces * 20, made=Made("fixed", False))
+    many = replace(one, traces=one.traces * 20, made=Made("fixed", False, wakes=True))
     assert not doubts(many, "ngram", together=False), "requests that come one by one need one seat"
     assert doubts(many, "ngram", together=True)
-    assert not doubts(replace(many, machine=machine(), made=Made()), "ngram", together=True)
-    assert not doubts(replace(many, made=Made("adaptive")), None, together=False), "nobody guesses"
+    assert not doubts(replace(many, machine=machine(), made=Made(wakes=True)), "ngram", together=True)
+    assert not doubts(replace(many, machine=machine(queued=True), made=Made()), "ngram", together=True)
+    assert not doubts(replace(many, made=Made("adaptive", wakes=True)), None, together=False), "nobody guesses"
 
 
 def test_how_a_recording_was_made_is_kept_and_older_files_are_read(tmp_path: Path) -> None:
@@ -240,7 +243,7 @@ def test_a_recorded_run_knows_small_passes_and_its_own_requests(
     code, _, _ = run(capsys, *words.split(), "--record", str(kept))
     assert code == 0
     recording = Recording.load(kept)
-    assert recording.made == Made("fixed", True, ranks=True)
+    assert recording.made == Made("fixed", True, ranks=True, wakes=True)
     sizes = {seen.rows for seen in recording.costs.passes if seen.requests == 1 and not seen.read_rows}
     assert 1 in sizes
     assert [trace.drafters for trace in recording.traces] == [("ngram",)] * 3
@@ -269,7 +272,7 @@ def test_a_real_run_beside_what_is_simulated_of_it(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(kept.read_text()) == result
     ways = [(row["rate"], row["way"], row["figure"]) for row in result["rows"]]
-    figures = ("tokens_per_s", "ttft", "tpot")
+    figures = ("tokens_per_s", "ttft", "tpot", "ttft_mean", "tpot_mean")
     assert ways == [(r, way, figure) for r in (40, 80) for way in ("fixed", "off", "planned") for figure in figures]
     assert all(row["real"] > 0 and row["simulated"] > 0 for row in result["rows"])
     assert result["worst"] == max(abs(row["simulated"] / row["real"] - 1) for row in result["rows"])

@@ -6,6 +6,8 @@ from slipstream.core.draft import Tree
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
+from slipstream.plan.forecast import Engine, Guesser, forecast
+from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
 
 
 def said(decision: Decision, min_gain: float = 1.0) -> str:
@@ -35,3 +37,13 @@ def test_the_larger_part_is_the_reason() -> None:
 def test_the_share_of_right_guesses_is_everybodys() -> None:
     told = Decision(1, 0, 1.0).text("d", PassCost(0.1), 0.97)
     assert told == "off: 1.00x expected of the best draft, 97% of its guesses for all requests of late were right"
+
+
+def test_where_plain_is_best_the_smallest_guess_is_told_of() -> None:
+    """A draft of ten takes two passes, and a guess hardly anything: it is wrong guesses that do not pay."""
+    costs = MeasuredCosts(
+        Curve((1, 2, 64), (1.0, 1.02, 1.2)), drafts={"d": (DraftSeen(1, Curve((1, 10), (0.1, 2.0))),)}
+    )
+    engine = Engine(costs, slope=0.001, is_padded=False, rows=64, context=100)
+    why = forecast(engine, Guesser("d", 10, is_free=False), 1, 0.05).why
+    assert why == "off: 1.00x expected of the best draft"

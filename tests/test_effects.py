@@ -8,7 +8,7 @@ import random
 import pytest
 
 from slipstream.bench.costs import RoundCosts
-from slipstream.bench.effects import Wake, WakeCost
+from slipstream.bench.effects import Wake, WakePrice
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.plan.measured import Load
 
@@ -66,13 +66,25 @@ def test_what_a_wake_costs_is_told_from_passes_alike_in_all_else() -> None:
 
 def test_rare_small_passes_among_wide_ones_are_not_taken_for_usual() -> None:
     """Nearly all that was recorded ran behind wide passes: among themselves small ones are quicker than their mean."""
-    passes = [PassSeen(1, 1, 0, 50, 0.006 * math.exp(EACH * wake), 90 if wake else 4, wake) for wake in (0.0, 2.0, 5.0)]
+    passes = [
+        PassSeen(1, 1, 0, context, 0.006 * math.exp(EACH * wake), 90 if wake else 4, wake)
+        for context in (50, 60)
+        for wake in (0.0, 2.0, 5.0)
+    ]
     costs = RoundCosts(Costs(tuple(passes)), apart=False)
     assert costs.pass_s(1, 0, Load(1, 50)) == pytest.approx(0.006, rel=0.01)
+
+
+def test_no_price_rests_on_a_few_passes_or_goes_beyond_what_was_seen() -> None:
+    few = [PassSeen(1, rows, 0, 9, bare_s(rows) * (1 + 0.5 * wake), 1, wake) for rows in (1, 2) for wake in (0.0, 1.0)]
+    assert WakePrice(few).factor(6.0) == 1.0
+    price = WakePrice(seen(EACH))
+    assert price.factor(4.9) == pytest.approx(math.exp(4.9 * EACH), rel=0.03)
+    assert price.factor(8.0) == price.factor(4.9)
 
 
 def test_where_wakes_cost_nothing_none_is_reckoned_with() -> None:
     """On a device that is as fast at all times, or of a recording that does not tell of wakes."""
     for passes in (seen(0.0, noise=0.05), seen(-EACH), [PassSeen(1, n, 0, 9, bare_s(n), 9) for n in (1, 2, 4)]):
-        assert WakeCost(passes).factor(6.0) == pytest.approx(1.0, abs=0.05)
-    assert WakeCost([PassSeen(1, 1, 0, 9, 0.0, 1)]).factor(6.0) == 1.0, "a clock that stood still"
+        assert WakePrice(passes).factor(6.0) == pytest.approx(1.0, abs=0.05)
+    assert WakePrice([PassSeen(1, 1, 0, 9, 0.0, 1)]).factor(6.0) == 1.0, "a clock that stood still"

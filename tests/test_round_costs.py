@@ -88,6 +88,20 @@ def test_an_accident_speaks_for_nobody_else(apart: bool) -> None:
         assert spoiled.pass_s(rows, read_rows, Load()) == pytest.approx(usual.pass_s(rows, read_rows, Load()), rel=1e-6)
 
 
+def test_a_size_that_is_no_part_of_the_curve_speaks_for_nobody() -> None:
+    """Seen once, and a hundred times what others near it take."""
+    passes = [PassSeen(1, n, 0, 0, 0.010 + 0.001 * n, 9) for n in range(1, 60)]
+    usual = RoundCosts(Costs(tuple(passes)), apart=False)
+    spoiled = RoundCosts(Costs((*passes, PassSeen(1, 70, 0, 0, 6.0, 1))), apart=False)
+    for rows in (59, 66, 70, 74):
+        assert spoiled.pass_s(rows, 0, Load()) == pytest.approx(usual.pass_s(rows, 0, Load()), rel=1e-6)
+
+
+def test_queued_rounds_of_prompts_alone_tell_nothing_of_decodes() -> None:
+    with pytest.raises(ConfigError, match="no passes of decodes alone: record longer answers"):
+        RoundCosts(Costs((PassSeen(0, 0, 64, 0, 0.02, 9),)), apart=True)
+
+
 def test_where_nothing_alike_was_seen_the_curves_speak() -> None:
     passes = [PassSeen(1, n, 0, 0, 0.010 + 0.004 * n, 9) for n in (1, 10, 100)]
     costs = RoundCosts(Costs(tuple(passes)), apart=False)

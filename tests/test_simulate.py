@@ -35,7 +35,12 @@ from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import doubts, drafters_of, simulate, traces_of
 from slipstream.bench.traffic import Coming, poisson, poisson_times, read_traffic, rehearse, replay
 from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.verdict import Authors, Verdict, author
 from slipstream.engine.listening import RoundTimes
+from slipstream.engine.state import Answer, Job, Phase
+from slipstream.engine.text import TextStream
+from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.traits import overlap
 from stepping import Stepper
 
@@ -164,16 +169,18 @@ def test_rounds_behind_a_prompt_take_longer_where_that_was_seen() -> None:
     """Recorded were small passes behind wide ones nearly always: half as long again as among themselves."""
     recording = made_up(0.0)
     wakes = [(0.0, 1.0, 5), (2.5, 1.5**0.5, 30), (5.0, 1.5, 60)]
-    small = [PassSeen(1, 1, 0, 100, 0.010 * slower, count, wake) for wake, slower, count in wakes]
+    small = [PassSeen(1, 1, 0, c, 0.010 * slower, count, wake) for wake, slower, count in wakes for c in (50, 60)]
+    traces = [replace(trace, output_tokens=6) for trace in recording.traces]
     tpots = []
     for told in (small, [replace(seen, wake=0.0) for seen in small]):
         wide = [PassSeen(0, 0, 50, 0, 0.200, 9)]
         costs = replace(recording.costs, passes=(*wide, *told))
-        (one,) = simulate(replace(recording, costs=costs), Setting("off"), replay(recording.traces), recording.traces)
+        (one,) = simulate(replace(recording, costs=costs), Setting("off"), replay(traces), traces)
         tpots.append(one.tpot)
-    felt = [0.011 + 0.005 * math.exp(-0.5 * number) for number in range(99)]  # about: fades by half in 14 ms
-    assert tpots[0] == pytest.approx(sum(felt) / 99, rel=0.02)
-    assert tpots[1] > 1.25 * tpots[0], "they would all seem to be behind wide ones"
+    felt = [0.011 + 0.005 * math.exp(-0.6 * number) for number in range(5)]  # about: fades by half in 14 ms
+    assert tpots[0] == pytest.approx(sum(felt) / 5, rel=0.03)
+    assert tpots[0] > 1.1 * 0.011
+    assert tpots[1] == pytest.approx(0.001 + 0.010 * (5 + 30 * 1.5**0.5 + 60 * 1.5) / 95, rel=0.01), "as the mean"
 
 
 @pytest.mark.parametrize(("spare", "rows"), [(97, 6 + 6), (1, 3 + 2), (0, 2 + 1)])
@@ -342,6 +349,9 @@ def test_traffic_comes_at_its_rate_and_from_files(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     assert [one.at for one in read_traffic(file, traces, 0)] == [0, 1, 2]
     assert [one.at for one in read_traffic(file, traces, 0, rate=4.0)] == [0, 0.25, 0.5]
+    file.write_text("\n".join([json.dumps(lines[0])] * 2))
+    with pytest.raises(ConfigError, match=r"--rate 4: the requests of .*t\.jsonl all come at once; leave it out"):
+        read_traffic(file, traces, 0, rate=4.0)
     for bad in ("", "{}", '{"arrival": 0, "prompt_tokens": 0, "output_tokens": 1}', "x"):
         file.write_text(bad + "\n")
         with pytest.raises(ConfigError, match=r"t\.jsonl"):
@@ -443,8 +453,71 @@ def test_ranks_are_kept_in_files_and_missed_in_older_ones(tmp_path: Path) -> Non
     read = Recording.load(file)
     assert read.traces == recording.traces
     assert not any("ranks" in doubt for doubt in doubts(read, "head", together=False))
-    older = replace(read, made=Made("fixed", False))
-    assert any("ranks" in doubt for doubt in doubts(older, "head", together=False))
+    for ranks in (None, False):
+        older = replace(read, made=Made("fixed", False, ranks))
+        assert any("ranks" in doubt for doubt in doubts(older, "head", together=False))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_ranks_of_trees_that_the_device_joined_to_others_are_not_known(tiny_target: Path, mixed: bool) -> None:
+    engine = Stepper(tiny_target, f"model:{tiny_target}").engine
+    (name,), recorder = engine.drafting.on_device, Recorder(engine)
+    answer = engine_answer(name, tokens=[1, 2, 3, 4, 5, 6])
+    authors = Authors(("ngram", name), ((-1, -1), (0, 1, 2, 3, 4)), frozenset((name,))) if mixed else author(name)
+    verdict = Verdict(answer.id, (4, 5, 6), 5, 2, (1, 3)).by(authors)
+    recorder.round([answer], [verdict], [3], RoundTimes(0.0, 0.0, 0.01, rows=6))
+    recording = recorder.recording("tiny")
+    ((offer,),) = [trace.offers[name] for trace in recording.traces]
+    assert offer.path == ((0, 1) if mixed else (1, 3))
+    assert recording.made.ranks is not mixed
+
+
+def engine_answer(drafter: str, tokens: list[int]) -> Answer:
+    """One that has ended, of a prompt of three tokens."""
+    params = SamplingParams(temperature=0, max_tokens=9)
+    job = Job("a", None, tokens[:3], params, lambda output: None, arrived=0.0)
+    answer = Answer(job, 0, 0, tokens, TextStream(_Silent(), ()), CompletionOutput(0))
+    answer.phase, answer.drafters = Phase.ENDED, (drafter,)
+    return answer
+
+
+class _Silent:
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+def test_a_planner_begins_with_what_was_recorded() -> None:
+    """Before its first round: of passes, and of a drafter that takes time, no further than it may guess."""
+    recording = made_up(0.0, queued=True, draft_tokens=3)
+    drafts = tuple(DraftSeen("head", 1, nodes, 0.001 * nodes, 9) for nodes in (1, 3, 6))
+    costs = replace(recording.costs, drafts=drafts)
+    recording = replace(recording, costs=costs, drafters=(DrafterKind("head", True, 6),))
+    engine = Replica(recording, RoundCosts(costs, apart=True), Setting("planned", "head"))
+    planner = engine.drafting.planner
+    assert isinstance(planner, AdaptivePlanner)
+    assert planner.costs.knows("head")
+    assert planner.costs.guess_curve("head", 3, 1) == pytest.approx([0.001, 0.002, 0.003])
+
+
+def test_a_guess_of_the_host_takes_what_it_takes_for_the_usual_number() -> None:
+    """Of a drafter that is free to ask: recorded at 5 guesses a time, and with many."""
+    recording = made_up(0.0, draft_s=0.002)
+    drafts = (*recording.costs.drafts, DraftSeen("ngram", 1, 63, 0.050, 9))
+    recording = replace(recording, costs=replace(recording.costs, drafts=drafts))
+    (one,) = simulate(recording, Setting("fixed", "ngram"), replay(recording.traces), recording.traces)
+    rounds = one.rounds - 1
+    assert one.ended == pytest.approx(0.011 + rounds * 0.013, rel=0.02)
+
+
+def test_who_comes_late_overtakes_nobody() -> None:
+    recording = made_up(0.0, queued=True)
+    ends = [Coming(0.0, 50, 2, 0), Coming(0.015, 50, 2, 0), Coming(0.02, 50, 2, 0)]
+    passes = (*recording.costs.passes, PassSeen(0, 0, 50, 0, 0.009, 9))
+    recording = replace(recording, costs=replace(recording.costs, passes=passes, host=(HostSeen(1, 0.001, 9),)))
+    served = sorted(simulate(recording, Setting("off"), ends, recording.traces), key=lambda one: one.arrived)
+    assert [one.arrived for one in served] == [0.0, 0.015, 0.02]
+    firsts = [one.first_token for one in served]
+    assert firsts == sorted(firsts)
 
 
 def test_only_where_rounds_are_queued_somebody_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,7 @@ def test_what_was_measured_before_ctrl_c_is_told(
         ("--sizes 0", "--sizes 0: must be whole numbers of 1 or more"),
         ("--concurrency 1,x", "--concurrency 1,x: must be"),
         ("--no-speculation", "tune measures plain decoding beside its candidates anyway"),
+        ("--planner fixed", "--planner fixed: tune measures and predicts what is planned; leave it out"),
     ],
 )
 def test_what_tune_refuses(capsys: pytest.CaptureFixture[str], options: str, said: str) -> None:
@@ -191,6 +192,13 @@ def test_what_tune_refuses(capsys: pytest.CaptureFixture[str], options: str, sai
         main(["tune", *options.split()])
     assert ended.value.code == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_its_help_has_only_what_it_heeds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    text = capsys.readouterr().out
+    assert [option in text for option in ("--sizes", "--no-speculation", "--planner")] == [True, False, False]
 
 
 def test_what_is_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,6 +257,12 @@ def test_serve_takes_the_file_and_options_win(
     capsys.readouterr()
     assert _with_config(Common(), file).drafters == ()
     assert capsys.readouterr().err.split()[-2:] == ["--drafter", "none"]
+    file.write_text('{"engine": {"draft_tokens": 6}}')
+    assert _with_config(Common(), file).draft_tokens == 6
+    file.write_text('{"engine": {}}')
+    _with_config(Common(), file)
+    assert "nothing, since it has none" in " ".join(capsys.readouterr().err.split())
+    file.write_text(json.dumps(configuration("default", told((1, "plain", 1.0)))))
     _with_config(Common(model=str(tiny_target), drafter=["ngram"], min_gain=1.5), file)
     assert "nothing, since options win over it" in " ".join(capsys.readouterr().err.split())
     for text, said in (

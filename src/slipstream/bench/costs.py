@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from slipstream.bench.effects import ContextCost, WakeCost, load_of
+from slipstream.bench.effects import ContextPrice, WakePrice, load_of
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
 from slipstream.engine.measuring import ROWS, SIZES
@@ -27,7 +27,7 @@ with twice as many rows is one reach away."""
 
 
 class Curve:
-    """Seconds by size: straight lines between what was seen, and on beyond the last two. Never less for more."""
+    """Seconds by size: straight lines between what was seen, on beyond it as in its upper half. Never less for more."""
 
     def __init__(self, points: Iterable[tuple[float, float, int]]) -> None:
         """points: size, seconds, and how often it was seen; of one size the mean counts."""
@@ -49,6 +49,10 @@ class Curve:
     @property
     def smallest(self) -> float:
         return float(self._sizes[0])
+
+    def believes(self, size: float) -> bool:
+        """Whether passes of this very size make up the curve: accidents do not."""
+        return size in self._sizes
 
     def knows(self, size: float) -> bool:
         """Whether sizes alike were seen: both a smaller and a larger one, or this."""
@@ -118,11 +122,13 @@ class RoundCosts:
         if not costs.passes:
             raise ConfigError("the recording has no passes: record a run that decodes something")
         self._apart = apart
-        self._wakes = WakeCost(costs.passes)
+        self._wakes = WakePrice(costs.passes)
         passes = self._wakes.bare(costs.passes)
-        self._context = ContextCost(passes)
+        self._context = ContextPrice(passes)
         reading = [seen for seen in passes if seen.read_rows]
         decoding = [seen for seen in passes if not seen.read_rows]
+        if apart and not decoding:
+            raise ConfigError("the recording has no passes of decodes alone: record longer answers")
         self._pass = Curve((seen.rows, self._bare(seen), seen.count) for seen in decoding)
         # a prompt needs hardly any logits, and wide passes may be computed in another way: so they have their own curve
         self._by_row = 0.0 if apart else self._dearer_row(reading)
@@ -132,7 +138,8 @@ class RoundCosts:
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
         self._waits = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.waits)
         self._drafts = _draft_curves(costs)
-        self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, load_of(seen))) for seen in passes)
+        told = [seen for seen in passes if self._believes(seen)]
+        self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, load_of(seen))) for seen in told)
 
     def pass_s(self, rows: int, read_rows: int, load: Load, *, is_tree: bool = False, wake: float = 0.0) -> float:
         """load: of the decodes. is_tree: it checks trees of device drafters. What is recorded does not tell them
@@ -151,6 +158,12 @@ class RoundCosts:
                 read_s = min(read_s, self._pass.at(total))
             return read_s + more
         return (self._pass.at(rows) + more if rows else 0.0) + (self._read.at(read_rows) if read_rows else 0.0)
+
+    def _believes(self, seen: PassSeen) -> bool:
+        if self._apart:
+            parts = ((self._pass, seen.rows), (self._read, seen.read_rows))
+            return all(not size or curve.believes(size) for curve, size in parts)
+        return (self._read if seen.read_rows else self._pass).believes(seen.rows + seen.read_rows)
 
     def _reading_s(self, seen: PassSeen) -> float:
         """Of a pass with prompts: what they take; where all share it, what it would take for prompts alone."""
@@ -189,7 +202,7 @@ class RoundCosts:
         return self.draft_s(drafter, requests, 1)
 
     def known(self, rows: int, sizes: Mapping[str, int]) -> MeasuredCosts:
-        """What an engine of such costs would measure when it starts.
+        """About what an engine of such costs would measure when it starts, or soon see.
 
         rows: of a pass, at most. sizes: of device drafters, the nodes of their longest drafts, or levels of trees.
         """

@@ -22,11 +22,14 @@ Array = NDArray[np.float64]
 _CLEARLY = 0.95
 """Of what one way leaves unexplained, what the other one leaves at most where it is the better one."""
 
+_FEW = 3
+"""Passes beyond those that a price could be fitted to exactly: with fewer chance alone may be one."""
+
 _FADES_S = 0.02
 """After so long about a third is left of what a pass does to those behind it."""
 
 
-class ContextCost:
+class ContextPrice:
     """What a longer context adds to a pass, by passes alike in all else, as far as they are sure of it.
 
     So much for each token of it, or for each token and row that looks at it, whichever tells passes better apart.
@@ -86,10 +89,11 @@ def _left(seconds: float) -> float:
     return math.exp(-max(0.0, seconds) / _FADES_S)
 
 
-class WakeCost:
+class WakePrice:
     """How many times as long passes take in the wake of wider ones: so many times for each doubling.
 
-    Less two standard errors; once where nothing is left, as where a device is as fast at all times.
+    Less two standard errors; once where nothing is left, as where a device is as fast at all times. Nothing is believed
+    of wakes beyond those that were seen.
     """
 
     def __init__(self, passes: Sequence[PassSeen]) -> None:
@@ -98,10 +102,12 @@ class WakeCost:
             groups[seen.requests, seen.rows, seen.read_rows].append(seen)
         told = [[(s.count, math.log(max(s.seconds, 1e-9)), s.wake) for s in group] for group in groups.values()]
         weights, seconds, wakes = _by_distance(told, columns=3)  # [N] each
-        self._slope = _slope(weights, wakes, seconds, free=len(weights) - len(groups) - 1).slope
+        free = len(weights) - len(groups) - 1
+        self._slope = _slope(weights, wakes, seconds, free).slope if free >= _FEW else 0.0
+        self._most = max((seen.wake for seen in passes), default=0.0)
 
     def factor(self, wake: float) -> float:
-        return math.exp(self._slope * wake)
+        return math.exp(self._slope * min(wake, self._most))
 
     def bare(self, passes: Sequence[PassSeen]) -> list[PassSeen]:
         """The same, as they would have been among their like."""

@@ -63,7 +63,7 @@ class _Open:
 
 
 class Recorder:
-    """Notes rounds while it listens. It does no arithmetic on the engine's thread but that of a finished request."""
+    """Notes rounds while it listens. On the engine's thread it computes hardly more than what a request comes to."""
 
     def __init__(self, engine: Engine) -> None:
         """engine: whose rounds it will hear of, once `Engine.listen` is told."""
@@ -76,7 +76,8 @@ class Recorder:
         self._waits: dict[int, list[float]] = defaultdict(list)
         self._queued = isinstance(engine, QueuedEngine)
         self._traces: list[Trace] = []
-        self._guessed = 0.0  # seconds of this round's guesses on the host
+        self._ranks = True  # so far, of all trees of the device
+        self._guessed = 0.0  # seconds of guesses on the host since a round was told: where they are queued, of the next
         self._apart = 0.0  # … of these, what a queued engine does not take for part of a wait
         self._drew: list[tuple[str, int, float]] = []
         self._last: float | None = None  # when the round before ended, if others were to follow
@@ -107,14 +108,15 @@ class Recorder:
         if times.waited:
             waited = min(times.waited, times.host)  # by the device's clock
             self._waits[decodes].append(max(0.0, waited - (self._guessed - self._apart)))
-        for drafter, nodes, seconds in self._drew if answers else ():
-            self._drafts[drafter, len(answers), nodes].append(seconds)
+        for drafter, nodes, seconds in self._drew if decodes else ():
+            self._drafts[drafter, decodes, nodes].append(seconds)
         self._guessed, self._apart, self._drew = 0.0, 0.0, []
         for answer, verdict, count in zip(answers, verdicts, kept, strict=True):
             for name in verdict.authors.names:
                 share = verdict.share(name)
                 if name in self._engine.drafting.on_device and share.drafted:
                     path = share.path or range(share.accepted)  # which they were is not told of mixed trees
+                    self._ranks &= name not in share.authors.mixed
                     guess = Guess(answer.generated - count, None, None, share.drafted, path)
                     self._requests[answer.id].guesses[name].append(guess)
             if answer.ended:
@@ -193,7 +195,7 @@ class Recorder:
             tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
             Costs(tuple(passes), tuple(drafts), host, waits),
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
-            Made(config.planner, busy, ranks=True),
+            Made(config.planner, busy, self._ranks, wakes=True),
         )
 
 

@@ -133,7 +133,8 @@ class Made:
 
     planner: str | None = None
     busy: bool | None = None  # whether others had the machine work before it
-    ranks: bool | None = None  # whether the path of a tree whose nodes are not kept has their ranks
+    ranks: bool | None = None  # whether the path of a tree whose nodes are not kept has their ranks; False: not of all
+    wakes: bool | None = None  # whether passes tell how much wider those before them were
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,8 @@ class Replica:
         self.drafting.records = not machine.queued  # how often it asks then depends on a real clock
         planner.limit_rows(machine.draft_rows)
         on_device = [drafter for drafter in drafters.values() if isinstance(drafter, ReplayedDevice)]
-        sizes = {drafter.name: drafter.depth or reach(drafter) for drafter in on_device}
+        most = MAX_NODES if machine.draft_tokens is None else machine.draft_tokens
+        sizes = {drafter.name: drafter.depth or min(reach(drafter), most) for drafter in on_device}
         planner.adopt(self.costs.known(machine.draft_rows, sizes))
         if machine.queued:
             planner.pad_passes()
@@ -156,7 +157,7 @@ class Replica:
         job.answers.append(answer)
         self._served[answer.id] = request
         self._walks.begin(answer.id, walk)
-        if self.recording.machine.queued and request.arrived < self.busy_until:
+        if self.recording.machine.queued and (self._late or request.arrived < self.busy_until):  # nobody overtakes
             self._late.append(answer)
         else:
             self.scheduler.add(answer)

@@ -55,8 +55,19 @@ def doubts(recording: Recording, drafter: str | None, *, together: bool) -> list
         )
     if made.busy:
         found.append("the machine was busy before it was recorded: do not trust what passes cost; record it again")
-    if made.ranks is None and any(kind.levels for kind in recording.drafters):
-        found.append("recorded before ranks of guesses were kept: small trees seem too good; record it again")
+    if any(kind.levels for kind in recording.drafters):
+        if made.ranks is None:
+            found.append("recorded before ranks of guesses were kept: small trees seem too good; record it again")
+        elif not made.ranks:
+            found.append(
+                "trees were merged with guesses of others, of which ranks are not known: small trees seem too good; "
+                "record each drafter alone"
+            )
+    if made.wakes is None and not recording.machine.queued:
+        found.append(
+            "recorded before it was kept what passes do to smaller ones behind them: plain decoding may seem too slow; "
+            "record it again"
+        )
     count = len(traces_of(recording, drafter))
     if count < ENOUGH:
         several = "s were" if count != 1 else " was"

@@ -92,7 +92,9 @@ def read_traffic(path: Path, traces: Sequence[Trace], seed: int, rate: float | N
     found.sort(key=lambda one: one.at)
     first, last = found[0].at, found[-1].at
     scale = 1.0
-    if rate is not None and last > first:
+    if rate is not None and len(found) > 1:
+        if last == first:
+            raise ConfigError(f"--rate {rate:g}: the requests of {path} all come at once; leave it out, or spread them")
         scale = (len(found) - 1) / (last - first) / rate
     likes = _dealt(len(traces), len(found), seed)
     return [replace(one, at=(one.at - first) * scale, like=like) for one, like in zip(found, likes, strict=True)]

@@ -254,8 +254,9 @@ def _with_config(common: Common, path: Path) -> Common:
     found: dict[str, Any] = {}
     if "model" not in common.given and "model" in engine:
         found["model"] = engine["model"]
-    if common.drafter is None and "drafter" in engine:
-        found["drafter"] = [engine["drafter"] or "none"]
+    if common.drafter is None:
+        if "drafter" in engine:
+            found["drafter"] = [engine["drafter"] or "none"]
         if common.draft_tokens is None:
             found["draft_tokens"] = engine.get("draft_tokens")
     if common.min_gain is None:
@@ -265,7 +266,8 @@ def _with_config(common: Common, path: Path) -> Common:
         changed.check(None, _WITHOUT_PREDICTION, option="engine.drafter" if "drafter" in found else "--drafter")
     taken = {**found, "drafter": found["drafter"][0]} if "drafter" in found else found
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if value is not None]
-    note(f"from {path}: {' '.join(flags) or 'nothing, since options win over it'}")
+    why_none = "options win over it" if engine else "it has none"
+    note(f"from {path}: {' '.join(flags) or f'nothing, since {why_none}'}")
     return changed
 
 

@@ -27,7 +27,7 @@ MEASURING = "Measuring"
 DEFAULT_MAX_TOKENS = 64
 
 
-@functools.partial(with_common, hidden=("no_speculation",))
+@functools.partial(with_common, hidden=("no_speculation", "planner"))
 def tune_command(
     common: Common,
     drafters: Annotated[
@@ -59,6 +59,8 @@ def tune_command(
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: tune measures plain decoding beside its candidates anyway; leave it out")
+    if common.planner == "fixed":
+        raise ConfigError("--planner fixed: tune measures and predicts what is planned; leave it out")
     levels, tried = _numbers("--concurrency", concurrency, "1,4,16"), _numbers("--sizes", sizes, "3,6")
     if not levels:
         raise ConfigError("--concurrency: give at least one number, such as 1,4,16")
