@@ -57,6 +57,20 @@ def test_a_machine_that_is_full_is_called_so(capsys: pytest.CaptureFixture[str],
     assert full.startswith("off, 1000 a second: only ")
 
 
+def test_the_last_of_few_answers_makes_no_machine_full(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Four that come within a second, of which one says much and one is sent when the others' prompts are read."""
+    file, traffic = tmp_path / "r.json", tmp_path / "t.jsonl"
+    made_up(0.001).save(file)
+    sizes = [(0.0, 50, 5), (0.3, 50, 5), (0.6, 50, 400), (1.0, 1500, 5)]
+    lines = [{"arrival": at, "prompt_tokens": prompt, "output_tokens": output} for at, prompt, output in sizes]
+    traffic.write_text("\n".join(map(json.dumps, lines)))
+    _, out, _ = run(capsys, "--simulate", str(file), "--traffic", str(traffic), "--rate", "3", "--speculation", "off")
+    row = json.loads(out.splitlines()[-1])["rows"][0]
+    assert row["requests_per_s"] < 0.9 * 3
+    assert row["ttft"]["p99"] > 0.5, "the long prompt"
+    assert "wait ever longer" not in out
+
+
 def test_times_of_a_file_are_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file, traffic = tmp_path / "r.json", tmp_path / "t.jsonl"
     made_up(0.001).save(file)

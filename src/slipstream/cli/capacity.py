@@ -9,6 +9,7 @@ from typing import get_args
 
 from slipstream.bench.outcome import Speculation, Targets
 from slipstream.cli.options import Common
+from slipstream.cli.shared import check_written
 from slipstream.core.errors import ConfigError
 
 _RECORDED_ENGINE = "the simulated engines are as the recorded one; record one with it (--record)"
@@ -65,9 +66,7 @@ class Capacity:
 
         measuring: of the options of `bench` that are not about traffic, which were given.
         """
-        for name, path in (("json", self.json_file), ("record", self.record), ("plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+        check_written({"json": self.json_file, "record": self.record, "plot": self.plot})
         ways = get_args(Speculation)
         for way in self.speculation:
             if way not in ways:

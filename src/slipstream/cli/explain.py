@@ -74,6 +74,7 @@ def explain(
         found = {
             "costs": costs.as_json(),
             "spread": costs.spread,
+            "busy": not costs.is_steady,
             "why_dear": costs.why_dear() or None,
             "context": context,
             "choices": [asdict(choice) for choice in choices],
@@ -86,11 +87,11 @@ def explain(
     for line in [*spread_lines(costs), *context_lines(costs), *filter(None, [costs.why_dear()])]:
         console.print(line, highlight=False)
     for name, seen in costs.drafts.items():
-        unit = " levels" if name in deep else ""
+        unit = " level" if name in deep else ""
         console.print(f"\nGuesses of {name}:", highlight=False)
         for one in seen:
             parts = zip(one.curve.sizes, one.curve.seconds, strict=True)
-            what = ", ".join(f"{size}{unit} {1e3 * seconds:.2f} ms" for size, seconds in parts)
+            what = ", ".join(f"{size}{_several(unit, size)} {1e3 * seconds:.2f} ms" for size, seconds in parts)
             console.print(f"  for {one.requests} at once: {what}", highlight=False)
     for name in dict.fromkeys(choice.drafter for choice in choices):
         mine = [choice for choice in choices if choice.drafter == name]
@@ -100,6 +101,8 @@ def explain(
         )
         if name in whole:
             console.print(_WHOLE, highlight=False)
+        if common.min_gain is not None and common.min_gain > 1:
+            console.print(f"To pay is to be {common.min_gain:g}x as fast here (--min-gain).", highlight=False)
         console.print(choice_table(mine))
         for line in in_words(mine):
             console.print(line, highlight=False, soft_wrap=True)
@@ -204,6 +207,10 @@ def in_words(choices: Sequence[Choice]) -> list[str]:
             f"at {most.alpha:.0%} {_guesses(most)} make{'s' if most.nodes == 1 else ''} it {most.gain:.2f}x as fast."
         )
     return found
+
+
+def _several(unit: str, size: int) -> str:
+    return f"{unit}s" if unit and size > 1 else unit
 
 
 def _from(least: Choice, lowest: Choice) -> str:

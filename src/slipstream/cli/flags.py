@@ -34,7 +34,8 @@ def flagged(message: str) -> str:
 def naming_memory_flags() -> Iterator[None]:
     """What does not fit was bounded by options, and others would make room: they are named as on the command line."""
     try:
-        yield
+        with naming_flags():
+            yield
     except CapacityError as error:
         raise CapacityError(_OF_MEMORY.sub(_flag, str(error))) from error
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from slipstream.cli.options import WITHOUT_PREDICTION, Common
+from slipstream.core.errors import ConfigError
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
 OF_REQUESTS = (*SAMPLING, "verifier")
@@ -49,6 +51,15 @@ def with_common(
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def check_written(files: Mapping[str, Path | None]) -> None:
+    """Refuse files that cannot be written in the end, by option. What is drawn is SVG."""
+    for name, path in files.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+        if path is not None and name == "plot" and path.suffix != ".svg":
+            raise ConfigError(f"--plot {path}: is drawn as SVG; name it {path.with_suffix('.svg')}")
 
 
 def _unlisted(annotated: Any) -> Any:

@@ -199,12 +199,12 @@ def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:
 def full_lines(row: Row) -> list[str]:
     """Where requests come faster than they are served: of latencies that grow as long as it goes on.
 
-    Some wait for half of the time in which all came, and fewer are served than come.
+    Half of them wait for a quarter of the time in which all came, or more, and fewer are served than come.
     """
     if row.rate is None:
         return []
     served, all_came_s = row.outcome.requests_per_s, row.outcome.requests / row.rate
-    if served >= _KEEPS_UP * row.rate or row.outcome.ttft.p99 <= all_came_s / 2:
+    if served >= _KEEPS_UP * row.rate or row.outcome.ttft.p50 <= all_came_s / 4:
         return []
     return [
         f"{row.way}, {row.rate:g} a second: only {served:.2g} were served a second, and the others wait ever longer"

@@ -19,7 +19,7 @@ from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import busy_warning, load_before
 from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option
-from slipstream.cli.shared import with_common
+from slipstream.cli.shared import check_written, with_common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 
@@ -68,9 +68,7 @@ def tune_command(
         named = [name for name in drafters.split(",") if name]
         common = replace(common, drafter=[*(common.drafter or ()), *named])
         common.check(None, option="--drafters")
-    for name, path in (("config", config), ("plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+    check_written({"config": config, "plot": plot})
     params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
     chosen = select(load_prompts(prompts), (), limit)
     load = load_before()

@@ -118,7 +118,8 @@ class Requests:
             several = ", or several, as A+B" if len(drafters) > 1 else ""
             plainly = "; for plain decoding give enabled=False" if wanted == "none" else ""
             raise InvalidRequest(
-                f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}{several}{plainly}"
+                f"speculation.drafter={wanted!r} is not loaded: must be one of {loaded}{several}{plainly}; others are "
+                "loaded with the model (drafter=[…], --drafter)"
             )
         if len(set(names)) < len(names):
             raise InvalidRequest(f"speculation.drafter={wanted!r}: must name each drafter once")

@@ -11,6 +11,9 @@ _DEAR = 0.5
 """A row that adds such a part of what a request costs in the pass can hardly pay: the arithmetic is used up."""
 
 
+_NO_GAIN = 0.005
+"""What is not seen of a gain that is shown."""
+
 _SLOW = 0.3
 """Guesses that take such a part of a plain pass are slow."""
 
@@ -49,14 +52,19 @@ class Decision(NamedTuple):
             return f"off: {self.gain:.2f}x expected, but more could be lost than was won of late; tried again later"
         if MARGIN < self.gain <= min_gain:
             return f"off: {self.gain:.2f}x expected of the best draft, and min_gain asks for {min_gain:g}"
-        share = "" if alpha is None else f", {alpha:.0%} of its guesses for all requests of late were right"
+        share = (
+            "" if alpha is None else f", {alpha:.0%} of its guesses for all requests of late were right, sent or not"
+        )
+        best = f"{self.gain:.2f}x expected of the best draft"
+        if abs(self.gain - 1) < _NO_GAIN:  # none was the best
+            best = "no draft is expected to be faster"
         two = cost.about(2 * self.requests) / cost.about(self.requests) - 1
         if self.guess > _SLOW and (self.guess >= two or two <= _DEAR):
-            return f"off: its guesses take {self.guess:.0%} of a pass, {self.gain:.2f}x expected at best{share}"
+            return f"off: its guesses take {self.guess:.0%} of a pass, {best}{share}"
         if two > _DEAR:
             if self.requests == 1:
                 return f"off: a pass has no spare arithmetic here (a second row costs {two:.0%} more{share})"
             return (
                 f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
             )
-        return f"off: {self.gain:.2f}x expected of the best draft{share}"
+        return f"off: {best}{share}"
