@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.core.errors import CapacityError, ConfigError, InvalidRequest
+from slipstream.core.errors import CapacityError, InvalidRequest
 from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.config import EngineConfig, too_few_bytes
 from slipstream.engine.odds import odds_bytes
@@ -106,11 +106,8 @@ def _places(config: EngineConfig, pages: int, page: int, drafts_page: int) -> in
     if wanted is None:
         return None
     limit = wanted * pages * page if isinstance(wanted, float) else wanted
-    if 0 < limit < page:
-        if not isinstance(wanted, float):
-            raise too_few_bytes("max_draft_memory", wanted, page)
-        least = math.ceil(1e4 / pages) / 1e4
-        raise ConfigError(f"max_draft_memory={wanted:g}: must be 0, or {least:g} or more, which a page of the cache is")
+    if not isinstance(wanted, float) and 0 < wanted < page:
+        raise too_few_bytes("max_draft_memory", wanted, page)
     if limit < pages * drafts_page:
         part = math.ceil(100 * drafts_page / page) / 100
         raise CapacityError(
