@@ -24,7 +24,7 @@ from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import hardware, versions
 from slipstream.cli.options import OUTPUT, PROMPTS, Common, option
-from slipstream.cli.shared import with_common
+from slipstream.cli.shared import check_written, with_common
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import merged_name, parse_merged
@@ -172,10 +172,10 @@ def report_files(out: Path | None, json_file: Path | None, markdown_file: Path |
             raise ConfigError(f"--out {out}: cannot be made ({error}); name another folder") from error
         files["json"].append(out / "audit.json")
         files["markdown"].append(out / "audit.md")
-    for kind, file in (("json", json_file), ("markdown", markdown_file)):
+    given = {"json": json_file, "markdown": markdown_file}
+    check_written(given)
+    for kind, file in given.items():
         if file is not None:
-            if not file.absolute().parent.is_dir():
-                raise ConfigError(f"--{kind} {file}: there is no folder {file.absolute().parent}")
             files[kind].append(file)
     return files
 
