@@ -2,10 +2,13 @@
 
     python bench/simulated.py [--model default --drafter suffix --rates 1,3 --requests 14 --clock own --json FILE]
     python bench/simulated.py --model BIG --drafter eagle:FOLDER --rates 20,50 --requests 400 --max-tokens 64   on a GPU
+    python bench/simulated.py --again FOLDER            simulates again what --record FOLDER kept: needs no model
 
 At each rate the engine answers three times: with all that the drafter offers, without drafts, and with what the planner
-takes. The first run is recorded, and what was recorded must tell all three: tokens a second, and the medians and means
-of latencies.
+takes. The first run is recorded, and what was recorded must tell all three: tokens a second, the part of requests that
+are good, and the medians and means of latencies. With --windows N all of that is done N times, with other prompts at
+other times, and what counts is all of it together. A machine may be quicker or slower from run to run: before each one
+answer is timed alone.
 With --clock own, time goes on only while the engine computes (`own_time.py`): for machines that are never quiet.
 On a GPU each way is gone once before, since graphs of passes are captured there when a size comes first: BIG and FOLDER
 are what `widen.py` and `widen_heads.py` make. The last line is JSON.
@@ -15,26 +18,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, median
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpu_tokens import encode
 from kept import command_line, told
 from own_time import OwnTime, by_own_time
+from simulated_held import RUNS, WAYS, Compared, Run, costs_off_by, held, load_runs
 
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench import live, traffic
-from slipstream.bench.outcome import Outcome, Served, Speculation, Targets
+from slipstream.bench.outcome import Served, Speculation, Targets
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.bench.recorder import Recorder
-from slipstream.bench.replica import Setting
-from slipstream.bench.simulate import simulate
-from slipstream.bench.traffic import Coming
+from slipstream.bench.recording import Recording
+from slipstream.bench.simulate import drafters_of
 from slipstream.cli.machine import hardware, load_before, versions
 from slipstream.core.outputs import RequestOutput
 from slipstream.drafters import merged_name, parse_merged
@@ -43,30 +45,6 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake
 from slipstream.plan.planner import Planner
-
-WAYS: tuple[Speculation, ...] = ("fixed", "off", "planned")
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One figure of one way at one rate."""
-
-    rate: float
-    way: str
-    figure: str
-    real: float
-    simulated: float
-
-    @property
-    def off_by(self) -> float:
-        return self.simulated / self.real - 1
-
-
-def figures(served: Sequence[Served]) -> dict[str, float]:
-    """Medians, and means: a median jumps where half of the requests meet another's prompt."""
-    found = Outcome.of(served, Targets())
-    means = {"ttft_mean": fmean(one.ttft for one in served), "tpot_mean": fmean(one.tpot for one in served)}
-    return {"tokens_per_s": found.tokens_per_s, "ttft": found.ttft.p50, "tpot": found.tpot.p50, **means}
 
 
 class Answering(Protocol):
@@ -130,65 +108,85 @@ class Sender:
     def __init__(self, real: Answering, tokenizer: object, options: argparse.Namespace) -> None:
         self.real, self.model = real, told(options.model)
         self.drafter = merged_name(parse_merged(options.drafter))
-        texts = [prompt.text for prompt in select(load_prompts(options.prompts), limit=options.requests)]
+        self.requests, self.max_tokens = options.requests, options.max_tokens
+        texts = [prompt.text for prompt in select(load_prompts(options.prompts), limit=self.requests * options.windows)]
+        random.Random(options.seed).shuffle(texts)  # they come by category
         longest = min(options.prompt_tokens, real.engine.plan.max_model_len - options.max_tokens - 1)
         self.prompts = [encode(tokenizer, text, longest) for text in texts]
-        self.max_tokens = options.max_tokens
-        self._planner, self._runs = real.engine.drafting.planner, 0
+        self._planner, self._sent = real.engine.drafting.planner, 0
 
-    def send(self, way: Speculation, times: Sequence[float], nodes: int | None = None) -> list[Served]:
-        """How each request fared, in their order. nodes: of a draft, at most; None: as many as is usual."""
-        self._runs += 1
+    def send(
+        self, way: Speculation, times: Sequence[float], nodes: int | None = None, first: int = 0
+    ) -> tuple[Served, ...]:
+        """How each request fared, in their order. nodes: of a draft, at most; None: as many as is usual. first: the
+        first one's prompt."""
+        self._sent += 1
         self.real.engine.drafting.planner = self._planner if way == "planned" else Planner()
-        tenant = f"run {self._runs}"
+        tenant = f"run {self._sent}"
         spec = SpeculationParams(enabled=way != "off", drafter=self.drafter, draft_tokens=nodes, tenant=tenant)
         params = SamplingParams(temperature=0, max_tokens=self.max_tokens, speculation=spec)
-        prompts = [self.prompts[i % len(self.prompts)] for i in range(len(times))]
-        served = self.real.answer(prompts, params, times)
-        print(f"{way}: {len(times)} requests within {max(one.ended for one in served):.1f} s", flush=True)
-        return served
+        prompts = [self.prompts[(first + i) % len(self.prompts)] for i in range(len(times))]
+        return tuple(self.real.answer(prompts, params, times))
 
-    def listened(self, recorder: Recorder, times: Sequence[float]) -> list[Served]:
-        """The run with all drafts; before it some answers without, and with small ones."""
+    def run(self, rate: float, window: int, way: Speculation, times: Sequence[float], recorder: Recorder | None) -> Run:
+        """recorder: of the run with all drafts; None: of what does not count."""
+        (alone,) = self.send("off", [0.0])
+        costs = None
+        if recorder is None:
+            served = self._sent_in(window, way, times)
+        elif way == "fixed":
+            self._rehearse(recorder)
+            served = self._sent_in(window, way, times)
+            self.real.engine.listen(None)
+        else:
+            listener = Recorder(self.real.engine)
+            self.real.engine.listen(listener)
+            served = self._sent_in(window, way, times)
+            self.real.engine.listen(None)
+            costs = listener.recording(self.model).costs
+        lasted = max(one.ended for one in served)
+        print(
+            f"{rate:g}/s {way}: {len(times)} requests within {lasted:.1f} s; one alone {alone.ended:.3f} s", flush=True
+        )
+        return Run(rate, window, way, recorder is not None, alone.ended, served, costs)
+
+    def _sent_in(self, window: int, way: Speculation, times: Sequence[float]) -> tuple[Served, ...]:
+        return self.send(way, times, first=window * self.requests)
+
+    def _rehearse(self, recorder: Recorder) -> None:
+        """Before the run with all drafts, some answers without, and with small ones. It listens from then on."""
+        requests = recorder.requests
         self.real.engine.listen(recorder, all_guesses=True)
         traffic.rehearse(
             lambda some, nodes: self.send("fixed" if nodes else "off", some, nodes or None),
             drafts=bool(self.real.engine.drafting.on_device),
         )
-        recorder.forget_requests()
-        served = self.send("fixed", times)
-        self.real.engine.listen(None)
-        return served
+        recorder.forget_requests(since=requests)
 
 
-def compared(sender: Sender, rate: float, options: argparse.Namespace) -> list[Compared]:
-    """All ways, as often as is asked for, in turn. What was recorded in all of them tells the medians of each."""
-    times = traffic.poisson_times(rate, len(sender.prompts), options.seed)
+def at_rate(sender: Sender, rate: float, options: argparse.Namespace) -> tuple[list[Run], Recording]:
+    """All ways in turn, as often as is asked for, and what was recorded of those with all drafts."""
+    windows = range(options.windows)
+    times = [traffic.poisson_times(rate, sender.requests, options.seed + window) for window in windows]
+    runs = []
     if sender.real.engine.target.device.type == "cuda":
-        for way in WAYS:
-            sender.send(way, times)
+        runs += [sender.run(rate, 0, way, times[0], None) for way in WAYS]
     recorder = Recorder(sender.real.engine)
-    seen: dict[Speculation, list[list[Served]]] = {way: [] for way in WAYS}
-    for _ in range(options.repeats):
-        for way, runs in seen.items():
-            runs.append(sender.listened(recorder, times) if way == "fixed" else sender.send(way, times))
-    recording = recorder.recording(sender.model)
-    if options.record is not None:
-        recording.save(options.record / f"{rate:g}.json")
-    traces = recording.traces
-    found = []
-    for way, runs in seen.items():
-        coming = [Coming(one.arrived, one.prompt_tokens, one.output_tokens, i) for i, one in enumerate(runs[0])]
-        told = figures(simulate(recording, Setting(way, sender.drafter), coming, traces))
-        real = [figures(served) for served in runs]
-        found += [Compared(rate, way, name, median(one[name] for one in real), told[name]) for name in told]
-    return found
+    runs += [sender.run(rate, window, way, times[window], recorder) for window in windows for way in WAYS]
+    return runs, recorder.recording(sender.model)
 
 
-def run(real: Answering, tokenizer: object, options: argparse.Namespace) -> list[Compared]:
+def run(real: Answering, tokenizer: object, options: argparse.Namespace) -> tuple[list[Run], dict[float, Recording]]:
     sender = Sender(real, tokenizer, options)
     sender.send("planned", [0.0] * 2)  # warms up, and lets the planner see passes
-    return [one for rate in options.rates for one in compared(sender, rate, options)]
+    runs, recordings = list[Run](), dict[float, Recording]()
+    for rate in options.rates:
+        own, recordings[rate] = at_rate(sender, rate, options)
+        runs += own
+        if options.record is not None:
+            recordings[rate].save(options.record / f"{rate:g}.json")
+            (options.record / RUNS).write_text("".join(one.packed() + "\n" for one in runs))
+    return runs, recordings
 
 
 def rates(text: str) -> list[float]:
@@ -202,54 +200,88 @@ def rates(text: str) -> list[float]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def real_runs(options: argparse.Namespace) -> tuple[list[Run], dict[float, Recording]]:
+    if options.clock == "own":
+        with by_own_time():  # one thread from the beginning
+            real = ByOwnTime(options.model, options.drafter, options.max_num_seqs)
+        return run(real, real.tokenizer, options)
+    sizes = {"max_num_seqs": options.max_num_seqs, "memory": options.memory}
+    with LLM(options.model, drafter=options.drafter, prefix_caching=False, **sizes) as llm:
+        return run(ByTheWall(llm), llm.tokenizer, options)
+
+
+def kept_runs(folder: Path) -> tuple[list[Run], dict[float, Recording]]:
+    runs = load_runs(folder)
+    return runs, {rate: Recording.load(folder / f"{rate:g}.json") for rate in dict.fromkeys(one.rate for one in runs)}
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--drafter", default="suffix")
     parser.add_argument("--rates", type=rates, default="1,3", help="requests a second, by commas")
-    parser.add_argument("--requests", type=int, default=14)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=14, help="of each run")
+    parser.add_argument("--windows", type=int, default=1, help="runs of each way at each rate, with other prompts")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, at most")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--max-num-seqs", type=int, default=32, help="requests that run at once")
     parser.add_argument("--memory", help="of the engine, such as 32GiB; by the wall clock")
     parser.add_argument("--clock", choices=("wall", "own"), default="wall")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate")
+    parser.add_argument("--latency-target", help="what is good, such as ttft=0.5,tpot=0.05; else 1.5 times the usual")
+    parser.add_argument("--seed", type=int, default=0, help="of the first window; the next has the next one")
+    parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate, and the runs")
+    parser.add_argument("--again", type=Path, help="simulate again what was kept in this folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.clock == "own" and options.memory is not None:
         parser.error(f"--memory {options.memory}: not with --clock own, whose engine takes what is usual; leave it out")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
     load = load_before()
     if options.record is not None:
         options.record.mkdir(parents=True, exist_ok=True)
-    if options.clock == "own":
-        with by_own_time():  # one thread from the beginning
-            real = ByOwnTime(options.model, options.drafter, options.max_num_seqs)
-        found = run(real, real.tokenizer, options)
-    else:
-        sizes = {"max_num_seqs": options.max_num_seqs, "memory": options.memory}
-        with LLM(options.model, drafter=options.drafter, prefix_caching=False, **sizes) as llm:
-            found = run(ByTheWall(llm), llm.tokenizer, options)
+    runs, recordings = real_runs(options) if options.again is None else kept_runs(options.again)
+    targets = None if options.latency_target is None else Targets.parse(options.latency_target)
+    found: list[Compared] = []
+    for rate, recording in recordings.items():
+        (drafter, *_) = drafters_of(recording)
+        found += held([one for one in runs if one.rate == rate], recording, drafter, targets)
     for one in found:
+        spread = " ".join(f"{value:.4f}" for value in one.each) if len(one.each) > 1 else ""
         print(
             f"{one.rate:5g}/s {one.way:8} {one.figure:12} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
+            f"   {spread}"
+        )
+    told_of = [_about(one, recordings[one.rate]) for one in runs]
+    for about in told_of:
+        costs = ", ".join(f"{kind} {off:+.1%}" for kind, off in about["costs_off_by"].items())
+        print(
+            f"{about['rate']:5g}/s {about['way']:8} one alone {about['alone_s']:.3f} s; told of passes: {costs or '-'}"
         )
     result = {
         "command": command_line(sys.argv),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {**hardware(), **load},
         "versions": versions(),
-        "model": told(options.model),
-        "drafter": told(options.drafter),
+        "model": next(iter(recordings.values())).model,
         "clock": options.clock,
         "worst": max(abs(one.off_by) for one in found),
-        "rows": [{"off_by": one.off_by, **{k: getattr(one, k) for k in Compared.__slots__}} for one in found],
+        "rows": [one.told() for one in found],
+        "runs": told_of,
     }
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+
+
+def _about(one: Run, recording: Recording) -> dict[str, Any]:
+    """A run beside its figures."""
+    own = {name: getattr(one, name) for name in ("rate", "window", "way", "counts", "alone_s")}
+    return {**own, "costs_off_by": costs_off_by(one, recording)}
 
 
 if __name__ == "__main__":

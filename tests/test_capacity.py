@@ -280,13 +280,29 @@ def test_a_real_run_beside_what_is_simulated_of_it(
     """How near they are is a matter of the machine: here only that every figure is there, of both."""
     file, kept = tmp_path / "p.jsonl", tmp_path / "k.json"
     file.write_text("".join(json.dumps({"prompt": f"tell me {i} " * 3}) + "\n" for i in range(4)))
-    words = f"--model {tiny_target} --drafter ngram --rates 40,80 --requests 4 --max-tokens 12 --prompts {file}"
-    simulated.main([*words.split(), "--clock", clock, "--record", str(tmp_path / "runs"), "--json", str(kept)])
-    assert (tmp_path / "runs" / "80.json").is_file()
+    words = f"--model {tiny_target} --drafter ngram --rates 40,80 --requests 3 --windows 2 --max-tokens 12"
+    folder = str(tmp_path / "runs")
+    simulated.main([*words.split(), "--prompts", str(file), "--clock", clock, "--record", folder, "--json", str(kept)])
+    assert len(Recording.load(tmp_path / "runs" / "80.json").traces) == 6, "of both windows"
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(kept.read_text()) == result
     ways = [(row["rate"], row["way"], row["figure"]) for row in result["rows"]]
-    figures = ("tokens_per_s", "ttft", "tpot", "ttft_mean", "tpot_mean")
+    figures = ("tokens_per_s", "good", "ttft", "tpot", "ttft_mean", "tpot_mean")
     assert ways == [(r, way, figure) for r in (40, 80) for way in ("fixed", "off", "planned") for figure in figures]
-    assert all(row["real"] > 0 and row["simulated"] > 0 for row in result["rows"])
-    assert result["worst"] == max(abs(row["simulated"] / row["real"] - 1) for row in result["rows"])
+    timed = [row for row in result["rows"] if row["figure"] != "good"]
+    assert all(row["real"] > 0 and row["simulated"] > 0 and len(row["each"]) == 2 for row in timed)
+    assert all(row["off_by"] == row["simulated"] / row["real"] - 1 for row in timed)
+    shares = [row for row in result["rows"] if row["figure"] == "good"]
+    assert all(0 <= row["simulated"] <= 1 and row["off_by"] == row["simulated"] - row["real"] for row in shares)
+    assert result["worst"] == max(abs(row["off_by"]) for row in result["rows"])
+    runs = [(one["rate"], one["window"], one["way"]) for one in result["runs"]]
+    assert runs == [(r, window, way) for r in (40, 80) for window in (0, 1) for way in ("fixed", "off", "planned")]
+    assert all(one["alone_s"] > 0 for one in result["runs"])
+    told = {one["way"]: one["costs_off_by"] for one in result["runs"]}
+    assert not told["fixed"], "it is the recorded one"
+    assert {"decodes", "prompts"} <= told["off"].keys()
+    simulated.main(["--again", folder])
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (again["rows"], again["runs"]) == (result["rows"], result["runs"]), (
+        "nothing is simulated otherwise from files"
+    )

@@ -29,6 +29,7 @@ from slipstream.bench.recording import (
     PassSeen,
     Recording,
     Trace,
+    WaitSeen,
 )
 from slipstream.bench.replayed import ReplayedDevice, Walk, Walks, made_prompt
 from slipstream.bench.replica import Replica, Setting
@@ -258,10 +259,10 @@ def test_some_answers_come_before_the_traffic_that_is_recorded() -> None:
 
     rehearse(send, drafts=False)
     assert came[:2] == [(0, [0.0]), (0, [0.0] * 4)]
-    assert came[2][1] == pytest.approx([0.0, 0.6, 1.2, 1.8]), "each when the prompt before it was read"
-    assert came[3:] == [(0, [0.0] * 16)]
+    assert came[2][1] == pytest.approx([0.6 * i for i in range(8)]), "each when the prompt before it was read"
+    assert came[3:] == [(0, [0.0] * 16), (0, [0.0] * 32)]
     rehearse(send, drafts=True)
-    assert came[8:] == [(1, [0.0]), (1, [0.0] * 4), (4, [0.0]), (4, [0.0] * 4)]
+    assert came[10:] == [(1, [0.0]), (1, [0.0] * 4), (4, [0.0]), (4, [0.0] * 4)]
 
 
 def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkey
     for text, said in (
         ("{", r"is no recording, .*make one"),
         ("{}", "no recording"),
-        ('{"slipstream_recording":2}', "damaged"),
+        ('{"slipstream_recording":3}', "damaged"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
@@ -415,7 +416,7 @@ def queued_engine(host: bool) -> Replica:
     """Passes take 10 ms, and a round that waits for the host 2 ms more."""
     recording = made_up(0.0, queued=True)
     kind = DrafterKind("ngram", False, 5) if host else DrafterKind("ngram", True, 5)
-    costs = replace(recording.costs, host=(HostSeen(1, 0.0, 9),), waits=(HostSeen(1, 0.002, 9),))
+    costs = replace(recording.costs, host=(HostSeen(1, 0.0, 9),), waits=(WaitSeen(1, 1, 0, 0.002, 9),))
     recording = replace(recording, drafters=(kind,), costs=costs)
     engine = Replica(recording, RoundCosts(costs, apart=True), Setting("planned", "ngram"))
     engine.add(Served(0.0, 50, 100), Walk(recording.traces[0], {}, random.Random(0)))
@@ -561,8 +562,51 @@ def test_what_drafters_on_the_host_made_a_queued_round_wait_is_told_apart(tiny_t
     recorder.round([], [], [], RoundTimes(0.001, 0.0, 0.010, rows=1))
     costs = recorder.recording("tiny").costs
     (waited,), (beside,) = costs.waits, costs.host
-    assert (waited.count, beside.count) == (1, 2)
+    assert (waited.count, waited.rows, beside.count) == (1, 4, 2)
     assert (waited.seconds, beside.seconds) == pytest.approx((0.002, 0.001))
+
+
+def test_prompts_that_have_passes_of_their_own_are_recorded_by_themselves(tiny_target: Path) -> None:
+    """What they took, and whether drafters read them, too; a round without them is as it was."""
+    recorder = Recorder(Stepper(tiny_target, "ngram", rounds="queued").engine)
+    decoding = engine_answer("ngram", tokens=[1, 2, 3, 4, 5])
+    verdict = Verdict(decoding.id, (5,), 0, 0, ())
+    decoding.phase = Phase.RUNNING
+    for times in (
+        RoundTimes(0.0, 0.0, 0.013, rows=1, read_rows=50, read=0.009, along=True),
+        RoundTimes(0.0, 0.0, 0.012, rows=1, read_rows=50, read=0.008),
+        RoundTimes(0.0, 0.0, 0.004, rows=1),
+    ):
+        recorder.round([decoding], [verdict], [1], times)
+    recorder.round([], [], [], RoundTimes(0.0, 0.0, 0.007, read_rows=20, read=0.007))
+    passes = recorder.recording("tiny").costs.passes
+    known = {(p.requests, p.rows, p.read_rows, p.along, p.count): p.seconds for p in passes}
+    assert known == {
+        (0, 0, 20, False, 1): pytest.approx(0.007),
+        (0, 0, 50, False, 1): pytest.approx(0.008),
+        (0, 0, 50, True, 1): pytest.approx(0.009),
+        (1, 1, 0, False, 3): pytest.approx(0.004),
+    }
+
+
+def test_prompts_take_longer_where_a_head_reads_them_too() -> None:
+    """A fifth longer, whatever their length: recorded both ways for five of these, of others with the head only."""
+    recording = made_up(0.0, queued=True)
+    both = [
+        PassSeen(0, 0, n, 0, (0.004 + 0.0001 * n) * (1 + 0.2 * along), 3, 0.0, along)
+        for n in (10, 30, 50, 70, 90)
+        for along in (False, True)
+    ]
+    more = [PassSeen(0, 0, n, 0, (0.004 + 0.0001 * n) * 1.2, 3, 0.0, True) for n in (20, 40, 60, 80)]
+    costs = replace(recording.costs, passes=(*recording.costs.passes, *both, *more), host=())
+    ends = [replace(trace, output_tokens=1, drafters=("head",), offers={}) for trace in recording.traces]
+    recording = replace(recording, costs=costs, drafters=(DrafterKind("head", True, 5),))
+    for way, prompt_s in (("off", 0.009), ("fixed", 0.009 * 1.2)):
+        (one,) = simulate(recording, Setting(way, "head"), replay(ends), ends)
+        assert one.ended == pytest.approx(prompt_s, rel=0.01), way
+    few = replace(recording, costs=replace(costs, passes=(*recording.costs.passes[:10], *both[:4], *more)))
+    (one,) = simulate(few, Setting("off", "head"), replay(ends), ends)
+    assert one.ended > 0.0095, "two are no proof"
 
 
 @pytest.mark.parametrize("host", [True, False])

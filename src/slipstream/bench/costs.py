@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from slipstream.bench.effects import ContextPrice, WakePrice, load_of
+from slipstream.bench.effects import ContextPrice, Slowdown, WaitPrice, load_of
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
 from slipstream.engine.measuring import ROWS, SIZES
@@ -122,8 +123,9 @@ class RoundCosts:
         if not costs.passes:
             raise ConfigError("the recording has no passes: record a run that decodes something")
         self._apart = apart
-        self._wakes = WakePrice(costs.passes)
-        passes = self._wakes.bare(costs.passes)
+        self._wakes = Slowdown(costs.passes, lambda seen: seen.wake)
+        self._along = Slowdown(costs.passes, lambda seen: seen.along)
+        passes = self._along.bare(self._wakes.bare(costs.passes))
         self._context = ContextPrice(passes)
         reading = [seen for seen in passes if seen.read_rows]
         decoding = [seen for seen in passes if not seen.read_rows]
@@ -136,16 +138,30 @@ class RoundCosts:
             (seen.read_rows + (0 if apart else seen.rows), self._reading_s(seen), seen.count) for seen in reading
         )
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
-        self._waits = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.waits)
+        self._wait = WaitPrice(costs.waits)
+        self._waits = Curve(
+            (seen.requests, seen.seconds - self._wait.seconds(seen.rows, seen.begun), seen.count)
+            for seen in costs.waits
+        )
         self._drafts = _draft_curves(costs)
+        if apart:
+            alone = [replace(seen, requests=0, rows=0, context=0, seconds=self._reading_s(seen)) for seen in reading]
+            passes = [*decoding, *alone]
         told = [seen for seen in passes if self._believes(seen)]
         self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, load_of(seen))) for seen in told)
 
-    def pass_s(self, rows: int, read_rows: int, load: Load, *, is_tree: bool = False, wake: float = 0.0) -> float:
+    def pass_s(
+        self, rows: int, read_rows: int, load: Load, *, is_tree: bool = False, wake: float = 0.0, along: bool = False
+    ) -> float:
         """load: of the decodes. is_tree: it checks trees of device drafters. What is recorded does not tell them
-        apart. wake: what it feels of passes before it."""
-        among_its_like = self._by_curves(rows, read_rows, load) * self._nearby.factor(rows, read_rows, load.requests)
-        return among_its_like * self._wakes.factor(wake)
+        apart. wake: what it feels of passes before it. along: drafters on the device read the prompts, too."""
+        if not self._apart:
+            return self._among_its_like(rows, read_rows, load) * self._wakes.factor(wake)
+        read_s = self._among_its_like(0, read_rows, Load()) * self._along.factor(along) if read_rows else 0.0
+        return read_s + (self._among_its_like(rows, 0, load) if rows else 0.0)
+
+    def _among_its_like(self, rows: int, read_rows: int, load: Load) -> float:
+        return self._by_curves(rows, read_rows, load) * self._nearby.factor(rows, read_rows, load.requests)
 
     def _by_curves(self, rows: int, read_rows: int, load: Load) -> float:
         more = self._context.seconds(rows, load)
@@ -225,9 +241,12 @@ class RoundCosts:
     def host_s(self, requests: int) -> float:
         return self._host.at(requests)
 
-    def wait_s(self, requests: int) -> float:
-        """What the device waits where drafters on the host must know a round's result first; 0: not told apart."""
-        return self._waits.at(requests)
+    def wait_s(self, requests: int, rows: int, begun: int = 0) -> float:
+        """What the device waits where drafters on the host must know a round's result first; 0: it never did.
+
+        begun: others whose prompts are read in the round.
+        """
+        return max(0.0, self._waits.at(requests) + self._wait.seconds(rows, begun)) if self._waits else 0.0
 
     def _bare(self, seen: PassSeen) -> float:
         """Without what the length of the context adds."""

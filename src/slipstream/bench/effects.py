@@ -1,20 +1,20 @@
-"""What makes a pass dearer beside its rows: the length of the context, and what ran before it.
+"""What makes a pass dearer beside its rows: the length of the context, what ran before it, and who reads along.
 
-Both are told from recorded passes alike in all else, as far as these are sure of it.
+All are told from recorded passes alike in all else, as far as these are sure of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.bench.recording import PassSeen
+from slipstream.bench.recording import PassSeen, WaitSeen
 from slipstream.plan.measured import Load
 
 Array = NDArray[np.float64]
@@ -32,7 +32,7 @@ _FADES_S = 0.02
 class ContextPrice:
     """What a longer context adds to a pass, by passes alike in all else, as far as they are sure of it.
 
-    So much for each token of it, or for each token and row that looks at it, whichever tells passes better apart.
+    So much for each token and row that looks at it, unless so much for each token tells passes clearly better apart.
     Contexts of one recording differ little, and a stall would count for thousands of tokens that come later: so of the
     slope that fits best two standard errors are taken off; 0 where nothing is left.
     """
@@ -51,7 +51,7 @@ class ContextPrice:
         ]
         weights, seconds, *ways = _by_distance(told, columns=4)  # [N] each
         fits = [_slope(weights, way, seconds, free=len(weights) - len(groups) - 1) for way in ways]
-        self._by_row = fits[1].left < _CLEARLY * fits[0].left
+        self._by_row = fits[0].left >= _CLEARLY * fits[1].left
         self._slope = fits[self._by_row].slope
 
     @property
@@ -89,29 +89,31 @@ def _left(seconds: float) -> float:
     return math.exp(-max(0.0, seconds) / _FADES_S)
 
 
-class WakePrice:
-    """How many times as long passes take in the wake of wider ones: so many times for each doubling.
+class Slowdown:
+    """How many times as long passes take that feel something: so many times for each unit of it.
 
-    Less two standard errors; once where nothing is left, as where a device is as fast at all times. Nothing is believed
-    of wakes beyond those that were seen.
+    Such as for each doubling of what a wake is wider, or once for drafters that read the prompts, too. Less two
+    standard errors; once where nothing is left, as where a device is as fast at all times. Nothing is believed beyond
+    what was seen.
     """
 
-    def __init__(self, passes: Sequence[PassSeen]) -> None:
+    def __init__(self, passes: Sequence[PassSeen], feels: Callable[[PassSeen], float]) -> None:
+        self._feels = feels
         groups: dict[tuple[int, int, int], list[PassSeen]] = defaultdict(list)
         for seen in passes:
             groups[seen.requests, seen.rows, seen.read_rows].append(seen)
-        told = [[(s.count, math.log(max(s.seconds, 1e-9)), s.wake) for s in group] for group in groups.values()]
-        weights, seconds, wakes = _by_distance(told, columns=3)  # [N] each
+        told = [[(s.count, math.log(max(s.seconds, 1e-9)), feels(s)) for s in group] for group in groups.values()]
+        weights, seconds, felt = _by_distance(told, columns=3)  # [N] each
         free = len(weights) - len(groups) - 1
-        self._slope = _slope(weights, wakes, seconds, free).slope if free >= _FEW else 0.0
-        self._most = max((seen.wake for seen in passes), default=0.0)
+        self._slope = _slope(weights, felt, seconds, free).slope if free >= _FEW else 0.0
+        self._most = max(map(feels, passes), default=0.0)
 
-    def factor(self, wake: float) -> float:
-        return math.exp(self._slope * min(wake, self._most))
+    def factor(self, felt: float) -> float:
+        return math.exp(self._slope * min(felt, self._most))
 
     def bare(self, passes: Sequence[PassSeen]) -> list[PassSeen]:
-        """The same, as they would have been among their like."""
-        return [replace(seen, seconds=seen.seconds / self.factor(seen.wake), wake=0.0) for seen in passes]
+        """The same, as they would have been without."""
+        return [replace(seen, seconds=seen.seconds / self.factor(self._feels(seen))) for seen in passes]
 
 
 def _by_distance(groups: Sequence[Sequence[tuple[float, ...]]], columns: int) -> Array:  # [columns, N]
@@ -121,6 +123,25 @@ def _by_distance(groups: Sequence[Sequence[tuple[float, ...]]], columns: int) ->
         told = np.array(group, dtype=np.float64)  # [G, 1 + V]
         parts.append(np.column_stack([told[:, 0], told[:, 1:] - np.average(told[:, 1:], axis=0, weights=told[:, 0])]))
     return np.concatenate(parts).T if parts else np.zeros((columns, 0))
+
+
+class WaitPrice:
+    """What it takes longer to wait for drafters on the host where requests begin, whose prompts they read, and for each
+    row that the host has to prepare: by waits of as many requests, as far as they are sure of it."""
+
+    def __init__(self, waits: Sequence[WaitSeen]) -> None:
+        groups: dict[int, list[WaitSeen]] = defaultdict(list)
+        for seen in waits:
+            groups[seen.requests].append(seen)
+        told = [[(s.count, s.seconds, s.begun, s.rows) for s in group] for group in groups.values()]
+        weights, seconds, begun, rows = _by_distance(told, columns=4)  # [N] each
+        free = len(weights) - len(groups) - 1
+        self._by_begun = _slope(weights, begun, seconds, free).slope if free >= _FEW else 0.0
+        left = seconds - self._by_begun * begun
+        self._by_row = _slope(weights, rows, left, free).slope if free >= _FEW else 0.0
+
+    def seconds(self, rows: int, begun: int) -> float:
+        return self._by_begun * begun + self._by_row * rows
 
 
 def load_of(seen: PassSeen) -> Load:

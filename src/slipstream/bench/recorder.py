@@ -22,6 +22,7 @@ from slipstream.bench.recording import (
     PassSeen,
     Recording,
     Trace,
+    WaitSeen,
 )
 from slipstream.core.draft import ROOT, Tree
 from slipstream.core.verdict import Verdict
@@ -40,8 +41,9 @@ _IDLE = 0.5
 
 _ACCIDENT = 8.0
 
-_What = tuple[int, int, int, int, int]
-"""Kinds of passes: requests and rows of decodes, rows of prompts, about which context, about which wake."""
+_What = tuple[int, int, int, int, int, bool]
+"""Kinds of passes: requests and rows of decodes, rows of prompts, about which context, about which wake, and whether
+drafters read the prompts, too."""
 
 
 @dataclass(slots=True)
@@ -73,12 +75,12 @@ class Recorder:
         self._wake = Wake()
         self._drafts: dict[tuple[str, int, int], list[float]] = defaultdict(list)
         self._host: dict[int, list[float]] = defaultdict(list)
-        self._waits: dict[int, list[float]] = defaultdict(list)
+        self._waits: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         self._queued = isinstance(engine, QueuedEngine)
         self._traces: list[Trace] = []
         self._ranks = True  # so far, of all trees of the device
         self._guessed = 0.0  # seconds of guesses on the host since a round was told: where they are queued, of the next
-        self._apart = 0.0  # … of these, what a queued engine does not take for part of a wait
+        self._apart = 0.0  # … of these, what is no part of a wait, where rounds are queued
         self._drew: list[tuple[str, int, float]] = []
         self._last: float | None = None  # when the round before ended, if others were to follow
 
@@ -100,14 +102,16 @@ class Recorder:
     ) -> None:
         contexts = [len(a.tokens) for a, count in zip(answers, kept, strict=True) if a.generated > count]
         decodes, context = len(contexts), sum(contexts)
-        about = int(2 * math.log2(1 + context))  # passes of one size are kept apart by context, or its cost is lost
         wake = 0.0 if self._queued else self._felt(times)
-        what = decodes, times.rows, times.read_rows, about, round(wake)
-        self._passes[what].append((context, times.verify, wake))
+        if times.read:
+            self._passed(0, 0, times.read_rows, 0, times.read, along=times.along)
+        if times.rows or not times.read:
+            read_rows = 0 if times.read else times.read_rows
+            self._passed(decodes, times.rows, read_rows, context, times.verify - times.read, wake)
         self._host[len(answers)].append(max(0.0, self._beside_s(times)))
         if times.waited:
-            waited = min(times.waited, times.host)  # by the device's clock
-            self._waits[decodes].append(max(0.0, waited - (self._guessed - self._apart)))
+            begun = len(answers) - decodes
+            self._waits[decodes, times.rows, begun].append(min(times.waited, times.host))  # by the device's clock
         for drafter, nodes, seconds in self._drew if decodes else ():
             self._drafts[drafter, decodes, nodes].append(seconds)
         self._guessed, self._apart, self._drew = 0.0, 0.0, []
@@ -121,6 +125,20 @@ class Recorder:
                     self._requests[answer.id].guesses[name].append(guess)
             if answer.ended:
                 self._finish(answer)
+
+    def _passed(
+        self,
+        decodes: int,
+        rows: int,
+        read_rows: int,
+        context: int,
+        seconds: float,
+        wake: float = 0.0,
+        *,
+        along: bool = False,
+    ) -> None:
+        about = int(2 * math.log2(1 + context))  # passes of one size are kept apart by context, or its cost is lost
+        self._passes[decodes, rows, read_rows, about, round(wake), along].append((context, seconds, wake))
 
     def _felt(self, times: RoundTimes) -> float:
         """What a pass that has just ended felt of those before it."""
@@ -163,19 +181,22 @@ class Recorder:
             )
         )
 
-    def forget_requests(self) -> None:
-        """Those so far were there for what they cost: they are no traffic. Ask when nothing runs."""
-        self._traces.clear()
+    @property
+    def requests(self) -> int:
+        """How many have ended so far."""
+        return len(self._traces)
+
+    def forget_requests(self, since: int = 0) -> None:
+        """Those behind the first ones were there for what they cost: they are no traffic. Ask when nothing runs."""
+        del self._traces[since:]
 
     def recording(self, model: str, busy: bool | None = None) -> Recording:
         """Everything so far. Ask between rounds, or when nothing runs. busy: see `Made`."""
         engine, config = self._engine, self._engine.config
         passes = [_passes_of(what, seen) for what, seen in sorted(self._passes.items())]
         drafts = [DraftSeen(*what, _typical(seen), len(seen)) for what, seen in sorted(self._drafts.items())]
-        host, waits = (
-            tuple(HostSeen(requests, _typical(seen), len(seen)) for requests, seen in sorted(by_requests.items()))
-            for by_requests in (self._host, self._waits)
-        )
+        host = [HostSeen(requests, _typical(seen), len(seen)) for requests, seen in sorted(self._host.items())]
+        waits = [WaitSeen(*what, _typical(seen), len(seen)) for what, seen in sorted(self._waits.items())]
         machine = Machine(
             engine.pool.num_pages,
             config.page_size,
@@ -193,7 +214,7 @@ class Recorder:
             model,
             machine,
             tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
-            Costs(tuple(passes), tuple(drafts), host, waits),
+            Costs(tuple(passes), tuple(drafts), tuple(host), tuple(waits)),
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
             Made(config.planner, busy, self._ranks, wakes=True),
         )
@@ -202,7 +223,7 @@ class Recorder:
 def _passes_of(what: _What, seen: Sequence[tuple[int, float, float]]) -> PassSeen:
     """seen: the context of each, its seconds, and what it felt of those before it."""
     contexts, seconds, wakes = zip(*seen, strict=True)
-    return PassSeen(*what[:3], int(median(contexts)), _typical(seconds), len(seen), fmean(wakes))
+    return PassSeen(*what[:3], int(median(contexts)), _typical(seconds), len(seen), fmean(wakes), what[-1])
 
 
 def _typical(seconds: Sequence[float]) -> float:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.reading import read_named
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PassSeen:
     """Passes of one size, about one context and one wake: `requests` of decodes in `rows` rows, beside `read_rows` of
-    prompts."""
+    prompts; or where prompts have passes of their own, of either."""
 
     requests: int
     rows: int
@@ -30,6 +30,7 @@ class PassSeen:
     seconds: float  # the mean
     count: int
     wake: float = 0.0  # how much wider passes shortly before were, in doublings: the mean; not told of queued rounds
+    along: bool = False  # drafters on the device read the prompts, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,36 @@ class HostSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitSeen:
+    """How long queued rounds waited for drafts of the host, free ones themselves included: rounds of so many requests
+    in so many rows, in which so many others began."""
+
+    requests: int
+    rows: int
+    begun: int
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     passes: tuple[PassSeen, ...] = ()
     drafts: tuple[DraftSeen, ...] = ()
     host: tuple[HostSeen, ...] = ()
-    waits: tuple[HostSeen, ...] = ()  # the same of queued rounds that waited for drafts of the host; (): not told apart
+    waits: tuple[WaitSeen, ...] = ()
+
+    def packed(self) -> dict[str, list[list[Any]]]:
+        """Without the names of their parts, of which there are many."""
+        return {part.name: [list(asdict(one).values()) for one in getattr(self, part.name)] for part in fields(self)}
+
+    @staticmethod
+    def unpacked(packed: Mapping[str, Sequence[Sequence[Any]]]) -> Costs:
+        return Costs(
+            tuple(PassSeen(*one) for one in packed["passes"]),
+            tuple(DraftSeen(*one) for one in packed["drafts"]),
+            tuple(HostSeen(*one) for one in packed["host"]),
+            tuple(WaitSeen(*one) for one in packed["waits"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +174,7 @@ class Recording:
 
     def save(self, path: Path) -> None:
         traces = [packed(trace) for trace in self.traces]
-        whole = {"slipstream_recording": VERSION, **asdict(self), "traces": traces}
-        whole["costs"] = {
-            name: [list(asdict(one).values()) for one in getattr(self.costs, name)]
-            for name in ("passes", "drafts", "host", "waits")
-        }
+        whole = {"slipstream_recording": VERSION, **asdict(self), "costs": self.costs.packed(), "traces": traces}
         path.write_text(json.dumps(whole, separators=(",", ":")) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -171,17 +193,11 @@ class Recording:
                 "`slipstream bench --record FILE`"
             )
         try:
-            costs = whole["costs"]
             return Recording(
                 whole["model"],
                 Machine(**whole["machine"]),
                 tuple(DrafterKind(**kind) for kind in whole["drafters"]),
-                Costs(
-                    tuple(PassSeen(*one) for one in costs["passes"]),
-                    tuple(DraftSeen(*one) for one in costs["drafts"]),
-                    tuple(HostSeen(*one) for one in costs["host"]),
-                    tuple(HostSeen(*one) for one in costs.get("waits", ())),
-                ),
+                Costs.unpacked(whole["costs"]),
                 tuple(unpacked(trace) for trace in whole["traces"]),
                 Made(**whole.get("made", {})),
             )

@@ -107,7 +107,7 @@ class Replica:
             max_running=machine.max_num_seqs,
             chunks=ChunkRule(machine.batch_tokens),
             copy_pages=lambda copies: None,
-            on_admit=lambda answer: self.drafting.start(answer),
+            on_admit=self._admit,
             on_release=lambda answer: self.drafting.stop(answer),
         )
         planner = (
@@ -173,6 +173,12 @@ class Replica:
         self._verdicts.clear()
         self._times.clear()
 
+    def _admit(self, answer: Answer) -> None:
+        self.drafting.start(answer)
+        for name in answer.drafters if self.recording.machine.queued else ():
+            if self.drafting.following.keeps(name) and self.drafting.planner.leaves(name):
+                answer.behind[name] = 0
+
     def step(self, now: float) -> list[Served]:
         """One round that begins now and lasts to `busy_until`: the requests that it ends."""
         if not (self.scheduler.running or self.scheduler.waiting):
@@ -208,7 +214,9 @@ class Replica:
             self.drafting.following.follows(decodes, plan)
         drafts = [self._draft(plan, i, answer) for i, answer in enumerate(decodes)]
         on_device = [(size.drafter, size.levels or size.nodes) for size in plan.drafts]
-        guesses = [*on_device, *self._costly(plan), *self._free(plan)]
+        guesses = [*on_device, *self._costly(plan)]
+        if not queued:  # else they are part of the wait
+            guesses += self._free(plan)
         draft_s = sum([self.costs.draft_s(name, len(decodes), nodes) for name, nodes in guesses])
         rows = len(decodes) + sum(len(tree) for tree, _ in drafts)
         if queued and decodes:
@@ -217,17 +225,19 @@ class Replica:
         load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
         is_tree = self.drafting.makes_trees(plan.drafts)
         wake = self._wake.felt(rows + read_rows, now)
-        verify_s = self.costs.pass_s(rows, read_rows, load, is_tree=is_tree, wake=wake)
+        along = bool(self.drafting.reading_along(chunks))
+        verify_s = self.costs.pass_s(rows, read_rows, load, is_tree=is_tree, wake=wake, along=along)
         self._wake.passed(rows + read_rows, verify_s, now + verify_s)
         verdicts = [_judged(answer, *draft) for answer, draft in zip(decodes, drafts, strict=True)]
         completing = [chunk.answer for chunk in chunks if chunk.completes]
         for chunk in chunks:
             self.scheduler.commit(chunk)
         host_s = self.costs.host_s(len(decodes) + len(completing))
-        wait_s = self.costs.wait_s(len(decodes)) if waits and plan.hosts else 0.0
+        waiting_s = self.costs.wait_s(len(decodes), rows, len(completing)) if queued else 0.0
+        wait_s = waiting_s if waits and plan.hosts else 0.0
         if lagging:  # what they missed must be known and read first
             late_s = sum(self.costs.catch_up_s(name, len(theirs)) for name, theirs in lagging.items())
-            late_s += 0.0 if waits else self.costs.wait_s(len(decodes))
+            late_s += 0.0 if waits else waiting_s
             host_s += late_s
             if not chunks:
                 self._times += [partial(planner.observe_catch_up, name, len(lagging[name]), late_s) for name in lagging]

@@ -17,8 +17,8 @@ from slipstream.core.reading import read_named
 
 _SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
 
-_TOGETHER, _CROWD = 4, 16
-"""Answers of a rehearsal that come together, or one behind the other; and a crowd of them."""
+_TOGETHER, _BEHIND, _CROWDS = 4, 8, (16, 32)
+"""Answers of a rehearsal that come together, or one behind the other; and crowds of them."""
 _SMALL = (1, 4)
 """Nodes of drafts in a rehearsal, beside the usual ones."""
 _APART = 1.2
@@ -49,7 +49,7 @@ def poisson_times(rate: float, count: int, seed: int) -> list[float]:
 
 def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts: bool) -> None:
     """Have some answers before the traffic that is recorded: without drafts, or nobody would know what small passes
-    cost; one alone, some together, some of which each has its prompt read beside those before it, and a crowd.
+    cost; one alone, some together, some of which each has its prompt read beside those before it, and crowds.
 
     send: is given when they come, in seconds, and how many nodes their drafts have, 0: they have none.
     drafts: some with small drafts, too, or nobody would know what those cost: of drafters on the device, where each
@@ -57,8 +57,9 @@ def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts
     """
     (alone,) = send([0.0], 0)
     send([0.0] * _TOGETHER, 0)
-    send([_APART * alone.ttft * i for i in range(_TOGETHER)], 0)
-    send([0.0] * _CROWD, 0)
+    send([_APART * alone.ttft * i for i in range(_BEHIND)], 0)
+    for crowd in _CROWDS:
+        send([0.0] * crowd, 0)
     for nodes in _SMALL if drafts else ():
         send([0.0], nodes)
         send([0.0] * _TOGETHER, nodes)

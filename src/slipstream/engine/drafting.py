@@ -217,10 +217,18 @@ class Drafting:
 
     def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
         """The target computes these prompts: device drafters that will draft for one of them read along."""
-        for name, drafter in self.drafters.items():
-            mine = [c.answer for c in chunks if name in c.answer.drafters and name not in c.answer.behind]
-            if mine and isinstance(drafter, DeviceDrafter):
-                self._guarded(name, mine, functools.partial(drafter.read, batch))
+        for name, mine in self.reading_along(chunks).items():
+            drafter = cast(DeviceDrafter, self.drafters[name])
+            self._guarded(name, mine, functools.partial(drafter.read, batch))
+
+    def reading_along(self, chunks: Sequence[Chunk]) -> dict[str, list[Answer]]:
+        """By device drafter: those of these for whom it will draft."""
+        mine: dict[str, list[Answer]] = {}
+        for answer in [chunk.answer for chunk in chunks]:
+            for name in answer.drafters:
+                if name in self.on_device and name not in answer.behind:
+                    mine.setdefault(name, []).append(answer)
+        return mine
 
     def catch_up(self, lagging: Mapping[str, Sequence[Answer]]) -> None:
         """These were decoded without drafts of theirs for a while: let device drafters read what they missed."""

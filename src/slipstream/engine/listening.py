@@ -18,7 +18,9 @@ class RoundTimes:
     rows: of the target pass, those of prompts left out; read_rows: of prompts. hoped: how many times as fast as plain
     decoding the round was planned to be. ready: what the host took to queue it while another one was under way; 0: none
     was. waited: of the host's, how long the device had nothing to do since drafters on the host had to hear of the
-    round before it; guesses that the planner counts by themselves (`costly`) are not part of it.
+    round before it; guesses that the planner counts by themselves (`costly`) are not part of it. read: of verify, what
+    prompts took that had a pass of their own; 0: they had none, or that is not told apart. along: drafters on the
+    device read these prompts, too.
     """
 
     host: float
@@ -29,6 +31,8 @@ class RoundTimes:
     hoped: float = 1.0
     ready: float = 0.0
     waited: float = 0.0
+    read: float = 0.0
+    along: bool = False
 
 
 @dataclass(frozen=True, slots=True)

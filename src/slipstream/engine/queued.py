@@ -183,6 +183,7 @@ class QueuedEngine(TellingEngine):
             for answer, authors, count, deep in zip(schedule.decodes, plan.authors, counts, plan.depths, strict=True):
                 members.append(Member.of(answer, authors, count, decodes=True))
                 answer.stride, answer.guessers = 1 + deep, authors.names
+        along = bool(self.drafting.reading_along(schedule.chunks))
         read = verified = self._marks.put()
         first, logits = self._read_prompts(schedule.chunks, members) if schedule.chunks else (None, None)
         if schedule.chunks:
@@ -209,6 +210,7 @@ class QueuedEngine(TellingEngine):
             owners,
             self.drafting.guessed_s if drafting is not None else 0.0,
             sum(chunk.rows for chunk in schedule.chunks),
+            along,
             ahead,
             caught_up if usual else (),
             is_new=is_new,
@@ -363,7 +365,7 @@ class QueuedEngine(TellingEngine):
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
-            times = RoundTimes(host_s, draft_s, verify_s, *shape)
+            times = RoundTimes(host_s, draft_s, verify_s, *shape, read_s, ticket.along)
             self.drafting.observe_catch_up(ticket.caught_up, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)

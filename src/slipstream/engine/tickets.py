@@ -85,6 +85,7 @@ class Ticket:
     owners: NDArray[np.int64] | None = None  # [D, K]: who proposed each node, where drafts were merged on the device
     guessed_s: float = 0.0  # what guesses on the host took that the planner counts by themselves
     read_rows: int = 0  # of prompts that were computed beside
+    along: bool = False  # drafters on the device read them, too
     ahead: Ahead | None = None  # the draft that was begun before it was planned
     caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
     is_new: bool = False  # something was captured or compiled for it
