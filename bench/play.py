@@ -44,6 +44,7 @@ from slipstream.bench.recording import (
     PassSeen,
     Recording,
     Trace,
+    WaitSeen,
     unpacked,
 )
 from slipstream.bench.replayed import Walk
@@ -178,9 +179,16 @@ class H200(RoundCosts):
         self._trees = Curve((rows, 1e-3 * ms, 9) for rows, ms in TREE_MS.items())
 
     def pass_s(
-        self, rows: int, read_rows: int, load: measured.Load, *, is_tree: bool = False, wake: float = 0.0
+        self,
+        rows: int,
+        read_rows: int,
+        load: measured.Load,
+        *,
+        is_tree: bool = False,
+        wake: float = 0.0,
+        along: bool = False,
     ) -> float:
-        seconds = super().pass_s(rows, read_rows, load, wake=wake)
+        seconds = super().pass_s(rows, read_rows, load, wake=wake, along=along)
         return seconds + self._trees.at(rows) - self._pass.at(rows) if is_tree else seconds
 
     def catch_up_s(self, drafter: str, requests: int) -> float:
@@ -197,7 +205,7 @@ def seen_costs() -> Costs:
         for requests, ms in by_requests.items()
         for nodes in (1, 2, 5, 10)
     ]
-    waits = [HostSeen(requests, 1e-3 * ms, 9) for requests, ms in WAIT_MS.items()]
+    waits = [WaitSeen(requests, requests, 0, 1e-3 * ms, 9) for requests, ms in WAIT_MS.items()]
     return Costs((*passes, *reads), tuple(drafts), (HostSeen(1, 0.0, 9),), tuple(waits))
 
 

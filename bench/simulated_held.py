@@ -36,7 +36,7 @@ class Run:
 
     window: which prompts and times they were. counts: False where it only let the engine see such traffic once.
     alone_s: what one answer without drafts took just before, which tells how fast the machine was.
-    costs: as they were; None: they are those of the recording.
+    costs: as they were; None: they are those of the recording, or the run does not count.
     """
 
     rate: float
@@ -103,11 +103,20 @@ def figures(runs: Sequence[Sequence[Served]], targets: Targets) -> dict[str, flo
     }
 
 
-def held(runs: Sequence[Run], recording: Recording, drafter: str, targets: Targets | None = None) -> list[Compared]:
+def targets_of(runs: Sequence[Run]) -> Targets:
+    """What is good at one rate, where nobody said."""
+    plain = [one for run in runs if run.way == "off" and run.counts for one in run.served]
+    return Targets(_USUAL * median(one.ttft for one in plain), _USUAL * median(one.tpot for one in plain))
+
+
+def held(runs: Sequence[Run], recording: Recording, drafter: str, targets: Targets) -> list[Compared]:
     """All figures of all ways at one rate. runs: of which those with all drafts that count are the recorded ones."""
-    if targets is None:
-        plain = [one for run in runs if run.way == "off" and run.counts for one in run.served]
-        targets = Targets(_USUAL * median(one.ttft for one in plain), _USUAL * median(one.tpot for one in plain))
+    recorded = [one for run in runs if run.way == "fixed" and run.counts for one in run.served]
+    ours, theirs = (
+        sorted((one.prompt_tokens, one.output_tokens) for one in some) for some in (recorded, recording.traces)
+    )
+    if ours != theirs:
+        raise ValueError("these runs are not those that were recorded")
     found = []
     for way in WAYS:
         own = [run for run in runs if run.way == way]
@@ -120,7 +129,8 @@ def held(runs: Sequence[Run], recording: Recording, drafter: str, targets: Targe
 
 
 def _simulated(runs: Sequence[Run], recording: Recording, setting: Setting) -> list[list[Served]]:
-    """The runs that count. One engine serves all, one run behind the other, as the real one did."""
+    """The runs that count. One engine serves all of a rate, one run behind the other, as the real one did, whose
+    planner begins anew at each rate."""
     coming, begins, recorded = list[Coming](), list[float](), 0
     for run in runs:
         begins.append(
@@ -151,5 +161,5 @@ def costs_off_by(run: Run, recording: Recording) -> Mapping[str, float]:
         told[kind] += seen.count * costs.pass_s(seen.rows, seen.read_rows, load, wake=seen.wake, along=seen.along)
     for wait in run.costs.waits:
         real["waits"] += wait.count * wait.seconds
-        told["waits"] += wait.count * costs.wait_s(wait.requests, wait.rows, wait.begun)
+        told["waits"] += wait.count * costs.wait_s(wait.requests, wait.rows, wait.newcomers)
     return {kind: told[kind] / real[kind] - 1 for kind in real if real[kind]}

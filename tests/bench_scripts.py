@@ -9,5 +9,5 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
 _NAMES = ("acceptance", "exact", "figures", "first_tokens", "kept", "offers", "play", "replay", "ship", "simulated")
 acceptance, exact, figures, first_tokens, kept, offers, play, replay, ship, simulated = map(import_module, _NAMES)
-suffix_speed = import_module("suffix_speed")
+simulated_held, suffix_speed = map(import_module, ("simulated_held", "suffix_speed"))
 tiles, tiles_list, tiles_work = map(import_module, ("tiles", "tiles_list", "tiles_work"))

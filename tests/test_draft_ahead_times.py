@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -179,6 +179,36 @@ class TestTimes:
         bench.drain()
         plain = [(load.requests, seconds) for load, seconds, _ in told]
         assert plain == ([] if drafts else [(1, 10.0)]), "a pass takes 10 s, and the prompts beside it are not of it"
+
+    @pytest.mark.parametrize("drafts", [False, True])
+    def test_who_listens_hears_of_prompts_by_themselves_and_who_read_along(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock, drafts: bool
+    ) -> None:
+        heard: list[RoundTimes] = []
+        forward = bench.engine.target.forward
+
+        def slowly(*given: Any) -> Any:
+            clock.now += 3
+            return forward(*given)
+
+        def note(answers: object, verdicts: object, kept: object, times: RoundTimes) -> None:
+            heard.append(times)
+
+        monkeypatch.setattr(bench.engine.target, "forward", slowly)
+        bench.engine.listen(cast(Any, SimpleNamespace(round=note, drew=lambda *_: None, offered=lambda _: None)))
+        params = replace(LONG, speculation=SpeculationParams(enabled=drafts, drafter="letters+echo"))
+        bench.add([1, 2, 3], params)
+        for _ in range(4):
+            bench.engine.step()
+        bench.add([3, 2, 1], params)
+        bench.drain()
+        reading = [times for times in heard if times.read_rows]
+        assert [(t.rows > 0, t.read, t.newcomers, t.along) for t in reading] == [
+            (False, 3, 1, drafts),
+            (True, 3, 1, drafts),
+        ]
+        assert reading[1].verify == 13, "the decodes' pass and the prompts'"
+        assert {(t.read, t.newcomers, t.along) for t in heard if not t.read_rows} == {(0, 0, False)}
 
     def test_every_event_is_given_back_once(self, bench: Bench, clock: Clock) -> None:
         """Also those of a draft that has no round to be in, since its request turns out to have ended."""

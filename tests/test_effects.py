@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from operator import attrgetter
 
 import pytest
 
 from slipstream.bench.costs import RoundCosts
-from slipstream.bench.effects import Wake, WakePrice
-from slipstream.bench.recording import Costs, PassSeen
+from slipstream.bench.effects import Slowdown, WaitPrice, Wake
+from slipstream.bench.recording import Costs, PassSeen, WaitSeen
 from slipstream.plan.measured import Load
 
 EACH = 0.07
 """Of a doubling, as the logarithm of how many times as long a pass takes."""
+
+
+wake_of = attrgetter("wake")
 
 
 def bare_s(rows: int, context: int = 0) -> float:
@@ -77,8 +82,8 @@ def test_rare_small_passes_among_wide_ones_are_not_taken_for_usual() -> None:
 
 def test_no_price_rests_on_a_few_passes_or_goes_beyond_what_was_seen() -> None:
     few = [PassSeen(1, rows, 0, 9, bare_s(rows) * (1 + 0.5 * wake), 1, wake) for rows in (1, 2) for wake in (0.0, 1.0)]
-    assert WakePrice(few).factor(6.0) == 1.0
-    price = WakePrice(seen(EACH))
+    assert Slowdown(few, wake_of).factor(6.0) == 1.0
+    price = Slowdown(seen(EACH), wake_of)
     assert price.factor(4.9) == pytest.approx(math.exp(4.9 * EACH), rel=0.03)
     assert price.factor(8.0) == price.factor(4.9)
 
@@ -86,5 +91,43 @@ def test_no_price_rests_on_a_few_passes_or_goes_beyond_what_was_seen() -> None:
 def test_where_wakes_cost_nothing_none_is_reckoned_with() -> None:
     """On a device that is as fast at all times, or of a recording that does not tell of wakes."""
     for passes in (seen(0.0, noise=0.05), seen(-EACH), [PassSeen(1, n, 0, 9, bare_s(n), 9) for n in (1, 2, 4)]):
-        assert WakePrice(passes).factor(6.0) == pytest.approx(1.0, abs=0.05)
-    assert WakePrice([PassSeen(1, 1, 0, 9, 0.0, 1)]).factor(6.0) == 1.0, "a clock that stood still"
+        assert Slowdown(passes, wake_of).factor(6.0) == pytest.approx(1.0, abs=0.05)
+    assert Slowdown([PassSeen(1, 1, 0, 9, 0.0, 1)], wake_of).factor(6.0) == 1.0, "a clock that stood still"
+
+
+def test_who_reads_along_makes_prompts_dearer_by_what_was_seen() -> None:
+    """A fifth, of prompts of four lengths."""
+    both = [
+        PassSeen(0, 0, n, 0, 0.0001 * n * (1.2 if along else 1), 3, 0.0, along)
+        for n in (9, 30, 70, 200)
+        for along in (False, True)
+    ]
+    price = Slowdown(both, attrgetter("along"))
+    assert price.factor(True) == pytest.approx(1.2)
+    assert price.factor(False) == 1
+    assert [one.seconds for one in price.bare(both)] == pytest.approx([0.0001 * seen.read_rows for seen in both])
+
+
+def waits(by_row: float, by_newcomer: float, sizes: Sequence[tuple[int, int]]) -> list[WaitSeen]:
+    return [
+        WaitSeen(1, rows, newcomers, 0.05 + by_row * rows + by_newcomer * newcomers, 9) for rows, newcomers in sizes
+    ]
+
+
+MIXED = [(8, 0), (8, 1), (16, 0), (16, 1), (40, 1), (40, 0), (64, 0)]
+
+
+def test_what_rows_and_newcomers_add_to_a_wait_is_told_apart() -> None:
+    price = WaitPrice(waits(0.0001, 0.004, MIXED))
+    assert (price.seconds(10, 0), price.seconds(0, 1)) == pytest.approx((0.001, 0.004))
+    fewer = WaitPrice(waits(-0.00002, 0.004, MIXED))
+    assert fewer.seconds(64, 0) == 0, "nothing is quicker for more"
+    assert fewer.seconds(0, 1) == pytest.approx(0.004, rel=0.3)
+
+
+def test_nothing_is_said_of_rows_and_newcomers_that_always_come_together() -> None:
+    together = [(8, 0), (16, 1), (24, 2), (32, 3), (40, 4)]
+    assert WaitPrice(waits(0.0001, 0.004, together)).seconds(40, 4) == 0
+    same = WaitPrice(waits(0.0, 0.004, [(8, n % 3) for n in range(6)]))
+    assert (same.seconds(99, 0), same.seconds(0, 1)) == pytest.approx((0, 0.004))
+    assert WaitPrice([]).seconds(8, 1) == 0

@@ -126,12 +126,12 @@ def test_context_costs_by_token_or_by_row_whichever_tells_passes_apart(by_row: b
         assert more == pytest.approx(0.002 * (each if by_row else 1), rel=0.03)
 
 
-def test_where_both_ways_tell_the_same_context_costs_by_token() -> None:
-    """All requests had two rows: nobody knows what more of them would add."""
+def test_where_both_ways_tell_the_same_context_costs_by_row() -> None:
+    """All requests had two rows: that each looks at it is more likely than that one does."""
     costs = RoundCosts(Costs(tuple(passes_looking_back(True, (2,)))), apart=False)
     for rows in (4, 8, 64):
         more = costs.pass_s(rows, 0, Load(4, 3200)) - costs.pass_s(rows, 0, Load(4, 1200))
-        assert more == pytest.approx(2e-6 * 2000, rel=0.1)
+        assert more == pytest.approx(1e-6 * 2000 * rows / 4, rel=0.1)
 
 
 def test_passes_of_one_row_a_request_are_not_those_of_drafts() -> None:

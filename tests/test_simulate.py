@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -16,7 +17,7 @@ import pytest
 from conftest import EOS
 from slipstream import RequestOutput, SamplingParams, SpeculationParams
 from slipstream.bench.costs import RoundCosts
-from slipstream.bench.outcome import Outcome, Served, Spread, Targets
+from slipstream.bench.outcome import Outcome, Served, Speculation, Spread, Targets
 from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import (
     Costs,
@@ -38,10 +39,11 @@ from slipstream.bench.traffic import Coming, poisson, poisson_times, read_traffi
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.verdict import Authors, Verdict, author
-from slipstream.engine.listening import RoundTimes
+from slipstream.engine.listening import Offered, RoundTimes
 from slipstream.engine.state import Answer, Job, Phase
 from slipstream.engine.text import TextStream
 from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.cost import PassCost
 from slipstream.plan.traits import overlap
 from stepping import Stepper
 
@@ -97,7 +99,7 @@ def record_real(
         engine.step()
     monkeypatch.undo()
     assert all(len(sink) == 1 and sink[0].outputs[0].error is None for sink in sinks)
-    return recorder.recording("tiny")
+    return recorder.recording("tiny", busy=False)
 
 
 @pytest.mark.parametrize("planner", ["fixed", "adaptive"])
@@ -255,14 +257,16 @@ def test_some_answers_come_before_the_traffic_that_is_recorded() -> None:
 
     def send(times: Sequence[float], nodes: int) -> list[Served]:
         came.append((nodes, list(times)))
-        return [Served(at, 5, 11, at + 0.5, at + 1.5) for at in times]
+        reading_s = 5.0 if len(came) == 1 else 0.5  # the first one's is an accident
+        return [Served(at, 5, 11, at + reading_s, at + reading_s + 1) for at in times]
 
-    rehearse(send, drafts=False)
-    assert came[:2] == [(0, [0.0]), (0, [0.0] * 4)]
-    assert came[2][1] == pytest.approx([0.6 * i for i in range(8)]), "each when the prompt before it was read"
-    assert came[3:] == [(0, [0.0] * 16), (0, [0.0] * 32)]
-    rehearse(send, drafts=True)
-    assert came[10:] == [(1, [0.0]), (1, [0.0] * 4), (4, [0.0]), (4, [0.0] * 4)]
+    assert rehearse(send, drafts=True, crowds=False) == 1.5
+    assert came[:4] == [(0, [0.0])] * 3 + [(0, [0.0] * 4)]
+    assert came[4][1] == pytest.approx([0.6 * i for i in range(8)]), "each when the prompt before it was read"
+    assert came[5:] == [(1, [0.0]), (1, [0.0] * 4), (4, [0.0]), (4, [0.0] * 4)]
+    came.clear()
+    rehearse(send, drafts=False, crowds=True)
+    assert came[5:] == [(0, [0.0] * 16), (0, [0.0] * 32)]
 
 
 def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +317,7 @@ def test_stalls_count_and_accidents_do_not(tiny_target: Path) -> None:
     recorder = Recorder(Stepper(tiny_target, "ngram").engine)
     for seconds in (1.0, 1.0, 1.0, 1.0, 3.5, 1000.0):
         recorder.round([], [], [], RoundTimes(0.0, 0.0, seconds, rows=1))
-    (seen,) = recorder.recording("tiny").costs.passes
+    (seen,) = recorder.recording("tiny", busy=False).costs.passes
     assert seen.seconds == pytest.approx((4 + 3.5 + 8) / 6)
 
 
@@ -327,7 +331,7 @@ def test_what_passes_felt_of_wider_ones_is_recorded(
     for rows, seconds in ((64, 0.2), *[(1, 0.006)] * 30, (64, 0.2)):
         clock.now += seconds
         recorder.round([], [], [], RoundTimes(0.0, 0.0, seconds, rows=rows))
-    passes = recorder.recording("tiny").costs.passes
+    passes = recorder.recording("tiny", busy=False).costs.passes
     wakes = [seen.wake for seen in passes if seen.rows == 1]
     if queued:
         assert wakes == [0], "a device is as fast at all times"
@@ -369,7 +373,7 @@ def test_who_does_not_listen_costs_nothing_and_a_recorder_hears_device_drafts(ti
     stepper.engine.add(stepper._intake.job([1, 2, 3, EOS - 9], params, sink.append, streaming=False))
     while stepper.engine.busy:
         stepper.engine.step()
-    recording = recorder.recording("tiny")
+    recording = recorder.recording("tiny", busy=False)
     (trace,) = recording.traces
     (name,) = trace.drafters
     assert [offer.right for offer in trace.offers[name]][:2] == [5, 5], "it drafts for itself"
@@ -444,19 +448,17 @@ def test_a_tree_of_few_nodes_is_right_no_deeper_than_they_reach() -> None:
     assert {tuple(apart.ranks("head", 2)) for _ in range(200)} == {(0, 8), (0, 8, 9)}, "the next tree is far away"
 
 
-def test_ranks_are_kept_in_files_and_missed_in_older_ones(tmp_path: Path) -> None:
+def test_ranks_are_kept_in_files_and_said_to_be_missing(tmp_path: Path) -> None:
     recording = made_up(0.0)
     trace = replace(recording.traces[0], offers={"head": (Offer(1, 60, (0, 2, 5)), Offer(5, 60, (0, 1)))})
     head = DrafterKind("head", True, 63, levels=10)
-    recording = replace(recording, drafters=(head,), traces=(trace,), made=Made("fixed", False, ranks=True))
+    recording = replace(recording, drafters=(head,), traces=(trace,), made=Made(ranks=True))
     file = tmp_path / "r.json"
     recording.save(file)
     read = Recording.load(file)
     assert read.traces == recording.traces
     assert not any("ranks" in doubt for doubt in doubts(read, "head", together=False))
-    for ranks in (None, False):
-        older = replace(read, made=Made("fixed", False, ranks))
-        assert any("ranks" in doubt for doubt in doubts(older, "head", together=False))
+    assert any("ranks" in doubt for doubt in doubts(replace(read, made=Made(ranks=False)), "head", together=False))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -467,7 +469,7 @@ def test_ranks_of_trees_that_the_device_joined_to_others_are_not_known(tiny_targ
     authors = Authors(("ngram", name), ((-1, -1), (0, 1, 2, 3, 4)), frozenset((name,))) if mixed else author(name)
     verdict = Verdict(answer.id, (4, 5, 6), 5, 2, (1, 3)).by(authors)
     recorder.round([answer], [verdict], [3], RoundTimes(0.0, 0.0, 0.01, rows=6))
-    recording = recorder.recording("tiny")
+    recording = recorder.recording("tiny", busy=False)
     ((offer,),) = [trace.offers[name] for trace in recording.traces]
     assert offer.path == ((0, 1) if mixed else (1, 3))
     assert recording.made.ranks is not mixed
@@ -557,13 +559,54 @@ def test_who_comes_while_queued_rounds_run_is_behind_the_one_that_is_queued_alre
 
 
 def test_what_drafters_on_the_host_made_a_queued_round_wait_is_told_apart(tiny_target: Path) -> None:
+    """What guesses took that cost nothing to ask for is part of it."""
     recorder = Recorder(Stepper(tiny_target, "ngram", rounds="queued").engine)
-    recorder.round([], [], [], RoundTimes(0.003, 0.0, 0.010, rows=4, waited=0.002))
+    recorder.offered(Offered("ngram", [], [5], [], [], 0.0015))
+    recorder.round([], [], [], RoundTimes(0.003, 0.0, 0.010, rows=4, waited=0.002, newcomers=1))
     recorder.round([], [], [], RoundTimes(0.001, 0.0, 0.010, rows=1))
-    costs = recorder.recording("tiny").costs
+    costs = recorder.recording("tiny", busy=False).costs
     (waited,), (beside,) = costs.waits, costs.host
-    assert (waited.count, waited.rows, beside.count) == (1, 4, 2)
+    assert (waited.count, waited.rows, waited.newcomers, beside.count) == (1, 4, 1, 2)
     assert (waited.seconds, beside.seconds) == pytest.approx((0.002, 0.001))
+
+
+def test_an_accident_among_waits_of_as_many_requests_does_not_count(tiny_target: Path) -> None:
+    """Though it was the only one of so many rows. Where requests start, waits are of another kind."""
+    recorder = Recorder(Stepper(tiny_target, "ngram", rounds="queued").engine)
+    for rows, waited, newcomers in [(4, 0.002, 0)] * 9 + [(8, 1.0, 0), (8, 0.1, 1)]:
+        recorder.round([], [], [], RoundTimes(waited, 0.0, 0.010, rows=rows, waited=waited, newcomers=newcomers))
+    waits = recorder.recording("tiny", busy=False).costs.waits
+    seconds = {(seen.rows, seen.newcomers): seen.seconds for seen in waits}
+    assert seconds == pytest.approx({(4, 0): 0.002, (8, 0): 0.016, (8, 1): 0.1})
+
+
+def test_waits_of_a_simulated_round_are_those_of_its_requests_rows_and_newcomers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A free guess is part of the wait. Somebody starts while the first one's second round runs, in the fourth."""
+    recording = made_up(0.0, draft_s=0.004, queued=True)
+    costs = replace(recording.costs, host=(HostSeen(1, 0.0, 9),), waits=(WaitSeen(1, 1, 0, 0.002, 9),))
+    asked: list[tuple[int, int, int]] = []
+    wait_s = RoundCosts.wait_s
+
+    def noted(self: RoundCosts, requests: int, rows: int, newcomers: int = 0) -> float:
+        asked.append((requests, rows, newcomers))
+        return wait_s(self, requests, rows, newcomers)
+
+    monkeypatch.setattr(RoundCosts, "wait_s", noted)
+    engine = Replica(recording, RoundCosts(costs, apart=True), Setting("fixed", "ngram"))
+    engine.add(Served(0.0, 50, 100), Walk(recording.traces[0], {}, random.Random(0)))
+    lasted = []
+    for number in range(5):
+        if number == 2:
+            engine.add(Served(engine.busy_until - 0.001, 50, 100), Walk(recording.traces[0], {}, random.Random(0)))
+        begun = engine.busy_until
+        engine.step(begun)
+        lasted.append(engine.busy_until - begun)
+    assert asked[0] == (0, 0, 1)
+    one, two = PassCost.filled(1 + 5), PassCost.filled(2 * (1 + 5))
+    assert asked[1:] == [(1, one, 0), (1, one, 0), (1, one, 1), (2, two, 0)]
+    assert lasted[1:3] == pytest.approx([0.012, 0.012])
 
 
 def test_prompts_that_have_passes_of_their_own_are_recorded_by_themselves(tiny_target: Path) -> None:
@@ -579,7 +622,7 @@ def test_prompts_that_have_passes_of_their_own_are_recorded_by_themselves(tiny_t
     ):
         recorder.round([decoding], [verdict], [1], times)
     recorder.round([], [], [], RoundTimes(0.0, 0.0, 0.007, read_rows=20, read=0.007))
-    passes = recorder.recording("tiny").costs.passes
+    passes = recorder.recording("tiny", busy=False).costs.passes
     known = {(p.requests, p.rows, p.read_rows, p.along, p.count): p.seconds for p in passes}
     assert known == {
         (0, 0, 20, False, 1): pytest.approx(0.007),
@@ -589,7 +632,24 @@ def test_prompts_that_have_passes_of_their_own_are_recorded_by_themselves(tiny_t
     }
 
 
-def test_prompts_take_longer_where_a_head_reads_them_too() -> None:
+def test_waits_are_longer_for_each_row_and_where_requests_begin() -> None:
+    """2 ms for one request and 3 for two, 0.1 more a row and 4 for each that begins; of four only one wait was seen."""
+    seen = [
+        WaitSeen(n, rows, newcomers, 0.001 + 0.001 * n + 0.0001 * rows + 0.004 * newcomers, 9)
+        for n, rows, newcomers in itertools.product((1, 2), (8, 16, 40), (0, 1))
+    ]
+    waits = (*seen, WaitSeen(4, 8, 1, 0.005 + 0.0008 + 0.004, 1))
+    recording = made_up(0.0, queued=True)
+    told = RoundCosts(replace(recording.costs, waits=waits), apart=True)
+    assert told.wait_s(1, 8) == pytest.approx(0.0028)
+    assert told.wait_s(2, 24, 3) == pytest.approx(0.003 + 0.0024 + 0.012)
+    assert told.wait_s(4, 40) == pytest.approx(0.009)
+    few = RoundCosts(replace(recording.costs, waits=(*seen[:2], *seen[-2:])), apart=True)
+    assert few.wait_s(1, 8) == few.wait_s(1, 40, 3), "two of a kind are no proof"
+    assert RoundCosts(recording.costs, apart=True).wait_s(1, 8, 1) == 0
+
+
+def test_prompts_take_longer_where_a_head_reads_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fifth longer, whatever their length: recorded both ways for five of these, of others with the head only."""
     recording = made_up(0.0, queued=True)
     both = [
@@ -601,9 +661,16 @@ def test_prompts_take_longer_where_a_head_reads_them_too() -> None:
     costs = replace(recording.costs, passes=(*recording.costs.passes, *both, *more), host=())
     ends = [replace(trace, output_tokens=1, drafters=("head",), offers={}) for trace in recording.traces]
     recording = replace(recording, costs=costs, drafters=(DrafterKind("head", True, 5),))
-    for way, prompt_s in (("off", 0.009), ("fixed", 0.009 * 1.2)):
+    ways: dict[Speculation, float] = {"off": 0.009, "fixed": 0.009 * 1.2}
+    for way, prompt_s in ways.items():
         (one,) = simulate(recording, Setting(way, "head"), replay(ends), ends)
         assert one.ended == pytest.approx(prompt_s, rel=0.01), way
+    (one,) = simulate(recording, Setting("planned", "head"), replay(ends), ends)
+    assert one.ended == pytest.approx(0.009 * 1.2, rel=0.01), "a new planner leaves nobody"
+    monkeypatch.setattr(AdaptivePlanner, "leaves", lambda planner, drafter: True)
+    (one,) = simulate(recording, Setting("planned", "head"), replay(ends), ends)
+    assert one.ended == pytest.approx(0.009, rel=0.01), "it has had no part for long"
+    monkeypatch.undo()
     few = replace(recording, costs=replace(costs, passes=(*recording.costs.passes[:10], *both[:4], *more)))
     (one,) = simulate(few, Setting("off", "head"), replay(ends), ends)
     assert one.ended > 0.0095, "two are no proof"

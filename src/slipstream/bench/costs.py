@@ -123,9 +123,9 @@ class RoundCosts:
         if not costs.passes:
             raise ConfigError("the recording has no passes: record a run that decodes something")
         self._apart = apart
-        self._wakes = Slowdown(costs.passes, lambda seen: seen.wake)
-        self._along = Slowdown(costs.passes, lambda seen: seen.along)
-        passes = self._along.bare(self._wakes.bare(costs.passes))
+        self._wake_price = Slowdown(costs.passes, lambda seen: seen.wake)
+        self._along_price = Slowdown(costs.passes, lambda seen: seen.along)
+        passes = self._along_price.bare(self._wake_price.bare(costs.passes))
         self._context = ContextPrice(passes)
         reading = [seen for seen in passes if seen.read_rows]
         decoding = [seen for seen in passes if not seen.read_rows]
@@ -138,15 +138,15 @@ class RoundCosts:
             (seen.read_rows + (0 if apart else seen.rows), self._reading_s(seen), seen.count) for seen in reading
         )
         self._host = Curve((seen.requests, seen.seconds, seen.count) for seen in costs.host)
-        self._wait = WaitPrice(costs.waits)
+        self._wait_price = WaitPrice(costs.waits)
         self._waits = Curve(
-            (seen.requests, seen.seconds - self._wait.seconds(seen.rows, seen.begun), seen.count)
+            (seen.requests, seen.seconds - self._wait_price.seconds(seen.rows, seen.newcomers), seen.count)
             for seen in costs.waits
         )
         self._drafts = _draft_curves(costs)
         if apart:
-            alone = [replace(seen, requests=0, rows=0, context=0, seconds=self._reading_s(seen)) for seen in reading]
-            passes = [*decoding, *alone]
+            prompts = [replace(seen, requests=0, rows=0, context=0, seconds=self._reading_s(seen)) for seen in reading]
+            passes = [*decoding, *prompts]  # each is priced by itself
         told = [seen for seen in passes if self._believes(seen)]
         self._nearby = Nearby((seen, self._by_curves(seen.rows, seen.read_rows, load_of(seen))) for seen in told)
 
@@ -156,8 +156,8 @@ class RoundCosts:
         """load: of the decodes. is_tree: it checks trees of device drafters. What is recorded does not tell them
         apart. wake: what it feels of passes before it. along: drafters on the device read the prompts, too."""
         if not self._apart:
-            return self._among_its_like(rows, read_rows, load) * self._wakes.factor(wake)
-        read_s = self._among_its_like(0, read_rows, Load()) * self._along.factor(along) if read_rows else 0.0
+            return self._among_its_like(rows, read_rows, load) * self._wake_price.factor(wake)
+        read_s = self._among_its_like(0, read_rows, Load()) * self._along_price.factor(along) if read_rows else 0.0
         return read_s + (self._among_its_like(rows, 0, load) if rows else 0.0)
 
     def _among_its_like(self, rows: int, read_rows: int, load: Load) -> float:
@@ -241,12 +241,12 @@ class RoundCosts:
     def host_s(self, requests: int) -> float:
         return self._host.at(requests)
 
-    def wait_s(self, requests: int, rows: int, begun: int = 0) -> float:
+    def wait_s(self, requests: int, rows: int, newcomers: int = 0) -> float:
         """What the device waits where drafters on the host must know a round's result first; 0: it never did.
 
-        begun: others whose prompts are read in the round.
+        newcomers: others that start, whose prompts those drafters read first.
         """
-        return max(0.0, self._waits.at(requests) + self._wait.seconds(rows, begun)) if self._waits else 0.0
+        return max(0.0, self._waits.at(requests) + self._wait_price.seconds(rows, newcomers)) if self._waits else 0.0
 
     def _bare(self, seen: PassSeen) -> float:
         """Without what the length of the context adds."""

@@ -1,6 +1,6 @@
-"""What makes a pass dearer beside its rows: the length of the context, what ran before it, and who reads along.
+"""What makes passes longer beside their rows, such as the context, what ran before and who reads along; and waits.
 
-All are told from recorded passes alike in all else, as far as these are sure of it.
+All are told from recorded ones alike in all else, as far as these are sure of it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _CLEARLY = 0.95
 
 _FEW = 3
 """Passes beyond those that a price could be fitted to exactly: with fewer chance alone may be one."""
+
+_SAME = 1e-6
+"""Differences that are none: of rows, tokens or doublings; and of how far two ways go together."""
 
 _FADES_S = 0.02
 """After so long about a third is left of what a pass does to those behind it."""
@@ -50,9 +53,9 @@ class ContextPrice:
             for group in groups.values()
         ]
         weights, seconds, *ways = _by_distance(told, columns=4)  # [N] each
-        fits = [_slope(weights, way, seconds, free=len(weights) - len(groups) - 1) for way in ways]
+        fits = [_fit(weights, way[None], seconds, groups=len(groups)) for way in ways]
         self._by_row = fits[0].left >= _CLEARLY * fits[1].left
-        self._slope = fits[self._by_row].slope
+        (self._slope,) = fits[self._by_row].slopes
 
     @property
     def each(self) -> tuple[float, float]:
@@ -104,8 +107,7 @@ class Slowdown:
             groups[seen.requests, seen.rows, seen.read_rows].append(seen)
         told = [[(s.count, math.log(max(s.seconds, 1e-9)), feels(s)) for s in group] for group in groups.values()]
         weights, seconds, felt = _by_distance(told, columns=3)  # [N] each
-        free = len(weights) - len(groups) - 1
-        self._slope = _slope(weights, felt, seconds, free).slope if free >= _FEW else 0.0
+        (self._slope,) = _fit(weights, felt[None], seconds, groups=len(groups), least=_FEW).slopes
         self._most = max(map(feels, passes), default=0.0)
 
     def factor(self, felt: float) -> float:
@@ -116,15 +118,6 @@ class Slowdown:
         return [replace(seen, seconds=seen.seconds / self.factor(self._feels(seen))) for seen in passes]
 
 
-def _by_distance(groups: Sequence[Sequence[tuple[float, ...]]], columns: int) -> Array:  # [columns, N]
-    """Rows of a weight and values, as columns: the values by their distance from the mean of their group."""
-    parts = []
-    for group in groups:
-        told = np.array(group, dtype=np.float64)  # [G, 1 + V]
-        parts.append(np.column_stack([told[:, 0], told[:, 1:] - np.average(told[:, 1:], axis=0, weights=told[:, 0])]))
-    return np.concatenate(parts).T if parts else np.zeros((columns, 0))
-
-
 class WaitPrice:
     """What it takes longer to wait for drafters on the host where requests begin, whose prompts they read, and for each
     row that the host has to prepare: by waits of as many requests, as far as they are sure of it."""
@@ -133,15 +126,21 @@ class WaitPrice:
         groups: dict[int, list[WaitSeen]] = defaultdict(list)
         for seen in waits:
             groups[seen.requests].append(seen)
-        told = [[(s.count, s.seconds, s.begun, s.rows) for s in group] for group in groups.values()]
-        weights, seconds, begun, rows = _by_distance(told, columns=4)  # [N] each
-        free = len(weights) - len(groups) - 1
-        self._by_begun = _slope(weights, begun, seconds, free).slope if free >= _FEW else 0.0
-        left = seconds - self._by_begun * begun
-        self._by_row = _slope(weights, rows, left, free).slope if free >= _FEW else 0.0
+        told = [[(s.count, s.seconds, s.newcomers, s.rows) for s in group] for group in groups.values()]
+        weights, seconds, *ways = _by_distance(told, columns=4)  # [N] each
+        self._by_newcomers, self._by_row = _fit(weights, np.stack(ways), seconds, groups=len(groups), least=_FEW).slopes
 
-    def seconds(self, rows: int, begun: int) -> float:
-        return self._by_begun * begun + self._by_row * rows
+    def seconds(self, rows: int, newcomers: int) -> float:
+        return self._by_newcomers * newcomers + self._by_row * rows
+
+
+def _by_distance(groups: Sequence[Sequence[tuple[float, ...]]], columns: int) -> Array:  # [columns, N]
+    """Rows of a weight and values, as columns: the values by their distance from the mean of their group."""
+    parts = []
+    for group in groups:
+        told = np.array(group, dtype=np.float64)  # [G, 1 + V]
+        parts.append(np.column_stack([told[:, 0], told[:, 1:] - np.average(told[:, 1:], axis=0, weights=told[:, 0])]))
+    return np.concatenate(parts).T if parts else np.zeros((columns, 0))
 
 
 def load_of(seen: PassSeen) -> Load:
@@ -154,15 +153,29 @@ def _looked_at(rows: int, load: Load, *, by_row: bool) -> float:
 
 
 class _Fit(NamedTuple):
-    slope: float
-    left: float  # of the squares, that the slope does not explain
+    slopes: Sequence[float]
+    left: float  # of the squares, that the slopes do not explain
 
 
-def _slope(weights: Array, way: Array, seconds: Array, free: int) -> _Fit:
-    """Of seconds by a way, both by their distance from a mean. free: how many of them say more than the means."""
-    below = float((weights * way**2).sum())
-    if not below or free < 1:
-        return _Fit(0.0, math.inf)
-    slope = max(0.0, float((weights * way * seconds).sum()) / below)
-    left = float((weights * (seconds - slope * way) ** 2).sum())
-    return _Fit(max(0.0, slope - 2 * math.sqrt(left / free / below)), left)
+def _fit(weights: Array, ways: Array, seconds: Array, *, groups: int, least: int = 1) -> _Fit:
+    """Slopes of seconds by ways [K, N], all by their distance from the means of so many groups: as much of each as is
+    sure; nothing where fewer than `least` passes say more than means and slopes, or where ways differ together."""
+    free = len(weights) - groups - len(ways)
+    if free < least:
+        return _Fit([0.0] * len(ways), math.inf)
+    sizes = np.sqrt((weights * ways**2).sum(axis=1))  # [K]
+    kept = np.flatnonzero(sizes > _SAME * math.sqrt(weights.sum()))
+    slopes, unsure = np.zeros(len(ways)), np.zeros(len(ways))
+    while len(kept):
+        own = ways[kept] / sizes[kept, None]
+        square = (weights * own) @ own.T
+        if np.linalg.matrix_rank(square, tol=_SAME, hermitian=True) < len(kept):
+            break
+        inverse = np.linalg.inv(square)
+        found = inverse @ (weights * own) @ seconds
+        if np.all(found >= 0):
+            slopes[kept], unsure[kept] = found / sizes[kept], np.sqrt(np.diag(inverse)) / sizes[kept]
+            break
+        kept = kept[found >= 0]  # nothing is quicker for more
+    left = float(weights @ (seconds - slopes @ ways) ** 2)
+    return _Fit(np.maximum(0.0, slopes - 2 * math.sqrt(left / free) * unsure).tolist(), left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -110,8 +110,8 @@ class Recorder:
             self._passed(decodes, times.rows, read_rows, context, times.verify - times.read, wake)
         self._host[len(answers)].append(max(0.0, self._beside_s(times)))
         if times.waited:
-            begun = len(answers) - decodes
-            self._waits[decodes, times.rows, begun].append(min(times.waited, times.host))  # by the device's clock
+            waited = min(times.waited, times.host)  # by the device's clock
+            self._waits[decodes, times.newcomers, times.rows].append(waited)
         for drafter, nodes, seconds in self._drew if decodes else ():
             self._drafts[drafter, decodes, nodes].append(seconds)
         self._guessed, self._apart, self._drew = 0.0, 0.0, []
@@ -186,17 +186,17 @@ class Recorder:
         """How many have ended so far."""
         return len(self._traces)
 
-    def forget_requests(self, since: int = 0) -> None:
+    def forget_requests(self, since: int) -> None:
         """Those behind the first ones were there for what they cost: they are no traffic. Ask when nothing runs."""
         del self._traces[since:]
 
-    def recording(self, model: str, busy: bool | None = None) -> Recording:
-        """Everything so far. Ask between rounds, or when nothing runs. busy: see `Made`."""
+    def recording(self, model: str, *, busy: bool, alone_s: Sequence[float] = ()) -> Recording:
+        """Everything so far. Ask between rounds, or when nothing runs. busy, alone_s: see `Made`."""
         engine, config = self._engine, self._engine.config
         passes = [_passes_of(what, seen) for what, seen in sorted(self._passes.items())]
         drafts = [DraftSeen(*what, _typical(seen), len(seen)) for what, seen in sorted(self._drafts.items())]
         host = [HostSeen(requests, _typical(seen), len(seen)) for requests, seen in sorted(self._host.items())]
-        waits = [WaitSeen(*what, _typical(seen), len(seen)) for what, seen in sorted(self._waits.items())]
+        waits = list(_waits_of(self._waits))
         machine = Machine(
             engine.pool.num_pages,
             config.page_size,
@@ -216,7 +216,7 @@ class Recorder:
             tuple(_kind(name, drafter) for name, drafter in engine.drafting.drafters.items()),
             Costs(tuple(passes), tuple(drafts), tuple(host), tuple(waits)),
             tuple(replace(trace, arrived=trace.arrived - begun) for trace in traces),
-            Made(config.planner, busy, self._ranks, wakes=True),
+            Made(config.planner, busy, self._ranks, tuple(alone_s)),
         )
 
 
@@ -226,9 +226,18 @@ def _passes_of(what: _What, seen: Sequence[tuple[int, float, float]]) -> PassSee
     return PassSeen(*what[:3], int(median(contexts)), _typical(seconds), len(seen), fmean(wakes), what[-1])
 
 
-def _typical(seconds: Sequence[float]) -> float:
+def _waits_of(waits: Mapping[tuple[int, int, int], Sequence[float]]) -> Iterator[WaitSeen]:
+    """Those of one number of rows are few: what is usual is told by all of as many requests."""
+    alike: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (requests, newcomers, _), seen in waits.items():
+        alike[requests, newcomers] += seen
+    for (requests, newcomers, rows), seen in sorted(waits.items()):
+        yield WaitSeen(requests, rows, newcomers, _typical(seen, alike[requests, newcomers]), len(seen))
+
+
+def _typical(seconds: Sequence[float], alike: Sequence[float] = ()) -> float:
     """The mean: queues grow by it, stalls included. What took many times as long as others was an accident."""
-    most = _ACCIDENT * median(seconds)
+    most = _ACCIDENT * median(alike or seconds)
     return fmean(min(one, most) for one in seconds)
 
 

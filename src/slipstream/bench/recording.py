@@ -56,11 +56,11 @@ class HostSeen:
 @dataclass(frozen=True, slots=True)
 class WaitSeen:
     """How long queued rounds waited for drafts of the host, free ones themselves included: rounds of so many requests
-    in so many rows, in which so many others began."""
+    in so many rows, before which so many others started."""
 
     requests: int
     rows: int
-    begun: int
+    newcomers: int
     seconds: float
     count: int
 
@@ -155,12 +155,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """How the recording was made. None: not known, as of files that were made before this was kept."""
+    """How the recording was made."""
 
-    planner: str | None = None
-    busy: bool | None = None  # whether others had the machine work before it
-    ranks: bool | None = None  # whether the path of a tree whose nodes are not kept has their ranks; False: not of all
-    wakes: bool | None = None  # whether passes tell how much wider those before them were
+    planner: str = "fixed"
+    busy: bool = False  # whether others had the machine work before it
+    ranks: bool = True  # whether the paths of all trees whose nodes are not kept have their ranks
+    alone_s: tuple[float, ...] = ()  # what one answer alone took, at several times, if that was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +199,9 @@ class Recording:
                 tuple(DrafterKind(**kind) for kind in whole["drafters"]),
                 Costs.unpacked(whole["costs"]),
                 tuple(unpacked(trace) for trace in whole["traces"]),
-                Made(**whole.get("made", {})),
+                Made(**whole["made"] | {"alone_s": tuple(map(float, whole["made"]["alone_s"]))}),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"--simulate {path}: the recording is damaged ({error!r}); record it again") from error
 
 
@@ -234,9 +234,9 @@ def _packed_offer(offer: Offer) -> Sequence[Any]:
 
 def unpacked(packed: Mapping[str, Any]) -> Trace:
     offers = {name: tuple(_offer(*offer) for offer in given) for name, given in packed["offers"].items()}
-    prompt, output, arrived, first_token_s, total_s, temperature, overlap, *spare = packed["request"]
+    prompt, output, arrived, first_token_s, total_s, temperature, overlap, spare = packed["request"]
     drafters = tuple(packed["drafters"])
-    return Trace(prompt, output, arrived, first_token_s, total_s, drafters, offers, temperature, overlap, *spare)
+    return Trace(prompt, output, arrived, first_token_s, total_s, drafters, offers, temperature, overlap, spare)
 
 
 def _offer(

@@ -108,7 +108,7 @@ class Replica:
             chunks=ChunkRule(machine.batch_tokens),
             copy_pages=lambda copies: None,
             on_admit=self._admit,
-            on_release=lambda answer: self.drafting.stop(answer),
+            on_release=self._release,
         )
         planner = (
             _TimedPlanner(PassCost(machine.row_slope), self.costs, self.setting.min_gain)
@@ -174,10 +174,16 @@ class Replica:
         self._times.clear()
 
     def _admit(self, answer: Answer) -> None:
+        """As `QueuedFollowers.resume`, of prompts of which nothing was found."""
         self.drafting.start(answer)
         for name in answer.drafters if self.recording.machine.queued else ():
             if self.drafting.following.keeps(name) and self.drafting.planner.leaves(name):
                 answer.behind[name] = 0
+
+    def _release(self, answer: Answer) -> None:
+        self.drafting.stop(answer)
+        answer.behind.clear()
+        answer.missed.clear()
 
     def step(self, now: float) -> list[Served]:
         """One round that begins now and lasts to `busy_until`: the requests that it ends."""
@@ -233,7 +239,7 @@ class Replica:
         for chunk in chunks:
             self.scheduler.commit(chunk)
         host_s = self.costs.host_s(len(decodes) + len(completing))
-        waiting_s = self.costs.wait_s(len(decodes), rows, len(completing)) if queued else 0.0
+        waiting_s = self.costs.wait_s(len(decodes), rows, schedule.newcomers) if queued else 0.0
         wait_s = waiting_s if waits and plan.hosts else 0.0
         if lagging:  # what they missed must be known and read first
             late_s = sum(self.costs.catch_up_s(name, len(theirs)) for name, theirs in lagging.items())

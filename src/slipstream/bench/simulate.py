@@ -17,6 +17,8 @@ from slipstream.engine.config import EngineConfig
 
 ENOUGH = 20
 """Recorded requests that a simulation should rest on."""
+_STEADY = 1.15
+"""Of what one answer takes, so many times as much later on: by less even machines that keep their speed differ."""
 
 
 def drafters_of(recording: Recording) -> list[str]:
@@ -55,18 +57,15 @@ def doubts(recording: Recording, drafter: str | None, *, together: bool) -> list
         )
     if made.busy:
         found.append("the machine was busy before it was recorded: do not trust what passes cost; record it again")
-    if any(kind.levels for kind in recording.drafters):
-        if made.ranks is None:
-            found.append("recorded before ranks of guesses were kept: small trees seem too good; record it again")
-        elif not made.ranks:
-            found.append(
-                "trees were merged with guesses of others, of which ranks are not known: small trees seem too good; "
-                "record each drafter alone"
-            )
-    if made.wakes is None and not recording.machine.queued:
+    if made.alone_s and max(made.alone_s) > _STEADY * min(made.alone_s):
         found.append(
-            "recorded before it was kept what passes do to smaller ones behind them: plain decoding may seem too slow; "
-            "record it again"
+            "the machine did not keep its speed while it was recorded: one answer alone took between "
+            f"{min(made.alone_s):.3g} and {max(made.alone_s):.3g} s; record it again when nothing else runs"
+        )
+    if not made.ranks and any(kind.levels for kind in recording.drafters):
+        found.append(
+            "trees were merged with guesses of others, of which ranks are not known: small trees seem too good; "
+            "record each drafter alone"
         )
     count = len(traces_of(recording, drafter))
     if count < ENOUGH:

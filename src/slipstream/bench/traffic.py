@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from slipstream.bench.outcome import Served
@@ -17,8 +18,8 @@ from slipstream.core.reading import read_named
 
 _SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
 
-_TOGETHER, _BEHIND, _CROWDS = 4, 8, (16, 32)
-"""Answers of a rehearsal that come together, or one behind the other; and crowds of them."""
+_ALONE, _TOGETHER, _BEHIND, _CROWDS = 3, 4, 8, (16, 32)
+"""Answers of a rehearsal that come each alone, together, or one behind the other; and crowds of them."""
 _SMALL = (1, 4)
 """Nodes of drafts in a rehearsal, beside the usual ones."""
 _APART = 1.2
@@ -47,22 +48,26 @@ def poisson_times(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts: bool) -> None:
-    """Have some answers before the traffic that is recorded: without drafts, or nobody would know what small passes
-    cost; one alone, some together, some of which each has its prompt read beside those before it, and crowds.
+def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts: bool, crowds: bool) -> float:
+    """Have some answers beside the traffic that is recorded: without drafts, or nobody would know what small passes
+    cost; each alone, some together, and some of which each has its prompt read beside those before it.
 
     send: is given when they come, in seconds, and how many nodes their drafts have, 0: they have none.
     drafts: some with small drafts, too, or nobody would know what those cost: of drafters on the device, where each
     guess takes time.
+    crowds: more of them at once than the traffic may bring.
+    Returns what one answer alone took, in seconds: asked again it tells whether the machine kept its speed.
     """
-    (alone,) = send([0.0], 0)
+    alone = [one for _ in range(_ALONE) for one in send([0.0], 0)]
     send([0.0] * _TOGETHER, 0)
-    send([_APART * alone.ttft * i for i in range(_BEHIND)], 0)
-    for crowd in _CROWDS:
+    apart_s = _APART * median(one.ttft for one in alone)
+    send([apart_s * i for i in range(_BEHIND)], 0)
+    for crowd in _CROWDS if crowds else ():
         send([0.0] * crowd, 0)
     for nodes in _SMALL if drafts else ():
         send([0.0], nodes)
         send([0.0] * _TOGETHER, nodes)
+    return median(one.ended for one in alone)
 
 
 def poisson(rate: float, count: int, traces: Sequence[Trace], seed: int) -> list[Coming]:

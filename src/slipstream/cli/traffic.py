@@ -27,7 +27,7 @@ from slipstream.cli.machine import busy_warning, load_before
 from slipstream.cli.options import Common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
-from slipstream.core.params import SamplingParams, SpeculationParams
+from slipstream.core.params import SamplingParams
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.train.plot import Panel, draw
 
@@ -46,18 +46,22 @@ class Tape:
         """busy: see `recording.Made`."""
         self._llm, self._model, self._busy = llm, model, busy
         self._recorder = Recorder(llm.engine)
+        self._alone_s: list[float] = []
 
     def start(self) -> None:
         self._llm.between_rounds(lambda engine: engine.listen(self._recorder, all_guesses=True))
 
-    def forget_requests(self) -> None:
-        """What was asked so far is no traffic, though what it cost counts."""
-        self._llm.between_rounds(lambda _: self._recorder.forget_requests())
+    def rehearse(self, send: Callable[[Sequence[float], int], Sequence[Served]], *, crowds: bool) -> None:
+        """See `traffic.rehearse`. What is asked is no traffic, though what it costs counts."""
+        before = self._recorder.requests
+        drafts = bool(self._llm.engine.drafting.on_device)
+        self._alone_s.append(traffic.rehearse(send, drafts=drafts, crowds=crowds))
+        self._llm.between_rounds(lambda _: self._recorder.forget_requests(since=before))
 
     def stop(self) -> Recording:
         """What was recorded: nobody listens any more."""
         self._llm.between_rounds(lambda engine: engine.listen(None))
-        return self._recorder.recording(self._model, self._busy)
+        return self._recorder.recording(self._model, busy=self._busy, alone_s=self._alone_s)
 
 
 @contextmanager
@@ -85,16 +89,16 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
         count = capacity.requests or len(ids)
         llm.generate([{"prompt_token_ids": list(ids[0])}], replace(each[0], max_tokens=32))
         tape = Tape(llm, common.model, load["busy"])
+        send = _sender(llm, ids, replace(each[0], max_tokens=32))
         if capacity.record is not None:
             tape.start()
-            if drafters:
-                _rehearse(llm, ids, replace(each[0], max_tokens=32), own)
-            tape.forget_requests()
+            tape.rehearse(send, crowds=True)
         times = traffic.poisson_times(capacity.rates[0], count, common.seed or 0)
         turns = [i % len(ids) for i in range(count)]
         with counting("requests answered", count, timed=True) as on_served:
             served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
         if capacity.record is not None:
+            tape.rehearse(send, crowds=False)
             tape.stop().save(capacity.record)
             note(f"wrote {capacity.record}")
     way = drafters[0] if drafters else "off"
@@ -102,14 +106,17 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
     tell([row], capacity, {"model": common.model, "simulated": False, **load})
 
 
-def _rehearse(llm: LLM, ids: Sequence[Sequence[int]], params: SamplingParams, usual: SpeculationParams) -> None:
-    """The answers before those that are recorded."""
+def _sender(
+    llm: LLM, ids: Sequence[Sequence[int]], params: SamplingParams
+) -> Callable[[Sequence[float], int], list[Served]]:
+    """For a rehearsal: answers to requests that come then, with drafts of so many nodes."""
+    usual = params.speculation
 
     def send(times: Sequence[float], nodes: int) -> list[Served]:
         own = replace(params, speculation=replace(usual, enabled=bool(nodes), draft_tokens=nodes or usual.draft_tokens))
         return live.send(llm, [ids[i % len(ids)] for i in range(len(times))], [own] * len(times), times)
 
-    traffic.rehearse(send, drafts=bool(llm.engine.drafting.on_device))
+    return send
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,26 +13,21 @@ from slipstream.engine.state import Answer
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds of one round. Verify is the target pass, sampling and commit; host is what is left.
+    """Seconds of one round, and what they depend on."""
 
-    rows: of the target pass, those of prompts left out; read_rows: of prompts. hoped: how many times as fast as plain
-    decoding the round was planned to be. ready: what the host took to queue it while another one was under way; 0: none
-    was. waited: of the host's, how long the device had nothing to do since drafters on the host had to hear of the
-    round before it; guesses that the planner counts by themselves (`costly`) are not part of it. read: of verify, what
-    prompts took that had a pass of their own; 0: they had none, or that is not told apart. along: drafters on the
-    device read these prompts, too.
-    """
-
-    host: float
+    host: float  # what is left beside drafts and verifying
     draft: float
-    verify: float
-    rows: int = 0
-    read_rows: int = 0
-    hoped: float = 1.0
-    ready: float = 0.0
+    verify: float  # the target pass, sampling and commit
+    rows: int = 0  # of the target pass, without those of prompts
+    read_rows: int = 0  # of prompts
+    hoped: float = 1.0  # how many times as fast as plain decoding it was planned to be
+    ready: float = 0.0  # the host took so long to queue it while another one was under way; 0: none was
     waited: float = 0.0
-    read: float = 0.0
-    along: bool = False
+    """Of the host's: the device had nothing to do, since drafters on the host had to hear of the round before it.
+    Guesses that the planner counts by themselves (`costly`) are not part of it."""
+    read: float = 0.0  # of verify: what prompts took that had a pass of their own; 0: they had none, or nobody knows
+    along: bool = False  # drafters on the device read these prompts, too
+    newcomers: int = 0  # requests that started just before it, of queued rounds: drafters on the host read them first
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,9 +210,10 @@ class QueuedEngine(TellingEngine):
             owners,
             self.drafting.guessed_s if drafting is not None else 0.0,
             sum(chunk.rows for chunk in schedule.chunks),
-            along,
-            ahead,
-            caught_up if usual else (),
+            ahead=ahead,
+            caught_up=caught_up if usual else (),
+            along=along,
+            newcomers=schedule.newcomers,
             is_new=is_new,
             is_plain=bool(schedule.decodes) and not (drafts or hosts or caught_up or is_new),
             hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
@@ -365,7 +366,9 @@ class QueuedEngine(TellingEngine):
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
-            times = RoundTimes(host_s, draft_s, verify_s, *shape, read_s, ticket.along)
+            times = RoundTimes(
+                host_s, draft_s, verify_s, *shape, read=read_s, along=ticket.along, newcomers=ticket.newcomers
+            )
             self.drafting.observe_catch_up(ticket.caught_up, host_s)
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)

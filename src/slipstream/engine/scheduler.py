@@ -29,6 +29,7 @@ class Schedule:
     decodes: list[Answer] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     refused: list[Answer] = field(default_factory=list)  # could not start, and ended with an error
+    newcomers: int = 0  # how many started
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
@@ -195,6 +196,7 @@ class Scheduler:
                 answer.end("error", error=RequestError(f"it could not start: {type(error).__name__}: {error}"))
                 plan.refused.append(answer)
                 continue
+            plan.newcomers += 1
             room -= self._take(plan, answer, room)
         for answer in passed_over:
             self.waiting.add(answer)

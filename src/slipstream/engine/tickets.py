@@ -86,6 +86,7 @@ class Ticket:
     guessed_s: float = 0.0  # what guesses on the host took that the planner counts by themselves
     read_rows: int = 0  # of prompts that were computed beside
     along: bool = False  # drafters on the device read them, too
+    newcomers: int = 0  # how many requests started before it was planned
     ahead: Ahead | None = None  # the draft that was begun before it was planned
     caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
     is_new: bool = False  # something was captured or compiled for it
