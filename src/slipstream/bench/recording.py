@@ -234,9 +234,10 @@ def _packed_offer(offer: Offer) -> Sequence[Any]:
 
 def unpacked(packed: Mapping[str, Any]) -> Trace:
     offers = {name: tuple(_offer(*offer) for offer in given) for name, given in packed["offers"].items()}
-    prompt, output, arrived, first_token_s, total_s, temperature, overlap, spare = packed["request"]
+    # what is kept of texts for bench/play.py may lack the last one
+    prompt, output, arrived, first_token_s, total_s, temperature, overlap, *spare = packed["request"]
     drafters = tuple(packed["drafters"])
-    return Trace(prompt, output, arrived, first_token_s, total_s, drafters, offers, temperature, overlap, spare)
+    return Trace(prompt, output, arrived, first_token_s, total_s, drafters, offers, temperature, overlap, *spare)
 
 
 def _offer(
