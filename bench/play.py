@@ -50,6 +50,7 @@ from slipstream.bench.recording import (
 from slipstream.bench.replayed import Walk
 from slipstream.bench.replica import Replica, Setting
 from slipstream.core.errors import ConfigError
+from slipstream.engine.state import Answer
 from slipstream.plan import measured
 
 PASS_MS = {1: 3.72, 4: 3.82, 8: 3.88, 16: 4.03, 32: 4.19, 48: 4.41, 64: 4.72, 128: 5.4, 256: 8.2}
@@ -240,6 +241,13 @@ KINDS = (
 )
 
 
+class Warm(Replica):
+    """Prompts were read before, by all drafters, and are in the cache but for a few rows."""
+
+    def _admit(self, answer: Answer) -> None:
+        self.drafting.start(answer)
+
+
 @dataclass(slots=True)
 class Engine:
     """One that is simulated, with all that its planner has learned so far."""
@@ -250,7 +258,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         recording = Recording("made up", MACHINE, KINDS, seen_costs(), ())
-        self.replica = Replica(recording, H200(), self.setting)
+        self.replica = Warm(recording, H200(), self.setting)
         self.replica.drafting.planner.adopt(known_costs())  # which tell apart more than a recording does
 
     def window(self, texts: Sequence[Trace], at_once: int, seconds: float) -> float:
@@ -274,7 +282,7 @@ class Engine:
         return tokens / (self.now - begun)
 
     def _requests(self, texts: Sequence[Trace], at_once: int) -> Iterator[None]:
-        """Each time the next of them comes; all but a few rows of its prompt are in the cache."""
+        """Each time the next of them comes."""
         longest = max(text.output_tokens for text in texts)
         for number in count():
             text = texts[number % len(texts)]

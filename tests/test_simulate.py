@@ -32,10 +32,11 @@ from slipstream.bench.recording import (
     Trace,
     WaitSeen,
 )
-from slipstream.bench.replayed import ReplayedDevice, Walk, Walks, made_prompt
+from slipstream.bench.replayed import NEVER, ReplayedDevice, Walk, Walks, made_prompt
 from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import doubts, drafters_of, simulate, traces_of
 from slipstream.bench.traffic import Coming, poisson, poisson_times, read_traffic, rehearse, replay
+from slipstream.core.draft import Tree
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.verdict import Authors, Verdict, author
@@ -695,6 +696,36 @@ def test_a_queued_round_waits_for_the_host_and_else_is_planned_before_the_last_i
         assert told == ["next_round", *(2 * ["observe", "next_round", "observe_wait", "observe_round"])]
     else:
         assert told == ["next_round", *(2 * ["next_round", "observe", "observe_round"])]
+
+
+def test_a_drafter_that_nobody_waits_for_guesses_what_the_round_under_way_will_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It knows the text before that round, as in a real engine; what is heard of it next tells whether it was right."""
+    engine = queued_engine(host=True)
+    planner, told = engine.drafting.planner, list[tuple[str, int]]()
+    monkeypatch.setattr(planner, "rests", lambda drafter, rows: True)
+    monkeypatch.setattr(planner, "peeks", lambda drafter, rows, requests: range(requests))
+
+    def look(drafter: str, ids: object, trees: Sequence[Tree], promises: object, rows: int) -> bool:
+        told.extend(("guessed", tree.tokens[0]) for tree in trees if tree.tokens)
+        return len(told) > 20  # it is waited for after all
+
+    def propose(drafter: str, ids: object, trees: Sequence[Tree], promises: object, rows: int) -> list[Tree]:
+        told.extend(("asked", tree.tokens[0]) for tree in trees if tree.tokens)
+        return [Tree() for _ in trees]
+
+    monkeypatch.setattr(planner, "peek", look)
+    monkeypatch.setattr(planner, "trim", propose)
+    monkeypatch.setattr(planner, "hear", lambda drafter, request_id, token: told.append(("heard", token)))
+    for _ in range(20):
+        engine.step(engine.busy_until)
+    guesses = [i for i, (what, token) in enumerate(told) if what == "guessed" and token < NEVER]  # those that are right
+    assert len(guesses) > 7
+    assert all(told[i + 1] == ("heard", told[i][1]) for i in guesses)
+    asked = [i for i, (what, token) in enumerate(told) if what == "asked" and token < NEVER]
+    assert asked
+    assert all(told[i - 1] == ("heard", told[i][1] - 1) for i in asked), "who is waited for knows that round, too"
 
 
 def test_all_guesses_are_made_for_a_recording_only(tiny_target: Path) -> None:

@@ -120,6 +120,8 @@ class Walks:
 
     def __init__(self) -> None:
         self._walks: dict[str, Walk] = {}
+        self.unheard: dict[str, int] = {}
+        """Tokens of the round under way, of which no drafter on the host knows yet."""
 
     def begin(self, answer_id: str, walk: Walk) -> None:
         self._walks[answer_id] = walk
@@ -152,7 +154,7 @@ class ReplayedHost(HostDrafter):
         return self._said.get(request_id)
 
     def _one(self, request: DraftRequest, most: int) -> Tree:
-        position = len(request.tokens) - request.prompt_length
+        position = len(request.tokens) - request.prompt_length - self._walks.unheard.get(request.id, 0)
         offer = self._walks.of(request.id).offer(self.name, position)
         nodes = 0 if offer is None else min(most, offer.nodes)
         if offer is None or not nodes:

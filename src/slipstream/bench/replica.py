@@ -200,7 +200,8 @@ class Replica:
         planner, queued = self.drafting.planner, self.recording.machine.queued
         if isinstance(planner, _TimedPlanner):
             planner.requests = max(1, len(decodes))
-        waits = queued and self.drafting.waits(decodes)
+        waits = queued and self.drafting.waits(decodes)  # where nobody waits, drafters are looked at all the same
+        self._walks.unheard = {}
         verdicts_of_last, times_of_last = self._verdicts, self._times
         self._verdicts, self._times = [], []
         if waits or not queued:
@@ -289,6 +290,7 @@ class Replica:
             self.drafted += verdict.drafted
             self.accepted += verdict.accepted
         running: list[tuple[Answer, Verdict]] = []
+        self._walks.unheard = {verdict.request_id: len(verdict.tokens) for verdict in told}
         for answer, verdict in zip((*decodes, *completing), told, strict=True):
             served = self._served[answer.id]
             served.first_token = served.first_token or self.busy_until
