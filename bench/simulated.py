@@ -5,10 +5,10 @@
     python bench/simulated.py --again FOLDER            simulates again what --record FOLDER kept: needs no model
 
 At each rate the engine answers three times: with all that the drafter offers, without drafts, and with what the planner
-takes. The first run is recorded, and what was recorded must tell all three: tokens a second, the part of requests that
-are good, and the medians and means of latencies. With --windows N all of that is done N times, with other prompts at
-other times, and what counts is all of it together. A machine may be quicker or slower from run to run: before each one
-answer is timed alone.
+takes. Runs with all drafts are recorded, and what was recorded must tell all three: tokens a second, the part of
+requests that are good, and the medians and means of latencies. With --windows N all of that is done N times, with other
+prompts at other times, by turns, and what counts is all of it together. A machine may be quicker or slower from run to
+run: before each one answer is timed alone.
 With --clock own, time goes on only while the engine computes (`own_time.py`): for machines that are never quiet.
 On a GPU each way is gone once before, since graphs of passes are captured there when a size comes first: BIG and FOLDER
 are what `widen.py` and `widen_heads.py` make. The last line is JSON.
@@ -33,7 +33,7 @@ from simulated_real import real_runs
 from slipstream.bench.outcome import Targets
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.bench.recording import Recording
-from slipstream.bench.simulate import drafters_of
+from slipstream.bench.simulate import doubts, drafters_of
 from slipstream.cli.machine import hardware, load_before, versions
 from slipstream.core.errors import ConfigError
 
@@ -90,7 +90,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--latency-target", type=latencies, help="what is good, such as ttft=0.5,tpot=0.05; else 1.5 times the usual"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first window; the next has the next one")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts' order, and of when they come")
     parser.add_argument("--record", type=Path, help="a folder for the recordings, one a rate, and the runs")
     parser.add_argument("--again", type=Path, help="simulate again what was kept in this folder")
     parser.add_argument("--json", type=Path)
@@ -160,6 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{one.rate:5g}/s {one.way:8} {one.figure:12} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
             f"   {spread}"
         )
+    for rate, recording in recordings.items():
+        for doubt in doubts(recording, drafters_of(recording)[0], together=True):
+            print(f"{rate:g}/s, not sure: {doubt}")
     told_of = [_about(one, recordings[one.rate]) for one in runs]
     for about in told_of:
         costs = ", ".join(f"{kind} {off:+.1%}" for kind, off in about["costs_off_by"].items())

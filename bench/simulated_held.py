@@ -26,8 +26,8 @@ GOOD = "good"  # the part of all requests that met the targets
 
 _USUAL = 1.5
 """Latencies that make a request good, unless they are said: so many times what half of all have without drafts."""
-_PAUSE_S = 5.0
-"""Between two runs that are simulated one behind the other."""
+_LONGER, _PAUSE_S = 2.0, 5.0
+"""Of what a run took, and behind that: then the next one that is simulated begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Run:
     """Requests that came at a rate, answered in one way.
 
     window: which prompts and times they were. counts: False where it only let the engine see such traffic once.
-    alone_s: what one answer without drafts took just before, which tells how fast the machine was.
+    alone_s: what one answer without drafts took before it, which tells how fast the machine was.
     costs: as they were; None: they are those of the recording, or the run does not count.
     """
 
@@ -131,11 +131,10 @@ def held(runs: Sequence[Run], recording: Recording, drafter: str, targets: Targe
 def _simulated(runs: Sequence[Run], recording: Recording, setting: Setting) -> list[list[Served]]:
     """The runs that count. One engine serves all of a rate, one run behind the other, as the real one did, whose
     planner begins anew at each rate."""
-    coming, begins, recorded = list[Coming](), list[float](), 0
+    coming, begins, recorded, next_at = list[Coming](), list[float](), 0, 0.0
     for run in runs:
-        begins.append(
-            coming[-1].at + max(one.ended for one in runs[len(begins) - 1].served) + _PAUSE_S if coming else 0.0
-        )
+        begins.append(next_at)
+        next_at += _LONGER * max(one.ended for one in run.served) + _PAUSE_S
         for place, one in enumerate(run.served):
             at = begins[-1] + one.arrived
             coming.append(Coming(at, one.prompt_tokens, one.output_tokens, recorded + place))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Protocol, TypeVar
 
 from gpu_tokens import encode
@@ -165,7 +167,8 @@ def at_rate(sender: Sender, rate: float, options: argparse.Namespace, busy: bool
     """All ways in turn, as often as is asked for, and what was recorded of those with all drafts. Each begins in its
     turn, or a machine that changes its speed would have one of them fare better."""
     windows = range(options.windows)
-    times = [traffic.poisson_times(rate, sender.requests, options.seed + window) for window in windows]
+    seeds = [options.seed * options.windows + window for window in windows]
+    times = [traffic.poisson_times(rate, sender.requests, seed) for seed in seeds]
     runs = []
     sender.forget()
     if sender.real.engine.target.device.type == "cuda":
@@ -174,8 +177,9 @@ def at_rate(sender: Sender, rate: float, options: argparse.Namespace, busy: bool
     for window in windows:
         turn = window % len(WAYS)
         runs += [sender.run(rate, window, way, times[window], recorder) for way in WAYS[turn:] + WAYS[:turn]]
-    alone_s = [one.alone_s for one in runs if one.counts]
-    return runs, recorder.recording(sender.model, busy=busy, alone_s=alone_s)
+    alone_s = [median(one.alone_s for one in runs if one.counts and one.window == window) for window in windows]
+    recording = recorder.recording(sender.model, busy=busy, alone_s=alone_s)
+    return runs, replace(recording, made=replace(recording.made, planner="fixed"))  # in the runs that were recorded
 
 
 def run(

@@ -224,7 +224,7 @@ def test_what_a_recording_cannot_answer_well_is_said(capsys: pytest.CaptureFixtu
         "with --planner fixed",
         "the machine was busy before it was recorded: do not trust what passes cost; record it again",
         "the machine did not keep its speed while it was recorded: one answer alone took between 0.2 and 0.3 s; record "
-        "it again when nothing else runs",
+        "it again when nothing else runs, or elsewhere",
         "only 1 request was recorded: record at least 20 (--requests 20)",
     ]
     many = replace(one, traces=one.traces * 20, made=Made())

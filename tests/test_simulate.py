@@ -728,6 +728,24 @@ def test_a_drafter_that_nobody_waits_for_guesses_what_the_round_under_way_will_s
     assert all(told[i - 1] == ("heard", told[i][1] - 1) for i in asked), "who is waited for knows that round, too"
 
 
+def test_nobody_is_told_of_an_answer_that_was_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last round is heard of behind the plan in which it lost its place, when the planner has forgotten it."""
+    recording = made_up(0.0, queued=True, num_pages=14, right=0)
+    engine = Replica(recording, RoundCosts(recording.costs, apart=True), Setting("planned", "ngram"))
+    planner, known, told = engine.drafting.planner, set[str](), list[bool]()
+    monkeypatch.setattr(planner, "rests", lambda drafter, rows: True)
+    monkeypatch.setattr(planner, "start", lambda request_id, traits: known.add(request_id))
+    monkeypatch.setattr(planner, "forget", known.discard)
+    monkeypatch.setattr(planner, "hear", lambda drafter, request_id, token: told.append(request_id in known))
+    for number in range(2):
+        engine.add(Served(0.0, 50, 100), Walk(recording.traces[0], {}, random.Random(number)))
+    while engine.load:
+        engine.step(engine.busy_until)
+    assert engine.scheduler.preemptions
+    assert len(told) > 150
+    assert all(told)
+
+
 def test_all_guesses_are_made_for_a_recording_only(tiny_target: Path) -> None:
     engine = Stepper(tiny_target, "ngram").engine
     recorder = Recorder(engine)

@@ -176,14 +176,14 @@ class Recorder:
                 tuple(answer.drafters),
                 offers,
                 answer.params.temperature,
-                overlap(answer.tokens[: answer.prompt_length]),
+                round(overlap(answer.tokens[: answer.prompt_length]), 3),
                 max(0, answer.params.max_tokens - len(said)),
             )
         )
 
     @property
     def requests(self) -> int:
-        """How many have ended so far."""
+        """How many are kept so far."""
         return len(self._traces)
 
     def forget_requests(self, since: int) -> None:
@@ -258,7 +258,7 @@ def offer_of(guess: Guess, said: Sequence[int]) -> Offer:
         if node is None:
             break
         path.append(node)
-    promises = None if guess.promises is None else tuple(guess.promises)
+    promises = None if guess.promises is None else tuple(round(chance, 3) for chance in guess.promises)
     return Offer(guess.position, len(tree), tuple(path), promises, None if tree.is_chain else tree.parents)
 
 

@@ -214,7 +214,7 @@ def packed(trace: Trace) -> dict[str, Any]:
             round(trace.first_token_s, 5),
             round(trace.total_s, 5),
             trace.temperature,
-            round(trace.overlap, 3),
+            trace.overlap,
             trace.spare,
         ],
         "drafters": trace.drafters,
@@ -224,9 +224,8 @@ def packed(trace: Trace) -> dict[str, Any]:
 
 def _packed_offer(offer: Offer) -> Sequence[Any]:
     """Where the path is the first nodes, as a chain's is, their number is enough."""
-    promises = None if offer.promises is None else [round(chance, 3) for chance in offer.promises]
     path = offer.right if offer.path == tuple(range(offer.right)) else offer.path
-    whole = [offer.position, offer.nodes, path, promises, offer.parents]
+    whole = [offer.position, offer.nodes, path, offer.promises, offer.parents]
     while whole[-1] is None:
         whole.pop()
     return whole

@@ -121,7 +121,7 @@ class Walks:
     def __init__(self) -> None:
         self._walks: dict[str, Walk] = {}
         self.unheard: dict[str, int] = {}
-        """Tokens of the round under way, of which no drafter on the host knows yet."""
+        """By answer: tokens of the round under way. A drafter on the host that is only looked at does not know them."""
 
     def begin(self, answer_id: str, walk: Walk) -> None:
         self._walks[answer_id] = walk

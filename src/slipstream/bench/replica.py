@@ -170,6 +170,7 @@ class Replica:
             self.scheduler.release(answer)
             self._walks.end(answer.id)
         self._served.clear()
+        self._walks.unheard = {}
         self._verdicts.clear()
         self._times.clear()
 
@@ -200,7 +201,7 @@ class Replica:
         planner, queued = self.drafting.planner, self.recording.machine.queued
         if isinstance(planner, _TimedPlanner):
             planner.requests = max(1, len(decodes))
-        waits = queued and self.drafting.waits(decodes)  # where nobody waits, drafters are looked at all the same
+        waits = queued and self.drafting.waits(decodes)  # by a look at those who rest, before anybody hears of a round
         self._walks.unheard = {}
         verdicts_of_last, times_of_last = self._verdicts, self._times
         self._verdicts, self._times = [], []
@@ -290,7 +291,8 @@ class Replica:
             self.drafted += verdict.drafted
             self.accepted += verdict.accepted
         running: list[tuple[Answer, Verdict]] = []
-        self._walks.unheard = {verdict.request_id: len(verdict.tokens) for verdict in told}
+        if self.recording.machine.queued:
+            self._walks.unheard = {verdict.request_id: len(verdict.tokens) for verdict in told}
         for answer, verdict in zip((*decodes, *completing), told, strict=True):
             served = self._served[answer.id]
             served.first_token = served.first_token or self.busy_until
@@ -309,8 +311,8 @@ class Replica:
         return done
 
     def _observe(self, running: Sequence[tuple[Answer, Verdict]], grown: Mapping[str, int]) -> None:
-        """Whoever ended meanwhile does not listen any more."""
-        heard = [(answer, verdict) for answer, verdict in running if answer.phase is not Phase.ENDED]
+        """Whoever ended or was preempted meanwhile does not listen any more."""
+        heard = [(answer, verdict) for answer, verdict in running if answer.phase is Phase.RUNNING]
         for answer, verdict in heard if self.recording.machine.queued else ():
             self.drafting.following.falls_behind(answer, verdict)
         self.drafting.observe([answer for answer, _ in heard], [verdict for _, verdict in heard], grown)

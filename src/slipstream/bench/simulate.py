@@ -60,7 +60,8 @@ def doubts(recording: Recording, drafter: str | None, *, together: bool) -> list
     if made.alone_s and max(made.alone_s) > _STEADY * min(made.alone_s):
         found.append(
             "the machine did not keep its speed while it was recorded: one answer alone took between "
-            f"{min(made.alone_s):.3g} and {max(made.alone_s):.3g} s; record it again when nothing else runs"
+            f"{min(made.alone_s):.3g} and {max(made.alone_s):.3g} s; record it again when nothing else runs, or "
+            "elsewhere"
         )
     if not made.ranks and any(kind.levels for kind in recording.drafters):
         found.append(

@@ -55,7 +55,7 @@ def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts
     send: is given when they come, in seconds, and how many nodes their drafts have, 0: they have none.
     drafts: some with small drafts, too, or nobody would know what those cost: of drafters on the device, where each
     guess takes time.
-    crowds: more of them at once than the traffic may bring.
+    crowds: some of them many at once, since traffic may bring that.
     Returns what one answer alone took, in seconds: asked again it tells whether the machine kept its speed.
     """
     alone = [one for _ in range(_ALONE) for one in send([0.0], 0)]
