@@ -116,7 +116,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{flag}: the runs in --again {options.again} are made already; leave it out")
     for name in (_MEASURED, RUNS):
         if not (options.again / name).is_file():
-            parser.error(f"--again {options.again}: there is no {name}; name a folder that --record made")
+            parser.error(
+                f"--again {options.again}: there is no {name}; name a folder that --record made, with all "
+                "runs of a rate at least"
+            )
     return options
 
 
@@ -145,7 +148,10 @@ def kept(folder: Path) -> tuple[dict[str, Any], list[Run], dict[float, Recording
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    how, runs, recordings = measured_now(options) if options.again is None else kept(options.again)
+    try:
+        how, runs, recordings = measured_now(options) if options.again is None else kept(options.again)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
     found, good = list[Compared](), dict[str, Targets]()
     for rate, recording in recordings.items():
         own = [one for one in runs if one.rate == rate]

@@ -144,7 +144,9 @@ class Sender:
             costs = listener.recording(self.model, busy=False).costs
         lasted = max(one.ended for one in served)
         print(
-            f"{rate:g}/s {way}: {len(times)} requests within {lasted:.1f} s; one alone {alone.ended:.3f} s", flush=True
+            f"{rate:g}/s, window {window + 1}, {way}: {len(times)} requests within {lasted:.1f} s; one alone "
+            f"{alone.ended:.3f} s",
+            flush=True,
         )
         return Run(rate, window, way, recorder is not None, alone.ended, served, costs)
 

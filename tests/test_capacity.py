@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slipstream.bench import memory
+from slipstream import LLM
+from slipstream.bench import live, memory
 from slipstream.bench.recording import Made, Recording
 from slipstream.bench.simulate import doubts
 from slipstream.cli.capacity import NOT_SIMULATED
@@ -128,6 +131,7 @@ def test_a_simulated_planner_asks_for_the_gain_that_was_named(
         ("--replicas 2", "--simulate FILE"),
         ("--rate 1,2", "one rate"),
         ("--record nowhere/r.json", "no folder"),
+        ("--record /", "--record /: is a folder; name a file in it"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_loads(
@@ -169,6 +173,25 @@ def test_wrong_traffic_is_named_by_file_line_and_key(
     code, _, err = run(capsys, "--simulate", str(file), "--traffic", str(traffic))
     assert code
     assert f"--traffic {traffic}:3: {said}" in " ".join(err.split())
+
+
+def test_who_breaks_traffic_off_hears_that_nothing_is_kept(
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, kept, real = tmp_path / "p.jsonl", tmp_path / "r.json", live.send
+
+    def broken_off(llm: LLM, ids: Sequence[Any], params: Sequence[Any], times: Sequence[float], *told: Any) -> Any:
+        if told:  # no rehearsal, which nobody counts
+            raise KeyboardInterrupt
+        return real(llm, ids, params, times)
+
+    monkeypatch.setattr(live, "send", broken_off)
+    prompts.write_text(json.dumps({"prompt": "again and again"}) + "\n")
+    words = f"--model {tiny_target} --prompts {prompts} --rate 50 --drafter ngram --planner fixed --max-tokens 4"
+    code, _, err = run(capsys, *words.split(), "--record", str(kept))
+    assert code == 130
+    assert f"{kept} is not written" in " ".join(err.split())
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -270,6 +270,34 @@ def test_some_answers_come_before_the_traffic_that_is_recorded() -> None:
     assert came[5:] == [(0, [0.0] * 16), (0, [0.0] * 32)]
 
 
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        (("costs", "passes", 0, 4), "x", "seconds='x'"),
+        (("costs", "passes", 0, 4), -1.0, "seconds=-1.0"),
+        (("costs", "host", 0, 1), math.nan, "seconds=nan"),
+        (("traces", 0, "request", 0), -39, "prompt_tokens=-39"),
+        (("traces", 0, "offers"), [], "AttributeError"),
+        (("traces", 0, "offers", "ngram", 0, 0), "x", "position='x'"),
+        (("traces", 0, "offers", "ngram", 0, 1), 1000000, "nodes=1000000"),
+        (("traces", 0, "offers", "ngram", 0, 2), "abc", "path='a'"),
+    ],
+)
+def test_numbers_that_nobody_can_have_recorded_are_damage(
+    tmp_path: Path, where: Sequence[str | int], value: object, said: str
+) -> None:
+    file = tmp_path / "r.json"
+    made_up(0.0).save(file)
+    whole = part = json.loads(file.read_text())
+    *path, last = where
+    for key in path:
+        part = part[key]
+    part[last] = value
+    file.write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=f"the recording is damaged .*{said}.*; record it again"):
+        Recording.load(file)
+
+
 def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = record_real(tiny_target, monkeypatch, planner="fixed", requests=6)
     file = tmp_path / "r.json"

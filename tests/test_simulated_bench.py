@@ -29,7 +29,10 @@ from test_simulate import made_up
         ("--latency-target tftt=1", "--latency-target tftt=1: must be seconds above 0"),
         ("--requests 9999", "--requests 9999 in --windows 1: 9999 prompts, of which there are "),
         ("--clock own --memory 1GiB", "--memory 1GiB: not with --clock own"),
-        ("--again FOLDER", "--again FOLDER: there is no measured.json; name a folder that --record made"),
+        (
+            "--again FOLDER",
+            "--again FOLDER: there is no measured.json; name a folder that --record made, with all runs",
+        ),
         ("--again FOLDER --windows 2", "--windows: the runs in --again FOLDER are made already; leave it out"),
     ],
 )

@@ -107,7 +107,7 @@ class Recorder:
             self._passed(0, 0, times.read_rows, 0, times.read, along=times.along)
         if times.rows or not times.read:
             read_rows = 0 if times.read else times.read_rows
-            self._passed(decodes, times.rows, read_rows, context, times.verify - times.read, wake)
+            self._passed(decodes, times.rows, read_rows, context, max(0.0, times.verify - times.read), wake)
         self._host[len(answers)].append(max(0.0, self._beside_s(times)))
         if times.waited:
             waited = min(times.waited, times.host)  # by the device's clock

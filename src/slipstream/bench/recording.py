@@ -7,11 +7,14 @@ how likely it said its nodes to be, and which of them the answer then walked alo
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import ConfigError
 from slipstream.core.reading import read_named
 
@@ -193,7 +196,7 @@ class Recording:
                 "`slipstream bench --record FILE`"
             )
         try:
-            return Recording(
+            recording = Recording(
                 whole["model"],
                 Machine(**whole["machine"]),
                 tuple(DrafterKind(**kind) for kind in whole["drafters"]),
@@ -201,8 +204,34 @@ class Recording:
                 tuple(unpacked(trace) for trace in whole["traces"]),
                 Made(**whole["made"] | {"alone_s": tuple(map(float, whole["made"]["alone_s"]))}),
             )
+            _check(recording)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"--simulate {path}: the recording is damaged ({error!r}); record it again") from error
+        return recording
+
+
+def _check(recording: Recording) -> None:
+    """Raises `ValueError` where numbers are none, or none that could have been recorded."""
+    costs = recording.costs
+    all_seen: list[PassSeen | DraftSeen | HostSeen | WaitSeen]
+    all_seen = [*costs.passes, *costs.drafts, *costs.host, *costs.waits]
+    for seen in all_seen:
+        for name, value in asdict(seen).items():
+            if name != "drafter":
+                _check_number(name, value, 0)
+    for trace in recording.traces:
+        for name, value in (("prompt_tokens", trace.prompt_tokens), ("output_tokens", trace.output_tokens)):
+            _check_number(name, value, 1)
+        for offer in chain(*trace.offers.values()):
+            _check_number("position", offer.position, 0)
+            _check_number("nodes", offer.nodes, 0, MAX_NODES)
+            for node in offer.path:
+                _check_number("path", node, 0, offer.nodes - 1)
+
+
+def _check_number(name: str, value: object, least: float, most: float = sys.float_info.max) -> None:
+    if not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r}")
 
 
 def packed(trace: Trace) -> dict[str, Any]:

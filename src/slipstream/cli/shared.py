@@ -58,6 +58,8 @@ def check_written(files: Mapping[str, Path | None]) -> None:
     for name, path in files.items():
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"--{name} {path}: is a folder; name a file in it")
         if path is not None and name == "plot" and path.suffix != ".svg":
             raise ConfigError(f"--plot {path}: is drawn as SVG; name it {path.with_suffix('.svg')}")
 

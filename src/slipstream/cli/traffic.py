@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
@@ -95,7 +96,7 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
             tape.rehearse(send, crowds=True)
         times = traffic.poisson_times(capacity.rates[0], count, common.seed or 0)
         turns = [i % len(ids) for i in range(count)]
-        with counting("requests answered", count, timed=True) as on_served:
+        with counting("requests answered", count, timed=True) as on_served, _kept_only_whole(capacity.record):
             served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
         if capacity.record is not None:
             tape.rehearse(send, crowds=False)
@@ -104,6 +105,17 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
     way = drafters[0] if drafters else "off"
     row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))
     tell([row], capacity, {"model": common.model, "simulated": False, **load})
+
+
+@contextmanager
+def _kept_only_whole(record: Path | None) -> Iterator[None]:
+    """Say what becomes of a recording where somebody breaks the traffic off."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if record is not None:
+            note(f"{record} is not written: a recording is of all requests (--requests N for fewer)")
+        raise
 
 
 def _sender(
