@@ -30,6 +30,7 @@ from kept import command_line, told
 from simulated_held import GOOD, RUNS, Compared, Run, costs_off_by, held, load_runs, targets_of
 from simulated_real import real_runs
 
+from slipstream.bench.costs import RoundCosts
 from slipstream.bench.outcome import Targets
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.bench.recording import Recording
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how, runs, recordings = measured_now(options) if options.again is None else kept(options.again)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-    found, good = list[Compared](), dict[str, Targets]()
+    found, good, told_of, doubted = list[Compared](), dict[str, Targets](), list[dict[str, Any]](), list[str]()
     for rate, recording in recordings.items():
         own = [one for one in runs if one.rate == rate]
         drafters = drafters_of(recording)
@@ -160,16 +161,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"at {rate:g} a second nobody drafted: ask for more requests")
         targets = good[f"{rate:g}"] = options.latency_target or targets_of(own)
         found += held(own, recording, drafters[0], targets)
+        priced = RoundCosts(recording.costs, apart=recording.machine.queued)
+        told_of += [_about(one, priced) for one in own]
+        doubted += [f"{rate:g}/s, not sure: {doubt}" for doubt in doubts(recording, drafters[0], together=True)]
     for one in found:
         spread = " ".join(f"{value:.4f}" for value in one.each) if len(one.each) > 1 else ""
         print(
             f"{one.rate:5g}/s {one.way:8} {one.figure:12} {one.real:9.4f} real {one.simulated:9.4f} {one.off_by:+.1%}"
             f"   {spread}"
         )
-    for rate, recording in recordings.items():
-        for doubt in doubts(recording, drafters_of(recording)[0], together=True):
-            print(f"{rate:g}/s, not sure: {doubt}")
-    told_of = [_about(one, recordings[one.rate]) for one in runs]
+    for doubt in doubted:
+        print(doubt)
     for about in told_of:
         costs = ", ".join(f"{kind} {off:+.1%}" for kind, off in about["costs_off_by"].items())
         print(
@@ -189,10 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(result))
 
 
-def _about(one: Run, recording: Recording) -> dict[str, Any]:
+def _about(one: Run, costs: RoundCosts) -> dict[str, Any]:
     """A run beside its figures."""
     own = {name: getattr(one, name) for name in ("rate", "window", "way", "counts", "alone_s")}
-    return {**own, "costs_off_by": costs_off_by(one, recording)}
+    return {**own, "costs_off_by": costs_off_by(one, costs)}
 
 
 if __name__ == "__main__":

@@ -145,12 +145,11 @@ def _simulated(runs: Sequence[Run], recording: Recording, setting: Setting) -> l
     return [served for served, run in zip(by_run, runs, strict=True) if run.counts]
 
 
-def costs_off_by(run: Run, recording: Recording) -> Mapping[str, float]:
+def costs_off_by(run: Run, costs: RoundCosts) -> Mapping[str, float]:
     """How much longer passes of a run are taken to last, in all, than they did: those with prompts and the others, and
     waits for the host."""
     if run.costs is None:
         return {}
-    costs = RoundCosts(recording.costs, apart=recording.machine.queued)
     real: dict[str, float] = defaultdict(float)
     told: dict[str, float] = defaultdict(float)
     for seen in run.costs.passes:

@@ -6,8 +6,7 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from gpu_tokens import encode
 from kept import told
@@ -17,8 +16,8 @@ from simulated_held import RUNS, WAYS, Run
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench import live, traffic
 from slipstream.bench.outcome import Served, Speculation
-from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import Recording
+from slipstream.cli.traffic import Found, Rounds, Tape
 from slipstream.core.outputs import RequestOutput
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.engine.build import build
@@ -27,16 +26,9 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake
 from slipstream.plan.planner import Planner
 
-Found = TypeVar("Found")
 
-
-class Answering(Protocol):
+class Answering(Rounds, Protocol):
     """A real engine."""
-
-    engine: Engine
-
-    def between_rounds(self, look: Callable[[Engine], Found]) -> Found:
-        """What `look` finds in the engine, or does to it, where it touches nothing."""
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams, times: Sequence[float]) -> list[Served]:
         """How each prompt fared that came so many seconds after the first."""
@@ -103,14 +95,12 @@ class Sender:
         self.requests, self.max_tokens = options.requests, options.max_tokens
         longest = min(options.prompt_tokens, real.engine.plan.max_model_len - options.max_tokens - 1)
         self.prompts = [encode(tokenizer, text, longest) for text in options.texts]
-        self._new = self._planner = real.engine.drafting.planner
+        self._known = self._planner = real.engine.drafting.planner
         self._sent = 0
 
     def forget(self) -> None:
         """Let the planner know no more than at the first call of this."""
-        if self._planner is self._new:
-            self._new = copy.deepcopy(self._planner)
-        self._planner = copy.deepcopy(self._new)
+        self._planner = copy.deepcopy(self._known)
 
     def send(
         self, way: Speculation, times: Sequence[float], nodes: int | None = None, first: int = 0
@@ -126,43 +116,35 @@ class Sender:
         prompts = [self.prompts[(first + i) % len(self.prompts)] for i in range(len(times))]
         return tuple(self.real.answer(prompts, params, times))
 
-    def run(self, rate: float, window: int, way: Speculation, times: Sequence[float], recorder: Recorder | None) -> Run:
-        """recorder: of the run with all drafts; None: of what does not count."""
+    def run(self, rate: float, window: int, way: Speculation, times: Sequence[float], tape: Tape | None) -> Run:
+        """tape: of the runs with all drafts; None: of what does not count."""
         (alone,) = self.send("off", [0.0])
         costs = None
-        if recorder is None:
+        if tape is None:
             served = self._sent_in(window, way, times)
         elif way == "fixed":
-            self._rehearse(recorder, crowds=not window)
+            tape.start()
+            tape.rehearse(self._rehearsed, crowds=not window)
             served = self._sent_in(window, way, times)
-            self.real.between_rounds(lambda engine: engine.listen(None))
+            tape.pause()
         else:
-            listener = Recorder(self.real.engine)
-            self.real.between_rounds(lambda engine: engine.listen(listener))
+            own = Tape(self.real, self.model, busy=False)
+            own.start(all_guesses=False)
             served = self._sent_in(window, way, times)
-            self.real.between_rounds(lambda engine: engine.listen(None))
-            costs = listener.recording(self.model, busy=False).costs
+            costs = own.stop().costs
         lasted = max(one.ended for one in served)
         print(
             f"{rate:g}/s, window {window + 1}, {way}: {len(times)} requests within {lasted:.1f} s; one alone "
             f"{alone.ended:.3f} s",
             flush=True,
         )
-        return Run(rate, window, way, recorder is not None, alone.ended, served, costs)
+        return Run(rate, window, way, tape is not None, alone.ended, served, costs)
 
     def _sent_in(self, window: int, way: Speculation, times: Sequence[float]) -> tuple[Served, ...]:
         return self.send(way, times, first=window * self.requests)
 
-    def _rehearse(self, recorder: Recorder, *, crowds: bool) -> None:
-        """Before a run with all drafts, some answers without, and with small ones. It listens from then on."""
-        requests = recorder.requests
-        self.real.between_rounds(lambda engine: engine.listen(recorder, all_guesses=True))
-        traffic.rehearse(
-            lambda some, nodes: self.send("fixed" if nodes else "off", some, nodes or None),
-            drafts=bool(self.real.engine.drafting.on_device),
-            crowds=crowds,
-        )
-        self.real.between_rounds(lambda _: recorder.forget_requests(since=requests))
+    def _rehearsed(self, times: Sequence[float], nodes: int) -> tuple[Served, ...]:
+        return self.send("fixed" if nodes else "off", times, nodes or None)
 
 
 def at_rate(sender: Sender, rate: float, options: argparse.Namespace, busy: bool) -> tuple[list[Run], Recording]:
@@ -175,12 +157,11 @@ def at_rate(sender: Sender, rate: float, options: argparse.Namespace, busy: bool
     sender.forget()
     if sender.real.engine.target.device.type == "cuda":
         runs += [sender.run(rate, 0, way, times[0], None) for way in WAYS]
-    recorder = Recorder(sender.real.engine)
+    tape = Tape(sender.real, sender.model, busy)
     for window in windows:
         turn = window % len(WAYS)
-        runs += [sender.run(rate, window, way, times[window], recorder) for way in WAYS[turn:] + WAYS[:turn]]
-    alone_s = [median(one.alone_s for one in runs if one.counts and one.window == window) for window in windows]
-    recording = recorder.recording(sender.model, busy=busy, alone_s=alone_s)
+        runs += [sender.run(rate, window, way, times[window], tape) for way in WAYS[turn:] + WAYS[:turn]]
+    recording = tape.stop()
     return runs, replace(recording, made=replace(recording.made, planner="fixed"))  # in the runs that were recorded
 
 

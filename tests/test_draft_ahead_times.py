@@ -33,6 +33,13 @@ class Clock:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
+    def taking(self, seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            self.now += seconds
+            return real(*given)
+
+        return call
+
 
 class Event:
     """As CUDA's."""
@@ -61,16 +68,9 @@ class TestTimes:
         """An engine with a clock."""
         bench = Bench(tiny_target, [Letters(), Echo()])
 
-        def taking(seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*given: Any) -> Any:
-                clock.now += seconds
-                return real(*given)
-
-            return call
-
-        monkeypatch.setattr(Echo, "draft", taking(5, Echo.draft))
-        monkeypatch.setattr(Letters, "propose", taking(2, Letters.propose))
-        monkeypatch.setattr(bench.engine.target, "run", taking(10, bench.engine.target.run))
+        monkeypatch.setattr(Echo, "draft", clock.taking(5, Echo.draft))
+        monkeypatch.setattr(Letters, "propose", clock.taking(2, Letters.propose))
+        monkeypatch.setattr(bench.engine.target, "run", clock.taking(10, bench.engine.target.run))
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
         monkeypatch.setattr(queued, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         monkeypatch.setattr(bench.queued._marks, "has_clock", True)
@@ -133,11 +133,7 @@ class TestTimes:
     ) -> None:
         told: list[tuple[Any, ...]] = []
         monkeypatch.setattr(Planner, "observe_waited", lambda _, *round: told.append(round))
-        times, forward, beside = bench.queued._times, bench.engine.target.forward, list[tuple[Any, ...]]()
-
-        def slowly(*given: Any) -> Any:
-            clock.now += 3
-            return forward(*given)
+        times, beside = bench.queued._times, list[tuple[Any, ...]]()
 
         def note(heard: Heard) -> RoundTimes:
             before, found = len(told), times(heard)
@@ -145,7 +141,7 @@ class TestTimes:
                 beside.append((told[before:], found.draft + found.verify + found.host))
             return found
 
-        monkeypatch.setattr(bench.engine.target, "forward", slowly)
+        monkeypatch.setattr(bench.engine.target, "forward", clock.taking(3, bench.engine.target.forward))
         monkeypatch.setattr(bench.queued, "_times", note)
         bench.engine.drafting.planner = Sizes(3, 3, 3, 3, 3, 1, 1, 1)
         bench.add([1, 2, 3], LONG)
@@ -164,13 +160,8 @@ class TestTimes:
     ) -> None:
         told: list[tuple[Load, float, Waited]] = []
         monkeypatch.setattr(Planner, "observe_plain", lambda _, *round: told.append(round))
-        forward = bench.engine.target.forward
 
-        def slowly(*given: Any) -> Any:
-            clock.now += 3
-            return forward(*given)
-
-        monkeypatch.setattr(bench.engine.target, "forward", slowly)
+        monkeypatch.setattr(bench.engine.target, "forward", clock.taking(3, bench.engine.target.forward))
         params = replace(LONG, speculation=SpeculationParams(enabled=drafts))
         bench.add([1, 2, 3], params)
         for _ in range(4):
@@ -185,16 +176,11 @@ class TestTimes:
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock, drafts: bool
     ) -> None:
         heard: list[RoundTimes] = []
-        forward = bench.engine.target.forward
-
-        def slowly(*given: Any) -> Any:
-            clock.now += 3
-            return forward(*given)
 
         def note(answers: object, verdicts: object, kept: object, times: RoundTimes) -> None:
             heard.append(times)
 
-        monkeypatch.setattr(bench.engine.target, "forward", slowly)
+        monkeypatch.setattr(bench.engine.target, "forward", clock.taking(3, bench.engine.target.forward))
         bench.engine.listen(cast(Any, SimpleNamespace(round=note, drew=lambda *_: None, offered=lambda _: None)))
         params = replace(LONG, speculation=SpeculationParams(enabled=drafts, drafter="letters+echo"))
         bench.add([1, 2, 3], params)

@@ -246,7 +246,7 @@ class RoundCosts:
 
         newcomers: others that start, whose prompts those drafters read first.
         """
-        return max(0.0, self._waits.at(requests) + self._wait_price.seconds(rows, newcomers)) if self._waits else 0.0
+        return max(0.0, self._waits.at(requests) + self._wait_price.seconds(rows, newcomers))
 
     def _bare(self, seen: PassSeen) -> float:
         """Without what the length of the context adds."""

@@ -25,6 +25,7 @@ from slipstream.core.verdict import Authors, Verdict, author
 from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.draft_loops import Drafts
 from slipstream.engine.drafting import Drafting
+from slipstream.engine.followers import QueuedFollowers
 from slipstream.engine.listening import RoundTimes
 from slipstream.engine.odds import reach
 from slipstream.engine.plans import Gathered, Plan
@@ -88,6 +89,7 @@ class Replica:
     accepted: int = 0
     scheduler: Scheduler = field(init=False)
     drafting: Drafting = field(init=False)
+    _followers: QueuedFollowers = field(init=False)
     _walks: Walks = field(init=False, default_factory=Walks)
     _wake: Wake = field(init=False, default_factory=Wake)
     _served: dict[str, Served] = field(init=False, default_factory=dict)
@@ -128,6 +130,7 @@ class Replica:
             reserve=self.scheduler.reserve_draft,
             load=self.scheduler.load,
         )
+        self._followers = QueuedFollowers(self.drafting, prefixes=None)
         self.drafting.records = not machine.queued  # how often it asks then depends on a real clock
         planner.limit_rows(machine.draft_rows)
         on_device = [drafter for drafter in drafters.values() if isinstance(drafter, ReplayedDevice)]
@@ -175,11 +178,9 @@ class Replica:
         self._times.clear()
 
     def _admit(self, answer: Answer) -> None:
-        """As `QueuedFollowers.resume`, of prompts of which nothing was found."""
         self.drafting.start(answer)
-        for name in answer.drafters if self.recording.machine.queued else ():
-            if self.drafting.following.keeps(name) and self.drafting.planner.leaves(name):
-                answer.behind[name] = 0
+        if self.recording.machine.queued:
+            self._followers.resume(answer)
 
     def _release(self, answer: Answer) -> None:
         self.drafting.stop(answer)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -33,24 +33,35 @@ from slipstream.drafters import merged_name, parse_merged
 from slipstream.train.plot import Panel, draw
 
 if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
     from slipstream.engine.llm import LLM
 
+Found = TypeVar("Found")
 SIMULATED_REQUESTS = 200
 _KEEPS_UP = 0.8
 """Of the rate that is asked for: the last requests take a while to be answered, however idle the machine is."""
 
 
+class Rounds(Protocol):
+    """What a tape needs of an `LLM`."""
+
+    engine: Engine
+
+    def between_rounds(self, look: Callable[[Engine], Found]) -> Found: ...
+
+
 class Tape:
     """A recorder on the engine's thread, from `start` to `stop`."""
 
-    def __init__(self, llm: LLM, model: str, busy: bool) -> None:
+    def __init__(self, llm: Rounds, model: str, busy: bool) -> None:
         """busy: see `recording.Made`."""
         self._llm, self._model, self._busy = llm, model, busy
         self._recorder = Recorder(llm.engine)
         self._alone_s: list[float] = []
 
-    def start(self) -> None:
-        self._llm.between_rounds(lambda engine: engine.listen(self._recorder, all_guesses=True))
+    def start(self, *, all_guesses: bool = True) -> None:
+        """all_guesses: also those of drafters that the planner lets rest."""
+        self._llm.between_rounds(lambda engine: engine.listen(self._recorder, all_guesses=all_guesses))
 
     def rehearse(self, send: Callable[[Sequence[float], int], Sequence[Served]], *, crowds: bool) -> None:
         """See `traffic.rehearse`. What is asked is no traffic, though what it costs counts."""
@@ -59,9 +70,13 @@ class Tape:
         self._alone_s.append(traffic.rehearse(send, drafts=drafts, crowds=crowds))
         self._llm.between_rounds(lambda _: self._recorder.forget_requests(since=before))
 
+    def pause(self) -> None:
+        """Until it is started again."""
+        self._llm.between_rounds(lambda engine: engine.listen(None))
+
     def stop(self) -> Recording:
         """What was recorded: nobody listens any more."""
-        self._llm.between_rounds(lambda engine: engine.listen(None))
+        self.pause()
         return self._recorder.recording(self._model, busy=self._busy, alone_s=self._alone_s)
 
 

@@ -224,10 +224,10 @@ class Drafting:
     def reading_along(self, chunks: Sequence[Chunk]) -> dict[str, list[Answer]]:
         """By device drafter: those of these for whom it will draft."""
         mine: dict[str, list[Answer]] = {}
-        for answer in [chunk.answer for chunk in chunks]:
-            for name in answer.drafters:
-                if name in self.on_device and name not in answer.behind:
-                    mine.setdefault(name, []).append(answer)
+        for chunk in chunks:
+            for name in chunk.answer.drafters:
+                if name in self.on_device and name not in chunk.answer.behind:
+                    mine.setdefault(name, []).append(chunk.answer)
         return mine
 
     def catch_up(self, lagging: Mapping[str, Sequence[Answer]]) -> None:
