@@ -19,6 +19,7 @@ from slipstream.bench.outcome import Served, Speculation
 from slipstream.bench.recording import Recording
 from slipstream.cli.traffic import Found, Rounds, Tape
 from slipstream.core.outputs import RequestOutput
+from slipstream.core.responsive import responsive
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.engine.build import build
 from slipstream.engine.config import EngineConfig
@@ -186,5 +187,6 @@ def real_runs(options: argparse.Namespace, busy: bool) -> tuple[list[Run], dict[
             real = ByOwnTime(options.model, options.drafter, options.max_num_seqs)
         return run(real, real.tokenizer, options, busy)
     sizes = {"max_num_seqs": options.max_num_seqs, "memory": options.memory}
-    with LLM(options.model, drafter=options.drafter, prefix_caching=False, **sizes) as llm:
+    llm = LLM(options.model, drafter=options.drafter, prefix_caching=False, warm_up=True, **sizes)
+    with llm, responsive():  # as the server runs it
         return run(ByTheWall(llm), llm.tokenizer, options, busy)

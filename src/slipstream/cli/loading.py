@@ -119,6 +119,7 @@ def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more
         **common.planning,
         **more,
         **common.caching,
+        **common.warming,
     }
 
 

@@ -215,6 +215,16 @@ class Common:
             "model, where it takes seconds at the most.",
         ),
     ] = None
+    warm_up: Annotated[
+        bool | None,
+        option(
+            "--warm-up/--no-warm-up",
+            panel=MODEL,
+            help="On a GPU, compile and record before the first request what requests will most likely need: seconds, "
+            "half a minute the first time on a machine, for which a request would wait otherwise. Default: serve, and "
+            "bench with --rate, do.",
+        ),
+    ] = None
     planner: Annotated[
         str | None,
         option(
@@ -303,6 +313,11 @@ class Common:
     def caching(self) -> dict[str, bool]:
         """What was asked of the cache; nothing where nothing was."""
         return {} if self.enable_prefix_caching is None else {"prefix_caching": self.enable_prefix_caching}
+
+    @property
+    def warming(self) -> dict[str, bool]:
+        """Whether the engine is to warm up; nothing where nobody said."""
+        return {} if self.warm_up is None else {"warm_up": self.warm_up}
 
     @property
     def planning(self) -> dict[str, Any]:

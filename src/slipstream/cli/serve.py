@@ -208,7 +208,7 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'slipstream-llm[serve]'") from error
     drafters = () if common.no_speculation else common.drafters
-    with hosted(common, drafters, engine=settings.engine, max_num_seqs=max_num_seqs) as llm:
+    with hosted(common, drafters, engine=settings.engine, max_num_seqs=max_num_seqs, warm_up=True) as llm:
         from slipstream.serve.logs import set_up
         from slipstream.serve.server import HttpServer
 

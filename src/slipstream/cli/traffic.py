@@ -29,6 +29,7 @@ from slipstream.cli.options import Common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
+from slipstream.core.responsive import responsive
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.train.plot import Panel, draw
 
@@ -95,7 +96,7 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
     """The prompts, at this rate, to the real engine."""
     drafters = () if common.no_speculation else common.drafters
     load = load_before()
-    with loaded(common, drafters, prefix_caching=False) as llm:
+    with loaded(common, drafters, prefix_caching=False, warm_up=True) as llm, responsive():  # as the server runs it
         work = plan_work(llm, prompts, params, 1)
         own = params.speculation
         if drafters:

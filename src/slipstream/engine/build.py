@@ -22,6 +22,7 @@ from slipstream.engine.measuring import known_costs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.requests import Loaded
+from slipstream.engine.warming import warm_up
 from slipstream.kernels.jit import has_kernels
 from slipstream.models.load import load_config, load_tokenizer, pick_device, pick_dtype
 from slipstream.models.parity import open_model
@@ -163,6 +164,8 @@ def build(
     costs = known_costs(engine, path, config.measure_costs, progress)
     if costs is not None:
         engine.drafting.planner.adopt(costs)
+    if config.warm_up and isinstance(engine, QueuedEngine):
+        warm_up(engine, progress)
     return Built(engine, tokenizer, path, eos_ids(target, tokenizer))
 
 

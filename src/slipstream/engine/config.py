@@ -41,6 +41,8 @@ class EngineConfig:
         None: no limit.
     measure_costs: time passes and drafts before the first request, so that the first plans are right already. True:
         now; False: never; None: where it takes seconds at the most, and once for a machine and model.
+    warm_up: compile and record before the first request what requests will most likely need, on a GPU: a start takes
+        seconds longer, the first one on a machine perhaps half a minute, and no request waits for it.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
     graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
     prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that
@@ -59,6 +61,7 @@ class EngineConfig:
     min_gain: float = 1.0
     max_draft_memory: int | float | None = None
     measure_costs: bool | None = None
+    warm_up: bool = False
     rounds: RoundsName | None = None
     graphs: bool = True
     prefix_caching: bool = True
@@ -86,7 +89,7 @@ class EngineConfig:
         right = right and not (isinstance(share, float) and share > 1)  # 2e9 are no bytes: all would be allowed
         self._check("max_draft_memory", right, "whole bytes, or a part of the cache such as 0.2")
         self._check("measure_costs", self.measure_costs in (None, True, False), "True, False, or None for the usual")
-        for key in ("graphs", "prefix_caching"):
+        for key in ("graphs", "prefix_caching", "warm_up"):
             self._check(key, isinstance(getattr(self, key), bool), "True or False")
         queue = self.max_queue
         self._check("max_queue", queue is None or (_whole(queue) and queue >= 0), "0 or more, or None for no limit")

@@ -47,8 +47,8 @@ class LLM:
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes or "2GiB".
     max_draft_memory: most of the cache for drafts, as bytes, "512MB", or a part such as 0.2; None: no limit.
-    max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, rounds,
-        graphs, prefix_caching, max_queue: see `EngineConfig`.
+    max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, warm_up,
+        rounds, graphs, prefix_caching, max_queue: see `EngineConfig`.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
     on_progress: hears what loading is at, in words.
@@ -76,6 +76,7 @@ class LLM:
         min_gain: float = 1.0,
         max_draft_memory: str | int | float | None = None,
         measure_costs: bool | None = None,
+        warm_up: bool = False,
         rounds: RoundsName | None = None,
         graphs: bool = True,
         prefix_caching: bool = True,
@@ -111,6 +112,7 @@ class LLM:
             min_gain=min_gain,
             max_draft_memory=parse_share(max_draft_memory, "max_draft_memory"),
             measure_costs=measure_costs,
+            warm_up=warm_up,
             rounds=rounds,
             graphs=graphs,
             prefix_caching=prefix_caching,

@@ -63,6 +63,13 @@ class Posed:
         batch = replace(batch, logit_rows=None)  # every row of a draft chooses
         return lambda: target.forward(batch, cache).argmax(1)
 
+    def read(self, rows: int, *, wide: bool) -> None:
+        """A pass over so many tokens of the first one's prompt, as if it began anew."""
+        target = self.engine.target
+        ids = torch.ones(rows, dtype=torch.int64, device=target.device)
+        batch = PassBatch.behind(self.tables[:1], [0], [rows], ids, target.device)
+        target.forward(replace(batch, wide=wide), self.engine.cache)
+
     def draft(self, size: DraftSize) -> Work:
         """A device drafter's guesses for all of them."""
         drafter = self.engine.drafting.drafters[size.drafter]
@@ -80,7 +87,7 @@ class Posed:
         return DraftRequest(_name(request), tokens, self.context, _GREEDY, request)
 
     def _round(self, engine: QueuedEngine, nodes: Sequence[int]) -> Work:
-        run = engine.rounds.of(self._shape(engine, nodes))
+        run = engine.rounds.of(self._shape(engine, nodes), exactly=True)
         trees = [Tree.chain([1] * count) for count in nodes]
         run.load(range(self.requests), trees, [()] * self.requests)
         return run.verify

@@ -1,9 +1,9 @@
-"""What a captured round depends on, in a few sizes: every combination is captured when it first comes."""
+"""What a captured round depends on, in a few sizes: every combination is captured by itself."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from slipstream.core.draft import MAX_NODES
@@ -13,11 +13,13 @@ from slipstream.sampling.table import Features
 
 _REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDTHS = (0, 16, MAX_NODES)
-"""Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured when it first comes."""
+"""Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured by itself."""
 _DRAWN_WIDTHS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, MAX_NODES)
 """… of rejection sampling, which looks at the whole vocabulary for every node that there might be."""
 _CROWD = 16
 """So many requests rarely all have short contexts: they share the next larger size."""
+_CHEAP_ROWS = 64
+"""A pass of so many rows takes hardly longer than one of few."""
 
 
 class RoundShape(NamedTuple):
@@ -60,9 +62,23 @@ class RoundShape(NamedTuple):
         keys = _keys(requests, longest + 1 + width, most_keys)
         return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices, draws)
 
+    def does(self, other: RoundShape) -> bool:
+        """Does a round of this shape what one of the other would, and nearly as soon? It may have room for larger
+        drafts, for trees where there are chains, and for twice as many rows."""
+        if self.features.rejection or not other.width or self.width < other.width or self.is_tree < other.is_tree:
+            return False
+        if not other.rows <= self.rows <= max(2 * other.rows, _CHEAP_ROWS):
+            return False
+        return other._replace(width=self.width, rows=self.rows, is_tree=self.is_tree) == self
+
     def keys_behind(self, longest: int, most_keys: int) -> int:
         """Keys of the same requests with as many nodes, once none of them has more than `longest` tokens."""
         return _keys(self.requests, longest + 1 + self.width, most_keys)
+
+
+def crowds(most: int) -> Iterator[int]:
+    """The numbers of requests that rounds come in, where so many may run at once."""
+    return (size for size in _REQUESTS if size <= _bucket(most, _REQUESTS))
 
 
 def _keys(requests: int, seen: int, most: int) -> int:

@@ -1,6 +1,6 @@
 """A decoding round on the device: draft, one target pass, verify, commit, over tensors that stay where they are.
 
-Nothing here looks at a value, so on a GPU a round is captured once for each shape it comes in, and launched as two
+Nothing here looks at a value, so on a GPU a round is captured once for each shape that comes often, and launched as two
 graphs from then on: the draft, and the rest. On the CPU, and where graphs are turned off, the same code runs as it
 stands, and gives the same tokens.
 """
@@ -22,6 +22,7 @@ from slipstream.core.draft import Draft, Tree, chain_parents
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.draft_loops import DraftLoop, DraftLoops, Drafts, LoopShape
 from slipstream.engine.round_shape import RoundShape
+from slipstream.engine.stand_ins import StandIns
 from slipstream.kernels.accept import PathMoves, Told, accept
 from slipstream.kernels.compact import compact
 from slipstream.kernels.jit import has_kernels
@@ -38,7 +39,7 @@ from slipstream.verify.mixed import mixed_choices
 
 _COPIES = 3
 """Host copies of a round's input, and of its result: more than there are rounds in the making."""
-_MOST = 128
+_MOST = 256
 """Captured rounds that are kept; those that were not used for longest are let go."""
 
 
@@ -303,7 +304,7 @@ class Round:
 
 
 class Rounds:
-    """The rounds of an engine by shape, captured when a shape comes for the first time."""
+    """The rounds of an engine by shape, captured when a shape comes that no captured one can stand in for."""
 
     def __init__(
         self,
@@ -323,6 +324,7 @@ class Rounds:
         if drafters:
             prepare_merges(machine.device, {drafter.makes_trees for drafter in drafters.values()})
         self._rounds: dict[RoundShape, Round] = {}
+        self._stand_ins = StandIns()
         self._latest: Round | None = None
         self._progress = progress
         self._made = 0
@@ -338,9 +340,12 @@ class Rounds:
         """How many were made so far, those included that were let go, and the loops that draft for them."""
         return self._made
 
-    def of(self, shape: RoundShape) -> Round:
+    def of(self, shape: RoundShape, *, exactly: bool = False) -> Round:
+        """A round that does what is wanted. exactly: of this very shape, which takes time where it is not there."""
         if self._latest is not None and self._latest.shape == shape:
             return self._latest
+        if self._graphs and not exactly and shape not in self._rounds:
+            shape = self._stand_ins.of(shape, self._rounds) or shape
         found = self._rounds.pop(shape, None)
         if found is None:
             found = self._make(shape)

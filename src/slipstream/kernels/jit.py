@@ -79,6 +79,15 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+_CROWDS = (16, 64, 256)
+
+
+def room_for(requests: int) -> int:
+    """A power of two that has room for so many. One of few: for each of them kernels are compiled anew, while somebody
+    waits for an answer."""
+    return next((size for size in _CROWDS if size >= requests), 0) or int(triton.next_power_of_2(requests))
+
+
 class _Recording(threading.local):
     on = False
 
@@ -109,6 +118,7 @@ __all__ = [
     "multiprocessors",
     "on_gpu",
     "recording",
+    "room_for",
     "shared_bytes",
     "tl",
     "triton",

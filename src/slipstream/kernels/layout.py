@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import Span
-from slipstream.kernels.jit import jit, on_gpu, tl, triton
+from slipstream.kernels.jit import jit, on_gpu, room_for, tl, triton
 
 
 class Tables(NamedTuple):
@@ -225,7 +225,7 @@ def _tables(layout: RowLayout, tile_rows: int, block_keys: int) -> Tables:
         layout.starts, layout.lanes, layout.positions, layout.lengths, layout.pages,
         layout.slots if layout.guests is None else layout.guests, ancestors, tiles, own, requests,
         layout.pages.shape[1], count, rows, depths, TREE=own is not None, PAGE=layout.page_size,
-        BLOCK_KEYS=block_keys, W=width, TILE_ROWS=tile_rows, BLOCK_T=block, BLOCK_B=triton.next_power_of_2(requests),
+        BLOCK_KEYS=block_keys, W=width, TILE_ROWS=tile_rows, BLOCK_T=block, BLOCK_B=room_for(requests),
         BLOCK_R=triton.next_power_of_2(tile_rows), BLOCK_W=triton.next_power_of_2(width), OVERLAP=overlap,
         num_warps=2, launch_pdl=overlap,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.kernels.jit import jit, on_gpu, tl, triton
+from slipstream.kernels.jit import jit, on_gpu, room_for, tl, triton
 from slipstream.kernels.layout import RowLayout
 
 RECENT = 64
@@ -156,7 +156,7 @@ def _launch(state: LaneState, lanes: Tensor, draft: Draft, out: PassRows, page_s
         PAGE=page_size,
         TREE=out.is_tree,
         DOUBLINGS=width.bit_length(),
-        REQUESTS=triton.next_power_of_2(requests),
+        REQUESTS=room_for(requests),
         REACH=reach,
         PADDING=_PADDING_ROWS,
         num_warps=1 if reach == 32 else 2,  # measured: for trees the others take up to twice as long

@@ -175,11 +175,11 @@ def _launch(
     if serial:
         splits = 1
     out = torch.empty_like(query)
-    part = part_max = part_sum = count = out  # not read where one program sees all keys
+    count = _counters(query.device, programs if splits > 1 else 0)
+    part = part_max = part_sum = count.view(torch.float32)  # not read where one program sees all keys
     if splits > 1:
         part = torch.empty((splits, rows, heads, dim), dtype=torch.float32, device=query.device)
         part_max, part_sum = torch.empty((2, splits, rows, heads), dtype=torch.float32, device=query.device).unbind(0)
-        count = _counters(query.device, programs)
     _attend_kernel[(tiles.shape[0], kv_heads, splits)](
         query, keys, values, out, part, part_max, part_sum, count, sinks, tiles, layout.positions,
         layout.lengths, layout.pages, own, rows, layout.pages.shape[1], 0 if own is None else own.shape[1],

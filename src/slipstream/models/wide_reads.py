@@ -21,7 +21,7 @@ from slipstream.models.reads import Reads, ReadShape, Run
 
 _log = logging.getLogger(__name__)
 
-_MOST_ROWS = 1024
+MOST_ROWS = 1024
 """Larger passes take the device longer than the host."""
 
 
@@ -32,7 +32,7 @@ class WideReads:
     """
 
     def __init__(self, run: Run, sizes: Sequence[int], cache: KVCache, trash_slot: int, pool: Any = None) -> None:
-        self._sizes = tuple(size for size in sizes if size <= _MOST_ROWS)
+        self._sizes = tuple(size for size in sizes if size <= MOST_ROWS)
         self._run = run
         self._reads = Reads(run, cache, trash_slot, pool, self._sizes)
         self._seen: set[ReadShape] = set()

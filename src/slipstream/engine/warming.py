@@ -1,0 +1,83 @@
+"""What requests will most likely need is compiled and recorded before the first of them: else they would wait for it.
+
+A kernel takes a tenth of a second and more to compile, once on a machine, and a round some 30 ms to record, at every
+start. Not all shapes of rounds are recorded, of which there are hundreds, but some that can stand in for the others.
+What is not here comes when it is asked for: longer contexts, penalties, grammars, and what drafters on the device do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from slipstream.core.draft import MAX_NODES
+from slipstream.engine.posing import most_context, posed
+from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.round_shape import RoundShape, crowds
+from slipstream.models.gpu import WIDE_SIZES
+from slipstream.models.paths import Progress
+from slipstream.models.reads import READ_ROWS
+from slipstream.models.wide_reads import MOST_ROWS
+from slipstream.sampling.table import Features
+
+_LIMIT_S = 60.0
+"""Nothing more is begun when so much is over: on a fresh machine nearly all of it goes by compiling."""
+_FEATURES = (Features(greedy=True), Features(sampled=True))
+_CONTEXTS = (1, 1024)
+"""Tokens of context: a round has sizes for them, too."""
+_ROWS = (64, 128, 256)
+"""Of rounds with drafts: each stands in for those of half as many, and the first for all smaller ones."""
+
+
+def likely_shapes(engine: QueuedEngine) -> Iterator[RoundShape]:
+    """What rounds will be like, the likeliest first: without drafts, and as large as they come."""
+    config, guesses = engine.config, bool(engine.drafting.drafters)
+    seen: set[RoundShape] = set()
+    for context in _CONTEXTS:
+        for features in _FEATURES:
+            for requests in crowds(config.max_num_seqs):
+                plain = RoundShape.of(
+                    [0] * requests,
+                    context,
+                    is_tree=False,
+                    features=features,
+                    version=engine.sampling.version,
+                    keeps_logits=False,
+                    most_keys=engine.plan.max_model_len + 1 + MAX_NODES,
+                )
+                most = min(requests * (1 + MAX_NODES), config.draft_rows)
+                drafted = [
+                    plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
+                    for rows in _ROWS
+                    if guesses and requests < rows <= most
+                ]
+                for shape in (plain, *drafted):
+                    if shape not in seen:
+                        seen.add(shape)
+                        yield shape
+
+
+@torch.inference_mode()
+def warm_up(engine: QueuedEngine, progress: Progress | None = None) -> None:
+    """Record it, in an engine that has no requests. Nothing is done where nothing is recorded."""
+    if engine.rounds.pool is None:
+        return
+    if progress:
+        progress("warming up: compiling and recording what requests will need (once compiled, it takes seconds)")
+    end = time.perf_counter() + _LIMIT_S
+    context = most_context(engine, 1)
+    if context > 0:
+        with posed(engine, 1, min(context, MOST_ROWS)) as scene:
+            for rows in (rows for rows in READ_ROWS if rows <= context):
+                scene.read(rows, wide=False)
+            for rows in (rows for rows in WIDE_SIZES if engine.target.shares_wide and rows <= min(context, MOST_ROWS)):
+                for _ in range(2):  # what comes twice is recorded
+                    scene.read(rows, wide=True)
+    for shape in likely_shapes(engine):
+        if time.perf_counter() > end:
+            if progress:
+                progress(f"warming up took {_LIMIT_S:.0f} s: what is left is recorded when it comes")
+            break
+        engine.rounds.of(shape, exactly=True)

@@ -1,0 +1,251 @@
+"""Rounds that are not recorded: a larger one does their work with the same tokens, and nobody waits for a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exactness import cases, differences, plain, run
+from scripted import Answers, all_scripted
+from slipstream import LLM
+from slipstream.core.draft import MAX_NODES
+from slipstream.drafters.base import Drafter
+from slipstream.engine import stand_ins, warming
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.round_shape import RoundShape
+from slipstream.engine.rounds import Round, Rounds
+from slipstream.engine.stand_ins import StandIns
+from slipstream.engine.warming import likely_shapes, warm_up
+from slipstream.sampling.table import Features
+
+GREEDY = Features(greedy=True)
+
+
+def shape(counts: list[int], *, context: int = 10, is_tree: bool = False, **how: Any) -> RoundShape:
+    told: dict[str, Any] = {"features": GREEDY, "version": 0, "keeps_logits": False, **how}
+    return RoundShape.of(counts, context, is_tree=is_tree, **told)
+
+
+LARGE = shape([20, 20], is_tree=True)  # 48 rows of at most 63 nodes
+
+
+class TestWhoStandsIn:
+    @pytest.mark.parametrize(
+        "other",
+        [
+            shape([20, 20]),
+            shape([5, 20], is_tree=True),
+            shape([3, 12]),
+            shape([1, 0]),  # so small a pass costs hardly less
+        ],
+    )
+    def test_a_larger_round_does_the_work_of_smaller_ones(self, other: RoundShape) -> None:
+        assert LARGE.does(other)
+        assert not other.does(LARGE)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            shape([0, 0]),  # plain rounds are what drafts are compared with
+            shape([63, 63], is_tree=True),
+            shape([20]),
+            shape([20, 20, 5]),
+            shape([20, 20], context=600),
+            shape([20, 20], features=Features(sampled=True)),
+            shape([20, 20], version=1),
+            shape([20, 20], keeps_logits=True),
+            shape([20, 20], tells_choices=True),
+        ],
+    )
+    def test_but_not_of_others(self, other: RoundShape) -> None:
+        assert not LARGE.does(other)
+
+    def test_nor_at_more_than_twice_the_rows(self) -> None:
+        large = shape([31] * 8, is_tree=True)
+        assert large.rows == 256
+        assert large.does(shape([16] * 8))
+        assert not large.does(shape([9] * 8))
+
+    def test_nor_where_each_place_for_a_node_costs_a_vocabulary(self) -> None:
+        rejecting = Features(sampled=True, rejection=True)
+        large, small = (shape([nodes, nodes], features=rejecting) for nodes in (20, 12))
+        assert not large.does(small)
+
+
+class TestStandIns:
+    def test_the_cheapest_is_taken_until_a_shape_came_often(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stand_ins, "_OFTEN", 3)
+        wanted, tree, chain, wide = (
+            shape([3, 12]), shape([12, 15], is_tree=True), shape([12, 15]), shape([20, 20])
+        )  # fmt: skip
+        assert tree.rows == chain.rows < wide.rows
+        found = StandIns()
+        recorded = {wide: 0, tree: 0, chain: 0}
+        assert [found.of(wanted, recorded) for _ in range(4)] == [chain, chain, chain, None]
+        assert found.of(wanted, recorded) == chain, "it was let go, and begins anew"
+
+    def test_who_was_let_go_stands_in_for_nobody(self) -> None:
+        found, wanted = StandIns(), shape([3, 12])
+        assert found.of(wanted, {LARGE: 0}) == LARGE
+        other = shape([20, 40], is_tree=True)
+        assert found.of(wanted, {other: 0}) == other
+        assert found.of(wanted, {}) is None
+
+    def test_what_came_over_tensors_that_are_gone_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stand_ins, "_OFTEN", 1)
+        found, wanted = StandIns(), shape([3, 12])
+        newer = LARGE._replace(version=1)
+        assert found.of(wanted, {LARGE: 0}) == LARGE
+        assert found.of(wanted._replace(version=1), {newer: 0}) == newer
+        assert found.of(wanted._replace(version=1), {newer: 0}) is None
+
+
+def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[QueuedEngine, list[RoundShape]]:
+    """An engine on a CPU that takes itself to record rounds, and those that it does."""
+    assert isinstance(llm.engine, QueuedEngine)
+    made: list[RoundShape] = []
+
+    def capture(self: Round, pool: Any) -> None:
+        made.append(self.shape)
+        self._verify_graph = self._verify
+
+    monkeypatch.setattr(Round, "capture", capture)
+    pool: Any = object()
+    llm.engine.rounds._graphs, llm.engine.rounds._pool = True, pool
+    return llm.engine, made
+
+
+@pytest.fixture
+def engine(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> QueuedEngine:
+    return recording(open_llm(rounds="queued", drafter="ngram", max_num_seqs=48), monkeypatch)[0]
+
+
+@pytest.fixture(scope="module")
+def likely(tiny_target: Path) -> tuple[list[RoundShape], int]:
+    """… and how many keys a row sees at most."""
+    with LLM(tiny_target, drafter="ngram", rounds="queued", max_num_seqs=48, device="cpu", memory="64MiB") as llm:
+        assert isinstance(llm.engine, QueuedEngine)
+        found = [one._replace(version=0) for one in likely_shapes(llm.engine)]
+        most_keys = llm.engine.plan.max_model_len + 1 + MAX_NODES
+    assert len(found) == len(set(found)) < 100
+    return found, most_keys
+
+
+class TestWarmUp:
+    @given(data=st.data())
+    def test_no_usual_round_has_to_be_recorded_afterwards(
+        self, data: st.DataObject, likely: tuple[list[RoundShape], int]
+    ) -> None:
+        """However many requests, nodes and rows: in contexts of up to some 2,000 tokens."""
+        requests = data.draw(st.integers(1, 48))
+        counts = data.draw(st.lists(st.integers(0, 63), min_size=requests, max_size=requests))
+        while requests + sum(counts) > EngineConfig().draft_rows:
+            counts[counts.index(max(counts))] //= 2
+        shapes, most_keys = likely
+        wanted = shape(
+            counts,
+            most_keys=most_keys,
+            context=data.draw(st.integers(1, 1900)),
+            is_tree=data.draw(st.booleans()) and any(counts),
+            features=data.draw(st.sampled_from([GREEDY, Features(sampled=True)])),
+        )
+        assert wanted in shapes or any(other.does(wanted) for other in shapes)
+
+    def test_a_round_without_drafts_is_all_that_an_engine_without_drafters_needs(
+        self, open_llm: Callable[..., LLM]
+    ) -> None:
+        llm = open_llm(rounds="queued", drafter=None)
+        assert isinstance(llm.engine, QueuedEngine)
+        found = list(likely_shapes(llm.engine))
+        assert {one.width for one in found} == {0}
+        assert {one.requests for one in found} == {1, 2, 4, 8}
+
+    def test_all_of_it_is_recorded_and_nothing_stays_behind(
+        self, open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = open_llm(rounds="queued", drafter="ngram")
+        engine, made = recording(llm, monkeypatch)
+        read: list[int] = []
+        forward = engine.target.forward
+
+        def reads(batch: Any, cache: Any) -> Any:
+            read.append(batch.num_rows)
+            return forward(batch, cache)
+
+        monkeypatch.setattr(engine.target, "forward", reads)
+        said: list[str] = []
+        warm_up(engine, said.append)
+        assert made == list(likely_shapes(engine))
+        assert read[:3] == [16, 32, 64]
+        assert said == ["warming up: compiling and recording what requests will need (once compiled, it takes seconds)"]
+        assert engine.pool.free_pages == engine.pool.num_pages
+        assert not engine.tables
+
+    def test_it_ends_in_time_and_says_what_is_left(self, engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(warming, "_LIMIT_S", 0.0)
+        said: list[str] = []
+        warm_up(engine, said.append)
+        assert said[1:] == ["warming up took 0 s: what is left is recorded when it comes"]
+
+    def test_nothing_is_done_where_nothing_is_recorded(self, open_llm: Callable[..., LLM]) -> None:
+        llm = open_llm(rounds="queued", drafter="ngram", warm_up=True)
+        assert isinstance(llm.engine, QueuedEngine)
+        said: list[str] = []
+        warm_up(llm.engine, said.append)
+        assert not said
+        assert not len(llm.engine.rounds)
+
+
+def test_measuring_takes_no_larger_round(engine: QueuedEngine) -> None:
+    large, small = (shape([nodes, nodes]) for nodes in (12, 3))
+    engine.rounds.of(large)
+    assert engine.rounds.of(small).shape == large
+    assert engine.rounds.of(small, exactly=True).shape == small
+    assert engine.rounds.of(small).shape == small, "it is there now"
+
+
+def test_a_shape_that_comes_often_is_recorded(engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_ins, "_OFTEN", 2)
+    large, small = (shape([nodes, nodes]) for nodes in (12, 3))
+    engine.rounds.of(large)
+    assert [engine.rounds.of(small).shape for _ in range(4)] == [large, large, small, small]
+
+
+@pytest.mark.parametrize("often", [0, 2, 1_000_000])
+def test_the_same_tokens_whoever_stands_in(
+    open_llm: Callable[..., LLM], tiny_draft: Path, monkeypatch: pytest.MonkeyPatch, often: int
+) -> None:
+    """Chains and trees of all drafters in rounds with more rows, wider ones, and such for trees."""
+    monkeypatch.setattr(stand_ins, "_OFTEN", often)
+    answers = Answers()
+    scripted: list[str | Drafter] = [*dict(all_scripted(answers)).values()]
+    drafters: list[str | Drafter] = [*scripted, "ngram", "suffix", f"model:{tiny_draft}"]
+    eager = open_llm(rounds="eager", drafter=None)
+    llm = open_llm(rounds="queued", drafter=drafters, planner="fixed")
+    engine, made = recording(llm, monkeypatch)
+    batch = cases()
+    expected = plain(eager, batch, answers)
+    warm_up(engine)
+    warmed = len(made)
+    stood_in = list[RoundShape]()
+    known = Rounds.of
+
+    def of(self: Rounds, wanted: RoundShape, *, exactly: bool = False) -> Round:
+        found = known(self, wanted, exactly=exactly)
+        stood_in.extend([wanted] if found.shape != wanted else [])
+        return found
+
+    monkeypatch.setattr(Rounds, "of", of)
+    for name in ("right", "bushy", "bushy_wrong", "ngram", "suffix", "model"):
+        assert not differences(batch, expected, run(llm, batch, name)), name
+    if often:
+        assert {one.is_tree for one in stood_in} == {False, True}
+    else:
+        assert not stood_in
+    assert len(made) > warmed, "penalties and the like are recorded when they come"
