@@ -15,11 +15,12 @@ from simulated_held import RUNS, WAYS, Run
 
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench import live, traffic
+from slipstream.bench.deciding import with_planning
 from slipstream.bench.outcome import Served, Speculation
 from slipstream.bench.recording import Recording
 from slipstream.cli.traffic import Found, Rounds, Tape
 from slipstream.core.outputs import RequestOutput
-from slipstream.core.responsive import responsive
+from slipstream.core.responsive import rarely_searched
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.engine.build import build
 from slipstream.engine.config import EngineConfig
@@ -162,7 +163,7 @@ def at_rate(sender: Sender, rate: float, options: argparse.Namespace, busy: bool
     for window in windows:
         turn = window % len(WAYS)
         runs += [sender.run(rate, window, way, times[window], tape) for way in WAYS[turn:] + WAYS[:turn]]
-    recording = tape.stop()
+    recording = with_planning(tape.stop())
     return runs, replace(recording, made=replace(recording.made, planner="fixed"))  # in the runs that were recorded
 
 
@@ -188,5 +189,5 @@ def real_runs(options: argparse.Namespace, busy: bool) -> tuple[list[Run], dict[
         return run(real, real.tokenizer, options, busy)
     sizes = {"max_num_seqs": options.max_num_seqs, "memory": options.memory}
     llm = LLM(options.model, drafter=options.drafter, prefix_caching=False, warm_up=True, **sizes)
-    with llm, responsive():  # as the server runs it
+    with llm, rarely_searched():  # as a server's engine
         return run(ByTheWall(llm), llm.tokenizer, options, busy)

@@ -18,7 +18,7 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import ConfigError
 from slipstream.core.reading import read_named
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,18 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
+class Planning:
+    """What the adaptive planner takes of a round that waits for the host, beside what fixed rules take: so much, and
+    for each request more. Recordings are made without it."""
+
+    round_s: float = 0.0
+    request_s: float = 0.0
+
+    def seconds(self, requests: int) -> float:
+        return max(0.0, self.round_s + self.request_s * requests)
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     model: str
     machine: Machine
@@ -174,6 +186,7 @@ class Recording:
     costs: Costs
     traces: tuple[Trace, ...]
     made: Made = Made()
+    planning: Planning = Planning()
 
     def save(self, path: Path) -> None:
         traces = [packed(trace) for trace in self.traces]
@@ -203,6 +216,7 @@ class Recording:
                 Costs.unpacked(whole["costs"]),
                 tuple(unpacked(trace) for trace in whole["traces"]),
                 Made(**whole["made"] | {"alone_s": tuple(map(float, whole["made"]["alone_s"]))}),
+                Planning(**whole["planning"]),
             )
             _check(recording)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -219,6 +233,8 @@ def _check(recording: Recording) -> None:
         for name, value in asdict(seen).items():
             if name != "drafter":
                 _check_number(name, value, 0)
+    for name, value in asdict(recording.planning).items():
+        _check_number(name, value, -sys.float_info.max)
     for trace in recording.traces:
         for name, value in (("prompt_tokens", trace.prompt_tokens), ("output_tokens", trace.output_tokens)):
             _check_number(name, value, 1)

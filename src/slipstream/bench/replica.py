@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,6 +88,8 @@ class Replica:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    deciding: list[tuple[int, float]] = field(default_factory=list)
+    """Of rounds that wait for the host: requests, and the seconds that rules and planner took here and now."""
     scheduler: Scheduler = field(init=False)
     drafting: Drafting = field(init=False)
     _followers: QueuedFollowers = field(init=False)
@@ -202,6 +205,7 @@ class Replica:
         planner, queued = self.drafting.planner, self.recording.machine.queued
         if isinstance(planner, _TimedPlanner):
             planner.requests = max(1, len(decodes))
+        begun = time.perf_counter()
         waits = queued and self.drafting.waits(decodes)  # by a look at those who rest, before anybody hears of a round
         self._walks.unheard = {}
         verdicts_of_last, times_of_last = self._verdicts, self._times
@@ -211,6 +215,8 @@ class Replica:
         if not queued:
             _tell(times_of_last)
         plan = self.drafting.plan(decodes) if decodes or not queued else Gathered.of(0).plan()
+        if waits:
+            self.deciding.append((len(decodes), time.perf_counter() - begun))
         hoped = planner.hoped
         lagging = self.drafting.following.lagging(decodes, plan) if queued else {}
         if queued and not waits:  # it was planned while the device was still at work on the round before
@@ -243,6 +249,8 @@ class Replica:
             self.scheduler.commit(chunk)
         host_s = self.costs.host_s(len(decodes) + len(completing))
         waiting_s = self.costs.wait_s(len(decodes), rows, schedule.newcomers) if queued else 0.0
+        if self.setting.speculation == "planned":
+            waiting_s += self.recording.planning.seconds(len(decodes))
         wait_s = waiting_s if waits and plan.hosts else 0.0
         if lagging:  # what they missed must be known and read first
             late_s = sum(self.costs.catch_up_s(name, len(theirs)) for name, theirs in lagging.items())

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.bench import live, traffic
+from slipstream.bench.deciding import with_planning
 from slipstream.bench.outcome import Outcome, Served, Speculation
 from slipstream.bench.prompts import BenchPrompt
 from slipstream.bench.recorder import Recorder
@@ -29,7 +30,7 @@ from slipstream.cli.options import Common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
-from slipstream.core.responsive import responsive
+from slipstream.core.responsive import rarely_searched
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.train.plot import Panel, draw
 
@@ -96,7 +97,7 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
     """The prompts, at this rate, to the real engine."""
     drafters = () if common.no_speculation else common.drafters
     load = load_before()
-    with loaded(common, drafters, prefix_caching=False, warm_up=True) as llm, responsive():  # as the server runs it
+    with loaded(common, drafters, prefix_caching=False, warm_up=True) as llm, rarely_searched():  # as a server's engine
         work = plan_work(llm, prompts, params, 1)
         own = params.speculation
         if drafters:
@@ -116,7 +117,7 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
             served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
         if capacity.record is not None:
             tape.rehearse(send, crowds=False)
-            tape.stop().save(capacity.record)
+            with_planning(tape.stop()).save(capacity.record)
             note(f"wrote {capacity.record}")
     way = drafters[0] if drafters else "off"
     row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))

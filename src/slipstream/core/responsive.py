@@ -17,13 +17,23 @@ requests some seconds. Where there is always something to do it is a minute."""
 
 @contextmanager
 def responsive() -> Iterator[None]:
-    """Inside, threads take turns quickly, and none is held up by a search through all that is there already.
-
-    Whatever makes many objects at once, a large body or a crowd of requests, has Python look for garbage: not among
-    all that torch and the model have brought, and among all that came later rarely, or when there is time (`tidy`).
-    """
-    before, searches = sys.getswitchinterval(), gc.get_threshold()
+    """Inside, threads take turns quickly, and none is held up by a search through all that is there already."""
+    before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
+    try:
+        with rarely_searched():
+            yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextmanager
+def rarely_searched() -> Iterator[None]:
+    """Whatever makes many objects at once, a large body or a crowd of requests, has Python look for garbage: inside not
+    among all that torch and the model have brought, and among all that came later rarely, or when there is time
+    (`tidy`).
+    """
+    searches = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*searches[:2], max(searches[2], _RARELY))
@@ -32,11 +42,10 @@ def responsive() -> Iterator[None]:
     finally:
         gc.set_threshold(*searches)
         gc.unfreeze()
-        sys.setswitchinterval(before)
 
 
 def tidy() -> None:
-    """There is time for what `responsive` puts off. Nothing is done where it does not, or where nothing was."""
+    """There is time for what `rarely_searched` puts off. Nothing is done where it does not, or where nothing was."""
     young, _, everything = gc.get_threshold()
     if young and everything >= _RARELY and gc.get_count()[2]:
         gc.collect()

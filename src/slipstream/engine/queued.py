@@ -177,7 +177,7 @@ class QueuedEngine(TellingEngine):
                 run.allow(self._allowed_rows(schedule.decodes, plan, run))
             run.verify()
             counts, drafts, hosts = plan.counts, plan.drafts, plan.hosts
-            told = run.result(len(counts), max(counts))
+            told = run.result(len(counts))
             chosen, owners = run.choices(), run.owners()
             rows = run.shape.rows  # with those that fill it up: they cost as much
             for answer, authors, count, deep in zip(schedule.decodes, plan.authors, counts, plan.depths, strict=True):

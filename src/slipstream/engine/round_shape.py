@@ -18,8 +18,8 @@ _DRAWN_WIDTHS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, MAX_NODES)
 """… of rejection sampling, which looks at the whole vocabulary for every node that there might be."""
 _CROWD = 16
 """So many requests rarely all have short contexts: they share the next larger size."""
-_CHEAP_ROWS = 64
-"""A pass of so many rows takes hardly longer than one of few."""
+_CHEAP_ROWS = 16
+"""A pass of so many rows takes no longer than one of fewer: products have tiles of as many."""
 
 
 class RoundShape(NamedTuple):

@@ -206,16 +206,12 @@ class Round:
         """The target pass, the verdict, and everything that follows from it on the device."""
         (self._verify_graph or self._verify)()
 
-    def result(self, requests: int, nodes: int) -> NDArray[np.int64]:
-        """A host copy of what these are told, under way: wait for the device before reading it.
-
-        Of a round of chains, with so many nodes at most, it has what was emitted, and nothing behind that.
-        """
+    def result(self, requests: int) -> NDArray[np.int64]:
+        """A host copy of what these are told, under way: wait for the device before reading it."""
         self._told = (self._told + 1) % _COPIES
         result = self._results[self._told]
         result.copy_(self.told.table, non_blocking=True)
-        told = result.numpy()[:requests]
-        return told if self.shape.is_tree else told[:, : 3 + nodes]
+        return result.numpy()[:requests]
 
     def owners(self) -> NDArray[np.int64] | None:  # [B, K]
         """A host copy, under way as the `result`: of each node, one bit for each device drafter (see `numbers`) that

@@ -70,7 +70,7 @@ class Ticket:
 
     members: tuple[Member, ...]  # decodes, then those whose prompt it completes
     decodes: int
-    told: NDArray[np.int64] | None  # [D, …] of the decodes, as in `Told`; of chains without the path
+    told: NDArray[np.int64] | None  # [D, …] of the decodes, as in `Told`
     first: Tensor | None  # [C] on the host: first tokens of the others
     round: Round | None
     rows: int
@@ -109,13 +109,15 @@ class Ticket:
         """What became of each member, once the device is done."""
         verdicts: list[Verdict] = []
         if self.told is not None and self.round is not None:
-            is_tree, paths = self.round.shape.is_tree, 3 + self.round.shape.width
+            is_tree, behind = self.round.shape.is_tree, 3 + self.round.shape.width
             chosen = [] if self.chosen is None else self.chosen.tolist()
             counts = self.counts()
+            most = max(counts[: self.decodes])  # a round may be made for far larger drafts
+            paths = self.told[:, behind : behind + most].tolist() if is_tree else []
             row = 0
-            for i, (member, line) in enumerate(zip(self.members, self.told.tolist(), strict=False)):
+            for i, (member, line) in enumerate(zip(self.members, self.told[:, : 3 + most].tolist(), strict=False)):
                 emitted, accepted = line[0], line[1]
-                path = tuple(line[paths : paths + accepted]) if is_tree else _PATHS[accepted]
+                path = tuple(paths[i][:accepted]) if is_tree else _PATHS[accepted]
                 begin, row = row, row + 1 + counts[i]
                 choices = tuple(chosen[begin:row]) if emitted else ()
                 tokens = tuple(line[2 : 2 + emitted])

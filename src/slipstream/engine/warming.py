@@ -27,8 +27,8 @@ _LIMIT_S = 60.0
 _FEATURES = (Features(greedy=True), Features(sampled=True))
 _CONTEXTS = (1, 1024)
 """Tokens of context: a round has sizes for them, too."""
-_ROWS = (64, 128, 256)
-"""Of rounds with drafts: each stands in for those of half as many, and the first for all smaller ones."""
+_ROWS = (16, 32, 64, 128, 256)
+"""Of rounds with drafts: each stands in for those that have more than half as many."""
 
 
 def likely_shapes(engine: QueuedEngine) -> Iterator[RoundShape]:
@@ -51,7 +51,7 @@ def likely_shapes(engine: QueuedEngine) -> Iterator[RoundShape]:
                 drafted = [
                     plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
                     for rows in _ROWS
-                    if guesses and requests < rows <= most
+                    if guesses and requests <= rows <= most
                 ]
                 for shape in (plain, *drafted):
                     if shape not in seen:
