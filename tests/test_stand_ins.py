@@ -138,7 +138,7 @@ def likely(tiny_target: Path) -> tuple[list[RoundShape], int]:
         assert isinstance(llm.engine, QueuedEngine)
         found = [one._replace(version=0) for one in likely_shapes(llm.engine)]
         most_keys = llm.engine.plan.max_model_len + 1 + MAX_NODES
-    assert len(found) == len(set(found)) < 150
+    assert len(found) == len(set(found)) < 220
     return found, most_keys
 
 
@@ -158,7 +158,7 @@ class TestWarmUp:
             most_keys=most_keys,
             context=data.draw(st.integers(1, 1900)),
             is_tree=data.draw(st.booleans()) and any(counts),
-            features=data.draw(st.sampled_from([GREEDY, Features(sampled=True)])),
+            features=data.draw(st.sampled_from([GREEDY, Features(sampled=True), Features(greedy=True, sampled=True)])),
         )
         assert wanted in shapes or any(other.does(wanted) for other in shapes)
 
@@ -196,7 +196,7 @@ class TestWarmUp:
         monkeypatch.setattr(warming, "_LIMIT_S", 0.0)
         said: list[str] = []
         warm_up(engine, said.append)
-        assert said[1:] == ["warming up took 0 s: what is left is recorded when it comes"]
+        assert said[1:] == ["warming up ends here (after 0 s): what is left is recorded when it comes"]
 
     def test_nothing_is_done_where_nothing_is_recorded(self, open_llm: Callable[..., LLM]) -> None:
         llm = open_llm(rounds="queued", drafter="ngram", warm_up=True)

@@ -8,7 +8,8 @@ What is not here comes when it is asked for: longer contexts, penalties, grammar
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import torch
 
@@ -16,6 +17,7 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.engine.posing import most_context, posed
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape, crowds
+from slipstream.kernels.jit import ROOMS, room_for
 from slipstream.models.gpu import WIDE_SIZES
 from slipstream.models.paths import Progress
 from slipstream.models.reads import READ_ROWS
@@ -24,39 +26,43 @@ from slipstream.sampling.table import Features
 
 _LIMIT_S = 60.0
 """Nothing more is begun when so much is over: on a fresh machine nearly all of it goes by compiling."""
-_FEATURES = (Features(greedy=True), Features(sampled=True))
+_LEAVE_BYTES = 2**30
+"""Of the device's memory: prompts and what comes later need some."""
+_FEATURES = (Features(greedy=True), Features(sampled=True), Features(greedy=True, sampled=True))
 _CONTEXTS = (1, 1024)
 """Tokens of context: a round has sizes for them, too."""
 _ROWS = (16, 32, 64, 128, 256)
 """Of rounds with drafts: each stands in for those that have more than half as many."""
+_OTHERS = ((16, False), (MAX_NODES, False), (16, True))
+"""Nodes of a request, and whether they are trees: for what such rounds have of their own to be compiled."""
 
 
 def likely_shapes(engine: QueuedEngine) -> Iterator[RoundShape]:
-    """What rounds will be like, the likeliest first: without drafts, and as large as they come."""
-    config, guesses = engine.config, bool(engine.drafting.drafters)
-    seen: set[RoundShape] = set()
-    for context in _CONTEXTS:
-        for features in _FEATURES:
-            for requests in crowds(config.max_num_seqs):
-                plain = RoundShape.of(
-                    [0] * requests,
-                    context,
-                    is_tree=False,
-                    features=features,
-                    version=engine.sampling.version,
-                    keeps_logits=False,
-                    most_keys=engine.plan.max_model_len + 1 + MAX_NODES,
-                )
-                most = min(requests * (1 + MAX_NODES), config.draft_rows)
-                drafted = [
-                    plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
-                    for rows in _ROWS
-                    if guesses and requests <= rows <= most
-                ]
-                for shape in (plain, *drafted):
-                    if shape not in seen:
-                        seen.add(shape)
-                        yield shape
+    """What rounds will be like, each once, the likeliest first: without drafts, and as large as they come."""
+    most, guesses = engine.config.max_num_seqs, bool(engine.drafting.drafters)
+
+    def shape(counts: Sequence[int], context: int, features: Features, *, is_tree: bool = False) -> RoundShape:
+        return RoundShape.of(
+            counts,
+            context,
+            is_tree=is_tree,
+            features=features,
+            version=engine.sampling.version,
+            keeps_logits=False,
+            most_keys=engine.plan.max_model_len + 1 + MAX_NODES,
+        )
+
+    def all_of_them() -> Iterator[RoundShape]:
+        for context, features, requests in product(_CONTEXTS, _FEATURES, crowds(most)):
+            yield (plain := shape([0] * requests, context, features))
+            for rows in _ROWS if guesses else ():
+                if requests <= rows <= min(requests * (1 + MAX_NODES), engine.config.draft_rows):
+                    yield plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
+        for room, (width, is_tree) in product(ROOMS, _OTHERS if guesses else ()):
+            if room <= room_for(most):
+                yield shape([width] + [0] * (min(room, most) - 1), 1, _FEATURES[0], is_tree=is_tree)
+
+    return iter(dict.fromkeys(all_of_them()))
 
 
 @torch.inference_mode()
@@ -76,8 +82,18 @@ def warm_up(engine: QueuedEngine, progress: Progress | None = None) -> None:
                 for _ in range(2):  # what comes twice is recorded
                     scene.read(rows, wide=True)
     for shape in likely_shapes(engine):
-        if time.perf_counter() > end:
+        if why := _enough(engine, end):
             if progress:
-                progress(f"warming up took {_LIMIT_S:.0f} s: what is left is recorded when it comes")
+                progress(f"warming up ends here ({why}): what is left is recorded when it comes")
             break
         engine.rounds.of(shape, exactly=True)
+
+
+def _enough(engine: QueuedEngine, end: float) -> str:
+    """Why nothing more is to be recorded; empty: there is no reason."""
+    if time.perf_counter() > end:
+        return f"after {_LIMIT_S:.0f} s"
+    device = engine.target.device
+    if device.type == "cuda" and (left := torch.cuda.mem_get_info(device)[0]) < _LEAVE_BYTES:
+        return f"{left / 2**20:.0f} MiB of memory are left"
+    return ""

@@ -79,13 +79,13 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_CROWDS = (16, 64, 256)
+ROOMS = (16, 64, 256)
 
 
 def room_for(requests: int) -> int:
     """A power of two that has room for so many. One of few: for each of them kernels are compiled anew, while somebody
     waits for an answer."""
-    return next((size for size in _CROWDS if size >= requests), 0) or int(triton.next_power_of_2(requests))
+    return next((size for size in ROOMS if size >= requests), 0) or 1 << (requests - 1).bit_length()
 
 
 class _Recording(threading.local):
@@ -110,6 +110,7 @@ def is_recording() -> bool:
 
 
 __all__ = [
+    "ROOMS",
     "TensorDescriptor",
     "has_kernels",
     "has_triton",
