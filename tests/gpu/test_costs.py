@@ -11,7 +11,7 @@ from gpu_scenes import open_on_gpu, save_real_heads
 from medusa_checkpoints import tiny_medusa
 from shared_drafts import tiny_shared
 from slipstream import SamplingParams
-from slipstream.engine.measuring import measure
+from slipstream.engine.measuring import SIZES, measure
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def test_drafters_by_crowd(tiny_target: Path, tmp_path: Path) -> None:
         costs = measure(llm.engine, None, said.append)
         assert costs is not None
         assert not [text for text in said if "not be timed" in text or "not captured" in text]
-        assert costs.passes.sizes == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        assert costs.passes.sizes == SIZES
         for name in ("eagle", "medusa", "model"):
             assert [seen.requests for seen in costs.drafts[name]] == [1, 8, 64]
         assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
