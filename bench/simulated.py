@@ -20,7 +20,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         targets = good[f"{rate:g}"] = options.latency_target or targets_of(own)
         found += held(own, recording, drafters[0], targets)
         priced = RoundCosts(recording.costs, apart=recording.machine.queued)
-        told_of += [_about(one, priced) for one in own]
+        told_of += [_about(one, costs_off_by(one, priced, recording.planning)) for one in own]
         doubted += [f"{rate:g}/s, not sure: {doubt}" for doubt in doubts(recording, drafters[0], together=True)]
     for one in found:
         spread = " ".join(f"{value:.4f}" for value in one.each) if len(one.each) > 1 else ""
@@ -191,10 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(result))
 
 
-def _about(one: Run, costs: RoundCosts) -> dict[str, Any]:
+def _about(one: Run, off_by: Mapping[str, float]) -> dict[str, Any]:
     """A run beside its figures."""
     own = {name: getattr(one, name) for name in ("rate", "window", "way", "counts", "alone_s")}
-    return {**own, "costs_off_by": costs_off_by(one, costs)}
+    return {**own, "costs_off_by": off_by}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.bench.costs import RoundCosts
 from slipstream.bench.outcome import Outcome, Served, Speculation, Targets
-from slipstream.bench.recording import Costs, Recording
+from slipstream.bench.recording import Costs, Planning, Recording
 from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
@@ -145,9 +145,9 @@ def _simulated(runs: Sequence[Run], recording: Recording, setting: Setting) -> l
     return [served for served, run in zip(by_run, runs, strict=True) if run.counts]
 
 
-def costs_off_by(run: Run, costs: RoundCosts) -> Mapping[str, float]:
+def costs_off_by(run: Run, costs: RoundCosts, planning: Planning) -> Mapping[str, float]:
     """How much longer passes of a run are taken to last, in all, than they did: those with prompts and the others, and
-    waits for the host."""
+    waits for the host, the planner's own time included where it plans."""
     if run.costs is None:
         return {}
     real: dict[str, float] = defaultdict(float)
@@ -159,5 +159,6 @@ def costs_off_by(run: Run, costs: RoundCosts) -> Mapping[str, float]:
         told[kind] += seen.count * costs.pass_s(seen.rows, seen.read_rows, load, wake=seen.wake, along=seen.along)
     for wait in run.costs.waits:
         real["waits"] += wait.count * wait.seconds
-        told["waits"] += wait.count * costs.wait_s(wait.requests, wait.rows, wait.newcomers)
+        own_s = planning.seconds(wait.requests) if run.way == "planned" else 0.0
+        told["waits"] += wait.count * (costs.wait_s(wait.requests, wait.rows, wait.newcomers) + own_s)
     return {kind: told[kind] / real[kind] - 1 for kind in real if real[kind]}

@@ -51,6 +51,18 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+@pytest.mark.parametrize(
+    ("said", "usual", "found"),
+    [(None, {}, None), (None, {"warm_up": True}, True), (False, {"warm_up": True}, False), (True, {}, True)],
+)
+def test_who_says_whether_to_warm_up_is_heard(
+    monkeypatch: pytest.MonkeyPatch, said: bool | None, usual: dict[str, Any], found: bool | None
+) -> None:
+    monkeypatch.setattr(loading, "fetch", lambda common, name, on_fetch: name)
+    made = loading._options(options.Common(warm_up=said), (), lambda text: None, usual)
+    assert made.get("warm_up") is found
+
+
 def test_generate_streams_text_to_stdout_and_the_summary_to_stderr(run: Run, llm: FakeLLM) -> None:
     done = run("generate", "Hi", "--system", "Be kind.")
     assert (done.code, done.out) == (0, "Hello to you\n")

@@ -12,7 +12,7 @@ import pytest
 
 from serving import serving
 from slipstream import LLM, SamplingParams
-from slipstream.core.responsive import responsive, tidy
+from slipstream.core.responsive import rarely_searched, responsive, tidy
 from slipstream.engine import loop
 from slipstream.serve import server as http
 
@@ -31,6 +31,14 @@ def test_threads_take_turns_quickly_and_what_is_there_is_left_alone() -> None:
         assert sys.getswitchinterval() == pytest.approx(0.0001)
         assert gc.get_freeze_count() > frozen
     assert sys.getswitchinterval() == pytest.approx(0.005)
+    assert gc.get_freeze_count() == 0
+
+
+def test_who_shares_its_process_may_leave_the_turns_alone() -> None:
+    sys.setswitchinterval(0.005)
+    with rarely_searched():
+        assert sys.getswitchinterval() == pytest.approx(0.005)
+        assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
 
 

@@ -20,6 +20,7 @@ from slipstream.bench.costs import RoundCosts
 from slipstream.bench.outcome import Outcome, Served, Speculation, Spread, Targets
 from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import (
+    VERSION,
     Costs,
     DrafterKind,
     DraftSeen,
@@ -28,6 +29,7 @@ from slipstream.bench.recording import (
     Made,
     Offer,
     PassSeen,
+    Planning,
     Recording,
     Trace,
     WaitSeen,
@@ -49,6 +51,7 @@ from slipstream.plan.traits import overlap
 from stepping import Stepper
 
 HOST_S = 0.0007
+NO_PLANNING = Planning()
 
 
 def pass_s(rows: int) -> float:
@@ -276,6 +279,7 @@ def test_some_answers_come_before_the_traffic_that_is_recorded() -> None:
         (("costs", "passes", 0, 4), "x", "seconds='x'"),
         (("costs", "passes", 0, 4), -1.0, "seconds=-1.0"),
         (("costs", "host", 0, 1), math.nan, "seconds=nan"),
+        (("planning", "round_s"), "x", "round_s='x'"),
         (("traces", 0, "request", 0), -39, "prompt_tokens=-39"),
         (("traces", 0, "offers"), [], "AttributeError"),
         (("traces", 0, "offers", "ngram", 0, 0), "x", "position='x'"),
@@ -300,9 +304,11 @@ def test_numbers_that_nobody_can_have_recorded_are_damage(
 
 def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = record_real(tiny_target, monkeypatch, planner="fixed", requests=6)
+    recording = replace(recording, planning=Planning(-1e-4, 2e-5))
     file = tmp_path / "r.json"
     recording.save(file)
     read = Recording.load(file)
+    assert read.planning == recording.planning
     assert read.machine == recording.machine
     assert read.drafters == recording.drafters
     assert read.costs == recording.costs
@@ -319,7 +325,7 @@ def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkey
     for text, said in (
         ("{", r"is no recording, .*make one"),
         ("{}", "no recording"),
-        ('{"slipstream_recording":3}', "damaged"),
+        (f'{{"slipstream_recording":{VERSION}}}', "damaged"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
@@ -445,13 +451,13 @@ def test_of_a_recorded_tree_the_surest_nodes_are_guessed_as_deep_as_was_asked() 
     assert head.guess("a", 0, 3, 1).parents == (-1, -1, -1), "it has no more of them: what is lacking is wrong"
 
 
-def queued_engine(host: bool) -> Replica:
+def queued_engine(host: bool, planning: Planning = NO_PLANNING, way: Speculation = "planned") -> Replica:
     """Passes take 10 ms, and a round that waits for the host 2 ms more."""
     recording = made_up(0.0, queued=True)
     kind = DrafterKind("ngram", False, 5) if host else DrafterKind("ngram", True, 5)
     costs = replace(recording.costs, host=(HostSeen(1, 0.0, 9),), waits=(WaitSeen(1, 1, 0, 0.002, 9),))
-    recording = replace(recording, drafters=(kind,), costs=costs)
-    engine = Replica(recording, RoundCosts(costs, apart=True), Setting("planned", "ngram"))
+    recording = replace(recording, drafters=(kind,), costs=costs, planning=planning)
+    engine = Replica(recording, RoundCosts(costs, apart=True), Setting(way, "ngram"))
     engine.add(Served(0.0, 50, 100), Walk(recording.traces[0], {}, random.Random(0)))
     return engine
 
@@ -724,6 +730,18 @@ def test_a_queued_round_waits_for_the_host_and_else_is_planned_before_the_last_i
         assert told == ["next_round", *(2 * ["observe", "next_round", "observe_wait", "observe_round"])]
     else:
         assert told == ["next_round", *(2 * ["next_round", "observe", "observe_round"])]
+
+
+@pytest.mark.parametrize(
+    ("way", "host", "longer_s"), [("planned", True, 0.004), ("planned", False, 0), ("fixed", True, 0)]
+)
+def test_who_waits_for_the_host_waits_for_the_planner_too(way: Speculation, host: bool, longer_s: float) -> None:
+    engines = [queued_engine(host, planning, way) for planning in (Planning(), Planning(0.003, 0.001))]
+    for _ in range(3):
+        for engine in engines:
+            engine.step(engine.busy_until)
+    usual, longer = engines
+    assert longer.busy_until - usual.busy_until == pytest.approx(2 * longer_s), "the first round reads the prompt"
 
 
 def test_a_drafter_that_nobody_waits_for_guesses_what_the_round_under_way_will_say(

@@ -12,7 +12,7 @@ import pytest
 from bench_scripts import simulated, simulated_held
 from slipstream.bench.costs import RoundCosts
 from slipstream.bench.outcome import Served, Speculation, Targets
-from slipstream.bench.recording import Costs, HostSeen, PassSeen, Recording, WaitSeen
+from slipstream.bench.recording import Costs, HostSeen, PassSeen, Planning, Recording, WaitSeen
 from slipstream.bench.replica import Setting
 from slipstream.bench.simulate import simulate
 from slipstream.bench.traffic import Coming
@@ -142,7 +142,9 @@ def test_how_far_off_recorded_costs_are_is_told_by_kind() -> None:
     )
     run = simulated_held.Run(1.0, 0, "off", True, 0.2, (Served(0, 1, 1),), own)
     told = RoundCosts(recording.costs, apart=True)
-    off_by = simulated_held.costs_off_by(run, told)
+    planning = Planning(0.0005, 0.0005)
+    off_by = simulated_held.costs_off_by(run, told, planning)
     assert off_by == pytest.approx({"decodes": 0.4 / 0.42 - 1, "prompts": 0.25, "waits": 1.0}, abs=1e-3)
-    assert not simulated_held.costs_off_by(replace(run, costs=None), told)
+    assert simulated_held.costs_off_by(replace(run, way="planned"), told, planning)["waits"] == pytest.approx(2.0)
+    assert not simulated_held.costs_off_by(replace(run, costs=None), told, planning)
     assert simulated_held.Run.unpacked(run.packed()) == run

@@ -1,4 +1,4 @@
-"""Which sizes a draft may have where every size is captured when it first comes: few, and old ones rather than new."""
+"""Which sizes a draft may have where every size is captured by itself: few, and old ones rather than new."""
 
 from __future__ import annotations
 
