@@ -163,8 +163,9 @@ def at_rate(sender: Sender, rate: float, options: argparse.Namespace, busy: bool
     for window in windows:
         turn = window % len(WAYS)
         runs += [sender.run(rate, window, way, times[window], tape) for way in WAYS[turn:] + WAYS[:turn]]
-    recording = with_planning(tape.stop())
-    return runs, replace(recording, made=replace(recording.made, planner="fixed"))  # in the runs that were recorded
+    recording = tape.stop()
+    made = replace(recording.made, planner="fixed")  # in the runs that were recorded
+    return runs, with_planning(replace(recording, made=made))
 
 
 def run(

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.bench import replica
 from slipstream.bench.deciding import with_planning
-from slipstream.bench.recording import HostSeen, Planning, Recording, Trace, WaitSeen
+from slipstream.bench.recording import HostSeen, Made, Planning, Recording, Trace, WaitSeen
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.plans import Plan
 from slipstream.engine.state import Answer
@@ -54,7 +54,8 @@ def test_of_an_engine_that_serves_one_at_a_time() -> None:
 
 def test_nothing_is_found_out_where_nobody_waits_for_the_host() -> None:
     undrafted = replace(recorded(), traces=(Trace(50, 100, 0.0, 0.1, 1.0),))
-    for recording in (recorded(queued=False), made_up(0.0, queued=True), undrafted):
+    planned = replace(recorded(), made=Made(planner="adaptive"))  # whose waits have it
+    for recording in (recorded(queued=False), made_up(0.0, queued=True), undrafted, planned):
         assert with_planning(recording) is recording
 
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from exactness import cases, differences, plain, run
 from scripted import Answers, all_scripted
-from slipstream import LLM
-from slipstream.core.draft import MAX_NODES
+from slipstream import LLM, SamplingParams
 from slipstream.drafters.base import Drafter
 from slipstream.engine import stand_ins, warming
-from slipstream.engine.config import EngineConfig
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.rounds import Round, Rounds
 from slipstream.engine.stand_ins import StandIns
 from slipstream.engine.warming import likely_shapes, warm_up
+from slipstream.plan.cost import PassCost
 from slipstream.sampling.table import Features
 
 GREEDY = Features(greedy=True)
@@ -75,7 +77,11 @@ class TestWhoStandsIn:
     def test_but_the_smallest_passes_take_as_long_as_each_other(self) -> None:
         large = shape([12, 0])
         assert large.rows == 16
-        assert large.does(shape([1, 0]))
+        assert large.does(shape([1, 1]))
+
+    def test_except_for_those_that_a_small_model_does_in_one_launch(self) -> None:
+        assert shape([1]).rows == 2
+        assert not shape([12]).does(shape([1]))
 
     def test_nor_where_each_place_for_a_node_costs_a_vocabulary(self) -> None:
         rejecting = Features(sampled=True, rejection=True)
@@ -102,13 +108,26 @@ class TestStandIns:
         assert found.of(wanted, {other: 0}) == other
         assert found.of(wanted, {}) is None
 
-    def test_what_came_over_tensors_that_are_gone_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(stand_ins, "_OFTEN", 1)
-        found, wanted = StandIns(), shape([3, 12])
-        newer = LARGE._replace(version=1)
+    def test_who_was_recorded_since_may_do_it_better(self) -> None:
+        found, wanted, better = StandIns(), shape([3, 12]), shape([12, 15])
         assert found.of(wanted, {LARGE: 0}) == LARGE
-        assert found.of(wanted._replace(version=1), {newer: 0}) == newer
-        assert found.of(wanted._replace(version=1), {newer: 0}) is None
+        assert found.of(wanted, {LARGE: 0, better: 0}) == LARGE
+        found.forget()
+        assert found.of(wanted, {LARGE: 0, better: 0}) == better
+
+    def test_what_comes_now_and_then_is_never_recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stand_ins, "_OFTEN", 3)
+        monkeypatch.setattr(stand_ins, "_OF_LATE", 1)  # among many others, that is
+        found = StandIns()
+        assert [found.of(shape([3, 12]), {LARGE: 0}) for _ in range(50)] == [LARGE] * 50
+
+    def test_what_is_over_tensors_that_are_gone_fades_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stand_ins, "_OF_LATE", 3)
+        found, wanted = StandIns(), shape([3, 12], version=1)
+        newer = LARGE._replace(version=2)
+        for version in (1, 1, 2):
+            found.of(wanted._replace(version=version), {LARGE._replace(version=1): 0, newer: 0})
+        assert not found._came, "of the newer one half of one is left"
 
 
 def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[QueuedEngine, list[RoundShape]]:
@@ -131,36 +150,48 @@ def engine(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Que
     return recording(open_llm(rounds="queued", drafter="ngram", max_num_seqs=48), monkeypatch)[0]
 
 
-@pytest.fixture(scope="module")
-def likely(tiny_target: Path) -> tuple[list[RoundShape], int]:
-    """… and how many keys a row sees at most."""
-    with LLM(tiny_target, drafter="ngram", rounds="queued", max_num_seqs=48, device="cpu", memory="64MiB") as llm:
-        assert isinstance(llm.engine, QueuedEngine)
-        found = [one._replace(version=0) for one in likely_shapes(llm.engine)]
-        most_keys = llm.engine.plan.max_model_len + 1 + MAX_NODES
-    assert len(found) == len(set(found)) < 220
-    return found, most_keys
+def engine_of(max_num_seqs: int, max_draft_rows: int) -> Any:
+    """As far as likely shapes depend on it."""
+    return SimpleNamespace(
+        config=SimpleNamespace(max_num_seqs=max_num_seqs, draft_rows=max_draft_rows),
+        drafting=SimpleNamespace(drafters={"ngram": object()}),
+        sampling=SimpleNamespace(version_of=lambda features: 0),
+        plan=SimpleNamespace(most_keys=8192),
+    )
+
+
+SIZES = [(1, 1), (1, 256), (8, 8), (20, 20), (48, 200), (48, 256), (48, 512), (300, 300), (1000, 1000)]
+LIKELY = {sizes: list(likely_shapes(engine_of(*sizes))) for sizes in SIZES}
 
 
 class TestWarmUp:
+    @pytest.mark.parametrize("sizes", SIZES)
     @given(data=st.data())
-    def test_no_usual_round_has_to_be_recorded_afterwards(
-        self, data: st.DataObject, likely: tuple[list[RoundShape], int]
-    ) -> None:
+    def test_no_usual_round_has_to_be_recorded_afterwards(self, data: st.DataObject, sizes: tuple[int, int]) -> None:
         """However many requests, nodes and rows: in contexts of up to some 2,000 tokens."""
-        requests = data.draw(st.integers(1, 48))
-        counts = data.draw(st.lists(st.integers(0, 63), min_size=requests, max_size=requests))
-        while requests + sum(counts) > EngineConfig().draft_rows:
-            counts[counts.index(max(counts))] //= 2
-        shapes, most_keys = likely
+        most, most_rows = sizes
+        requests = data.draw(st.integers(1, most))
+        counts = [0] * requests
+        for _ in range(data.draw(st.integers(0, 6))):
+            more = data.draw(st.integers(0, min(63, most_rows - requests)))
+            counts[data.draw(st.integers(0, requests - 1))] = min(more, most_rows - requests - sum(counts))
+            counts = [max(0, count) for count in counts]
         wanted = shape(
             counts,
-            most_keys=most_keys,
+            most_keys=8192,
             context=data.draw(st.integers(1, 1900)),
             is_tree=data.draw(st.booleans()) and any(counts),
             features=data.draw(st.sampled_from([GREEDY, Features(sampled=True), Features(greedy=True, sampled=True)])),
         )
-        assert wanted in shapes or any(other.does(wanted) for other in shapes)
+        assert wanted in LIKELY[sizes] or any(other.does(wanted) for other in LIKELY[sizes])
+
+    @pytest.mark.parametrize("sizes", SIZES)
+    def test_nothing_is_recorded_that_cannot_come(self, sizes: tuple[int, int]) -> None:
+        most, most_rows = sizes
+        found = LIKELY[sizes]
+        assert len(found) == len(set(found)) < 400
+        assert max(one.rows for one in found) <= PassCost.filled(most_rows)
+        assert max(one.requests for one in found) == shape([0] * most).requests
 
     def test_a_round_without_drafts_is_all_that_an_engine_without_drafters_needs(
         self, open_llm: Callable[..., LLM]
@@ -197,6 +228,69 @@ class TestWarmUp:
         said: list[str] = []
         warm_up(engine, said.append)
         assert said[1:] == ["warming up ends here (after 0 s): what is left is recorded when it comes"]
+        assert engine.pool.free_pages == engine.pool.num_pages
+
+    def test_a_round_that_cannot_be_recorded_ends_it_but_not_recording(
+        self, engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may have been larger than what comes."""
+        good, tries = Round.capture, list[RoundShape]()
+
+        def capture(self: Round, pool: Any) -> None:
+            tries.append(self.shape)
+            if len(tries) > 4:
+                raise torch.OutOfMemoryError("for a graph")
+            good(self, pool)
+
+        monkeypatch.setattr(Round, "capture", capture)
+        said: list[str] = []
+        warm_up(engine, said.append)
+        assert len(tries) == 5
+        assert said[1:] == [
+            "warming up ends here (a round could not be recorded): what is left is recorded when it comes"
+        ]
+        assert engine.rounds.pool is not None
+        assert len(engine.rounds._rounds) == 4
+        assert engine.pool.free_pages == engine.pool.num_pages
+
+    def test_what_fails_is_said_and_the_engine_runs(
+        self, engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def forward(batch: Any, cache: Any) -> Any:
+            raise torch.OutOfMemoryError("for a prompt")
+
+        monkeypatch.setattr(engine.target, "forward", forward)
+        said: list[str] = []
+        warm_up(engine, said.append)
+        assert said[1:] == [
+            "warming up ends here (OutOfMemoryError: for a prompt): what is left is recorded when it comes"
+        ]
+        assert engine.pool.free_pages == engine.pool.num_pages
+        assert not engine.tables
+
+    def test_in_a_context_that_is_too_short_to_pose_in_rounds_are_recorded_all_the_same(
+        self, open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, made = recording(open_llm(rounds="queued", drafter="ngram", max_model_len=100), monkeypatch)
+        warm_up(engine)
+        assert made == list(likely_shapes(engine))
+
+    def test_a_request_that_wants_more_leaves_it_warm(
+        self, open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tensors that grow for biases and penalties are read by rounds with such requests only."""
+        llm = open_llm(rounds="queued", drafter="ngram", planner="fixed")
+        engine, made = recording(llm, monkeypatch)
+        monkeypatch.setattr(stand_ins, "_OFTEN", 1_000_000)
+        plainly = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        expected = llm.generate([[5, 6, 7] * 4], plainly)[0].outputs[0].token_ids
+        warm_up(engine)
+        for more in ({"logit_bias": {7: 1.0}}, {"presence_penalty": 0.5}, {"logit_bias": {7: 1.0, 9: 1.0}}):
+            llm.generate([[5, 6, 7] * 4], replace(plainly, **more))
+        warm = len(made)
+        assert engine.sampling.version >= 3
+        assert llm.generate([[5, 6, 7] * 4], plainly)[0].outputs[0].token_ids == expected
+        assert len(made) == warm
 
     def test_nothing_is_done_where_nothing_is_recorded(self, open_llm: Callable[..., LLM]) -> None:
         llm = open_llm(rounds="queued", drafter="ngram", warm_up=True)

@@ -22,10 +22,10 @@ def test_the_same_tokens_and_nothing_is_recorded(tmp_path: Path, monkeypatch: py
     batch, answers = some_cases()[:2], Answers()
     with open_on_gpu(target, "bfloat16", drafter=None, graphs=False) as plainly:
         expected = plain(plainly, batch, answers)
-    drafters = [Right(answers), Bushy(answers), "ngram"]
+    drafters, cold = [Right(answers), Bushy(answers), "ngram"], recorded.graphs
     with open_on_gpu(target, "bfloat16", drafter=drafters, warm_up=True, max_num_seqs=24) as llm:
         before = recorded.graphs
-        assert before > 50
+        assert before > cold + 50
         for name in (None, "right", "bushy", "ngram"):
             for alone in (True, False):
                 assert not differences(batch, expected, run(llm, batch, name, alone=alone)), name

@@ -1,7 +1,7 @@
 """How long the planner takes on this machine: rounds that wait for drafters on the host wait for it, too.
 
-A recording is made with fixed rules, which take no time. So requests are simulated from it once by these and once with
-the planner, which does there what it does in an engine, and the clock is looked at.
+Where they were recorded with fixed rules, which take no time, they did not. So requests are simulated from the
+recording once by these and once with the planner, which does what it does in an engine, and the clock is looked at.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _ENOUGH = 3
 
 
 def with_planning(recording: Recording) -> Recording:
-    """The recording with what the planner takes here and now, where rounds wait for the host."""
+    """The recording with what the planner takes here and now, where rounds wait for the host, and waited without it."""
     drafters = drafters_of(recording)
-    if not recording.machine.queued or not recording.costs.waits or not drafters:
+    waits = recording.machine.queued and bool(recording.costs.waits)
+    if not waits or recording.made.planner != "fixed" or not drafters:
         return recording
     fixed = _took(recording, Setting("fixed", drafters[0]))
     planned = _took(recording, Setting("planned", drafters[0]))
@@ -59,6 +60,6 @@ def _took(recording: Recording, setting: Setting) -> dict[int, float]:
 def _line(longer: Mapping[int, float]) -> Planning:
     """longer: by requests."""
     if len(longer) < 2:
-        return Planning(max(0.0, *longer.values(), 0.0))
+        return Planning(max((0.0, *longer.values())))
     request_s, round_s = np.polyfit(list(longer), list(longer.values()), 1)
     return Planning(float(round_s), float(request_s))

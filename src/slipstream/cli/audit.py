@@ -23,7 +23,8 @@ from slipstream.audit.results import Audit, Check, Outcome
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import hardware, versions
-from slipstream.cli.options import OUTPUT, PROMPTS, Common, option
+from slipstream.cli.options import Common
+from slipstream.cli.panels import OUTPUT, PROMPTS, option
 from slipstream.cli.shared import check_written, with_common
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.params import SamplingParams

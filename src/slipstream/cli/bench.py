@@ -20,7 +20,8 @@ from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.capacity import Capacity
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.machine import busy_warning, hardware, load_before, versions
-from slipstream.cli.options import OUTPUT, PROMPTS, Common, option
+from slipstream.cli.options import Common
+from slipstream.cli.panels import OUTPUT, PROMPTS, option
 from slipstream.cli.shared import with_common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError

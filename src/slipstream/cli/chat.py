@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from slipstream.cli.generate import PROMPT, Stopped, stream
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, Common, option
+from slipstream.cli.options import Common
+from slipstream.cli.panels import OUTPUT, option
 from slipstream.cli.shared import with_common
 from slipstream.cli.show import note, rate_line, request_json, summary
 from slipstream.core.errors import RequestError

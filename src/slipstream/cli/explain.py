@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, SPECULATION, Common, option
+from slipstream.cli.options import Common
+from slipstream.cli.panels import OUTPUT, SPECULATION, option
 from slipstream.cli.shared import OF_REQUESTS, with_common
 from slipstream.core.errors import ConfigError
 

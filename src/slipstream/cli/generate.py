@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text
+from slipstream.cli.options import Common, read_text
+from slipstream.cli.panels import OUTPUT, SAMPLING, SPECULATION, option
 from slipstream.cli.shared import with_common
 from slipstream.cli.show import note, request_json, summary
 from slipstream.constrain.source import source_of

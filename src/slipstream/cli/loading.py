@@ -116,10 +116,9 @@ def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more
         "trust_remote_code": common.trust_remote_code,
         "graphs": not common.no_graphs,
         "planner": common.planner_or("adaptive"),
-        **common.planning,
         **more,
+        **common.planning,
         **common.caching,
-        **common.warming,
     }
 
 
@@ -129,7 +128,7 @@ def plain_line(message: str) -> None:
 
 def line_of_long_steps(message: str) -> None:
     """What is done once on a machine may take a minute, and who waits should know for what; the rest is quick."""
-    if "(once" in message:
+    if "(once" in message or message.startswith("warming up"):
         plain_line(message)
 
 

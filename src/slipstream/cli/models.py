@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.options import OUTPUT, DebugOption, option
+from slipstream.cli.options import DebugOption
+from slipstream.cli.panels import OUTPUT, option
 
 if TYPE_CHECKING:
     from slipstream.models.resolve import LocalModel

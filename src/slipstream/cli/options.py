@@ -15,6 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from slipstream.cli.flags import naming_flags
+from slipstream.cli.panels import MODEL, OUTPUT, SAMPLING, SPECULATION, option
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.core.reading import read_named
@@ -31,12 +32,6 @@ WITHOUT_PREDICTION = (
     "there is no prediction to follow; give `generate` one with --prediction FILE, or name another drafter, such as "
     "ngram, suffix or auto"
 )
-
-MODEL = "Model"
-SPECULATION = "Speculation (changes the speed, never the tokens, unless rejection sampling judges them)"
-SAMPLING = "Sampling"
-OUTPUT = "Output"
-PROMPTS = "Prompts"
 
 
 @dataclass
@@ -63,11 +58,6 @@ DebugOption = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-
-
-def option(*names: str, metavar: str = "", panel: str, help: str, **more: Any) -> Any:
-    """An option as all of ours are: what it takes is named, and it stands under a heading."""
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +210,9 @@ class Common:
         option(
             "--warm-up/--no-warm-up",
             panel=MODEL,
-            help="On a GPU, compile and record before the first request what requests will most likely need: seconds, "
-            "half a minute the first time on a machine, for which a request would wait otherwise. Default: serve, and "
-            "bench with --rate, do.",
+            help="On a GPU, compile and record what requests will need before the first one: seconds, half a minute "
+            "the first time on a machine. Without, the first requests wait for it. Default: serve, and bench with "
+            "--rate, do.",
         ),
     ] = None
     planner: Annotated[
@@ -315,16 +305,12 @@ class Common:
         return {} if self.enable_prefix_caching is None else {"prefix_caching": self.enable_prefix_caching}
 
     @property
-    def warming(self) -> dict[str, bool]:
-        """Whether the engine is to warm up; nothing where nobody said."""
-        return {} if self.warm_up is None else {"warm_up": self.warm_up}
-
-    @property
     def planning(self) -> dict[str, Any]:
-        """What was asked of the planner; nothing where nothing was."""
+        """What was asked of the planner, and of the start; nothing where nothing was."""
         asked = {
             "min_gain": self.min_gain,
             "measure_costs": self.measure_costs,
+            "warm_up": self.warm_up,
             "max_draft_memory": self.max_draft_memory,
         }
         return {name: value for name, value in asked.items() if value is not None}

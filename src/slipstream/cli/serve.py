@@ -15,7 +15,8 @@ from typing import Annotated, Any, cast
 
 from slipstream.bench.tune import read_engine
 from slipstream.cli.loading import hosted
-from slipstream.cli.options import MODEL, OUTPUT, SPECULATION, Common, option
+from slipstream.cli.options import Common
+from slipstream.cli.panels import MODEL, OUTPUT, SPECULATION, option
 from slipstream.cli.shared import OF_REQUESTS, SAMPLING, with_common
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits

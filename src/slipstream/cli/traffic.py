@@ -117,7 +117,9 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
             served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
         if capacity.record is not None:
             tape.rehearse(send, crowds=False)
-            with_planning(tape.stop()).save(capacity.record)
+            recording = tape.stop()
+            recording.save(capacity.record)  # whatever becomes of the rest
+            with_planning(recording).save(capacity.record)
             note(f"wrote {capacity.record}")
     way = drafters[0] if drafters else "off"
     row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.loading import use_threads
-from slipstream.cli.options import MODEL, OUTPUT, DebugOption, option
+from slipstream.cli.options import DebugOption
+from slipstream.cli.panels import MODEL, OUTPUT, option
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.models.resolve import find_local
 from slipstream.train.config import OptionValue, TrainConfig

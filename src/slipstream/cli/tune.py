@@ -18,7 +18,8 @@ from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.loading import loaded
 from slipstream.cli.machine import busy_warning, load_before
-from slipstream.cli.options import OUTPUT, PROMPTS, SPECULATION, Common, option
+from slipstream.cli.options import Common
+from slipstream.cli.panels import OUTPUT, PROMPTS, SPECULATION, option
 from slipstream.cli.shared import check_written, with_common
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError

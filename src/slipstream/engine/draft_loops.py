@@ -18,7 +18,7 @@ from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRound
 from slipstream.engine.odds import Odds, OddsRoom
 from slipstream.kernels.pack_rows import RECENT, LaneState
 from slipstream.models.graphs import captured
-from slipstream.sampling.table import Features
+from slipstream.sampling.table import Features, is_stale
 
 _TREES = (4, 8, 16, 32, MAX_NODES)
 """Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself. Trees that
@@ -165,7 +165,7 @@ class DraftLoops:
             if self._pool is not None and (why := found.record(self._pool)) is not None:
                 self._complain([size.drafter for size in shape.drafts], why)
             self._note()
-            kept = [(s, loop) for s, loop in self._loops.items() if s.version == shape.version]  # the others are stale
+            kept = [(s, loop) for s, loop in self._loops.items() if not is_stale(s.version, shape.version)]
             self._loops = dict(kept[1 - _MOST :])
         self._loops[shape] = found  # the last is the one used last
         return found

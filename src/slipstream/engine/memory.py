@@ -48,6 +48,11 @@ class MemoryPlan:
     draft_places: int | None = None  # tokens' places that guesses may take at a time; None: any number
     max_positions: int = 0  # the model's own limit
 
+    @property
+    def most_keys(self) -> int:
+        """That a row of a pass ever sees: a whole text, its next token, and guesses behind it."""
+        return self.max_model_len + 1 + MAX_NODES
+
     def check_prompt(self, length: int) -> None:
         """Raise `InvalidRequest` where a prompt of so many tokens leaves no room for an answer."""
         if length < self.max_model_len:

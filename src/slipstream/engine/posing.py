@@ -20,6 +20,7 @@ from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape
 from slipstream.kv.pages import PageTable
 from slipstream.models.batch import PassBatch
+from slipstream.sampling.table import Features
 
 _GREEDY = SamplingParams(temperature=0.0)
 _SPARE = 2 * (MAX_NODES + 1)
@@ -105,16 +106,18 @@ class Posed:
         return lambda: loop.run(lanes)
 
     def _shape(self, engine: QueuedEngine, nodes: Sequence[int]) -> RoundShape:
-        """As the rounds of greedy requests have it: what is captured here is of use later."""
-        return RoundShape.of(
-            nodes,
-            self.context,
-            is_tree=False,
-            features=engine.sampling.features(range(self.requests)),
-            version=engine.sampling.version,
-            keeps_logits=False,
-            most_keys=engine.plan.max_model_len + 1 + MAX_NODES,
-        )
+        return usual_shape(engine, nodes, self.context, engine.sampling.features(range(self.requests)))
+
+
+def usual_shape(
+    engine: QueuedEngine, nodes: Sequence[int], context: int, features: Features, *, is_tree: bool = False
+) -> RoundShape:
+    """As the rounds of such requests have it: what is captured for it is of use later."""
+    version = engine.sampling.version_of(features)
+    most_keys = engine.plan.most_keys
+    return RoundShape.of(
+        nodes, context, is_tree=is_tree, features=features, version=version, keeps_logits=False, most_keys=most_keys
+    )
 
 
 def most_context(engine: Engine, requests: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import MAX_NODES, Tree
+from slipstream.core.draft import Tree
 from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
@@ -254,11 +254,11 @@ class QueuedEngine(TellingEngine):
                 longest,
                 is_tree=is_tree,
                 features=crowd.features,
-                version=self.sampling.version,
+                version=self.sampling.version_of(crowd.features),
                 keeps_logits=crowd.reads_logits,
                 tells_choices=self.drafting.read_choices(decodes),
                 draws=crowd.features.rejection and self.drafting.tells_q(drafts),
-                most_keys=self.plan.max_model_len + 1 + MAX_NODES,
+                most_keys=self.plan.most_keys,
             )
             run = self.rounds.of(shape)
             run.load(slots, plan.trees, plan.shares)

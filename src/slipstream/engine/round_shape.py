@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.kernels.paged import SPLIT_KEYS
+from slipstream.kernels.relay import MOST_ROWS as RELAYED_ROWS
 from slipstream.plan.cost import SIZES
 from slipstream.sampling.table import Features
 
@@ -69,6 +71,8 @@ class RoundShape(NamedTuple):
             return False
         if not other.rows <= self.rows <= max(2 * other.rows, _CHEAP_ROWS):
             return False
+        if not other.is_tree and other.rows <= RELAYED_ROWS < self.rows:  # a small model's are one launch
+            return False
         return other._replace(width=self.width, rows=self.rows, is_tree=self.is_tree) == self
 
     def keys_behind(self, longest: int, most_keys: int) -> int:
@@ -78,7 +82,9 @@ class RoundShape(NamedTuple):
 
 def crowds(most: int) -> Iterator[int]:
     """The numbers of requests that rounds come in, where so many may run at once."""
-    return (size for size in _REQUESTS if size <= _bucket(most, _REQUESTS))
+    last = _REQUESTS[-1]
+    sizes = chain(_REQUESTS, range(2 * last, most + last, last))
+    return (size for size in sizes if size <= _bucket(most, _REQUESTS))
 
 
 def _keys(requests: int, seen: int, most: int) -> int:

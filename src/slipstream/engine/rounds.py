@@ -1,8 +1,8 @@
 """A decoding round on the device: draft, one target pass, verify, commit, over tensors that stay where they are.
 
-Nothing here looks at a value, so on a GPU a round is captured once for each shape that comes often, and launched as two
-graphs from then on: the draft, and the rest. On the CPU, and where graphs are turned off, the same code runs as it
-stands, and gives the same tokens.
+Nothing here looks at a value, so on a GPU a round is captured once for its shape, unless a larger one stands in for it,
+and launched as two graphs from then on: the draft, and the rest. On the CPU, and where graphs are turned off, the same
+code runs as it stands, and gives the same tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from slipstream.models.paths import Progress
 from slipstream.models.runner import Runner
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rows import SampleRows
-from slipstream.sampling.table import SamplingTable
+from slipstream.sampling.table import SamplingTable, is_stale
 from slipstream.verify.mixed import mixed_choices
 
 _COPIES = 3
 """Host copies of a round's input, and of its result: more than there are rounds in the making."""
-_MOST = 256
+_MOST = 384
 """Captured rounds that are kept; those that were not used for longest are let go."""
 
 
@@ -267,7 +267,7 @@ class Round:
         if self._moves is not None:
             for planes in m.cache.planes:
                 compact(planes, self._moves.src, self._moves.dst)
-        m.sampling.commit(self.lanes, self.told.tokens, self.told.emitted)
+        m.sampling.commit(self.lanes, self.told.tokens, self.told.emitted, shape.features)
 
     def _judged(self, chosen: Tensor, logits: Tensor, wanted: SampleRows, draft: Draft) -> Tensor:  # [N]
         """The choices, with those of rejection sampling for the requests that asked for it."""
@@ -337,7 +337,8 @@ class Rounds:
         return self._made
 
     def of(self, shape: RoundShape, *, exactly: bool = False) -> Round:
-        """A round that does what is wanted. exactly: of this very shape, which takes time where it is not there."""
+        """A round that does what is wanted: of this shape, or of a larger one (see its own). exactly: of no larger one,
+        which takes time where it is not there."""
         if self._latest is not None and self._latest.shape == shape:
             return self._latest
         if self._graphs and not exactly and shape not in self._rounds:
@@ -373,8 +374,9 @@ class Rounds:
                 self._say(f"rounds are not captured from now on ({type(error).__name__}: {error})")
                 self._graphs = False
                 found = self._make(shape)
-        kept = [(s, r) for s, r in self._rounds.items() if s.version == shape.version]  # the others are stale
-        self._rounds = dict(kept[-_MOST:])
+        kept = [(s, r) for s, r in self._rounds.items() if not is_stale(s.version, shape.version)]
+        self._rounds = dict(kept[1 - _MOST :])
+        self._stand_ins.forget()  # it may stand in for others better than who did
         self._note()
         return found
 

@@ -1,27 +1,31 @@
 """What requests will most likely need is compiled and recorded before the first of them: else they would wait for it.
 
 A kernel takes a tenth of a second and more to compile, once on a machine, and a round some 30 ms to record, at every
-start. Not all shapes of rounds are recorded, of which there are hundreds, but some that can stand in for the others.
-What is not here comes when it is asked for: longer contexts, penalties, grammars, and what drafters on the device do.
+start. Not all shapes of rounds are recorded, of which there are hundreds, but some that can stand in for the others: of
+greedy requests, sampled ones and both, with up to some 2,000 tokens. What is not here is recorded when it is asked for:
+longer contexts, top-k, top-p and min-p, penalties and biases, grammars, log probabilities, rejection sampling, and what
+drafters on the device do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from itertools import pairwise, product
 
 import torch
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.engine.posing import most_context, posed
+from slipstream.engine.posing import most_context, posed, usual_shape
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape, crowds
-from slipstream.kernels.jit import ROOMS, room_for
+from slipstream.kernels.jit import room_for
 from slipstream.models.gpu import WIDE_SIZES
 from slipstream.models.paths import Progress
 from slipstream.models.reads import READ_ROWS
 from slipstream.models.wide_reads import MOST_ROWS
+from slipstream.plan.cost import PassCost
 from slipstream.sampling.table import Features
 
 _LIMIT_S = 60.0
@@ -31,66 +35,84 @@ _LEAVE_BYTES = 2**30
 _FEATURES = (Features(greedy=True), Features(sampled=True), Features(greedy=True, sampled=True))
 _CONTEXTS = (1, 1024)
 """Tokens of context: a round has sizes for them, too."""
-_ROWS = (16, 32, 64, 128, 256)
-"""Of rounds with drafts: each stands in for those that have more than half as many."""
-_OTHERS = ((16, False), (MAX_NODES, False), (16, True))
+_LEAST_ROWS = 16
+"""Of rounds with drafts. Twice as many, and so on: each stands in for those that have more than half as many."""
+_KINDS = ((16, False), (MAX_NODES, False), (16, True))
 """Nodes of a request, and whether they are trees: for what such rounds have of their own to be compiled."""
 
 
 def likely_shapes(engine: QueuedEngine) -> Iterator[RoundShape]:
-    """What rounds will be like, each once, the likeliest first: without drafts, and as large as they come."""
-    most, guesses = engine.config.max_num_seqs, bool(engine.drafting.drafters)
+    """What rounds will be like, each once: short contexts before long ones, greedy requests before others."""
+    return iter(dict.fromkeys(_all_likely(engine)))
 
-    def shape(counts: Sequence[int], context: int, features: Features, *, is_tree: bool = False) -> RoundShape:
-        return RoundShape.of(
-            counts,
-            context,
-            is_tree=is_tree,
-            features=features,
-            version=engine.sampling.version,
-            keeps_logits=False,
-            most_keys=engine.plan.max_model_len + 1 + MAX_NODES,
-        )
 
-    def all_of_them() -> Iterator[RoundShape]:
-        for context, features, requests in product(_CONTEXTS, _FEATURES, crowds(most)):
-            yield (plain := shape([0] * requests, context, features))
-            for rows in _ROWS if guesses else ():
-                if requests <= rows <= min(requests * (1 + MAX_NODES), engine.config.draft_rows):
-                    yield plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
-        for room, (width, is_tree) in product(ROOMS, _OTHERS if guesses else ()):
-            if room <= room_for(most):
-                yield shape([width] + [0] * (min(room, most) - 1), 1, _FEATURES[0], is_tree=is_tree)
+def _all_likely(engine: QueuedEngine) -> Iterator[RoundShape]:
+    most, most_rows, guesses = engine.config.max_num_seqs, engine.config.draft_rows, bool(engine.drafting.drafters)
+    for context, features, (fewer, crowd) in product(_CONTEXTS, _FEATURES, pairwise([0, *crowds(most)])):
+        requests = min(crowd, most)
+        for count in (fewer + 1, requests):
+            yield (plain := usual_shape(engine, [0] * count, context, features))
+        if guesses and requests == 1 and most_rows > 1:
+            yield usual_shape(engine, [1], context, features)  # so few rows nobody stands in for
+        for rows in _ladder(min(requests * (1 + MAX_NODES), most_rows)) if guesses else ():
+            if rows > fewer:
+                yield plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
+    rooms = {room_for(requests): min(requests, most) for requests in crowds(most)}
+    for requests, (nodes, is_tree) in product(rooms.values(), _KINDS if guesses else ()):
+        if requests + nodes <= most_rows:
+            yield usual_shape(engine, [nodes] + [0] * (requests - 1), 1, _FEATURES[0], is_tree=is_tree)
 
-    return iter(dict.fromkeys(all_of_them()))
+
+def _ladder(most_rows: int) -> Iterator[int]:
+    rows, last = _LEAST_ROWS, PassCost.filled(most_rows)
+    while rows < last:
+        yield rows
+        rows *= 2
+    yield last
 
 
 @torch.inference_mode()
 def warm_up(engine: QueuedEngine, progress: Progress | None = None) -> None:
-    """Record it, in an engine that has no requests. Nothing is done where nothing is recorded."""
+    """Record it, in an engine that has no requests. What fails is left, and nothing done where nothing is recorded."""
     if engine.rounds.pool is None:
         return
-    if progress:
-        progress("warming up: compiling and recording what requests will need (once compiled, it takes seconds)")
+    say = progress or (lambda _: None)
+    say("warming up: compiling and recording what requests will need (once compiled, it takes seconds)")
     end = time.perf_counter() + _LIMIT_S
-    context = most_context(engine, 1)
+    try:
+        with closing(_warming(engine)) as steps:
+            for _ in steps:
+                if why := _enough(engine, end):
+                    say(f"warming up ends here ({why}): what is left is recorded when it comes")
+                    break
+    except Exception as error:  # requests can run without; what is broken will say so by itself
+        say(f"warming up ends here ({type(error).__name__}: {error}): what is left is recorded when it comes")
+    finally:
+        engine.rounds.capture_again()  # what no graph was made of may have been larger than what comes
+
+
+def _warming(engine: QueuedEngine) -> Generator[None]:
+    """Step by step: it may be left at each."""
+    context = min(most_context(engine, 1), MOST_ROWS)
+    wide = WIDE_SIZES if engine.target.shares_wide else ()
+    passes = [(rows, False) for rows in READ_ROWS] + [
+        (rows, True) for rows in wide for _ in range(2)
+    ]  # the second time
     if context > 0:
-        with posed(engine, 1, min(context, MOST_ROWS)) as scene:
-            for rows in (rows for rows in READ_ROWS if rows <= context):
-                scene.read(rows, wide=False)
-            for rows in (rows for rows in WIDE_SIZES if engine.target.shares_wide and rows <= min(context, MOST_ROWS)):
-                for _ in range(2):  # what comes twice is recorded
-                    scene.read(rows, wide=True)
+        with posed(engine, 1, context) as scene:
+            for rows, is_wide in passes:
+                yield
+                if rows <= context:
+                    scene.read(rows, wide=is_wide)
     for shape in likely_shapes(engine):
-        if why := _enough(engine, end):
-            if progress:
-                progress(f"warming up ends here ({why}): what is left is recorded when it comes")
-            break
+        yield
         engine.rounds.of(shape, exactly=True)
 
 
 def _enough(engine: QueuedEngine, end: float) -> str:
     """Why nothing more is to be recorded; empty: there is no reason."""
+    if engine.rounds.pool is None:
+        return "a round could not be recorded"
     if time.perf_counter() > end:
         return f"after {_LIMIT_S:.0f} s"
     device = engine.target.device

@@ -79,13 +79,10 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-ROOMS = (16, 64, 256)
-
-
 def room_for(requests: int) -> int:
-    """A power of two that has room for so many. One of few: for each of them kernels are compiled anew, while somebody
-    waits for an answer."""
-    return next((size for size in ROOMS if size >= requests), 0) or 1 << (requests - 1).bit_length()
+    """A power of four, 16 at the least, that has room for so many: for each of them kernels are compiled anew, perhaps
+    while somebody waits for an answer, so they are few."""
+    return 1 << 2 * max(2, -(-(requests - 1).bit_length() // 2))
 
 
 class _Recording(threading.local):
@@ -110,7 +107,6 @@ def is_recording() -> bool:
 
 
 __all__ = [
-    "ROOMS",
     "TensorDescriptor",
     "has_kernels",
     "has_triton",

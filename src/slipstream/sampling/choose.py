@@ -103,7 +103,7 @@ def adjusted(
     overwrite: bool = False,
 ) -> Tensor:
     """The logits in fp32 after penalties, bias and masks; the caller's own tensor where none of them is wanted."""
-    changes = features.penalties or features.bias or features.min_tokens or features.bad_words or allowed is not None
+    changes = features.grow or allowed is not None
     logits = logits.to(torch.float32, copy=changes and not overwrite)
     if features.penalties:
         penalize_(logits, rows, table)

@@ -40,7 +40,7 @@ def rank(
     vocab: Tensor | None = None,  # [Vd] int64: the target's id of each column; None: the first of the vocabulary
 ) -> Ranked:
     """The `count` best tokens of each row. Nothing here looks at a value on the host."""
-    if features.penalties or features.bias or features.min_tokens or features.bad_words:
+    if features.grow:
         logits, vocab = adjusted(_whole(logits, table.vocab_size, vocab), rows, table, features), None
     scores = logits.float()
     if on_gpu(scores):

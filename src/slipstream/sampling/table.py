@@ -58,8 +58,18 @@ class Features:
     rejection: bool = False  # some request's drafts are judged by rejection sampling
     grammar: bool = False  # some request may choose only what its grammar allows: rows have masks
 
+    @property
+    def grow(self) -> bool:
+        """Do they need tensors of the table that grow?"""
+        return self.penalties or self.bias or self.min_tokens or self.bad_words
+
     def __or__(self, other: Features) -> Features:
         return Features(*(getattr(self, name) or getattr(other, name) for name in Features.__slots__))
+
+
+def is_stale(version: int, current: int) -> bool:
+    """Was that captured over tensors that were replaced since? Never, where it reads none that grow (0)."""
+    return 0 < version < current
 
 
 class SamplingTable:
@@ -211,10 +221,17 @@ class SamplingTable:
             together |= wanted
         return together
 
-    def commit(self, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-        """Requests in distinct `slots` [B] emitted `tokens[b, :lengths[b]]` of tokens [B, K]. -1 is no token."""
-        running = self._features.values()
-        penalties, words = any(f.penalties for f in running), any(f.bad_words for f in running)
+    def version_of(self, features: Features) -> int:
+        """Of the tensors that rounds with these features read; 0: they never change."""
+        return self.version if features.grow else 0
+
+    def commit(self, slots: Tensor, tokens: Tensor, lengths: Tensor, features: Features | None = None) -> None:
+        """Requests in distinct `slots` [B] emitted `tokens[b, :lengths[b]]` of tokens [B, K]. -1 is no token.
+
+        features: of these requests together; None: of all that run.
+        """
+        wanted = self._features.values() if features is None else (features,)
+        penalties, words = any(f.penalties for f in wanted), any(f.bad_words for f in wanted)
         if not (penalties or words):
             return
         places = torch.arange(tokens.shape[1], device=self.device)
