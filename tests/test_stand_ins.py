@@ -142,6 +142,7 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[QueuedEngine, 
     monkeypatch.setattr(Round, "capture", capture)
     pool: Any = object()
     llm.engine.rounds._graphs, llm.engine.rounds._pool = True, pool
+    llm.engine.rounds.let_stand_in()
     return llm.engine, made
 
 
@@ -307,6 +308,12 @@ def test_measuring_takes_no_larger_round(engine: QueuedEngine) -> None:
     assert engine.rounds.of(small).shape == large
     assert engine.rounds.of(small, exactly=True).shape == small
     assert engine.rounds.of(small).shape == small, "it is there now"
+
+
+def test_in_an_engine_that_is_not_warm_what_comes_is_recorded(engine: QueuedEngine) -> None:
+    engine.rounds._stand_ins = None
+    large, small = (shape([nodes, nodes]) for nodes in (12, 5))
+    assert [engine.rounds.of(one).shape for one in (large, small)] == [large, small]
 
 
 def test_a_shape_that_comes_often_is_recorded(engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from exactness import Case, differences, plain, run
 from gpu_scenes import open_on_gpu, save_real_heads, some_cases
 from scripted import Answers, Bushy, Right, RightThenWrong
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
-from slipstream.engine import stand_ins
 from slipstream.engine.queued import QueuedEngine
 from slipstream.models.gpu import GpuTrunk
 
@@ -78,11 +77,8 @@ def test_a_batch_of_all_drafters(bench: Bench) -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("drafter", [None, "model"])
-def test_requests_that_come_and_go_leave_the_device_at_work(
-    bench: Bench, drafter: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_come_and_go_leave_the_device_at_work(bench: Bench, drafter: str | None) -> None:
     """Only results of rounds are waited for: what a request brings is sent behind what is queued."""
-    monkeypatch.setattr(stand_ins, "_OFTEN", 0)
     wishes = [
         SamplingParams(temperature=0),
         SamplingParams(temperature=0.9, top_k=7, seed=1),

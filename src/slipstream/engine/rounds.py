@@ -300,7 +300,7 @@ class Round:
 
 
 class Rounds:
-    """The rounds of an engine by shape, captured when a shape comes that no captured one can stand in for."""
+    """The rounds of an engine by shape, captured when a shape first comes, unless another stands in for it."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class Rounds:
         if drafters:
             prepare_merges(machine.device, {drafter.makes_trees for drafter in drafters.values()})
         self._rounds: dict[RoundShape, Round] = {}
-        self._stand_ins = StandIns()
+        self._stand_ins: StandIns | None = None
         self._latest: Round | None = None
         self._progress = progress
         self._made = 0
@@ -341,13 +341,17 @@ class Rounds:
         which takes time where it is not there."""
         if self._latest is not None and self._latest.shape == shape:
             return self._latest
-        if self._graphs and not exactly and shape not in self._rounds:
+        if self._stand_ins is not None and self._graphs and not exactly and shape not in self._rounds:
             shape = self._stand_ins.of(shape, self._rounds) or shape
         found = self._rounds.pop(shape, None)
         if found is None:
             found = self._make(shape)
         self._rounds[shape] = self._latest = found  # the last is the one used last
         return found
+
+    def let_stand_in(self) -> None:
+        """From now on captured rounds do the work of smaller ones that are not, as long as these come seldom."""
+        self._stand_ins = StandIns()
 
     def draft_loop(self, shape: LoopShape) -> DraftLoop:
         """What device drafters do in a round, by itself."""
@@ -376,7 +380,8 @@ class Rounds:
                 found = self._make(shape)
         kept = [(s, r) for s, r in self._rounds.items() if not is_stale(s.version, shape.version)]
         self._rounds = dict(kept[1 - _MOST :])
-        self._stand_ins.forget()  # it may stand in for others better than who did
+        if self._stand_ins is not None:
+            self._stand_ins.forget()  # the new one may do better
         self._note()
         return found
 

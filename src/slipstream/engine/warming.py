@@ -77,6 +77,7 @@ def warm_up(engine: QueuedEngine, progress: Progress | None = None) -> None:
     if engine.rounds.pool is None:
         return
     say = progress or (lambda _: None)
+    engine.rounds.let_stand_in()
     say("warming up: compiling and recording what requests will need (once compiled, it takes seconds)")
     end = time.perf_counter() + _LIMIT_S
     try:
