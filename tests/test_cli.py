@@ -51,6 +51,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+def test_a_log_says_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("measuring costs (once)", "loading", "warming up ends here (after 60 s)", "capturing a round"):
+        loading.line_of_long_steps(text)
+    assert capsys.readouterr().err.splitlines() == ["measuring costs (once)", "warming up ends here (after 60 s)"]
+
+
 @pytest.mark.parametrize(
     ("said", "usual", "found"),
     [(None, {}, None), (None, {"warm_up": True}, True), (False, {"warm_up": True}, False), (True, {}, True)],

@@ -169,7 +169,7 @@ class Made:
 @dataclass(frozen=True, slots=True)
 class Planning:
     """What the adaptive planner takes of a round that waits for the host, beside what fixed rules take: so much, and
-    for each request more. Recordings are made without it."""
+    for each request more. Waits that were recorded with fixed drafts lack it; others have it already."""
 
     round_s: float = 0.0
     request_s: float = 0.0

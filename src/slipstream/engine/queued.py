@@ -320,7 +320,7 @@ class QueuedEngine(TellingEngine):
         if features.rejection:
             chosen = undrafted_choices(chosen, logits, packed.rows, self.sampling, features, masks)
         self.lanes.begin(packed.completing, chosen)
-        self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen))
+        self.sampling.commit(packed.rows.slots, chosen[:, None], torch.ones_like(chosen), features)
         members += [Member.of(answer, NOBODY, 0, decodes=False) for answer in packed.completing]
         return FirstTokens(chosen, logits)
 

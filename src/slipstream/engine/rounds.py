@@ -39,7 +39,7 @@ from slipstream.verify.mixed import mixed_choices
 
 _COPIES = 3
 """Host copies of a round's input, and of its result: more than there are rounds in the making."""
-_MOST = 384
+_MOST = 512
 """Captured rounds that are kept; those that were not used for longest are let go."""
 
 
@@ -375,7 +375,7 @@ class Rounds:
             try:
                 found.capture(self._pool)
             except Exception as error:  # a model that looks at values on the host, or no memory left for a graph
-                self._say(f"rounds are not captured from now on ({type(error).__name__}: {error})")
+                self._say(f"a round could not be captured, so none is ({type(error).__name__}: {error})")
                 self._graphs = False
                 found = self._make(shape)
         kept = [(s, r) for s, r in self._rounds.items() if not is_stale(s.version, shape.version)]

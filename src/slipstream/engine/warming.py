@@ -3,8 +3,8 @@
 A kernel takes a tenth of a second and more to compile, once on a machine, and a round some 30 ms to record, at every
 start. Not all shapes of rounds are recorded, of which there are hundreds, but some that can stand in for the others: of
 greedy requests, sampled ones and both, with up to some 2,000 tokens. What is not here is recorded when it is asked for:
-longer contexts, top-k, top-p and min-p, penalties and biases, grammars, log probabilities, rejection sampling, and what
-drafters on the device do.
+longer contexts, top-k, top-p and min-p, penalties and biases, grammars, log probabilities, rejection sampling,
+lookahead, and what drafters on the device do.
 """
 
 from __future__ import annotations

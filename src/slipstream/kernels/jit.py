@@ -80,9 +80,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def room_for(requests: int) -> int:
-    """A power of four, 16 at the least, that has room for so many: for each of them kernels are compiled anew, perhaps
-    while somebody waits for an answer, so they are few."""
-    return 1 << 2 * max(2, -(-(requests - 1).bit_length() // 2))
+    """16, 64, 256 or a larger power of two that has room for so many: for each of them kernels are compiled anew,
+    perhaps while somebody waits for an answer, so they are few."""
+    bits = max(4, (requests - 1).bit_length())
+    return 1 << (bits + bits % 2 if bits < 8 else bits)
 
 
 class _Recording(threading.local):

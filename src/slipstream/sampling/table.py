@@ -264,9 +264,9 @@ class SamplingTable:
     def _add_penalties(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
         if not params.penalized:
             return
-        if self.counts.shape[0] == 0:
-            self.counts = self.counts.new_zeros(self.num_slots, self.vocab_size)
-            self.prompt_seen = self.prompt_seen.new_zeros(self.num_slots, self.vocab_size)
+        if self.counts.shape[0] == 0:  # both or, where memory is short, neither
+            counts, seen = (old.new_zeros(self.num_slots, self.vocab_size) for old in (self.counts, self.prompt_seen))
+            self.counts, self.prompt_seen = counts, seen
         counted = torch.tensor(list(output), dtype=torch.int64).bincount(minlength=self.vocab_size)
         self.counts[slot] = _sent(counted.to(torch.int32), self.device)
         places = _sent(torch.tensor(list(prompt), dtype=torch.int64), self.device)
@@ -277,8 +277,8 @@ class SamplingTable:
         more_words = max(0, len(words) - count)
         longer = max(0, max(map(len, words), default=0) - length)
         if more_words or longer:
-            self.bad_words = pad(self.bad_words, (longer, 0, 0, more_words), value=PADDING)
-            self.tails = pad(self.tails, (longer, 0), value=PADDING)
+            wider = pad(self.bad_words, (longer, 0, 0, more_words), value=PADDING)
+            self.bad_words, self.tails = wider, pad(self.tails, (longer, 0), value=PADDING)
         _, count, length = self.bad_words.shape
         if not count:
             return
@@ -291,11 +291,13 @@ class SamplingTable:
 
     @staticmethod
     def _fill(table: Tensor, slot: int, values: Tensor, padding: int = PADDING) -> Tensor:
-        """Write `values` [n] and padding into a row of `table` [S, W], widened where n > W."""
+        """Write `values` [n] and padding into a row of `table` [S, W], widened where n > W: to a power of two, for all
+        that was captured with it must be captured again."""
         if not (values.shape[0] or table.shape[1]):
             return table
         if values.shape[0] > table.shape[1]:
-            table = pad(table, (0, values.shape[0] - table.shape[1]), value=padding)
+            width = 1 << (values.shape[0] - 1).bit_length()
+            table = pad(table, (0, width - table.shape[1]), value=padding)
         table[slot] = _sent(pad(values, (0, table.shape[1] - values.shape[0]), value=padding), table.device)
         return table
 
