@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactness import cases, differences, plain, run
@@ -168,6 +168,7 @@ LIKELY = {sizes: list(likely_shapes(engine_of(*sizes))) for sizes in SIZES}
 
 class TestWarmUp:
     @pytest.mark.parametrize("sizes", SIZES)
+    @settings(max_examples=40)
     @given(data=st.data())
     def test_no_usual_round_has_to_be_recorded_afterwards(self, data: st.DataObject, sizes: tuple[int, int]) -> None:
         """However many requests, nodes and rows: in contexts of up to some 2,000 tokens."""
