@@ -111,6 +111,8 @@ def test_a_simulated_planner_asks_for_the_gain_that_was_named(
         ("--simulate FILE --no-speculation", "--no-speculation with --simulate: simulate it by --speculation off"),
         ("--simulate FILE --drafter none", "--drafter none with --simulate: simulate it by --speculation off"),
         ("--simulate FILE --drafter ngram --drafter suffix", "--drafter suffix with --simulate: one is simulated"),
+        ("--simulate FILE --no-warm-up", "--no-warm-up with --simulate: the simulated engines are as"),
+        ("--simulate FILE --warm-up", "--warm-up with --simulate: the simulated engines are as"),
         ("--simulate FILE --max-draft-memory 20%", "--max-draft-memory with --simulate: the simulated engines are as"),
         ("--simulate FILE --planner fixed", "--planner with --simulate: simulate it by --speculation fixed"),
         ("--simulate FILE --memory 1GiB", "--memory with --simulate: the simulated engines are as the recorded one"),

@@ -280,6 +280,7 @@ def test_some_answers_come_before_the_traffic_that_is_recorded() -> None:
         (("costs", "passes", 0, 4), -1.0, "seconds=-1.0"),
         (("costs", "host", 0, 1), math.nan, "seconds=nan"),
         (("planning", "round_s"), "x", "round_s='x'"),
+        (("machine", "num_pages"), 0, "num_pages=0"),
         (("traces", 0, "request", 0), -39, "prompt_tokens=-39"),
         (("traces", 0, "offers"), [], "AttributeError"),
         (("traces", 0, "offers", "ngram", 0, 0), "x", "position='x'"),
@@ -325,6 +326,9 @@ def test_a_recording_survives_its_file(tmp_path: Path, tiny_target: Path, monkey
     for text, said in (
         ("{", r"is no recording, .*make one"),
         ("{}", "no recording"),
+        ("[1]", "no recording"),
+        ('{"slipstream_recording":3}', "by an older slipstream .version 3, this one reads 4.; record it again"),
+        ('{"slipstream_recording":99}', "by a newer slipstream"),
         (f'{{"slipstream_recording":{VERSION}}}', "damaged"),
     ):
         file.write_text(text)

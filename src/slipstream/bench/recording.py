@@ -203,10 +203,13 @@ class Recording:
                 "`slipstream bench --record FILE`"
             ) from error
         version = whole.get("slipstream_recording") if isinstance(whole, dict) else None
+        if not isinstance(version, int):
+            raise ConfigError(f"--simulate {path}: is no recording; make one with `slipstream bench --record FILE`")
         if version != VERSION:
+            other = "an older" if version < VERSION else "a newer"
             raise ConfigError(
-                f"--simulate {path}: is no recording of version {VERSION} (found {version!r}); make one with "
-                "`slipstream bench --record FILE`"
+                f"--simulate {path}: was recorded by {other} slipstream (version {version}, this one reads {VERSION}); "
+                "record it again with this one"
             )
         try:
             recording = Recording(
@@ -226,6 +229,8 @@ class Recording:
 
 def _check(recording: Recording) -> None:
     """Raises `ValueError` where numbers are none, or none that could have been recorded."""
+    for name in ("num_pages", "page_size", "max_model_len", "max_num_seqs", "batch_tokens", "draft_rows"):
+        _check_number(name, getattr(recording.machine, name), 1)
     costs = recording.costs
     all_seen: list[PassSeen | DraftSeen | HostSeen | WaitSeen]
     all_seen = [*costs.passes, *costs.drafts, *costs.host, *costs.waits]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -74,7 +74,8 @@ class Capacity:
         rates, _ = self.rates, self.targets
         if self.simulate is not None:
             given = {**dict.fromkeys(common.given, True), **measuring, "record": self.record is not None}
-            _refuse(given, NOT_SIMULATED, "--simulate")
+            off = {name for name in common.given if getattr(common, name) is False}  # said as --no-…
+            _refuse(given, NOT_SIMULATED, "--simulate", off)
             if self.requests is not None and (self.rate is None or self.traffic is not None):
                 raise ConfigError(f"--requests {self.requests}: only for a --rate without --traffic; leave it out")
             return
@@ -109,7 +110,8 @@ class Capacity:
         return Targets.parse(self.latency_target)
 
 
-def _refuse(given: Mapping[str, bool], refused: Mapping[str, str], where: str) -> None:
+def _refuse(given: Mapping[str, bool], refused: Mapping[str, str], where: str, off: Collection[str] = ()) -> None:
     for name, remedy in refused.items():
         if given.get(name):
-            raise ConfigError(f"--{name.replace('_', '-')} with {where}: {remedy}")
+            flag = f"--{'no-' if name in off else ''}{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} with {where}: {remedy}")

@@ -211,8 +211,8 @@ class Common:
             "--warm-up/--no-warm-up",
             panel=MODEL,
             help="On a GPU, compile and record what requests will need before the first one: seconds, half a minute "
-            "the first time on a machine. Without, the first requests wait for it. Default: serve, and bench with "
-            "--rate, do.",
+            "the first time on a machine. Without, the first requests wait for it. Default: on for serve, and for "
+            "bench with --rate.",
         ),
     ] = None
     planner: Annotated[
