@@ -210,9 +210,9 @@ class Common:
         option(
             "--warm-up/--no-warm-up",
             panel=MODEL,
-            help="On a GPU, compile and record what requests will need before the first one: seconds, half a minute "
-            "the first time on a machine. Without, the first requests wait for it. Default: on for serve, and for "
-            "bench with --rate.",
+            help="On a GPU, compile and record what requests will need before the first one: seconds, and longer the "
+            "first time on a machine. Without, the first requests wait for it. Default: on for serve, and for bench "
+            "with --rate.",
         ),
     ] = None
     planner: Annotated[

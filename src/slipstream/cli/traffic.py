@@ -119,7 +119,8 @@ def run_traffic(common: Common, capacity: Capacity, prompts: Sequence[BenchPromp
             tape.rehearse(send, crowds=False)
             recording = tape.stop()
             recording.save(capacity.record)  # whatever becomes of the rest
-            with_planning(recording).save(capacity.record)
+            if (whole := with_planning(recording)) is not recording:
+                whole.save(capacity.record)
             note(f"wrote {capacity.record}")
     way = drafters[0] if drafters else "off"
     row = Row(capacity.rates[0], 1, way, Outcome.of(served, capacity.targets))

@@ -42,7 +42,7 @@ class EngineConfig:
     measure_costs: time passes and drafts before the first request, so that the first plans are right already. True:
         now; False: never; None: where it takes seconds at the most, and once for a machine and model.
     warm_up: compile and record before the first request what requests will most likely need, on a GPU: a start takes
-        seconds longer, the first one on a machine perhaps half a minute, and no request waits for it.
+        seconds longer, and longer still where kernels must be compiled, once on a machine; no request waits for it.
     rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
     graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
     prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.draft import MAX_NODES, Tree
+from slipstream.core.draft import Tree
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.counters import Counters
 from slipstream.engine.draft_loops import DraftFailed, DraftLoop, Drafts
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.rounds import Round
 from slipstream.engine.state import Answer
 
@@ -52,7 +53,7 @@ class Ahead:
 class DraftAhead:
     """At most one draft that is ahead of its round, and whether it is worth while.
 
-    reserve: as `Scheduler.reserve_draft`. mark: records an event; None without a clock. longest: of a context.
+    reserve: as `Scheduler.reserve_draft`. mark: records an event; None without a clock.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class DraftAhead:
         lanes: Lanes,
         reserve: Callable[[Answer, int], int],
         mark: Callable[[], Any],
-        longest: int,
+        plan: MemoryPlan,
         counters: Counters,
     ) -> None:
         self._drafting, self._lanes, self._reserve, self._mark = drafting, lanes, reserve, mark
-        self._longest, self._counters = longest, counters
+        self._plan, self._counters = plan, counters
         self._planned: tuple[Drafts, Drafts] = ((), ())  # what device drafters did in the last rounds
         self._trees: Sequence[Tree] = ()  # what the host guessed in the last one
         self._begun: Ahead | None = None
@@ -86,7 +87,7 @@ class DraftAhead:
             return  # it must read first what it missed
         if self._may_be_left_behind(drafts) or not self._has_room(answers, drafts):
             return
-        keys = run.shape.keys_behind(max([answer.reach for answer in answers]), self._longest + 1 + MAX_NODES)
+        keys = run.shape.keys_behind(max([answer.reach for answer in answers]), self._plan.most_keys)
         loop = run.loop_behind(drafts, keys, following.recent(answers, drafts))
         if loop is None:  # to record one takes longer than can be won
             return
@@ -115,7 +116,7 @@ class DraftAhead:
         nodes = max((size.nodes for size in drafts if not size.levels), default=0)
         if not nodes:
             return True
-        return all(a.reach + nodes <= self._longest and self._reserve(a, nodes) == nodes for a in answers)
+        return all(a.reach + nodes <= self._plan.max_model_len and self._reserve(a, nodes) == nodes for a in answers)
 
     def loop_for(self, decodes: Sequence[Answer]) -> DraftLoop | None:
         """Where the guesses for just these requests are; None: there are none, or for others."""

@@ -78,7 +78,7 @@ class QueuedEngine(TellingEngine):
             self.lanes,
             self.scheduler.reserve_draft,
             self._marks.put,
-            self.plan.max_model_len,
+            self.plan,
             self.counters,
         )
         self.drafting.planner.pad_passes()

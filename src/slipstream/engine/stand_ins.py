@@ -6,8 +6,7 @@ slower. So a shape is recorded once it has come often of late, and those that co
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import Protocol
+from collections.abc import Collection
 
 from slipstream.engine.round_shape import RoundShape
 from slipstream.sampling.table import is_stale
@@ -18,10 +17,6 @@ _OF_LATE = 1024
 """Stand-ins after which what came before counts half."""
 
 
-class Shapes(Iterable[RoundShape], Container[RoundShape], Protocol):
-    """Those that are recorded."""
-
-
 class StandIns:
     """Counts shapes that come without being recorded."""
 
@@ -30,7 +25,7 @@ class StandIns:
         self._known: dict[RoundShape, RoundShape] = {}  # who stood in for whom: a round must not be looked for long
         self._times = 0
 
-    def of(self, shape: RoundShape, recorded: Shapes) -> RoundShape | None:
+    def of(self, shape: RoundShape, recorded: Collection[RoundShape]) -> RoundShape | None:
         """The shape that is to do this one's work this time; None: this one is to be recorded."""
         came = self._came.get(shape, 0.0) + 1
         other = self._known.get(shape) if came <= _OFTEN else None

@@ -96,9 +96,8 @@ def _warming(engine: QueuedEngine) -> Generator[None]:
     """Step by step: it may be left at each."""
     context = min(most_context(engine, 1), MOST_ROWS)
     wide = WIDE_SIZES if engine.target.shares_wide else ()
-    passes = [(rows, False) for rows in READ_ROWS] + [
-        (rows, True) for rows in wide for _ in range(2)
-    ]  # the second time
+    passes = [(rows, False) for rows in READ_ROWS]
+    passes += [(rows, True) for rows in wide for _ in range(2)]  # what comes for the second time is recorded
     if context > 0:
         with posed(engine, 1, context) as scene:
             for rows, is_wide in passes:

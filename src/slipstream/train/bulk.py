@@ -255,7 +255,8 @@ class Bulk:
         while size // 2 >= lanes:
             size //= 2
         keys = -(-(self._max_len + 2 * ROUNDS + 1) // SPLIT_KEYS) * SPLIT_KEYS
-        return self._rounds.of(RoundShape(size, 0, size, keys, False, features, self._sampling.version, False))
+        version = self._sampling.version_of(features)
+        return self._rounds.of(RoundShape(size, 0, size, keys, False, features, version, False))
 
     def _hear(self, batch: _Batch) -> list[Written]:
         """Read what rounds gave, and free the lanes of answers that ended."""
