@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.core.errors import InvalidRequest
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.line import WaitingLine
-from slipstream.engine.state import Answer
+from slipstream.engine.state import Answer, Phase
 from stepping import Stepper
-from test_scheduler import MAX_ROWS, World, make_job, plainly
+from test_scheduler import MAX_ROWS, SEATS, World, make_job, plainly
 from test_sharing import Slow
 
 
@@ -162,40 +162,109 @@ class TestTimeouts:
         assert deadlines.over() == []
 
 
-@given(st.lists(st.integers(0, 2), max_size=60))
-def test_a_line_keeps_its_order_whoever_leaves(steps: list[int]) -> None:
-    line, plain = WaitingLine(), list[Answer]()
-    gone: list[Answer] = []
-    for number, step in enumerate(steps):
-        if step == 0 or not plain:
-            back = gone and number % 3 == 0
-            answer = gone.pop() if back else make_job(1).answers[0]
-            line.add(answer)
-            plain.append(answer)
-            plain.sort(key=lambda answer: answer.arrival)
-        elif step == 1:
-            gone.append(plain.pop(0))
-            assert line.take() is gone[-1]
+LENGTH = 8
+"""Tokens of a request, its prompt of three included."""
+
+
+def waits(world: World, flooders: Sequence[str], requests: int = 12) -> list[int]:
+    """Rounds that each request of a client waits for its turn, one of which comes every third round, beside others' floods."""
+    for tenant in flooders:
+        for _ in range(200):
+            world.add(make_job(3, tenant=tenant))
+    for _ in range(3):
+        world.run(world.scheduler.schedule(), plainly, LENGTH)
+    came: dict[Answer, int] = {}
+    begun: dict[Answer, int] = {}
+    for now in range(400):
+        if now % 3 == 0 and len(came) < requests:
+            came[world.add(make_job(3, tenant="client")).answers[0]] = now
+        world.run(world.scheduler.schedule(), plainly, LENGTH)
+        begun |= {answer: now for answer in came if answer.turn is not None and answer not in begun}
+    return [begun[answer] - at for answer, at in came.items()]
+
+
+@pytest.mark.parametrize("flooders", [("a",), ("a", "b", "c")])
+def test_floods_of_others_leave_a_client_its_share(flooders: tuple[str, ...]) -> None:
+    """It waits no longer than alone on a machine with its share of the seats, but for an answer that is under way."""
+    share = SEATS // (1 + len(flooders))
+    beside = waits(World(pages=100), flooders)
+    alone = waits(World(pages=100, seats=share), ())
+    assert all(wait <= least + LENGTH for wait, least in zip(beside, alone, strict=True)), (beside, alone)
+
+
+def test_who_was_preempted_comes_before_all_who_never_ran() -> None:
+    world = World(pages=9)
+    flood = [world.add(make_job(6, tenant="flood")).answers[0] for _ in range(9)]
+    rounds = 0
+    while not world.scheduler.preemptions:
+        world.run(world.scheduler.schedule(), plainly, 100)
+        rounds += 1
+        assert rounds < 100
+    (back,) = [answer for answer in flood if answer.turn is not None and answer.phase is Phase.WAITING]
+    world.add(make_job(6, tenant="new"))
+    world.end(world.scheduler.running[0])
+    assert next(iter(world.scheduler.waiting)) is back
+    world.scheduler.schedule()
+    assert back in world.scheduler.running
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 30)), max_size=60), st.data())
+def test_in_a_line_each_tenant_has_its_own_order(steps: list[tuple[str, int, int]], data: st.DataObject) -> None:
+    """Whoever joins, leaves, starts, is put back and ends: nothing is lost, and who is new waits once for each other."""
+    line, plain = WaitingLine(), dict[str, list[Answer]](a=[], b=[], c=[])
+    running: list[Answer] = []
+
+    def end(answer: Answer, length: int) -> None:
+        answer.tokens += [0] * length
+        line.settle(answer)
+
+    for tenant, step, number in steps:
+        mine = plain[tenant]
+        if step == 0 or not line:
+            mine.append(make_job(1 + number, tenant=tenant).answers[0])
+            line.add(mine[-1])
+        elif step == 1 and mine:
+            line.remove(gone := mine.pop(number % len(mine)))
+            assert gone not in line
+        elif step == 2 and running:
+            end(running.pop(number % len(running)), number)
         else:
-            gone.append(plain.pop(number % len(plain)))
-            line.remove(gone[-1])
-            assert gone[-1] not in line
-        assert list(line) == plain
-        assert len(line) == len(plain)
+            taken = line.take()
+            assert taken is plain[taken.tenant][0]
+            if number % 3:
+                running.append(plain[taken.tenant].pop(0))
+            else:
+                line.put_back(taken)
+        assert {name: [one for one in line if one.tenant == name] for name in plain} == plain
+        assert line.lengths() == {name: len(queue) for name, queue in plain.items() if queue}
+    others = len(line.lengths())
+    new = make_job(30, tenant="new").answers[0]
+    line.add(new)
+    for waited in range(others + 1):
+        if (taken := line.take()) is new:
+            break
+        end(taken, data.draw(st.integers(0, 300)))
+    assert taken is new, waited
 
 
-def test_leaving_a_long_line_is_quick() -> None:
-    """Of 20,000 who wait each leaves at a cost that does not grow with the line: the heap is made anew a few times."""
-    line = WaitingLine()
-    answers = [job.answers[0] for job in map(make_job, [1] * 20_000)]
-    for answer in answers:
-        line.add(answer)
-    made = 0
-    before = line._heap
-    for answer in answers[::-1]:
-        line.remove(answer)
-        made += line._heap is not before
-        before = line._heap
-    assert len(line) == 0
-    assert made <= 20
-    assert len(line._heap) <= 16
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=40, max_size=120), st.integers(1, 4))
+def test_two_tenants_that_wait_have_the_same_tokens(sizes: list[tuple[int, int]], seats: int) -> None:
+    """Whatever their requests are like, and whatever they ask for: the difference does not grow with their number."""
+    line, running, had = WaitingLine(), list[Answer](), {"a": 0, "b": 0}
+    lengths: dict[Answer, int] = {}
+    for number, (prompt, length) in enumerate(sizes):
+        for tenant in "ab":  # the one has the short half, and the other the long one
+            size = prompt if tenant == "a" else 10 * prompt
+            job = make_job(size, tenant=tenant)
+            job.answers[0].params = replace(job.params, max_tokens=400)
+            lengths[job.answers[0]] = length if (tenant == "a") == bool(number % 5) else 10 * length
+            line.add(job.answers[0])
+    while set(line.lengths()) == {"a", "b"}:
+        if len(running) < seats:
+            running.append(line.take())
+        else:
+            over = running.pop(0)
+            over.tokens += [0] * lengths[over]
+            line.settle(over)
+            had[over.tenant] += len(over.tokens)
+        assert abs(had["a"] - had["b"]) <= 800 * (1 + 2 * seats)

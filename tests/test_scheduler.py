@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conftest import VOCAB
 from scripted import Answers, Right
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.outputs import CompletionOutput
 from slipstream.engine.chunks import Chunk, ChunkRule
 from slipstream.engine.scheduler import Schedule, Scheduler
@@ -32,12 +32,13 @@ class NoText:
         return ""
 
 
-def make_job(prompt: int, n: int = 1, begins: int = 0, salt: str = "") -> Job:
+def make_job(prompt: int, n: int = 1, begins: int = 0, salt: str = "", tenant: str = "") -> Job:
     """A job with a prompt of tokens that occur nowhere else, but for the first ones, which others may have, too."""
     make_job.made += 1  # type: ignore[attr-defined]
     first = 1000 * make_job.made  # type: ignore[attr-defined]
     tokens = [*range(min(begins, prompt)), *range(first + begins, first + prompt)]
-    job = Job(f"job-{first}", None, tokens, SamplingParams(n=n, cache_salt=salt), lambda output: None)
+    params = SamplingParams(n=n, cache_salt=salt, speculation=SpeculationParams(tenant=tenant))
+    job = Job(f"job-{first}", None, tokens, params, lambda output: None)
     for sample in range(n):
         leader = job.answers[0] if sample else None
         text = TextStream(NoText(), job.prompt_ids)
@@ -51,7 +52,9 @@ make_job.made = 0  # type: ignore[attr-defined]
 class World:
     """A scheduler with an engine around it that computes nothing: a cache slot holds the token written to it."""
 
-    def __init__(self, pages: int = PAGES, chunks: ChunkRule | None = None, most_kept: int | None = None) -> None:
+    def __init__(
+        self, pages: int = PAGES, chunks: ChunkRule | None = None, most_kept: int | None = None, seats: int = SEATS
+    ) -> None:
         self.pool = PagePool(pages, PAGE, most_kept)
         self.prefixes = PrefixStore(self.pool)
         self.cache: dict[int, int] = {}
@@ -60,7 +63,7 @@ class World:
         self.refuses: Callable[[Answer], bool] = lambda answer: False
         self.scheduler = Scheduler(
             self.pool,
-            max_running=SEATS,
+            max_running=seats,
             chunks=chunks or ChunkRule(MAX_ROWS),
             prefixes=self.prefixes,
             copy_pages=self.copy_pages,
@@ -146,9 +149,10 @@ class Rounds(RuleBasedStateMachine):
         n=st.integers(1, 3),
         begins=st.sampled_from([0, 7, 8, 9, 20, 40]),
         salt=st.sampled_from(["", "other"]),
+        tenant=st.sampled_from(["", "ann", "bob"]),
     )
-    def join(self, prompt: int, n: int, begins: int, salt: str) -> None:
-        self.answers.extend(self.world.add(make_job(prompt, n, begins, salt)).answers)
+    def join(self, prompt: int, n: int, begins: int, salt: str, tenant: str) -> None:
+        self.answers.extend(self.world.add(make_job(prompt, n, begins, salt, tenant)).answers)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -174,6 +178,7 @@ class Rounds(RuleBasedStateMachine):
     def schedule(self) -> Schedule:
         scheduler = self.world.scheduler
         before = list(scheduler.running)
+        places = {answer: self.place(answer) for answer in scheduler.waiting}
         plan = scheduler.schedule()
         assert bool(plan) == bool(self.alive)  # while there is work, each round does some of it
         chosen = [*plan.decodes, *(chunk.answer for chunk in plan.chunks)]
@@ -185,12 +190,16 @@ class Rounds(RuleBasedStateMachine):
         # whoever decoded before and may go on, does: prompts wait for decodes, never the other way round
         assert {a for a in before if a.phase is Phase.RUNNING and a.pending == 1} <= set(chosen)
         for preempted in (a for a in before if a.phase is Phase.WAITING):
-            assert all(a.arrival < preempted.arrival for a in before if a.phase is Phase.RUNNING)
+            assert all(self.place(a) < self.place(preempted) for a in before if a.phase is Phase.RUNNING)
         for started in set(scheduler.running) - set(before):
-            for other in scheduler.waiting:
+            for other in (a for a in scheduler.waiting if a.turn is not None or a.tenant == started.tenant):
                 computing = other.leader is not None and other.leader.phase is Phase.RUNNING and not other.generated
-                assert computing or other.arrival > started.arrival
+                assert computing or self.place(other) > places.get(started, self.place(started))
         return plan
+
+    def place(self, answer: Answer) -> tuple[bool, int]:
+        """Who had a turn before comes first, in that order; of one tenant, who came first."""
+        return answer.turn is None, self.answers.index(answer) if answer.turn is None else answer.turn
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -198,8 +207,10 @@ class Rounds(RuleBasedStateMachine):
         scheduler.check_integrity()
         assert set(scheduler.running) == self.world.admitted == {a for a in self.answers if a.phase is Phase.RUNNING}
         assert set(scheduler.waiting) == {a for a in self.answers if a.phase is Phase.WAITING}
-        for queue in (scheduler.running, list(scheduler.waiting)):
-            assert queue == sorted(queue, key=lambda a: a.arrival)
+        for tenant in ("", "ann", "bob"):
+            queue = [answer for answer in scheduler.waiting if answer.tenant == tenant]
+            assert queue == sorted(queue, key=self.place)
+        assert scheduler.running == sorted(scheduler.running, key=self.place)
         assert len(scheduler.running) <= SEATS
 
     def teardown(self) -> None:

@@ -7,13 +7,14 @@ given back here and nowhere else.
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import RequestError
 from slipstream.engine.chunks import Chunk, ChunkRule
-from slipstream.engine.line import WaitingLine
+from slipstream.engine.line import WaitingLine, turn_of
 from slipstream.engine.state import Answer, Phase
 from slipstream.kv.pages import OutOfPages, PageCopy, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
@@ -57,11 +58,12 @@ class Scheduler:
         self.pool = pool
         self.prefixes = prefixes
         self.waiting = WaitingLine()
-        self.running: list[Answer] = []  # oldest first
+        self.running: list[Answer] = []  # in the order of their first turns
         self.preemptions = 0
         self._short = False  # the last time somebody was to start, there were not enough pages
         self._max_running = max_running
         self._slots = list(range(max_running))  # a heap
+        self._turns = itertools.count()
         self._chunks = chunks
         self._ahead = ahead
         self._copy_pages = copy_pages
@@ -69,7 +71,7 @@ class Scheduler:
         self._on_release = on_release
 
     def add(self, answer: Answer) -> None:
-        """Put it in the queue by age: one that was preempted comes before those that never ran."""
+        """Put it in the queue."""
         self.waiting.add(answer)
 
     @property
@@ -156,6 +158,10 @@ class Scheduler:
             self._give_back(answer)
         elif answer in self.waiting:
             self.waiting.remove(answer)
+        else:
+            return
+        if answer.turn is not None:
+            self.waiting.settle(answer)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a page or a slot was lost. Cheap enough for every idle moment."""
@@ -173,8 +179,6 @@ class Scheduler:
         passed_over: list[Answer] = []
         while self.waiting and self._slots and room > 0:
             answer = self.waiting.take()
-            if answer.ended:
-                continue
             if answer.leader is not None and answer.leader.phase is Phase.RUNNING and not answer.generated:
                 if answer.leader.cached < answer.prompt_length:
                     passed_over.append(answer)  # its prompt is being computed by its sibling
@@ -188,7 +192,9 @@ class Scheduler:
                 break
             answer.phase = Phase.RUNNING
             answer.slot = heapq.heappop(self._slots)
-            insort(self.running, answer, key=_age)
+            if answer.turn is None:
+                answer.turn = next(self._turns)
+            insort(self.running, answer, key=turn_of)
             try:
                 self._on_admit(answer)
             except Exception as error:  # its own parameters or its drafter: nobody else is to suffer for it
@@ -198,8 +204,8 @@ class Scheduler:
                 continue
             plan.newcomers += 1
             room -= self._take(plan, answer, room)
-        for answer in passed_over:
-            self.waiting.add(answer)
+        for answer in reversed(passed_over):
+            self.waiting.put_back(answer)
         return room
 
     def _start(self, answer: Answer) -> bool:
@@ -292,7 +298,7 @@ class Scheduler:
         self.running.remove(answer)
         self._give_back(answer)
         answer.phase = Phase.WAITING
-        self.add(answer)
+        self.waiting.add(answer)
         self.preemptions += 1
 
     def _give_back(self, answer: Answer) -> None:
@@ -304,7 +310,3 @@ class Scheduler:
             answer.table = None
             heapq.heappush(self._slots, answer.slot)
             answer.slot = -1
-
-
-def _age(answer: Answer) -> int:
-    return answer.arrival

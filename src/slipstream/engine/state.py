@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -28,8 +27,6 @@ from slipstream.kernels.pack_rows import RECENT
 from slipstream.kv.pages import PageTable
 from slipstream.plan.decisions import Decision
 from slipstream.sampling.table import Features
-
-_arrivals = itertools.count()
 
 Sink = Callable[[RequestOutput], None]
 
@@ -79,7 +76,8 @@ class Answer:
     copied: Copied | None = None
     decided: dict[str, Decision | str] = field(default_factory=dict)
     """By drafter: the last plan of guesses that this answer could have had, or why there was nothing to plan."""
-    arrival: int = field(default_factory=lambda: next(_arrivals))
+    turn: int | None = None  # its place among those that were started; None: it never was
+    charge: int = 0  # tokens that its tenant was charged with when it was taken from the line
     queued: int = 0  # rounds in the making whose results the host has not seen
     coming: int = 0  # tokens that these may add at most
     stride: int = RECENT  # tokens that its last round may have added; as long as it had none, as many as may matter
@@ -94,11 +92,13 @@ class Answer:
     missed: dict[str, int] = field(default_factory=dict)  # … and by others: how many of its last ones are not
     id: str = field(init=False)  # of job and sample always: a job may be named like another's second answer
     params: SamplingParams = field(init=False)  # the job's
+    tenant: str = field(init=False)
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = f"{self.job.id}/{self.sample}"
         self.params = self.job.params
+        self.tenant = self.params.speculation.tenant
         self.prompt_length = len(self.job.prompt_ids)
 
     @property
