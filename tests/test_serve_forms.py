@@ -170,8 +170,7 @@ def test_calls_are_found_in_text(client: OpenAI, stream: bool) -> None:
         ({"extra_body": {"guided_json": {"type": "nonsense"}}}, "json"),
         ({"extra_body": {"guided_grammar": "no grammar"}}, "grammar"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
-        ({"tool_choice": "auto"}, "needs tools"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": "required"}, "needs tools"),
     ],
 )
 def test_forms_that_cannot_be(client: OpenAI, options: dict[str, Any], message: str) -> None:

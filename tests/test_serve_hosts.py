@@ -64,6 +64,26 @@ def test_a_page_that_took_our_address_reads_nothing(open_llm: Callable[..., LLM]
         assert httpx.get(f"{server.url}/v1/models", headers={"Host": "localhost:1"}).status_code == 200
 
 
+def test_pages_from_elsewhere_ask_where_their_origin_is_allowed(open_llm: Callable[..., LLM]) -> None:
+    """A browser's preflight has no key; the request behind it needs one."""
+    page, other = {"Origin": "https://chat.example"}, {"Origin": "https://evil.example"}
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    keys = (ApiKey.of("a-good-key"),)
+    with serving(open_llm(), keys=keys, allowed_origins=("https://chat.example",)) as server:
+        path = f"{server.url}/v1/chat/completions"
+        allowed = httpx.options(path, headers={**page, **asks})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == page["Origin"]
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        assert "access-control-allow-origin" not in httpx.options(path, headers={**other, **asks}).headers
+        answer = httpx.post(path, json={}, headers=page)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, page["Origin"])
+        assert "access-control-allow-origin" not in httpx.post(path, json={}, headers=other).headers
+    for wrong in ("chat.example", "https://", ""):
+        with pytest.raises(ConfigError, match="allowed_origins"):
+            ServeConfig(allowed_origins=(wrong,))
+
+
 def test_how_often_watchers_look_is_limited(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm()
     with serving(llm) as server:

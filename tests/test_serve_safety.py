@@ -149,7 +149,7 @@ def hostile() -> dict[str, bytes]:
         "many ids": body(prompt=[1] * 350_000),
         "many wrong ids": body(prompt=[[1, "x", None]] * 60_000),
         "many prompts": body(prompt=["a"] * 100_000),
-        "many fields": body(**{f"f{i}": i for i in range(60_000)}),
+        "many fields": body(n=0, **{f"f{i}": i for i in range(60_000)}),
         "many biases": body(logit_bias={str(i): 1 for i in range(60_000)}),
         "many stops": body(stop=["x"] * 100_000),
         "a long stop": body(stop="x" * 1_000_000),

@@ -72,6 +72,8 @@ def test_a_call_that_goes_on_and_on_costs_the_same_for_every_piece(parser: type[
         ("just text {", "just text {", []),
         (LLAMA, "", [("weather", {"city": "Bern"})]),
         (f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("weather", {"city": "Bern"})] * 2),
+        (f'{LLAMA}; {{"name": "weather", "param', "", [("weather", {"city": "Bern"})]),
+        (f'{{"some": "JSON"}} {LLAMA}', f'{{"some": "JSON"}} {LLAMA}', []),
         ('{"some": "JSON"}', '{"some": "JSON"}', []),
         ('{"name": "weather", "param', '{"name": "weather", "param', []),
     ],
@@ -90,9 +92,37 @@ def test_the_format_is_the_templates() -> None:
 
 def test_calls_that_had_to_come() -> None:
     assert read(NamedParser(["time"]), ['{"zone"', ': "CET"}']) == ("", [("time", {"zone": "CET"})])
-    text = '[{"name": "time", "parameters": {"zone": 1}}]'
-    assert read(RequiredParser(["time"]), [text]) == ("", [("time", {"zone": 1})])
-    assert read(RequiredParser(["time"]), [text[:-5]]) == (text[:-5], [])
+    assert read(NamedParser(["time"]), ['{"zone": "C']) == ("", []), "arguments that were cut off are no call"
+
+
+CALLS = r'[{"name": "time", "parameters": {"zone": "}\\\"{", "of": {}}}, {"name": "time", "parameters": {"zone": 1}}]'
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("cut", "whole"), [(0, 2), (1, 2), (2, 1), (50, 0)])
+def test_calls_that_are_whole_are_told_when_they_are_and_the_rest_is_no_text(size: int, cut: int, whole: int) -> None:
+    text = CALLS[: len(CALLS) - cut]
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    expected = [("time", {"zone": '}\\"{', "of": {}}), ("time", {"zone": 1})]
+    assert read(RequiredParser(["time"]), pieces) == ("", expected[:whole])
+    parser = RequiredParser(["time"])
+    told = [len(parser.feed(letter, last=False).calls) for letter in text]
+    assert [at for at, calls in enumerate(told) if calls] == [CALLS.index("}, {"), len(CALLS) - 2][:whole]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "said"),
+    [
+        (HermesParser, f"Well.{WEATHER} And {TIME} more", "Well."),
+        (LlamaParser, f"{LLAMA}; {LLAMA}", ""),
+        (RequiredParser, f"[{LLAMA}, {LLAMA}]", ""),
+    ],
+)
+def test_one_call_where_several_are_not_wanted(parser: type[ToolParser], text: str, said: str) -> None:
+    for size in (1, 5, 1000):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        got, calls = read(parser(["weather", "time"], 1), pieces)
+        assert (got, [name for name, _ in calls]) == (said, ["weather"])
 
 
 def chat(**fields: Any) -> ChatRequest:

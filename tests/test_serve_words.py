@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from serving import MODEL, serving
 from slipstream import LLM
 from slipstream.models.load import load_tokenizer
 from slipstream.serve import neutral
+from slipstream.serve.gate import IGNORED_FIELDS
 from slipstream.serve.neutral import Neutral
 from slipstream.serve.prompts import PromptMaker
 from slipstream.serve.server import HttpServer
@@ -73,18 +75,10 @@ def format_of(schema: Any) -> dict[str, Any]:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content.0.type=\"image_url\": must be 'text'",
         ),
-        (
-            {"messages": [{"role": "user", "content": "a", "colour": 1}]},
-            "messages.0.colour: unknown or unsupported field",
-        ),
         ({"stop": 3}, "stop=3: must be a text or a list"),
         ({"logit_bias": {"5": 200}}, "logit_bias.5=200: must be at most 100"),
         ({"speculation": "on"}, "speculation=\"on\": must be an object or 'off'"),
         ({"speculation": {"verifier": "lax"}}, "speculation.verifier=\"lax\": must be 'exact' or 'rejection'"),
-        (
-            {"speculation": {"drafters": "a"}},
-            "speculation.drafters: unknown or unsupported field 'drafters'; did you mean 'drafter'?",
-        ),
         (
             {"speculation": {"drafter": "eagle3"}},
             "speculation.drafter='eagle3' is not loaded: must be one of auto, suffix,",
@@ -194,15 +188,11 @@ def test_a_form_that_nothing_fits_is_the_clients_mistake(server: HttpServer) -> 
 @pytest.mark.parametrize(
     "body",
     [
-        {"store": "\ud800"},
-        {"metadata": {"\ud800": "\ud800"}},
-        {"\ud800": 1},
         {"user": "\ud800"},
         {"chat_template_kwargs": {"\ud800": []}},
         {"logit_bias": {"\ud800": 1000}},
         {"response_format": {"type": "\ud800"}},
         {"messages": [{"role": "\ud800"}]},
-        {"speculation": {"\ud800": 1}},
     ],
 )
 def test_half_a_character_is_a_mistake_of_the_client(server: HttpServer, body: dict[str, Any]) -> None:
@@ -236,8 +226,7 @@ def test_bodies_that_are_no_objects(server: HttpServer) -> None:
         (b"[1]", "the body must be a JSON object"),
         (b"{", "the body is not JSON"),
         (b'{"model": ,}', "the body is not JSON: Expecting value at character 11"),
-        (b'{"temprature": 1}', "temprature: unknown or unsupported field 'temprature'; did you mean 'temperature'?"),
-        (b'{"colour": 1}', "colour: unknown or unsupported field 'colour'; leave it out"),
+        (b'{"colour": 1}', "messages: required field is missing"),
         (b"", "the body is missing"),
         (b'{"model": 3, "messages": []}', "model=3: must be a text"),
     ):
@@ -285,9 +274,11 @@ TABLES: list[tuple[str, str, Neutral]] = [
 @pytest.mark.parametrize(("endpoint", "name", "one"), TABLES)
 def test_fields_that_ask_for_nothing(server: HttpServer, endpoint: str, name: str, one: Neutral) -> None:
     base: dict[str, Any] = {"prompt": "a"} if endpoint == "/v1/completions" else {"messages": ASKED}
-    for value in (None, *one.values):
+    for value in (None, *(({"a": 1}, 3, "high") if one.values is None else one.values)):
         answer = post(server, {"model": MODEL, "max_tokens": 1, **base, name: value}, endpoint)
         assert answer.status_code == 200, answer.text
+    if one.values is None:
+        return
     other: Any = {bool: True, dict: {"a": "b"}, str: "high", int: 5, float: 0.5, list: ["audio"]}
     wrong = other[type(one.values[0])] if one.values else 3
     error = post(
@@ -307,6 +298,27 @@ def test_an_answer_can_be_sent_back_as_the_client_has_it(server: HttpServer) -> 
     said = {"role": "assistant", "content": "a", "refusal": None, "audio": None, "function_call": None}
     body = {"messages": [*ASKED, {**said, "annotations": [], "tool_calls": None}, *ASKED]}
     assert post(server, body).status_code == 200
+    call = {
+        "id": "a",
+        "function": {"name": "go", "arguments": "{}", "parsed_arguments": {}},
+        "index": 0,
+        "type": "function",
+    }
+    more: dict[str, Any] = {
+        "parsed": None,
+        "provider_specific_fields": {},
+        "reasoning": "hm",
+        "reasoning_content": "hm",
+    }
+    cached = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+    turns = [
+        {"role": "user", "content": [cached]},
+        {**said, **more, "content": None, "refusal": "no", "annotations": [{}], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "done", "cache_control": {}},
+    ]
+    answer = post(server, {"messages": turns, "tools": [{**TOOL, "cache_control": {}}]})
+    assert answer.status_code == 200, answer.text
+    assert IGNORED_FIELDS not in answer.headers
     error = post(server, {"messages": [*ASKED, {**said, "audio": {"id": "x"}}, *ASKED]}).json()["error"]
     assert error["param"] == "messages.1.audio"
 
@@ -320,13 +332,102 @@ def test_stream_options(server: HttpServer) -> None:
 
 def test_the_docs_have_the_same_table() -> None:
     text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
-    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    rows = {name: line for line in lines for name in line.split("|")[1].split("`")[1::2]}
     tables = (neutral.CHAT, neutral.COMPLETION, neutral.STREAM_OPTIONS)
     for name, one in {name: one for table in tables for name, one in table.items()}.items():
         key = f"stream_options.{name}" if name in neutral.STREAM_OPTIONS else name
         assert key in rows, name
-        for value in one.values:
+        for value in one.values or ():
             assert f"`{json.dumps(value)}`" in rows[key], (name, value)
+
+
+UNKNOWN = {"temprature": 1, "messages": [{**ASKED[0], "colour": 1, "\n": 2}], "speculation": {"drafters": "a"}}
+
+
+def test_unknown_fields_are_ignored_and_named(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "slipstream.serve"):
+        for stream in (False, True, False):
+            answer = post(server, {**UNKNOWN, "stream": stream})
+            assert answer.status_code == 200
+            named = answer.headers[IGNORED_FIELDS].split(", ")
+            assert sorted(named) == ["(no name)", "messages.colour", "speculation.drafters", "temprature"]
+    told = {entry.fields["field"]: entry.fields["remedy"] for entry in caplog.records}  # type: ignore[attr-defined]
+    assert told["temprature"] == "did you mean 'temperature'?"
+    assert len(told) == len(caplog.records) == 4, "each once"
+    many = post(server, {"prompt": "a", **{f"f{i}": i for i in range(5000)}})
+    assert len(many.headers[IGNORED_FIELDS].split(", ")) <= 16
+
+
+def test_strict_fields_refuse_what_is_unknown(server: HttpServer) -> None:
+    service = server.service
+    kept, service.config = service.config, replace(service.config, strict_fields=True)
+    try:
+        answer = post(server, UNKNOWN)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_field", "temprature")
+        assert error["message"] == (
+            "temprature: unknown or unsupported field 'temprature'; did you mean 'temperature'?"
+        )
+        assert post(server, {"metadata": {"a": "b"}}).status_code == 200, "what is known and changes no answer"
+    finally:
+        service.config = kept
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"best_of": 2, "n": 2},
+        {"reasoning_effort": "high", "verbosity": "low", "metadata": {"run": "7"}, "service_tier": "flex"},
+        {"parallel_tool_calls": False, "tools": [TOOL]},
+        {"tool_choice": "auto"},
+        {"max_tokens": 3, "max_completion_tokens": 3},
+        {"add_special_tokens": True},
+    ],
+)
+def test_what_clients_send(server: HttpServer, fields: dict[str, Any]) -> None:
+    answer = post(server, fields)
+    assert answer.status_code == 200, answer.text
+    assert IGNORED_FIELDS not in answer.headers
+
+
+def test_a_missing_model_is_the_first(server: HttpServer) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert answer.json()["model"] == MODEL
+
+
+@pytest.mark.parametrize(("kept", "left"), [(3, 3), (100, 100), (-1, 253), (500, 400)])
+def test_a_prompt_is_cut_at_its_beginning(server: HttpServer, kept: int, left: int) -> None:
+    length = min(400, 400 if kept != 500 else 200)
+    answer = post(server, {"prompt": [7] * length, "truncate_prompt_tokens": kept, "return_token_ids": True})
+    assert answer.json()["usage"]["prompt_tokens"] == min(left, length)
+    assert len(answer.json()["choices"][0]["token_ids"]) == answer.json()["usage"]["completion_tokens"]
+    assert post(server, {"prompt": [7] * 9, "truncate_prompt_tokens": 0}).json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("body", [{"prompt": "abc"}, {"messages": ASKED}])
+def test_usage_and_token_ids_in_every_event(server: HttpServer, body: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**body, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    whole = post(server, asked).json()["choices"][0]["token_ids"]
+    text = post(server, {**asked, "stream": True, "stream_options": options}).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert [token for event in events for one in event["choices"] for token in one.get("token_ids", ())] == whole
+
+
+def test_a_request_keeps_its_name(server: HttpServer) -> None:
+    for given, echoed in (("trace-1:a/b", True), ("x" * 200, False), ("a b", False)):
+        answer = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": given})
+        assert (answer.headers["x-request-id"] == given) is echoed
+
+
+def test_head_is_get_without_the_body(server: HttpServer) -> None:
+    answer = httpx.head(f"{server.url}/metrics")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert httpx.head(f"{server.url}/live").status_code == 405
 
 
 @pytest.mark.parametrize(

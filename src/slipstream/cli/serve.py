@@ -33,6 +33,7 @@ _USUAL = ServeConfig()
 _OPTIONS = {
     "models": "--served-model-name",
     "request_s": "--request-timeout",
+    "allowed_origins": "--allowed-origins",
     "chunk_chars": "--stream-chunk-chars",
     "drain_s": "--drain-timeout",
     "trial_s": "--compile-trial",
@@ -85,6 +86,24 @@ def serve(
             "machine alone and asks for no key, this machine's own names; else any.",
         ),
     ] = None,
+    allowed_origins: Annotated[
+        str,
+        option(
+            metavar="JSON",
+            panel=SERVER,
+            help="Pages from elsewhere whose scripts browsers let ask this server, as a JSON list of origins: "
+            "'[\"https://chat.example.com\"]', or '[\"*\"]' for any page. Default: none.",
+        ),
+    ] = "[]",
+    strict_fields: Annotated[
+        bool,
+        option(
+            "--strict-fields",
+            panel=SERVER,
+            help="Refuse requests with unknown fields. Default: ignore these, and name them in the log and in the "
+            "answer's header X-Slipstream-Ignored-Fields.",
+        ),
+    ] = False,
     max_num_seqs: Annotated[
         int, option(metavar="N", min=1, panel=MODEL, help="Most answers that are made at once.")
     ] = 32,
@@ -193,6 +212,8 @@ def serve(
             port=port,
             keys=keys,
             allowed_hosts=tuple(allowed_host or ()),
+            allowed_origins=_origins(allowed_origins),
+            strict_fields=strict_fields,
             limits=Limits(body_bytes=max_body, request_s=request_timeout),
             max_queue=max_queue,
             chunk_chars=stream_chunk_chars,
@@ -284,6 +305,14 @@ def _with_speculative_config(common: Common, written: str) -> Common:
         changed = replace(common, drafter=[named.drafter], draft_tokens=named.draft_tokens)
         changed.check(None, _WITHOUT_PREDICTION)
     return changed
+
+
+def _origins(written: str) -> tuple[str, ...]:
+    with suppress(ValueError):
+        found = json.loads(written)
+        if isinstance(found, list) and all(isinstance(origin, str) for origin in found):
+            return tuple(found)
+    raise ConfigError(f"--allowed-origins {written}: must be a JSON list of origins, such as '[\"https://a.example\"]'")
 
 
 def _keys(given: Any, file: Path | None) -> tuple[ApiKey, ...]:

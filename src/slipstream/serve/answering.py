@@ -117,7 +117,10 @@ class EngineResponse(Response):
                     if quick:
                         await send({"type": "http.response.body", "body": quick, "more_body": True})
                     continue
-                events = [wording.events(piece) for piece in self._pieces(arrived)]
+                pieces = self._pieces(arrived)
+                if wording.manner.running:
+                    wording.count(record, sum(self._tokens))
+                events = [wording.events(piece) for piece in pieces]
                 if not begun:
                     events.insert(0, wording.opening(len(self._ends)))
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -187,7 +190,7 @@ class EngineResponse(Response):
                 if (end := self._ends[index]) is not None:
                     piece.report = wording.report(answer_record(end, self._tokens[index]))
         if self._work.chunk_chars is None:
-            return [piece for piece in pieces.values() if _says(piece)]
+            return [piece for piece in pieces.values() if wording.manner.token_ids or _says(piece)]
         return [part for piece in pieces.values() for part in self._cut(piece, self._work.chunk_chars)]
 
     def _cut(self, piece: Piece, size: int) -> list[Piece]:

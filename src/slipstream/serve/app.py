@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from slipstream import __version__
 from slipstream.core.errors import SlipstreamError
@@ -17,7 +18,7 @@ from slipstream.engine.host import EngineHost
 from slipstream.serve.complaints import from_validation
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, for_log, from_exception
-from slipstream.serve.gate import Gate
+from slipstream.serve.gate import IGNORED_FIELDS, Gate
 from slipstream.serve.live import LiveView
 from slipstream.serve.metrics import CONTENT_TYPE
 from slipstream.serve.page import add_page
@@ -115,7 +116,7 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def make_gate(llm: EngineHost, config: ServeConfig) -> tuple[Gate, Service]:
+def make_gate(llm: EngineHost, config: ServeConfig) -> tuple[ASGIApp, Service]:
     """The whole service as one ASGI application."""
     service = Service(llm, config)
     app = make_app(service)
@@ -130,7 +131,12 @@ def make_gate(llm: EngineHost, config: ServeConfig) -> tuple[Gate, Service]:
         service.metrics.answered(endpoint, record.status)
 
     max_body = config.limits.body_for(llm.max_model_len)
-    return Gate(app, config, service.admission, service.drain, max_body=max_body, ended=ended), service
+    gate: ASGIApp = Gate(app, config, service.admission, service.drain, max_body=max_body, ended=ended)
+    if config.allowed_origins:  # around the gate: a browser's preflight has no key
+        told = ("X-Request-Id", IGNORED_FIELDS, "Retry-After")
+        origins = config.allowed_origins
+        gate = CORSMiddleware(gate, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=told)
+    return gate, service
 
 
 def _no_endpoint(request: Request, error: StarletteHTTPException) -> ApiError:

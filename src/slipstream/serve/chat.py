@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.outputs import Logprob
 from slipstream.serve.tools import Call, Parsed, ToolParser
-from slipstream.serve.wording import Manner, Piece, Wording, ending_of, extras_of, quoted, reason_json
+from slipstream.serve.wording import Manner, Piece, Wording, ending_of, quoted, reason_json
 
 
 class ChatWording(Wording):
@@ -60,19 +60,19 @@ class ChatWording(Wording):
         told: dict[str, Any] = {"content": parsed.text} if parsed.text else {}
         if parsed.calls:
             told["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(parsed.calls)]
-        if not (told or piece.finish_reason or piece.logprobs or piece.origins):
+        if not (told or piece.finish_reason or piece.logprobs or piece.origins or self.manner.token_ids):
             return ""
         return self._event(piece, json.dumps(told, ensure_ascii=True), logprobs)
 
     def around_text(self, index: int) -> tuple[str, str] | None:
-        if self._make_parser is not None or self.manner.chunk_chars is not None:
+        if self._make_parser is not None or not self.manner.only_text:
             return None
         before = f'{self._head}"choices":[{{"index":{index},"delta":{{"content":'
         return before, f'}},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def _event(self, piece: Piece, delta: str, logprobs: str) -> str:
         ending = ending_of(piece, self._reason(piece))
-        more = extras_of(piece)
+        more = self.extras(piece)
         return self.event(f'{{"index":{piece.index},"delta":{delta},"logprobs":{logprobs},{ending}{more}}}')
 
     def _parse(self, piece: Piece, *, last: bool) -> Parsed:

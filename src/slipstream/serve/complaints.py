@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, cast
 
 from slipstream.serve.errors import ApiError
-from slipstream.serve.schemas import UNKNOWN, UNSUPPORTED
+from slipstream.serve.schemas import UNSUPPORTED
 
 _SHOWN = 60
 _KINDS = {
@@ -91,11 +90,6 @@ def shown(value: Any) -> str:
 def _complaint(error: Mapping[str, Any], body: Any) -> _Complaint:
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     path = _path(error["loc"], body, missing=kind == "missing")
-    if kind == UNKNOWN:
-        name = context["name"]
-        near = get_close_matches(name, context.get("known", "").split(), 1)
-        remedy = f"did you mean {near[0]!r}?" if near else "leave it out"
-        return _Complaint((*path, name), None, "", f": unknown or unsupported field {name!r}; {remedy}", kind)
     if kind == UNSUPPORTED:
         given = f"={shown(context['value'])}: {context['remedy']}"
         return _Complaint((*path, context["name"]), None, "", given, "unsupported_value")

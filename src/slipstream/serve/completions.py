@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.core.outputs import Logprob
-from slipstream.serve.wording import Manner, Piece, Wording, ending_of, extras_of, quoted, reason_json
+from slipstream.serve.wording import Manner, Piece, Wording, ending_of, quoted, reason_json
 
 
 class CompletionWording(Wording):
@@ -32,11 +32,11 @@ class CompletionWording(Wording):
     def events(self, piece: Piece) -> str:
         logprobs = "null" if piece.logprobs is None else json.dumps(self._logprobs(piece))
         text = self._echo(piece.index) + piece.text if self._echoes else piece.text
-        ending = ending_of(piece) + extras_of(piece)
+        ending = ending_of(piece) + self.extras(piece)
         return self.event(f'{{"index":{piece.index},"text":{quoted(text)},"logprobs":{logprobs},{ending}}}')
 
     def around_text(self, index: int) -> tuple[str, str] | None:
-        if self._echoes or self.manner.chunk_chars is not None:
+        if self._echoes or not self.manner.only_text:
             return None
         before = f'{self._head}"choices":[{{"index":{index},"text":'
         return before, f',"logprobs":null,"finish_reason":null}}]{self._tail}'

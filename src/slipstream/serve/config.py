@@ -88,6 +88,8 @@ class ServeConfig:
         given, they are checked only on a server for this machine that asks for no key.
     max_queue: answers that may wait for a place in the engine; more are refused with 429.
     chunk_chars: characters of every event of a stream, all events padded to one size; None: what a round brought.
+    strict_fields: refuse unknown fields instead of ignoring them.
+    allowed_origins: pages from elsewhere that browsers let ask this server ("*": any).
     drain_s: seconds that running requests have when the server is told to end.
     stall_s: seconds that a round may take before /health says that the engine hangs.
     compiling: what forms of answers may take to compile.
@@ -100,6 +102,8 @@ class ServeConfig:
     port: int = 8000
     keys: tuple[ApiKey, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    strict_fields: bool = False
     limits: Limits = Limits()
     max_queue: int = 256
     chunk_chars: int | None = None
@@ -117,6 +121,8 @@ class ServeConfig:
             raise ConfigError("API keys: one is there twice; give each tenant a key of its own")
         named = all(re.fullmatch(r"\*|[\w.-]+|[\da-fA-F:.]*:[\da-fA-F:.]*:[\da-fA-F.]*", h) for h in self.allowed_hosts)
         self._check("allowed_hosts", named, 'names or addresses without a port, or "*"')
+        origins = all(re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin) for origin in self.allowed_origins)
+        self._check("allowed_origins", origins, 'origins such as "https://chat.example.com", or "*"')
         self._check("port", 0 <= self.port <= 65535, "0 (any free one) to 65535")
         self._check("max_queue", self.max_queue >= 0, "0 or more")
         self._check("chunk_chars", self.chunk_chars is None or 1 <= self.chunk_chars <= 4096, "1 to 4096, or None")

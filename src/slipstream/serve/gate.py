@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +25,11 @@ from slipstream.serve.record import Record
 
 OPEN = frozenset({"/health", *PATHS})
 """Paths that need no key: whoever starts and stops servers has none, and the page has to be there to ask for one."""
+_NO_HEAD = frozenset({"/live"})
+"""Paths whose answer may have no end: everywhere else HEAD is GET without the body, which uvicorn leaves out."""
+_REQUEST_ID = re.compile(rb"[\w.:@/+=-]{1,128}")
 WORK = frozenset({"/v1/completions", "/v1/chat/completions"})
+IGNORED_FIELDS = "X-Slipstream-Ignored-Fields"
 GONE = 499
 """nginx' status for clients that went away before they were answered; it is seen in logs and metrics only."""
 
@@ -62,11 +67,17 @@ class Gate:
         record = Record(method=scope["method"], path=scope["path"])
         record.attach(scope)
         record.send = send
+        if scope["method"] == "HEAD" and record.path not in _NO_HEAD:
+            scope = {**scope, "method": "GET"}
+        asked_id = dict(scope["headers"]).get(b"x-request-id", b"")
+        record.asked_id = asked_id.decode() if _REQUEST_ID.fullmatch(asked_id) else ""
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                more = [(b"x-request-id", record.id.encode())]
+                more = [(b"x-request-id", (record.asked_id or record.id).encode())]
+                if record.ignored:
+                    more.append((IGNORED_FIELDS.lower().encode(), ", ".join(record.ignored).encode()))
                 if self._drain.begun:
                     more.append((b"connection", b"close"))  # whoever asks again should find another server
                 message["headers"] = [*message.get("headers", ()), *more]

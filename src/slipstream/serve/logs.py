@@ -62,6 +62,8 @@ def request_fields(record: Record) -> dict[str, Any]:
         "status": record.status,
         "ms": round(record.seconds * 1000, 1),
     }
+    if record.asked_id:
+        fields["client_request_id"] = record.asked_id
     if record.tenant:
         fields["tenant"] = record.tenant
     if record.user:

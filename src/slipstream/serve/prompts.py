@@ -20,7 +20,7 @@ from slipstream.engine.requests import check_text
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.nesting import check_nesting
 from slipstream.serve.sampling import text_of
-from slipstream.serve.schemas import AssistantMessage, ChatFields, TokenizeRequest
+from slipstream.serve.schemas import AssistantMessage, ChatFields, ChatRequest, TokenizeRequest
 
 Templated = ChatFields | TokenizeRequest
 _DEEPEST = 64
@@ -61,7 +61,9 @@ class PromptMaker:
             and "add_generation_prompt" in asked.model_fields_set
         ):
             raise refused("continue_final_message", "cannot go with add_generation_prompt: true")
-        kwargs = _mapped(asked.chat_template_kwargs or {}, lambda text: _cut(text, self._wide_controls, mark))
+        effort = asked.reasoning_effort if isinstance(asked, ChatRequest) else None
+        given = {**({"reasoning_effort": effort} if effort else {}), **(asked.chat_template_kwargs or {})}
+        kwargs = _mapped(given, lambda text: _cut(text, self._wide_controls, mark))
         if taken := sorted(kwargs.keys() & _OURS):
             raise refused("chat_template_kwargs", f"{taken[0]!r} is not for the template")
         try:
@@ -78,9 +80,10 @@ class PromptMaker:
         check_text(rendered)
         return [part for part in rendered.split(mark) if part]
 
-    def joined(self, parts: Sequence[str]) -> list[int]:
-        """The tokens of texts that are tokenized one by one."""
-        return [token for part in parts for token in self._tokenizer.encode(part, add_special_tokens=False)]
+    def joined(self, parts: Sequence[str], *, special: bool = False) -> list[int]:
+        """The tokens of texts that are tokenized one by one. special: the first with what is put around a text."""
+        encode = self._tokenizer.encode
+        return [t for i, part in enumerate(parts) for t in encode(part, add_special_tokens=special and not i)]
 
     @property
     def takes_tools(self) -> bool:
@@ -118,6 +121,10 @@ class PromptMaker:
             return _cut(text, controls, mark)
 
         told: dict[str, Any] = {"role": role, "content": cut(text_of(message.content or ""))}
+        if isinstance(message, AssistantMessage):
+            told["content"] = told["content"] or cut(message.refusal or "")
+            if thought := message.reasoning_content or message.reasoning:
+                told["reasoning_content"] = cut(thought)  # which templates of reasoning models know
         if message.name is not None:
             told["name"] = cut(message.name)
         if message.role == "tool":

@@ -33,6 +33,8 @@ class Record:
     streamed: bool = False
     disconnected: bool = False
     error: str | None = None
+    asked_id: str = ""  # the client's own name for the request
+    ignored: list[str] = field(default_factory=list)  # fields that nothing here knows
     send: Send | None = None
     """The server's own way to the client, for what a stream sends often: past those who only look at how it begins."""
 

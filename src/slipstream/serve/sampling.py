@@ -42,9 +42,9 @@ def completion_params(asked: CompletionRequest, limits: Limits, tenant: str, *, 
 
 
 def chat_params(asked: ChatRequest, limits: Limits, tenant: str, *, drafts: bool) -> SamplingParams:
-    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
+    if len({asked.max_tokens, asked.max_completion_tokens} - {None}) > 1:
         raise refused("max_tokens", "give either it or max_completion_tokens, which is its new name")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise refused("top_logprobs", "needs logprobs: true")
     return _params(
         asked,
@@ -65,6 +65,8 @@ def _params(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
+    if asked.best_of not in (None, asked.n or 1):
+        raise refused("best_of", "answers are not ranked; ask for n, and choose")
     if asked.stream_options is not None and not asked.stream:
         raise refused("stream_options", "needs stream: true")
     if logprobs is not None and logprobs > limits.top_logprobs:

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's fields, vLLM's further ones, and ours. Anything else is refused by name.
+"""What clients may send: OpenAI's fields, vLLM's further ones, and ours. Others are set aside, to be named.
 
 Whether a value is possible in itself is said here; whether it is on this server is for `sampling.py`.
 """
@@ -6,15 +6,28 @@ Whether a value is possible in itself is said here; whether it is on this server
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
-from slipstream.serve.neutral import ASSISTANT, CHAT, COMPLETION, SPECULATION, STREAM_OPTIONS, Neutral
+from slipstream.serve.neutral import (
+    CALL,
+    CHAT,
+    COMPLETION,
+    MESSAGE,
+    PART,
+    SPECULATION,
+    STREAM_OPTIONS,
+    TOOL,
+    Neutral,
+)
 
-UNKNOWN, UNSUPPORTED = "unknown_field", "unsupported_field"
+UNSUPPORTED = "unsupported_field"
+_MOST_UNKNOWN = 8
+"""Unknown fields of one object that are named. A body may have very many."""
 
 Whole = Annotated[int, Field(ge=0, le=2**62)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True, min_length=1)]
@@ -22,25 +35,36 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    neutral: ClassVar[Mapping[str, Neutral]] = {}  # further fields, which must ask for nothing
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Mapping[str, Neutral]] = {}  # further fields, which nothing here acts on
+    _unknown: tuple[str, ...] = PrivateAttr(())
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_unknown(cls, given: Any) -> Any:
-        """The first of them is enough: pydantic would make an error of every one, and there may be very many."""
+    def _set_aside(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Refuse a neutral field that asks for something, and remember the names of unknown ones."""
         if not isinstance(given, dict) or given.keys() <= _names(cls):
-            return given
-        for key, value in given.items():
-            if key in _names(cls):
-                continue
-            if key not in cls.neutral:
-                told = {"name": str(key)[:64], "known": " ".join(sorted(_names(cls)))}
-                raise PydanticCustomError(UNKNOWN, "unknown field", told)
-            if not cls.neutral[key].fits(value):
-                told = {"name": key, "value": value, "remedy": cls.neutral[key].remedy}
+            return handler(given)
+        for key in given.keys() & cls.neutral.keys():
+            if not cls.neutral[key].fits(given[key]):
+                told = {"name": key, "value": given[key], "remedy": cls.neutral[key].remedy}
                 raise PydanticCustomError(UNSUPPORTED, "unsupported value", told)
-        return {key: value for key, value in given.items() if key in _names(cls)}
+        made = handler(given)
+        unknown = (str(key) for key in given if key not in _names(cls) and key not in cls.neutral)
+        made._unknown = tuple(islice(unknown, _MOST_UNKNOWN))
+        return made
+
+
+def unknown_fields(asked: Fields, place: str = "") -> Iterator[tuple[str, frozenset[str]]]:
+    """The path of each unknown field, without indices, and the names that are known in its place."""
+    for name in asked._unknown:
+        yield place + name, _names(type(asked))
+    for name in asked.model_fields_set:
+        value = getattr(asked, name)
+        for part in value if isinstance(value, list) else (value,):
+            if not isinstance(part, Fields):
+                break
+            yield from unknown_fields(part, f"{place}{name}.")
 
 
 @functools.cache
@@ -51,6 +75,7 @@ def _names(of: type[BaseModel]) -> frozenset[str]:
 class StreamOptions(Fields):
     neutral = STREAM_OPTIONS
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="vLLM's: with include_usage, usage in every event")
 
 
 class SpeculationFields(Fields):
@@ -103,8 +128,9 @@ class StructuredOutputs(Fields):
 class SamplingFields(Fields):
     """What completions and chat have in common."""
 
-    model: str = Field(max_length=512)
+    model: str | None = Field(None, max_length=512, description="default: the first that is served")
     n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, description="answers are not ranked: as many as n")
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
@@ -115,6 +141,13 @@ class SamplingFields(Fields):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="by token id, written as text", max_length=1024
     )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=2**31,
+        description="keep so many tokens of the prompt's end; -1: what leaves room for the answer",
+    )
+    return_token_ids: bool | None = False
     bad_words: Strings | None = Field(None, max_length=64)
     min_tokens: Whole | None = None
     stop: str | Strings | None = None
@@ -156,6 +189,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Fields):
+    neutral = PART
     type: Literal["text"]
     text: str
 
@@ -171,38 +205,45 @@ class Prediction(Fields):
 
 
 class FunctionCall(Fields):
+    neutral = CALL
     name: str = Field(min_length=1, max_length=256)
     arguments: str
 
 
 class ToolCall(Fields):
+    neutral = CALL
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class SystemMessage(Fields):
+    neutral = MESSAGE
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
 
 
 class UserMessage(Fields):
+    neutral = MESSAGE
     role: Literal["user"]
     content: Content
     name: str | None = None
 
 
 class AssistantMessage(Fields):
-    neutral = ASSISTANT
+    neutral = MESSAGE
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = None
+    reasoning: str | None = Field(None, description="vLLM's newer name of reasoning_content")
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = Field(None, max_length=128)
 
 
 class ToolMessage(Fields):
+    neutral = MESSAGE
     role: Literal["tool"]
     content: Content
     tool_call_id: str = Field(max_length=256)
@@ -214,6 +255,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Function(Fields):
+    neutral = TOOL
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -221,6 +263,7 @@ class Function(Fields):
 
 
 class Tool(Fields):
+    neutral = TOOL
     type: Literal["function"]
     function: Function
 
@@ -252,6 +295,8 @@ class ChatRequest(ChatFields, SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
+    add_special_tokens: bool = Field(False, description="put the tokenizer's own around what the template wrote")
+    reasoning_effort: str | None = Field(None, max_length=64, description="for templates that know it")
 
 
 class TokenizeRequest(Fields):

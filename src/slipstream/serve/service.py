@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
+from itertools import islice
 from typing import Any, TypeVar
 
 from slipstream.core.params import SamplingParams
@@ -20,19 +23,33 @@ from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, about, refused
 from slipstream.serve.forms import naming_form
 from slipstream.serve.health import Health, judge
+from slipstream.serve.logs import log
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.nesting import check_nesting
 from slipstream.serve.prompts import PromptMaker
 from slipstream.serve.record import Record
 from slipstream.serve.sampling import chat_params, completion_params, text_of, wants_report
-from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, NamedTool, TokenizeRequest
-from slipstream.serve.tools import NamedParser, RequiredParser, ToolParser, parser_for
+from slipstream.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Fields,
+    NamedTool,
+    TokenizeRequest,
+    unknown_fields,
+)
+from slipstream.serve.tools import MAX_CALLS, NamedParser, RequiredParser, ToolParser, parser_for
 from slipstream.serve.wording import Manner, Wording
 
 _LONGEST_TOKEN = 16
 """Characters that a token has at most, on average over a text that is long. What is longer is not even tokenized."""
 _SHORT = 4096
 """Bytes of a body that is prepared in place: a switch of threads would take longer."""
+
+_MOST_IGNORED = 16
+"""Unknown fields of one request that its answer names."""
+_MOST_NAMED = 256
+"""Unknown fields that the log names, each once: clients may make up new ones for ever."""
 
 _COMPILING = 32
 """Requests with forms that are prepared at once, on threads of their own. More than may be tried and compiled, for all
@@ -52,6 +69,7 @@ class Service:
         self.admission = Admission(llm.max_num_seqs, config.max_queue, self.drain)
         self.metrics = Metrics(llm, config.models[0], self.admission)
         self.started = int(time.time())
+        self._named: set[str] = set()  # unknown fields that the log has
         self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
         self._parser = parser_for(config.tool_format, self.prompts.template)
 
@@ -59,6 +77,7 @@ class Service:
         return judge(self.llm.pulse(), draining=self.drain.begun, stall_s=self.config.stall_s)
 
     async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
+        self._note_unknown(asked, record)
         with naming_form(asked):
             return await self._complete(asked, record)
 
@@ -88,6 +107,7 @@ class Service:
         return await self._response(make, asked, params, record, len(prompts))
 
     async def chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
+        self._note_unknown(asked, record)
         with naming_form(asked):
             return await self._chat(asked, record)
 
@@ -106,8 +126,8 @@ class Service:
         return await self._response(make, asked, params, record, 1)
 
     async def tokenize(self, asked: TokenizeRequest, record: Record) -> dict[str, Any]:
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._note_unknown(asked, record)
+        self._check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("prompt", "give either it or messages")
         self._check_length("prompt", len(asked.prompt or ""))
@@ -123,8 +143,8 @@ class Service:
         return {**told, "token_strs": self.prompts.spellings(ids) if asked.return_token_strs else None}
 
     async def detokenize(self, asked: DetokenizeRequest, record: Record) -> dict[str, str]:
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._note_unknown(asked, record)
+        self._check_model(asked.model)
         size = self.prompts.size
         if any(token >= size for token in asked.tokens):
             raise refused("tokens", f"must be token ids, 0 to {size - 1}")
@@ -153,8 +173,25 @@ class Service:
             return "it is switched off for all requests"
         return None if self._drafts else "this server has no drafter: none was named, or speculation is switched off"
 
-    def _check_model(self, name: str) -> None:
-        if name not in self.config.models:
+    def _note_unknown(self, asked: Fields, record: Record) -> None:
+        """Name the fields that nothing here knows: in the answer, once in the log, or in the refusal."""
+        for path, known in islice(unknown_fields(asked), _MOST_IGNORED):
+            path, name = path[:64], path.rpartition(".")[2][:64]
+            told = path if re.fullmatch(r"[\w.-]+", path, re.ASCII) else "(no name)"
+            if told not in record.ignored:
+                record.ignored.append(told)
+            if not self.config.strict_fields and (told in self._named or len(self._named) >= _MOST_NAMED):
+                continue
+            near = get_close_matches(name, known, 1)
+            remedy = f"did you mean {near[0]!r}?" if near else "leave it out"
+            if self.config.strict_fields:
+                message = f"{path}: unknown or unsupported field {name!r}; {remedy}"
+                raise ApiError(400, message, param=path, code="unknown_field")
+            self._named.add(told)
+            log.warning("unknown field ignored", extra={"fields": {"field": told, "remedy": remedy}})
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.config.models:
             served = ", ".join(self.config.models)
             raise ApiError(
                 404, f"model: {name!r} is not served here; ask for {served}", param="model", code="model_not_found"
@@ -168,8 +205,10 @@ class Service:
         return Manner(
             f"{prefix}-{record.id}",
             int(time.time()),
-            asked.model,
+            asked.model or self.config.models[0],
             usage=options is not None and options.include_usage,
+            running=options is not None and options.include_usage and options.continuous_usage_stats,
+            token_ids=bool(asked.return_token_ids),
             report=wants_report(asked),
             off=self._off(params),
             predicted=asked.prediction is not None,
@@ -178,7 +217,7 @@ class Service:
 
     def _tool_parser(self, asked: ChatRequest) -> Callable[[], ToolParser] | None:
         chosen, tools = asked.tool_choice, asked.tools or []
-        if chosen is not None and not tools:
+        if chosen not in (None, "none", "auto") and not tools:
             raise refused("tool_choice", "needs tools")
         if not tools or chosen == "none":
             return None
@@ -187,11 +226,9 @@ class Service:
             return functools.partial(NamedParser, [chosen.function.name])
         if chosen == "required":
             return functools.partial(RequiredParser, names)
-        if asked.parallel_tool_calls is False:
-            raise refused("parallel_tool_calls", "false needs tool_choice: required, or a tool's name")
         if any(tool.function.strict for tool in tools):
             raise refused("tools", "strict needs tool_choice: required, or a tool's name")
-        return functools.partial(self._parser, names)
+        return functools.partial(self._parser, names, 1 if asked.parallel_tool_calls is False else MAX_CALLS)
 
     def _check_length(self, param: str, length: int, unit: str = "characters", each: int = _LONGEST_TOKEN) -> None:
         """Refuse before it is tokenized what cannot fit."""
@@ -227,7 +264,7 @@ class Service:
         """Its tokens. Tools, and whatever else a template writes, may be longer than the messages."""
         parts = self.prompts.conversation(asked)
         self._check_length("messages", sum(map(len, parts)))
-        return self.prompts.joined(parts)
+        return self.prompts.joined(parts, special=isinstance(asked, ChatRequest) and asked.add_special_tokens)
 
     def _job(
         self,
@@ -238,6 +275,11 @@ class Service:
         asked: CompletionRequest | ChatRequest,
         param: str = "prompt",
     ) -> Prepared:
+        if asked.truncate_prompt_tokens is not None:
+            most = self.llm.max_model_len
+            room = most - (params.max_tokens if params.max_tokens < most else 1)
+            kept = asked.truncate_prompt_tokens if asked.truncate_prompt_tokens >= 0 else room
+            ids = ids[max(0, len(ids) - kept) :]
         self._check_length(param, len(ids), "tokens", 1)
         self._check_room(asked, len(ids))
         streaming = params.output_kind == "delta"
@@ -269,6 +311,8 @@ class Service:
             raise refused("logprobs", "this server's streams are cut into chunks of one size, which have none")
         if asked.stream and chunk_chars is not None and params.speculation.origins:
             raise refused("speculation.origins", "this server's streams do not show how many guesses stood")
+        if asked.stream and chunk_chars is not None and asked.return_token_ids:
+            raise refused("return_token_ids", "this server's streams do not show how many tokens an event has")
         self.admission.enter(answers)
         entered = time.perf_counter()
 

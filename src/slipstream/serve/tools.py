@@ -10,10 +10,12 @@ that looked like a call and is none comes out as text.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from slipstream.serve.config import ToolFormat
@@ -39,15 +41,25 @@ class Parsed:
 
 
 class ToolParser(ABC):
-    """Reads one answer as it grows. names: the tools that there are; a call of any other is text."""
+    """Reads one answer as it grows. names: the tools that there are; a call of any other is text. most: calls that are
+    told; what comes after them is left out."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
         self.names = frozenset(names)
+        self._left = most
         self._parts: list[str] = []  # text that waits: put together once, not with every piece
 
-    @abstractmethod
     def feed(self, text: str, *, last: bool) -> Parsed:
         """The next piece of the answer; `last`: there will be no more."""
+        if not self._left:
+            return Parsed()
+        parsed = self._read(text, last)
+        self._left -= len(parsed.calls)
+        return parsed
+
+    @abstractmethod
+    def _read(self, text: str, last: bool) -> Parsed:
+        """`feed`, with `_left` calls at most."""
 
     def _whole(self) -> str:
         """All that waited."""
@@ -69,12 +81,12 @@ class HermesParser(ToolParser):
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
+        super().__init__(names, most)
         self._inside = False
         self._held = ""  # the end of the text, where it may be the beginning of a mark
 
-    def feed(self, text: str, *, last: bool) -> Parsed:
+    def _read(self, text: str, last: bool) -> Parsed:
         rest, at = self._held + text, 0
         shown: list[str] = []
         calls: list[Call] = []
@@ -86,13 +98,15 @@ class HermesParser(ToolParser):
             at = until if place < 0 else place + len(mark)
             if self._inside and (place >= 0 or last):
                 self._close(shown, calls, mark if place >= 0 else "")
+                if len(calls) == self._left:
+                    break
             elif place >= 0:
                 self._inside = True
             if place < 0:
                 break
         self._held = rest[at:]
         said = "".join(shown)
-        return Parsed(said if said.strip() or not calls else "", tuple(calls[:MAX_CALLS]))
+        return Parsed(said if said.strip() or not calls else "", tuple(calls))
 
     def _close(self, shown: list[str], calls: list[Call], mark: str) -> None:
         """What was inside is a call, or it was text after all."""
@@ -103,69 +117,103 @@ class HermesParser(ToolParser):
             shown.append(f"{self._OPEN}{inside}{mark}")
 
 
-class LlamaParser(ToolParser):
+class ObjectParser(ToolParser):
+    """Reads JSON objects that stand one after the other. No character is looked at twice."""
+
+    _MARKS = re.compile(r'["\\{}]')
+
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
+        super().__init__(names, most)
+        self._depth = 0  # of braces
+        self._quoted = self._escaped = False  # the text so far ended in a string, and there behind a backslash
+
+    def _objects(self, text: str) -> Iterator[str]:
+        """The objects that this piece completes. The part of one that is not yet whole waits in `_parts`."""
+        begin, skip = 0, 0 if self._escaped else -1
+        for found in self._MARKS.finditer(text):
+            at, mark = found.start(), found[0]
+            if at == skip:
+                continue
+            if self._quoted:
+                self._quoted = mark != '"'
+                skip = at + 1 if mark == "\\" else -1
+            elif mark == '"':
+                self._quoted = self._depth > 0
+            elif mark == "{":
+                begin = begin if self._depth else at
+                self._depth += 1
+            elif mark == "}" and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    self._parts.append(text[begin : at + 1])
+                    yield self._whole()
+        self._escaped = self._quoted and skip == len(text)
+        if self._depth:
+            self._parts.append(text[begin:])
+
+
+class LlamaParser(ObjectParser):
+    """An answer whose first object is no call is text, all of it. Behind a call only calls are told."""
+
     _TAG = "<|python_tag|>"
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
-        self._opened = False  # a call may have begun
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
+        super().__init__(names, most)
+        self._said: list[str] = []  # the whole text, until a call was told
+        self._opened = self._called = False  # an object has begun; a call was told
 
-    def feed(self, text: str, *, last: bool) -> Parsed:
-        self._parts.append(text)
-        if self._opened and not last:
-            return Parsed()
-        held = self._whole()
-        body = held.lstrip()
-        if self._TAG.startswith(body) or body.startswith(self._TAG):
-            body = body[len(self._TAG) :].lstrip()
-        if body and not body.startswith("{"):  # it is not going to be one
-            self.feed = _as_text  # type: ignore[method-assign]
-            return Parsed(held)
-        if not last:
-            self._opened = bool(body)
-            self._parts.append(held)
-            return Parsed()
+    def _read(self, text: str, last: bool) -> Parsed:
+        if not self._called:
+            self._said.append(text)
+        if not self._opened:
+            self._said = ["".join(self._said)]
+            body = self._said[0].lstrip()
+            if self._TAG.startswith(body) or body.startswith(self._TAG):
+                body = body[len(self._TAG) :].lstrip()
+            if not body and not last:
+                return Parsed()
+            if not body.startswith("{"):
+                return self._no_call()
+            self._opened, text = True, body
         calls: list[Call] = []
-        decoder = json.JSONDecoder()
-        at = 0
-        while at < len(body):
-            try:
-                value, at = decoder.raw_decode(body, at)
-            except (ValueError, RecursionError):
-                return Parsed(held)
-            call = self._call(value)
-            if call is None:
-                return Parsed(held)
-            calls.append(call)
-            while at < len(body) and body[at] in "; \n\t":
-                at += 1
-        return Parsed("" if calls else held, tuple(calls[:MAX_CALLS]))
+        for found in self._objects(text):
+            call = self._call(_loads(found))
+            if call is None and not (calls or self._called):
+                return self._no_call()
+            if call is not None and len(calls) < self._left:
+                calls.append(call)
+        if calls:
+            self._called = True
+            self._said.clear()
+        return self._no_call() if last and not self._called else Parsed(calls=tuple(calls))
+
+    def _no_call(self) -> Parsed:
+        self._read = _as_text  # type: ignore[method-assign]
+        return Parsed("".join(self._said))
 
 
-def _as_text(text: str, *, last: bool) -> Parsed:
+def _as_text(text: str, last: bool) -> Parsed:
     return Parsed(text)
 
 
 class NamedParser(ToolParser):
-    """Where the answer was made to be one tool's arguments: the whole of it is."""
+    """Where the answer was made to be one tool's arguments. Arguments that were cut off are no call."""
 
-    def feed(self, text: str, *, last: bool) -> Parsed:
-        self._parts.append(text)
-        (name,) = self.names
-        return Parsed(calls=(Call(name, self._whole()),)) if last else Parsed()
-
-
-class RequiredParser(ToolParser):
-    """Where the answer was made to be a list of calls. One that was cut off comes out as text."""
-
-    def feed(self, text: str, *, last: bool) -> Parsed:
+    def _read(self, text: str, last: bool) -> Parsed:
         self._parts.append(text)
         if not last:
             return Parsed()
-        held = self._whole()
-        calls = [self._call(value) for value in _loads(held) or ()]
-        whole = tuple(call for call in calls if call is not None)
-        return Parsed(calls=whole) if whole and len(whole) == len(calls) else Parsed(held)
+        (name,) = self.names
+        arguments = self._whole()
+        return Parsed() if _loads(arguments) is None else Parsed(calls=(Call(name, arguments),))
+
+
+class RequiredParser(ObjectParser):
+    """Where the answer was made to be a list of calls. One that was cut off is left out."""
+
+    def _read(self, text: str, last: bool) -> Parsed:
+        found = (self._call(_loads(one)) for one in self._objects(text))
+        return Parsed(calls=tuple(islice((call for call in found if call is not None), self._left)))
 
 
 PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": LlamaParser}

@@ -68,10 +68,17 @@ class Manner:
     created: int
     model: str
     usage: bool = True  # of a stream: at its end
+    running: bool = False  # of a stream: usage so far in every event
+    token_ids: bool = False
     report: bool = False
     off: str | None = None  # why nothing can be drafted for it
     predicted: bool = False
     chunk_chars: int | None = None  # every event has so many characters, and all of them the same size
+
+    @property
+    def only_text(self) -> bool:
+        """May an event of a stream have nothing but its text?"""
+        return self.chunk_chars is None and not (self.running or self.token_ids)
 
 
 class Wording(ABC):
@@ -106,10 +113,24 @@ class Wording(ABC):
         """What a stream begins with."""
         return ""
 
+    def count(self, record: Record, tokens: int) -> None:
+        """Have the next events say what was used so far."""
+        prompt = record.prompt_tokens
+        told = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        self._tail = f',"usage":{json.dumps(told)}}}\n\n'
+
+    def extras(self, piece: Piece) -> str:
+        """The parts of an event's choice that OpenAI's has not; nothing where nobody asked."""
+        ids = f',"token_ids":{json.dumps(piece.token_ids)}' if self.manner.token_ids else ""
+        origins = f',"origins":{json.dumps(origins_json(piece))}' if piece.origins else ""
+        return ids + origins + ("" if piece.report is None else f',"speculation":{json.dumps(piece.report)}')
+
     def whole(self, pieces: Sequence[Piece], record: Record) -> bytes:
         manner = self.manner
         choices = [self.choice(piece) for piece in pieces]
         for choice, piece in zip(choices, pieces, strict=True):
+            if manner.token_ids:
+                choice["token_ids"] = piece.token_ids
             if piece.origins is not None:
                 choice["origins"] = origins_json(piece)
         if manner.report:
@@ -174,12 +195,6 @@ def origins_json(piece: Piece) -> list[dict[str, Any]]:
     return [
         {"token": token, **asdict(origin)} for token, origin in zip(piece.token_ids, piece.origins or (), strict=True)
     ]
-
-
-def extras_of(piece: Piece) -> str:
-    """The parts of an event's choice that OpenAI's has not; nothing where nobody asked."""
-    origins = f',"origins":{json.dumps(origins_json(piece))}' if piece.origins else ""
-    return origins if piece.report is None else f'{origins},"speculation":{json.dumps(piece.report)}'
 
 
 def answer_record(output: CompletionOutput, tokens: int) -> AnswerRecord:
