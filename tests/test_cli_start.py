@@ -108,7 +108,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
     (tmp_path / "no-keys").write_text("# nobody yet\n")
     expected = {
         "generate Hi --drafter bogus": (2, "drafter 'bogus' is unknown"),
-        "generate Hi --memory lots": (2, "error: --memory lots: must be bytes or a size such as 512MB or 2GiB"),
+        "generate Hi --memory lots": (2, "error: --memory lots: must be a part such as 0.2 or 20%, or a size such"),
         "generate Hi --memory 0": (2, "error: --memory 0: must be above 0 bytes"),
         "chat --dtype int8": (
             2,

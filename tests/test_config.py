@@ -16,6 +16,7 @@ from slipstream.engine.config import EngineConfig, parse_bytes
     [
         {},
         {"memory": 1},
+        {"memory": 0.9},
         {"max_model_len": 2},
         {"max_num_seqs": 1, "max_batch_tokens": 1, "max_draft_rows": 1},
         {"max_num_seqs": 256, "max_batch_tokens": 256, "max_draft_rows": 256},
@@ -34,7 +35,8 @@ def test_what_is_right_passes(options: dict[str, Any]) -> None:
     [
         ("memory", 0, "above 0 bytes"),
         ("memory", -5, "above 0 bytes"),
-        ("memory", "2GiB", "a whole number, or None"),
+        ("memory", 1.5, "a part such as 0.9"),
+        ("memory", "2GiB", "whole bytes, or a part"),
         ("max_model_len", 1, "2 or more"),
         ("max_model_len", 64.0, "a whole number, or None"),
         ("max_num_seqs", 0, "1 or more"),

@@ -12,8 +12,8 @@ import eagle_scenes
 from serving import client_of, serving
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelNotFound
+from slipstream.core.vllm_names import from_vllm
 from slipstream.drafters import loaded_as
-from slipstream.drafters.vllm_names import from_vllm
 
 OpenLLM = Callable[..., LLM]
 

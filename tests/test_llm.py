@@ -169,7 +169,7 @@ class TestDrafters:
             ({"method": "psychic"}, "method='psychic'"),
             ({}, "method=None"),
             ({"method": "draft_model"}, "with a model draft_model"),
-            ({"method": "ngram", "prompt_lookup_max": 3}, r"unknown keys \['prompt_lookup_max'\]; known are"),
+            ({"method": "ngram", "draft_size": 3}, r"unknown keys \['draft_size'\]; known are"),
         ],
     )
     def test_other_speculative_configs(self, open_llm: Callable[..., LLM], config: Any, message: str) -> None:

@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 app.command("generate", cls=Command)(generate.generate)
 app.command("chat", cls=Command)(chat.chat)
-app.command("serve", cls=Command)(serve.serve)
+app.command("serve", cls=serve.ServeCommand)(serve.serve)
 app.command("models", cls=Command)(models.models)
 app.command("bench", cls=Command)(bench.bench)
 app.command("audit", cls=Command)(audit.audit)

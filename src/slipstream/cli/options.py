@@ -23,7 +23,7 @@ from slipstream.drafters import AUTO as AUTO_DRAFTERS
 from slipstream.drafters import parse_specs, places
 from slipstream.drafters.places import naming
 from slipstream.drafters.shipped import with_shipped
-from slipstream.engine.config import EngineConfig, PlannerName, parse_bytes, parse_share
+from slipstream.engine.config import EngineConfig, PlannerName, parse_share
 from slipstream.models.names import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
 
@@ -107,8 +107,9 @@ class Common:
         option(
             metavar="SIZE",
             panel=MODEL,
-            help="Memory for the cache, beyond the weights, such as 512MiB or 2GiB: more lets longer and more "
-            "requests run at once. Default: up to 2GiB on a CPU, most of what is free on a GPU.",
+            help="Memory for the cache, beyond the weights, such as 512MiB or 2GiB, or a part: 90% of a GPU's, weights "
+            "and other programs included. More lets longer and more requests run at once. Default: up to 2GiB on a "
+            "CPU, most of what is free on a GPU.",
         ),
     ] = None
     max_model_len: Annotated[
@@ -352,7 +353,7 @@ class Common:
             check_dtype_name(self.dtype)
             check_device_name(self.device)
             EngineConfig(
-                memory=parse_bytes(self.memory),
+                memory=parse_share(self.memory, "memory"),
                 max_model_len=self.max_model_len,
                 draft_tokens=self.draft_tokens,
                 max_draft_memory=parse_share(self.max_draft_memory, "max_draft_memory"),

@@ -13,7 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import typer
+
 from slipstream.bench.tune import read_engine
+from slipstream.cli.command import Command
 from slipstream.cli.loading import hosted
 from slipstream.cli.options import Common
 from slipstream.cli.panels import MODEL, OUTPUT, SPECULATION, option
@@ -22,8 +25,8 @@ from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.reading import read_named
+from slipstream.core.vllm_names import from_vllm, from_vllm_flags
 from slipstream.drafters.places import naming
-from slipstream.drafters.vllm_names import from_vllm
 from slipstream.serve.config import ApiKey, EngineName, Limits, LogFormat, ServeConfig, ToolFormat
 
 SERVER = "Server"
@@ -48,9 +51,23 @@ _WITHOUT_PREDICTION = (
 )
 
 
+def _tell(message: str) -> None:
+    note(message, style="yellow")
+
+
+class ServeCommand(Command):
+    """Takes the options of `vllm serve` too, under vLLM's names."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, from_vllm_flags(args, _tell))
+
+
 @functools.partial(with_common, hidden=OF_REQUESTS, without=_WITHOUT_PREDICTION)
 def serve(
     common: Common,
+    named: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As --model, which may be left out then.", show_default=False)
+    ] = None,
     host: Annotated[
         str,
         option(
@@ -107,6 +124,16 @@ def serve(
     max_num_seqs: Annotated[
         int, option(metavar="N", min=1, panel=MODEL, help="Most answers that are made at once.")
     ] = 32,
+    max_batch_tokens: Annotated[
+        int | None,
+        option(
+            metavar="TOKENS",
+            min=1,
+            panel=MODEL,
+            help="Most tokens of prompts in a step; fewer let others decode sooner. Default: 192 on a CPU, 2048 on "
+            "a GPU.",
+        ),
+    ] = None,
     engine: Annotated[
         str,
         option(
@@ -181,6 +208,12 @@ def serve(
             "template has it.",
         ),
     ] = "auto",
+    chat_template: Annotated[
+        Path | None,
+        option(
+            metavar="FILE", panel=SERVER, help="A Jinja template for conversations in the place of the model's own."
+        ),
+    ] = None,
     log_format: Annotated[
         str, option(metavar="FORMAT", panel=OUTPUT, help="text, or json for programs: a line a request, on stderr.")
     ] = "text",
@@ -196,7 +229,8 @@ def serve(
     """Serve a model over HTTP, as OpenAI's interface has it.
 
     Any OpenAI client works with base_url http://HOST:PORT/v1. Ctrl-C or SIGTERM ends it when those inside have their
-    answers. How to sample and which verifier judges is said by each request.
+    answers. How to sample and which verifier judges is said by each request. Options of `vllm serve` are taken too, or
+    answered by a line that names the way to do it here.
     """
     _refuse_sampling(common)
     if config is not None:
@@ -204,6 +238,8 @@ def serve(
     if speculative_config is not None:
         common = _with_speculative_config(common, speculative_config)
     keys = _keys(api_key or (), api_key_file)
+    template = None if chat_template is None else read_named(chat_template, "--chat-template")
+    more = {} if max_batch_tokens is None else {"max_batch_tokens": max_batch_tokens}
     with _naming_options():
         settings = ServeConfig(
             models=tuple(served_model_name or (common.model,)),
@@ -228,13 +264,15 @@ def serve(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"serve needs {error.name}: pip install 'slipstream-llm[serve]'") from error
+        raise ConfigError(f"serve needs {error.name}: install the extra [serve], as the README has it") from error
     drafters = () if common.no_speculation else common.drafters
-    with hosted(common, drafters, engine=settings.engine, max_num_seqs=max_num_seqs, warm_up=True) as llm:
+    with hosted(common, drafters, engine=settings.engine, max_num_seqs=max_num_seqs, warm_up=True, **more) as llm:
         from slipstream.serve.logs import set_up
         from slipstream.serve.server import HttpServer
 
         set_up(settings.log_format)
+        if template is not None:
+            llm.tokenizer.chat_template = template
         server = HttpServer(llm, settings)
         with suppress(InvalidRequest, OSError):  # without the extra [grammar] a request that needs it will hear of it
             llm.expect_forms()
@@ -301,7 +339,7 @@ def _with_speculative_config(common: Common, written: str) -> Common:
     except ValueError as error:
         raise ConfigError(f"--speculative-config {written}: is not JSON ({error})") from error
     with naming(f"--speculative-config {written}"):
-        named = from_vllm(config)
+        named = from_vllm(config, _tell)
         changed = replace(common, drafter=[named.drafter], draft_tokens=named.draft_tokens)
         changed.check(None, _WITHOUT_PREDICTION)
     return changed

@@ -23,7 +23,8 @@ def with_common(
 ) -> Callable[..., None]:
     """Replace the command's parameter `common: Common` by one option for each field of `Common`.
 
-    hidden: options that the command refuses in its own words; its help does not list them.
+    hidden: options that the command refuses in its own words; its help does not list them. A parameter `named` of
+        the command, an argument, is another way to give --model.
     without: see `Common.check`.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
@@ -43,6 +44,10 @@ def with_common(
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        if (named := values.pop("named", None)) is not None:
+            if values["model"] != Common().model:
+                raise ConfigError(f"{named} --model {values['model']}: both name the model; give one of them")
+            values["model"] = named
         common = Common(**{name: values.pop(name) for name in names})
         common.check(values.get("prediction"), without, loads=values.get("simulate") is None)
         command(common=common, **values)

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.structured import StructuredOutputsParams
+from slipstream.core.vllm_names import SAMPLING, takes_vllm_names
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -203,6 +204,10 @@ class SamplingParams:
     def penalized(self) -> bool:
         """Does the next token's probability depend on how often tokens came before?"""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+# a dataclass has its constructor only now
+SamplingParams.__init__ = takes_vllm_names(SAMPLING, InvalidRequest)(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def _whole(value: object) -> bool:

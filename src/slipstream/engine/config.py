@@ -23,8 +23,9 @@ _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 10
 class EngineConfig:
     """Limits and choices of one engine.
 
-    memory: bytes for the caches (target and drafts) and the workspace of a pass, beyond the weights; None: a
-        sensible part of what is free.
+    memory: bytes for the caches (target and drafts) and the workspace of a pass, beyond the weights. A part such
+        as 0.9 means that part of a GPU's whole memory, weights and other programs included, and of what is free beside
+        a CPU. None: a sensible part of what is free.
     max_model_len: longest prompt plus answer; None: as long as the model and the memory allow.
     max_num_seqs: most requests that run at once.
     max_batch_tokens: most prompt tokens computed in one pass: larger is faster, smaller lets others decode sooner;
@@ -50,7 +51,7 @@ class EngineConfig:
     max_queue: most answers that may wait for their turn; further requests are refused with `QueueFull`. None: no limit.
     """
 
-    memory: int | None = None
+    memory: int | float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_batch_tokens: int | None = None
@@ -68,7 +69,7 @@ class EngineConfig:
     max_queue: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("memory", "max_model_len", "draft_tokens"):
+        for key in ("max_model_len", "draft_tokens"):
             self._check(key, getattr(self, key) is None or _whole(getattr(self, key)), "a whole number, or None")
         for key in ("max_num_seqs", "page_size"):
             self._check(key, _whole(getattr(self, key)) and getattr(self, key) >= 1, "1 or more")
@@ -76,6 +77,7 @@ class EngineConfig:
         self._check("max_draft_rows", rows is None or (_whole(rows) and rows >= 1), "1 or more")
         self._check("max_batch_tokens", tokens is None or (_whole(tokens) and tokens >= 1), "1 or more")
         self._check("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more")
+        self._check("memory", self.memory is None or _size(self.memory), "whole bytes, or a part such as 0.9")
         self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
         self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
         self._check("planner", self.planner in get_args(PlannerName), f"one of {', '.join(get_args(PlannerName))}")
@@ -85,8 +87,7 @@ class EngineConfig:
         planned = self.planner != "fixed" or gain == 1
         self._check("min_gain", planned, "1 with planner='fixed', which drafts whatever is gained; take 'adaptive'")
         share = self.max_draft_memory
-        right = share is None or (isinstance(share, int | float) and not isinstance(share, bool) and share >= 0)
-        right = right and not (isinstance(share, float) and share > 1)  # 2e9 are no bytes: all would be allowed
+        right = share is None or (_size(share) and share >= 0)
         self._check("max_draft_memory", right, "whole bytes, or a part of the cache such as 0.2")
         self._check("measure_costs", self.measure_costs in (None, True, False), "True, False, or None for the usual")
         for key in ("graphs", "prefix_caching", "warm_up"):
@@ -119,6 +120,11 @@ class EngineConfig:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _size(value: object) -> bool:
+    """Whole bytes, or a part of something: 2e9 would be all of it."""
+    return _whole(value) or (isinstance(value, float) and value <= 1)
 
 
 def parse_bytes(size: str | int | None, key: str = "memory") -> int | None:

@@ -16,10 +16,10 @@ from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
-from slipstream.drafters.vllm_names import from_vllm
+from slipstream.core.vllm_names import ENGINE, from_vllm, takes_vllm_names
 from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
-from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_bytes, parse_share
+from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_share
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake
 from slipstream.engine.loop import EngineLoop, Pulse
@@ -45,19 +45,20 @@ class LLM:
         from that, too.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
-    memory: for caches and workspace beyond the weights, as bytes or "2GiB".
+    memory: for caches and workspace beyond the weights, as bytes, "2GiB", or a part such as "90%" (`EngineConfig`).
     max_draft_memory: most of the cache for drafts, as bytes, "512MB", or a part such as 0.2; None: no limit.
     max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, warm_up,
         rounds, graphs, prefix_caching, max_queue: see `EngineConfig`.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
     on_progress: hears what loading is at, in words.
-    enable_prefix_caching: vLLM's name of prefix_caching.
-    tensor_parallel_size: taken for vLLM's sake; must be 1.
+    enable_prefix_caching: vLLM's name of prefix_caching. Other arguments of vLLM's are honoured, or answered by a
+        warning or an error that names the way to do it here (`core/vllm_names.py`).
 
     Any thread may call any method; calls from several threads share batches. Close it, or use it in a `with` block.
     """
 
+    @takes_vllm_names(ENGINE)
     def __init__(
         self,
         model: str | Path = "default",
@@ -66,7 +67,7 @@ class LLM:
         draft_tokens: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
-        memory: str | int | None = None,
+        memory: str | int | float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_batch_tokens: int | None = None,
@@ -82,14 +83,11 @@ class LLM:
         prefix_caching: bool = True,
         max_queue: int | None = None,
         enable_prefix_caching: bool | None = None,
-        tensor_parallel_size: int = 1,
         speculative_config: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
         if not isinstance(model, str | Path):
             raise ConfigError(f"model={model!r}: must be a name or a path, such as 'default' or 'path/to/model'")
-        if tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be 1, a model runs on one device")
         if enable_prefix_caching is not None:
             if not prefix_caching:
                 raise ConfigError("enable_prefix_caching is vLLM's name of prefix_caching: give one of them")
@@ -102,7 +100,7 @@ class LLM:
             named = from_vllm(speculative_config)
             drafter, draft_tokens = named.drafter, named.draft_tokens
         config = EngineConfig(
-            memory=parse_bytes(memory),
+            memory=parse_share(memory, "memory"),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,

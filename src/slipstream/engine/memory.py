@@ -70,7 +70,7 @@ class MemoryPlan:
 
 def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> MemoryPlan:
     """Divide the budget into workspace and pages. Raises `CapacityError` where what was asked for does not fit."""
-    budget = _budget(target.device) if config.memory is None else config.memory
+    budget = config.memory if isinstance(config.memory, int) else _budget(target.device, config.memory)
     rows = max(config.draft_rows, 3 * JUDGED_ROWS) if drafts else config.draft_rows
     workspace = rows * target.vocab_size * 4 * _LOGIT_COPIES
     if has_kernels(target.device):
@@ -150,9 +150,12 @@ def _too_little(config: EngineConfig, budget: int, workspace: int, page: int, ro
     return f"{given}: {what} needs {needed:,} ({wanted * page:,} of cache and {workspace:,} of workspace); {remedy}"
 
 
-def _budget(device: torch.device) -> int:
-    """What to take where nothing was said: most of a GPU, a modest part of a machine that others use as well."""
+def _budget(device: torch.device, part: float | None) -> int:
+    """What a part of the memory leaves; None: most of a GPU, and a modest part of a machine that others use as well."""
     free = available_bytes(device)
+    if part is not None:
+        whole = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else free
+        return max(0, int(free - (1 - part) * whole))
     return int(free * _GPU_SHARE if device.type == "cuda" else min(_CPU_DEFAULT, free * _CPU_SHARE))
 
 

@@ -1,0 +1,436 @@
+"""vLLM's names, and what becomes of each here: one table for `slipstream serve`, `LLM` and `SamplingParams`.
+
+A name is passed on under our own, has no effect and says so in one line, or is refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec
+
+from slipstream.core.errors import ConfigError, SlipstreamError
+
+Given = ParamSpec("Given")
+Tell = Callable[[str], None]
+_MULTIPLES = {**{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{u: 1024**n for n, u in enumerate("KMGT", 1)}}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What becomes of one name.
+
+    to: our name; "": the same one; None: there is none.
+    said: why it has no effect, or why it is refused and what to do.
+    refused: asking for it is an error.
+    fine: values, in small letters, that ask for what happens anyway; they pass in silence.
+    values: how many the command line takes: 0 for a switch, 1, or 2 for any number.
+    read: from vLLM's value to ours; None where the value asks for the default.
+    """
+
+    to: str | None = None
+    said: str = ""
+    refused: bool = False
+    fine: tuple[str, ...] = ()
+    values: int = 1
+    read: Callable[[Any], Any] | None = None
+
+    def taken(self, name: str, value: Any, shown: str, tell: Tell) -> dict[str, Any]:
+        """The value by our name; empty where nothing is to be done. shown: name and value as they were written."""
+        if value is None or str(value).lower() in self.fine:
+            return {}
+        if self.to is None:
+            if self.refused:
+                raise ConfigError(f"{shown}: {self.said}")
+            tell(f"{shown} has no effect: {self.said}")
+            return {}
+        try:
+            ours = value if self.read is None else self.read(value)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{shown}: must be {self.said}") from error
+        return {} if ours is None else {self.to or name: ours}
+
+
+def _count(value: Any) -> int | None:
+    """8192, "8192", "8k" or "8K" (8000 or 8192 of them); None for -1 and "auto"."""
+    text = str(value).strip()
+    if text in ("auto", "-1"):
+        return None
+    unit = _MULTIPLES.get(text[-1:])
+    return int(text) if unit is None else int(float(text[:-1]) * unit)
+
+
+def _part(value: Any) -> str:
+    if not 0 < float(value) <= 1:
+        raise ValueError(value)
+    return f"{100 * float(value):.6g}%"
+
+
+def _draft_model(value: Any) -> str:
+    return "ngram" if value == "[ngram]" else f"model:{value}"
+
+
+def _dtype(value: Any) -> Any:
+    return {"half": "float16", "float": "float32"}.get(value, value)
+
+
+def _ours(to: str = "", said: str = "", **more: Any) -> Row:
+    return Row(to, said, **more)
+
+
+def _moot(said: str, *fine: str, values: int = 1) -> Row:
+    return Row(None, said, fine=fine, values=values)
+
+
+def _none(said: str, *fine: str, values: int = 1) -> Row:
+    return Row(None, said, refused=True, fine=fine, values=values)
+
+
+_ONE_DEVICE = _none("a model runs on one device; leave it out, or start a server for each GPU", "1")
+_NO_ADAPTERS = "adapters are not applied; merge one into the weights with peft's merge_and_unload()"
+_TEXT_ONLY = _moot("prompts and answers are text")
+_OWN_KERNELS = "kernels are chosen for the device"
+_OWN_LAYOUT = "the cache has a layout of its own; --memory bounds it"
+_REVISION = _none("take a copy of that revision (hf download NAME --revision … --local-dir FOLDER) and name its folder")
+_CONFIG = "the model runs as its config.json says; change that in a copy of its folder"
+_PIECES = "prompts are always read in pieces between the steps of others"
+_PROXY = "put a proxy such as nginx or caddy in front, which does it"
+_LOGS = "the log has one line a request and never its text (--log-format)"
+_SAMPLING = "each request says how it samples; generation_config.json gives only the tokens that end an answer"
+
+ENGINE: Mapping[str, Row] = {
+    # the model
+    "dtype": _ours(read=_dtype, said="a name such as bfloat16"),
+    "trust_remote_code": _ours(values=0, fine=("false",)),
+    "max_model_len": _ours(read=_count, said="a number of tokens such as 8192 or 8k"),
+    "tokenizer": _none("a model comes with its tokenizer; put another into a copy of its folder"),
+    "tokenizer_mode": _none("the tokenizer is read as transformers does it; leave it out", "auto", "hf", "slow"),
+    "skip_tokenizer_init": _none("answers are text; leave it out", "false", values=0),
+    "revision": _REVISION,
+    "code_revision": _REVISION,
+    "tokenizer_revision": _REVISION,
+    "task": _none("it generates text only; leave it out", "generate", "auto"),
+    "runner": _none("it generates text only; leave it out", "generate", "auto"),
+    "convert": _none("it generates text only; leave it out", "none", "auto"),
+    "quantization": _none("weights run as the checkpoint has them, in the precision that --dtype names; leave it out"),
+    "load_format": _none("a folder of safetensors, a hub id or a .gguf file are read; name one", "auto", "safetensors"),
+    "config_format": _none("config.json is read as transformers does it; leave it out", "auto", "hf"),
+    "model_loader_extra_config": _moot("weights are read by a loader of our own"),
+    "safetensors_load_strategy": _moot("weights are read by a loader of our own"),
+    "ignore_patterns": _moot("only what a model needs is fetched"),
+    "use_tqdm_on_load": _moot("progress is shown on a terminal", "true", values=0),
+    "download_dir": _none("set SLIPSTREAM_CACHE to the folder for models"),
+    "hf_token": _none("set HF_TOKEN instead: other users of this machine can read a command line"),
+    "hf_config_path": _none(_CONFIG),
+    "hf_overrides": _none(_CONFIG),
+    "rope_scaling": _none(_CONFIG),
+    "rope_theta": _none(_CONFIG),
+    "model_impl": _moot("Slipstream's own pass runs every model that it supports", "auto"),
+    "seed": _moot("each request has a seed of its own; without one it draws a fresh one"),
+    "generation_config": _none(_SAMPLING, "vllm", "auto"),
+    "override_generation_config": _none(_SAMPLING),
+    "logits_processors": _none("use logit_bias, bad_words or structured_outputs of a request", "[]"),
+    "logits_processor_pattern": _none("use logit_bias, bad_words or structured_outputs of a request"),
+    "max_logprobs": _moot("a request may ask for 20", "20"),
+    "logprobs_mode": _none("log probabilities are the raw model's; leave it out", "raw_logprobs"),
+    # memory and the cache
+    "gpu_memory_utilization": _ours("memory", read=_part, said="a part above 0 and up to 1, such as 0.9"),
+    "kv_cache_memory_bytes": _ours("memory", read=_count, said="a number of bytes"),
+    "enable_prefix_caching": _ours(values=0),
+    "prefix_caching_hash_algo": _moot("prefixes have a keyed hash of our own"),
+    "block_size": _moot("pages have 16 tokens", "16"),
+    "kv_cache_dtype": _none("the cache has the precision of --dtype; leave it out", "auto"),
+    "calculate_kv_scales": _moot("the cache is not quantized", "false", values=0),
+    "num_gpu_blocks_override": _moot(_OWN_LAYOUT),
+    "swap_space": _moot("requests that must wait are computed anew", "0", "0.0"),
+    "cpu_offload_gb": _none("weights must fit on the device; leave it out", "0", "0.0"),
+    "kv_offloading_size": _none("the cache must fit on the device; leave it out", "0", "0.0"),
+    "disable_sliding_window": _none("windows are part of the model; leave it out", "false", values=0),
+    "disable_hybrid_kv_cache_manager": _moot(_OWN_LAYOUT, "false", values=0),
+    "kv_transfer_config": _none("a cache is not shared between servers; leave it out"),
+    "kv_events_config": _none("a cache is not shared between servers; leave it out"),
+    # the steps
+    "max_num_seqs": _ours(),
+    "max_num_batched_tokens": _ours("max_batch_tokens", read=_count, said="a number of tokens such as 2048 or 2k"),
+    "enable_chunked_prefill": _moot(_PIECES, "true", values=0),
+    "max_num_partial_prefills": _moot(_PIECES),
+    "max_long_partial_prefills": _moot(_PIECES),
+    "long_prefill_token_threshold": _moot(_PIECES),
+    "scheduling_policy": _none("requests are served in a fair order of our own; leave it out", "fcfs"),
+    "async_scheduling": _moot("a GPU always has the next step queued", "true", values=0),
+    "num_scheduler_steps": _moot("a GPU always has the next step queued", "1"),
+    "scheduler_delay_factor": _moot("a request starts as soon as there is room", "0", "0.0"),
+    "preemption_mode": _moot("requests that must wait are computed anew", "recompute"),
+    "use_v2_block_manager": _moot(_OWN_LAYOUT, values=0),
+    "enforce_eager": _ours("graphs", read=lambda value: not value, fine=("false",), values=0),
+    "compilation_config": _moot(_OWN_KERNELS),
+    "cuda_graph_sizes": _moot("what requests need is recorded at the start", values=2),
+    "max_seq_len_to_capture": _moot("what requests need is recorded at the start"),
+    "attention_backend": _moot(_OWN_KERNELS),
+    "disable_cascade_attn": _moot(_OWN_KERNELS, values=0),
+    # many devices
+    "tensor_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": _ONE_DEVICE,
+    "decode_context_parallel_size": _ONE_DEVICE,
+    "enable_expert_parallel": _none("a model runs on one device; leave it out", "false", values=0),
+    "distributed_executor_backend": _moot("a model runs on one device"),
+    "disable_custom_all_reduce": _moot("a model runs on one device", values=0),
+    "worker_use_ray": _moot("a model runs on one device", values=0),
+    # adapters, pictures
+    "enable_lora": _none(_NO_ADAPTERS, "false", values=0),
+    "max_loras": _moot(_NO_ADAPTERS),
+    "max_lora_rank": _moot(_NO_ADAPTERS),
+    "max_cpu_loras": _moot(_NO_ADAPTERS),
+    "lora_dtype": _moot(_NO_ADAPTERS),
+    "limit_mm_per_prompt": _TEXT_ONLY,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "allowed_local_media_path": _TEXT_ONLY,
+    # speculation
+    "speculative_config": _ours(),
+    "speculative_model": _ours("drafter", read=_draft_model),
+    "num_speculative_tokens": _ours("draft_tokens"),
+    # the rest
+    "structured_outputs_config": _moot("forms are compiled by xgrammar"),
+    "guided_decoding_backend": _moot("forms are compiled by xgrammar", "auto", "xgrammar"),
+    "reasoning_parser": _none("thoughts come as part of the answer's text; leave it out and part them in the client"),
+    "enable_sleep_mode": _none("stop the server to free its memory; leave it out", "false", values=0),
+    "disable_log_stats": _moot("no statistics are logged; /metrics has them", "true", values=0),
+    "otlp_traces_endpoint": _none("give --otel and set OTEL_EXPORTER_OTLP_ENDPOINT"),
+    "collect_detailed_traces": _moot("--otel has spans of each request"),
+    "device": _ours(),
+}
+"""Of an engine: options of `vllm serve` and arguments of vLLM's `LLM`."""
+
+SERVER: Mapping[str, Row] = {
+    "host": _ours(),
+    "port": _ours(),
+    "served_model_name": _ours(values=2),
+    "api_key": _ours(values=2),
+    "tool_call_parser": _ours(),
+    "enable_auto_tool_choice": _moot("tools are always on", "true", values=0),
+    "exclude_tools_when_tool_choice_none": _moot("a request without tools sends none", values=0),
+    "tool_parser_plugin": _none("no code is loaded; --tool-call-parser names a format"),
+    "tool_server": _none("the client calls its tools itself; leave it out"),
+    "chat_template": _ours(),
+    "chat_template_content_format": _moot("a template gets texts; parts stand one after the other", "auto", "string"),
+    "trust_request_chat_template": _none("a request brings no template; leave it out", "false", values=0),
+    "response_role": _moot("it is always assistant", "assistant"),
+    "enable_reasoning": _none("thoughts come as part of the answer's text; leave it out", "false", values=0),
+    "lora_modules": Row(None, _NO_ADAPTERS, refused=True, values=2),
+    "return_tokens_as_token_ids": _none('send "speculation": {"origins": true} for ids; leave it out', values=0),
+    "enable_prompt_tokens_details": _moot("usage always has them", "true", values=0),
+    "enable_force_include_usage": _none("a stream has usage with stream_options.include_usage", "false", values=0),
+    "enable_request_id_headers": _moot("answers always have X-Request-Id", "true", values=0),
+    "enable_server_load_tracking": _moot("/metrics has the load", values=0),
+    "disable_log_requests": _moot(_LOGS, values=0),
+    "enable_log_requests": _moot(_LOGS, values=0),
+    "enable_log_outputs": _none("the log never has prompts or answers; leave it out", "false", values=0),
+    "max_log_len": _moot(_LOGS),
+    "log_config_file": _moot(_LOGS),
+    "uvicorn_log_level": _moot(_LOGS),
+    "disable_uvicorn_access_log": _moot(_LOGS, values=0),
+    "disable_fastapi_docs": _moot("there are none", "true", values=0),
+    "disable_frontend_multiprocessing": _moot("--engine says where the engine runs", values=0),
+    "api_server_count": _moot("one process serves HTTP", "1"),
+    "headless": _ONE_DEVICE,
+    "middleware": _none("no code is loaded; " + _PROXY),
+    "root_path": _none(_PROXY),
+    "uds": _none("it listens on --host and --port"),
+    "ssl_keyfile": _none(_PROXY),
+    "ssl_certfile": _none(_PROXY),
+    "ssl_ca_certs": _none(_PROXY),
+    "allow_credentials": _moot("keys come in a header, not in cookies", "false", values=0),
+    "allowed_methods": _moot("methods and headers are those of the interface"),
+    "allowed_headers": _moot("methods and headers are those of the interface"),
+}
+"""Options of `vllm serve` alone."""
+
+_SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-q": "quantization",
+    "-sc": "speculative_config",
+    "-O": "compilation_config",
+}
+
+_PLANNED = "the planner drafts where it pays, by what was measured"
+SPECULATION: Mapping[str, Row] = {
+    "method": _ours(),
+    "model": _ours(),
+    "num_speculative_tokens": _ours(),
+    "prompt_lookup_max": _moot("ngram takes the longest match of up to 32 tokens"),
+    "prompt_lookup_min": _moot("ngram takes matches of 2 tokens or more"),
+    "disable_by_batch_size": _moot(_PLANNED),
+    "draft_tensor_parallel_size": _ONE_DEVICE,
+    "tensor_parallel_size": _ONE_DEVICE,
+    "max_model_len": _moot("a draft model stops where its own context ends, and the request goes on"),
+    "quantization": _none("a draft model's weights run as its checkpoint has them; leave it out"),
+    "revision": _REVISION,
+    "code_revision": _REVISION,
+    "enforce_eager": _moot("enforce_eager of the engine is for all", "false"),
+    "disable_padded_drafter_batch": _moot("drafts are never padded"),
+    "use_local_argmax_reduction": _moot("a model runs on one device", "false"),
+    "draft_load_config": _moot("weights are read by a loader of our own"),
+    "attention_backend": _moot(_OWN_KERNELS),
+    "moe_backend": _moot(_OWN_KERNELS),
+    "speculative_token_tree": _moot("trees grow where they pay; num_speculative_tokens bounds them"),
+    "parallel_drafting": _none("drafters that guess a block at a time are not known here; leave it out", "false"),
+    "rejection_sample_method": _moot('a request asks for it: "speculation": {"verifier": "rejection"}', "strict"),
+    "draft_sample_method": _moot("each drafter proposes its likeliest tokens", "greedy"),
+    "acceptance_method": _none("guesses must be the model's own tokens; leave it out", "rejection_sampler"),
+    "suffix_decoding_max_tree_depth": _moot(_PLANNED),
+    "suffix_decoding_max_cached_requests": _moot("earlier answers are kept by size and tenant"),
+    "suffix_decoding_max_spec_factor": _moot(_PLANNED),
+    "suffix_decoding_min_token_prob": _moot(_PLANNED),
+}
+"""Keys of `speculative_config`."""
+
+_USE_FORMS = "use structured_outputs=StructuredOutputsParams(…) with json, regex, choice or grammar"
+SAMPLING: Mapping[str, Row] = {
+    "best_of": _none("answers are not ranked; ask for n, and choose", "1"),
+    "use_beam_search": _none("there are no beams; leave it out", "false"),
+    "length_penalty": _none("it belongs to beams, and there are none; leave it out", "1", "1.0"),
+    "early_stopping": _none("it belongs to beams, and there are none; leave it out", "false"),
+    "prompt_logprobs": _none("those of a prompt are not kept; leave it out"),
+    "truncate_prompt_tokens": _none("prompts are not cut; send a shorter one"),
+    "allowed_token_ids": _none("use structured_outputs, or logit_bias"),
+    "guided_decoding": _none(_USE_FORMS),
+    "logits_processors": _none("use logit_bias, bad_words or structured_outputs", "[]"),
+    "detokenize": _moot("token_ids are there as well as the text", "true"),
+    "spaces_between_special_tokens": _none("special tokens are written with spaces; leave it out", "true"),
+    "flat_logprobs": _moot("logprobs are mappings by token", "false"),
+    "skip_reading_prefix_cache": _moot("the tokens are the same; cache_salt parts caches", "false"),
+    "extra_args": _moot("nothing here reads it"),
+}
+"""Arguments of vLLM's `SamplingParams` that ours does not have."""
+
+_ALONE = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
+_WITH_MODEL = {"draft_model": "model", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa"}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A drafter as we name it."""
+
+    drafter: str
+    draft_tokens: int | None
+
+
+def from_vllm(config: object, tell: Tell | None = None) -> Named:
+    """The drafter of a `speculative_config`. tell: hears of keys without effect; None: Python warns of them."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config={config!r}: must be a mapping with {sorted(SPECULATION)}")
+    if unknown := sorted(set(config) - set(SPECULATION)):
+        raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(SPECULATION)}")
+    given: dict[str, Any] = {}
+    for key, value in config.items():
+        given |= SPECULATION[key].taken(key, value, f"speculative_config: {key}={value!r}", tell or _warn)
+    model, tokens = given.get("model"), given.get("num_speculative_tokens")
+    method = given.get("method", _method_of(model))
+    if not isinstance(method, str | None):
+        raise ConfigError(f"speculative_config: method={method!r} must be a text, such as ngram")
+    if method is not None and (method == "mtp" or method.endswith("_mtp")):
+        return Named("mtp", tokens)
+    if method in _ALONE:
+        return Named(_ALONE[method], tokens)
+    if method in _WITH_MODEL and model:
+        return Named(f"{_WITH_MODEL[method]}:{model}", tokens)
+    raise ConfigError(
+        f"speculative_config: method={method!r}, model={model!r}; known are {', '.join(_ALONE)}, mtp, and with a model "
+        f"{', '.join(_WITH_MODEL)}; a drafter of your own is named with drafter"
+    )
+
+
+def _method_of(model: object) -> str | None:
+    """As vLLM guesses it from the model's name, where none is given."""
+    if not isinstance(model, str):
+        return None
+    if model in ("ngram", "[ngram]"):
+        return "ngram"
+    found = (method for method in ("eagle3", "eagle", "medusa") if method in model.rpartition("/")[2].lower())
+    return next(found, "draft_model")
+
+
+def takes_vllm_names(
+    table: Mapping[str, Row], error: type[SlipstreamError] = ConfigError
+) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
+    """Let a constructor take vLLM's arguments too: those of the table reach it under our names, or not at all."""
+
+    def decorate(init: Callable[Given, None]) -> Callable[Given, None]:
+        @functools.wraps(init)
+        def run(*arguments: Given.args, **options: Given.kwargs) -> None:
+            if table.keys().isdisjoint(options):
+                return init(*arguments, **options)
+            given: dict[str, Any] = options
+            ours = {name: value for name, value in given.items() if name not in table}
+            for name in given.keys() - ours.keys():
+                try:
+                    found = table[name].taken(name, given[name], f"{name}={given[name]!r}", _warn)
+                except ConfigError as refused:
+                    raise error(str(refused)) from refused
+                if any((given | ours).get(taken) is not None for taken in found.keys() - {name}):
+                    raise error(f"{name} is vLLM's name of {', '.join(found)}: give one of them")
+                ours |= found
+            return init(*arguments, **ours)
+
+        return run
+
+    return decorate
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+def from_vllm_flags(words: Sequence[str], tell: Tell) -> list[str]:
+    """A command line of `vllm serve` as one of `slipstream serve`. What no row is about stays as it is."""
+    table, left, found = {**SERVER, **ENGINE}, list(words), []
+    parts: dict[str, dict[str, Any]] = {}  # of `--speculative-config.method ngram`
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        name = _SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
+        on = not (name.startswith("no_") and name[3:] in table)
+        name, dot, key = (name if on else name[3:]).partition(".")
+        if name not in table or (table[name].values and not equals and not left):
+            found.append(word)  # where its value is missing, that is said as for any option
+        elif table[name].values == 0:
+            found += _flags(table, name, on, flag, words, tell)
+        else:
+            values = [value] if equals else [left.pop(0)]
+            while table[name].values > 1 and left and not left[0].startswith("-"):
+                values.append(left.pop(0))
+            if dot:
+                parts.setdefault(name, {})[key] = _json_or_text(values[0])
+                continue
+            for one in values:
+                found += _flags(table, name, one, f"{flag} {one}", words, tell)
+    for name, config in parts.items():
+        text = json.dumps(config)
+        found += _flags(table, name, text, f"--{name.replace('_', '-')} {text}", words, tell)
+    return found
+
+
+def _flags(
+    table: Mapping[str, Row], name: str, value: Any, shown: str, words: Iterable[str], tell: Tell
+) -> Sequence[str]:
+    for to, ours in table[name].taken(name, value, shown, tell).items():
+        option = f"--{to.replace('_', '-')}"
+        if to != name and any(word.partition("=")[0] == option for word in words):
+            raise ConfigError(f"{shown}: is vLLM's name of {option}; give one of them")
+        if isinstance(ours, bool):
+            return [option if ours else f"--no-{to.replace('_', '-')}"]
+        return [f"{option}={ours}"]
+    return ()
+
+
+def _json_or_text(written: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written
