@@ -156,7 +156,8 @@ def test_speed_ups_come_from_sums_not_from_means_of_ratios() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declined", "said"), [(3, "would not have paid enough in 6 of 8 rounds; --min-gain"), (0, "it never had a guess")]
+    ("declined", "said"),
+    [(3, "were not expected to pay enough in 6 of 8 rounds; --min-gain"), (0, "it never had a guess")],
 )
 def test_a_mode_that_never_drafted_says_why(declined: int, said: str) -> None:
     log: list[str] = []

@@ -445,7 +445,7 @@ def test_who_is_off_again_rests_by_what_it_takes_to_try_it(requests: int, hiccup
 
 
 def test_a_share_that_nobody_saw_is_not_told() -> None:
-    """Where nothing was put to the test, how often guesses are right is assumed."""
+    """Where nothing was put to the test, how often guesses are right is assumed; what was seen are whole numbers."""
     planner = AdaptivePlanner(PassCost(0.5))
     for _ in range(20):
         planner.next_round(1)
@@ -453,6 +453,7 @@ def test_a_share_that_nobody_saw_is_not_told() -> None:
         planner.observe_pass(2, 2.0)
         planner.trim("d", ["a"], [Tree.chain([1])], [None], 1)
     assert planner.reasons()["d"].startswith("off: ")
-    assert "right" not in planner.reasons()["d"]
+    assert "assuming that 60% of its guesses are right: none was compared yet" in planner.reasons()["d"]
     planner.observe("d", "a", 1, 0)
-    assert "% of its guesses for all requests of late were right" in planner.reasons()["d"]
+    planner.observe("d", "a", 4, 2)  # the guess behind the first wrong one was never compared
+    assert "2 of its last 4 guesses for all requests were right, sent or not" in planner.reasons()["d"]

@@ -126,7 +126,7 @@ def test_surely_wrong_once_in_every_answer() -> None:
                 spent, rounds = spent + seconds, rounds + 1
         planner.forget(f"a{answer}")
     assert spent < 1.02 * rounds
-    assert "more could be lost" in Decision(1, 0, 1.4, waits=True).text("d", PassCost(0.1), None)
+    assert "more could be lost" in Decision(1, 0, 1.4, waits=True).text("d", PassCost(0.1))
 
 
 @pytest.mark.parametrize("requests", [1, 4])

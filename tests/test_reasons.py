@@ -57,7 +57,7 @@ class Weighing(Planner):
         return self._decided
 
     def words(self, drafter: str, decision: Decision) -> str:
-        return f"{decision.requests} at once: {decision.text(drafter, PassCost(0.1), None)}"
+        return f"{decision.requests} at once: {decision.text(drafter, PassCost(0.1))}"
 
 
 def params(tokens: int = 12, **speculation: Any) -> SamplingParams:

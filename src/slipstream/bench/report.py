@@ -34,7 +34,7 @@ class Row:
     emitted: int
     drafted: int
     accepted: int
-    declined: int  # rounds without guesses, because they would not have paid
+    declined: int  # rounds without guesses, because they were not expected to pay
     draft_s: float
     verify_s: float
     host_s: float
@@ -165,7 +165,7 @@ def undrafted(row: Row) -> str:
     if not row.declined:
         return "nothing drafted: it never had a guess"
     return (
-        f"nothing drafted: by what was measured, its guesses would not have paid enough in {row.declined} of "
+        f"nothing drafted: its guesses were not expected to pay enough in {row.declined} of "
         f"{row.rounds} rounds; --min-gain says what is enough, --planner fixed guesses all the same"
     )
 

@@ -102,7 +102,7 @@ def request_json(output: RequestOutput, *, model: str, seed: int | None) -> dict
 
 
 def _declined(stats: SpeculationStats) -> dict[str, int]:
-    """By drafter: rounds in which its guesses would not have paid, where there were some."""
+    """By drafter: rounds in which its guesses were not expected to pay, where there were some."""
     return {name: drafter.declined for name, drafter in stats.by_drafter.items() if drafter.declined}
 
 
@@ -113,7 +113,7 @@ def undrafted(stats: SpeculationStats) -> str:
         return "nothing drafted" + (f": {stats.why.removeprefix('off: ')}" if stats.plan else "")
     rounds = max(declined.values())
     return (
-        f"nothing drafted: by what was measured, guesses of {', '.join(declined)} would not have paid enough "
+        f"nothing drafted: guesses of {', '.join(declined)} were not expected to pay enough "
         f"({rounds} round{'s' * (rounds != 1)}; --min-gain says what is enough, --planner fixed guesses all the same)"
     )
 
@@ -131,7 +131,7 @@ def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
         line += f" ({names})" if names else ""
         declined = max(_declined(stats).values(), default=0)
         if 2 * declined > stats.rounds:
-            line += f" · in {declined} of {stats.rounds} rounds guesses would not have paid enough"
+            line += f" · in {declined} of {stats.rounds} rounds guesses were not expected to pay enough"
     else:
         line += f" · {undrafted(stats)}"
     failures = sum(drafter.failures for drafter in stats.by_drafter.values())

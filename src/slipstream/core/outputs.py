@@ -37,7 +37,7 @@ class DrafterStats:
     drafted: int = 0
     accepted: int = 0
     failures: int = 0
-    declined: int = 0  # rounds that went without its guesses, because they would not have paid
+    declined: int = 0  # rounds that went without its guesses, because they were not expected to pay
 
     @property
     def alpha(self) -> float:

@@ -15,8 +15,8 @@ from slipstream.core.outputs import DrafterStats
 Undrafted = Literal["off", "plain", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
 """Why a round went without a drafter's guesses for an answer: the request has no drafter, or all are
 switched off; the round was plain to compare others with it, or because drafts slow down requests of its kind; drafting
-would not have paid; it had none; the request, the memory for drafts or the pass allows none, or the answer or a context
-ends here; no page was free; it was late; it had failed before. `docs/serving.md` has a table of them."""
+was not expected to pay; it had none; the request, the memory for drafts or the pass allows none, or the answer or a
+context ends here; no page was free; it was late; it had failed before. `docs/serving.md` has a table of them."""
 
 
 @dataclass(frozen=True, slots=True)

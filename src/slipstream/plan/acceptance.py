@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
@@ -28,6 +29,8 @@ waver more than what is not."""
 _FRESH, _FADES = 4, 0.95
 """Rounds without a guess for a request, of drafters whose guesses take time, before what was seen of it begins to fade,
 and how it does: who stopped when it was least lucky would seem to be so for as long as the request runs."""
+_TOLD = 32
+"""Drafts that `Acceptance.told` counts."""
 _MOST_WEIGHT = 16.0
 """Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
 _HEAVY = 1e9
@@ -148,6 +151,7 @@ class Acceptance:
 
     def __init__(self, traits: Mapping[str, Traits] | None = None) -> None:
         self._shared = _Tally(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
+        self._seen: deque[tuple[int, int]] = deque(maxlen=_TOLD)  # right and tried guesses, by draft
         self._course = _LastingCourse()
         self._kinds: dict[Traits, _Tally] = {}
         self._kind_courses: dict[Traits, _LastingCourse] = {}
@@ -164,10 +168,13 @@ class Acceptance:
         for course in (self._course, *self._kind_courses.values()):
             course.fade(_AGES)
 
-    @property
-    def shared(self) -> float:
-        """Of everybody."""
-        return self._shared.share
+    def told(self) -> str:
+        """What was seen of the guesses for all requests, or what is assumed before any was compared."""
+        seen = list(self._seen)  # another thread may add to it
+        right, tried = sum([right for right, _ in seen]), sum([tried for _, tried in seen])
+        if not tried:
+            return f"assuming that {_PRIOR:.0%} of its guesses are right: none was compared yet"
+        return f"{right} of its last {tried} guesses for all requests were right, sent or not"
 
     @property
     def known(self) -> bool:
@@ -246,6 +253,7 @@ class Acceptance:
             own.right, own.tried = own.right * _MOST_WEIGHT / own.tried, _MOST_WEIGHT
         self._courses[request_id].add(accepted, tried, _DECAY, missed)
         self._shared.add(accepted + missed, tried, _SHARED_DECAY)
+        self._seen.append((accepted, tried))
         self._course.add(accepted, tried, _SHARED_DECAY, missed)
         traits = self._traits.get(request_id)
         if traits is not None:

@@ -41,8 +41,8 @@ class Decision(NamedTuple):
         """The same, for a request that got nothing of it."""
         return self._replace(is_others=True) if self.nodes else self
 
-    def text(self, drafter: str, cost: PassCost, alpha: float | None, min_gain: float = 1.0) -> str:
-        """In words, by what passes cost, how often the drafter's guesses are right, and what is asked of them."""
+    def text(self, drafter: str, cost: PassCost, acceptance: str = "", min_gain: float = 1.0) -> str:
+        """In words. acceptance: how often its guesses are right, in words as well."""
         if self.nodes and self.is_others:
             return f"off: guesses for others were worth more ({self.gain:.2f}x expected)"
         if self.nodes:
@@ -52,9 +52,7 @@ class Decision(NamedTuple):
             return f"off: {self.gain:.2f}x expected, but more could be lost than was won of late; tried again later"
         if MARGIN < self.gain <= min_gain:
             return f"off: {self.gain:.2f}x expected of the best draft, and min_gain asks for {min_gain:g}"
-        share = (
-            "" if alpha is None else f", {alpha:.0%} of its guesses for all requests of late were right, sent or not"
-        )
+        share = acceptance and f", {acceptance}"
         best = f"{self.gain:.2f}x expected of the best draft"
         if abs(self.gain - 1) < _NO_GAIN:  # none was the best
             best = "no draft is expected to be faster"

@@ -74,9 +74,8 @@ class _Assumed(Acceptance):
         super().__init__()
         self._alpha = alpha
 
-    @property
-    def shared(self) -> float:
-        return self._alpha
+    def told(self) -> str:
+        return ""  # the reader of a forecast gave the share
 
     def alpha(self, request_id: str) -> float:
         return self._alpha

@@ -70,7 +70,8 @@ class KnowingPlanner(HostPlans):
         return self._decided.get(drafter)
 
     def words(self, drafter: str, decision: Decision) -> str:
-        return decision.text(drafter, self._cost, self._alpha(drafter), self._min_gain)
+        estimate = self._acceptance.get(drafter)
+        return decision.text(drafter, self._cost, "" if estimate is None else estimate.told(), self._min_gain)
 
     def assume(self, drafter: str, chances: Acceptance) -> None:
         """Take these to be the chances of its guesses."""
@@ -79,10 +80,6 @@ class KnowingPlanner(HostPlans):
     def assume_brought(self, drafter: str, tokens: float) -> None:
         """Take so many to be what its drafts bring, which are taken whole."""
         self._investments[drafter] = Investment(tokens)
-
-    def _alpha(self, drafter: str) -> float | None:
-        found = self._acceptance.get(drafter)
-        return found.shared if found is not None and found.known else None  # else it is only assumed
 
     def _estimate(self, drafter: str, *, takes_time: bool = False) -> Acceptance:
         """takes_time: its guesses do. What is easy for one of those is for the others."""

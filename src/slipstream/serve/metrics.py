@@ -45,7 +45,7 @@ _SECONDS = (
 _PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 DECISIONS = (
     "Rounds of an answer by drafter. drafted: it had a draft. Else why not: off: no drafter, or all switched off; "
-    "plain: to compare with, or drafts slow down its kind; declined: would not have paid; no_guess: it had none; "
+    "plain: to compare with, or drafts slow down its kind; declined: not expected to pay; no_guess: it had none; "
     "limited: by the request, memory, the pass, or the answer's end; no_pages: the cache is short; "
     "late: not waited for; failed: before."
 )

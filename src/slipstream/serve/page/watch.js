@@ -10,7 +10,7 @@ const MINUTE = 60;
 const PARTS = [["draft", "draft_s"], ["verify", "verify_s"], ["host", "host_s"]];
 const REASONS = {
   drafted: ["drafted", "a drafter guessed for an answer"],
-  declined: ["would not pay", "by what was measured, the guesses would have cost more than they bring"],
+  declined: ["not expected to pay", "the planner expected the guesses to cost more than they bring"],
   no_guess: ["no guess", "the drafter had none"],
   off: ["off", "the request has no drafter, or drafts are switched off"],
   plain: ["plain round", "to compare drafted rounds with, or because drafts slow requests of this kind down"],
