@@ -66,16 +66,20 @@ def outcomes(result: Audit, kind: str, drafter: str | None) -> set[Outcome]:
 
 
 def test_what_was_not_audited_is_not_called_lossless() -> None:
-    assert "no drafter was audited" in Audit((), (), "").verdict
+    assert not Audit((), (), "").passed(), "nothing was tested"
     nothing = Audit((), ("mine",), "")
-    assert not nothing.lossless()
+    assert not nothing.passed()
     assert nothing.verdict.startswith("Not shown: mine guessed nothing")
 
 
 def test_a_whole_engine_passes_every_check(audited: Audited) -> None:
     result = audited.audit(replace(CONFIG, transformers=True))
-    assert result.lossless(strict=True)
-    assert result.verdict == "Lossless: every check passed."
+    assert result.passed(strict=True)
+    assert not result.lossless
+    assert result.verdict.startswith("No difference in what was tested. Not tested: ")
+    assert result.verdict.endswith("rejection sampling (left out (--samples 0)).")
+    tested = tuple(check for check in result.checks if not check.untested)
+    assert replace(result, checks=tested).verdict == "Lossless: every check passed."
     titles = [check.title for check in result.checks]
     for setting in ("greedy", "T=1", "T=1, top-p 0.9"):
         assert f"{setting} · plain, 3 at once" in titles
@@ -84,17 +88,25 @@ def test_a_whole_engine_passes_every_check(audited: Audited) -> None:
     assert sum("cache against a fresh prompt" in title for title in titles) == 2
     assert sum("cache against transformers" in title for title in titles) == 1
     for check in result.checks:
-        assert check.same == check.compared > 0
+        assert check.same == check.compared
         if check.drafter == PROBE:  # it is accepted and rejected, in each check
             assert 0 < check.accepted < check.drafted
         if check.kind == "cache":
             assert 0 < check.figures["largest_error_of_allowed"] < 1
 
 
+def test_a_check_that_cannot_be_made_is_not_passed(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.audit.run.fits_twice", lambda _: False)
+    result = audited.audit(replace(GREEDY, transformers=True))
+    assert not result.passed()
+    assert result.verdict.startswith("Not shown: no bug was found, ")
+    assert [check.title for check in result.missing] == ["cache against transformers"]
+
+
 def test_rounds_that_are_queued_pass_as_well(tiny_target: Path) -> None:
     tiny = Audited(tiny_target, rounds="queued")
     try:
-        assert tiny.audit(CONFIG).lossless(strict=True)
+        assert tiny.audit(CONFIG).passed(strict=True)
     finally:
         tiny.llm.close()
 
@@ -115,7 +127,7 @@ def one_too_many(draft: Draft, choices: Tensor) -> Verdicts:
 def test_a_verifier_that_accepts_too_much_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "verify_exact", one_too_many)
     result = audited.audit()
-    assert not result.lossless()
+    assert not result.passed()
     assert result.verdict.startswith("NOT lossless")
     assert outcomes(result, "equality", PROBE) == {Outcome.BUG}
     assert outcomes(result, "equality", None) == {Outcome.PASS}
@@ -129,7 +141,7 @@ def test_a_verifier_that_accepts_too_much_is_a_bug(audited: Audited, monkeypatch
     assert worst.position is not None
     assert f"prompt {worst.prompt}, token {worst.position}" in report.told(worst)
     monkeypatch.undo()
-    assert audited.audit().lossless(strict=True)
+    assert audited.audit().passed(strict=True)
 
 
 def test_a_cache_that_is_not_compacted_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +183,15 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
 
 
 def test_noise_as_small_as_rounding_is_a_near_tie(twins: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert twins.audit().lossless(strict=True)
+    assert twins.audit().passed(strict=True)
     monkeypatch.setattr(engine_module, "choose", noisy(3e-6))
     result = twins.audit()
     assert outcomes(result, "equality", PROBE) == {Outcome.NEAR_TIE}
     assert len(result.near_ties) > 3
     assert not result.bugs
-    assert result.lossless()
-    assert not result.lossless(strict=True)
-    assert "Lossless but for rounding" in result.verdict
+    assert result.passed()
+    assert not result.passed(strict=True)
+    assert f"but for rounding: {len(result.near_ties)} near-ties, no bug. Not tested: " in result.verdict
     for finding in result.near_ties:
         assert finding.margin is not None
         assert finding.allowed is not None
@@ -192,7 +204,7 @@ def test_many_near_ties_are_no_bug(twins: Audited, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(equality, "MAX_FINDINGS", 1)
     result = twins.audit()
     assert max(len(check.findings) for check in result.checks) > 1
-    assert result.lossless()
+    assert result.passed()
 
 
 def test_larger_noise_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,8 +224,8 @@ def test_a_drafter_that_guesses_nothing_proves_nothing(tiny_target: Path) -> Non
     with LLM(tiny_target, device="cpu", drafter=[silent], planner="fixed", memory="64MiB") as llm:
         prompts = [AuditPrompt("x", (5, 6, 7))]
         result = audit(llm, silent, prompts, replace(GREEDY, drafters=(PROBE,)))
-    assert outcomes(result, "equality", PROBE) == {Outcome.UNTESTED}
-    assert not result.lossless()
+    assert outcomes(result, "equality", PROBE) == {Outcome.NOT_TESTED}
+    assert not result.passed()
     assert "probe guessed nothing" in result.verdict
 
 
@@ -262,9 +274,10 @@ def test_ctrl_c_or_an_error_keeps_what_is_known(
     assert result.notes[-1].startswith(
         "Interrupted in stage 3" if not error.args else "MemoryError (no room) in stage 3"
     )
-    assert not result.lossless()
-    assert [check.outcome for check in result.checks] == [Outcome.PASS, Outcome.STOPPED]
+    assert not result.passed()
+    assert [check.outcome for check in result.checks[:2]] == [Outcome.PASS, Outcome.STOPPED]
     assert result.checks[1].compared == 1
+    assert {check.untested for check in result.checks[2:]} >= {"stopped before it began"}
     assert "no bug was found in the part that was done" in result.verdict
 
 
@@ -281,14 +294,14 @@ def test_the_reports_say_the_same(audited: Audited, monkeypatch: pytest.MonkeyPa
     assert (told["lossless"], told["model"], told["bugs"]) == (False, "tiny", len(result.bugs))
     assert {check["outcome"] for check in told["checks"]} == {check.outcome for check in result.checks}
     for check in result.checks:
-        assert f"| {check.title} | {report.MARKS[check.outcome]} |" in text
+        assert f"| {check.title} | {report.MARKS[check.outcome]}" in text
     first = next(f for check in told["checks"] for f in check["findings"] if f["got"])
     assert {"prompt", "position", "expected", "got", "margin", "allowed", "why", "outcome"} <= set(first)
     assert text.count("* **BUG**") == min(report.SHOWN, len(result.bugs))
 
 
-def test_an_empty_check_is_untested() -> None:
-    assert Check("cache", "x", None, compared=0, same=0).outcome is Outcome.UNTESTED
+def test_an_empty_check_is_not_tested() -> None:
+    assert Check("cache", "x", None, compared=0, same=0).outcome is Outcome.NOT_TESTED
 
 
 def test_own_sampling_replaces_ours() -> None:

@@ -47,7 +47,7 @@ def test_right_rules_pass(tiny_target: Path, tiny_draft: Path, rounds: str) -> N
     finally:
         audited.llm.close()
     assert outcomes(result) == dict.fromkeys(RULES + DRAWN, Outcome.PASS)
-    assert result.lossless()
+    assert result.passed()
     for check in result.checks:
         if check.kind == "distribution":
             assert check.drafted > check.accepted > 0
@@ -61,7 +61,7 @@ def test_a_biased_rule_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rejection, "_passes", lenient)
     result = audited.audit(replace(SAMPLED, samples=1))
     assert [outcomes(result)[title] for title in RULES] == [Outcome.BUG] * 2
-    assert not result.lossless()
+    assert not result.passed()
 
 
 def test_an_engine_that_believes_drafts_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,9 @@ def test_a_lossless_engine_exits_0_and_writes_both_reports(run: Run, tmp_path: P
     assert done.code == 0, done.out
     told = done.json
     assert told == json.loads((tmp_path / "new" / "folder" / "audit.json").read_text())
-    assert told["lossless"] is True
+    assert (told["passed"], told["lossless"]) == (True, False), "transformers was left out"
+    assert told["not_tested"]["cache against transformers"] == "left out (--no-transformers)"
+    assert "Lossless" not in told["verdict"]
     assert told["drafters"] == ["ngram", f"draft:{tiny_draft}"]
     assert told["settings"]["prompts"] == 2
     assert {"cpu", "cores", "gpu"} <= set(told["hardware"])
@@ -80,7 +82,7 @@ def test_ctrl_c_writes_what_is_known_and_exits_130(run: Run, tmp_path: Path, mon
     assert done.code == 130
     told = json.loads((tmp_path / "x.json").read_text())
     assert told["interrupted"] is True
-    assert [check["outcome"] for check in told["checks"]] == ["pass", "stopped"]
+    assert [check["outcome"] for check in told["checks"]][:3] == ["pass", "stopped", "not tested"]
     assert any("Interrupted in stage 3 of " in note for note in told["notes"])
 
 
@@ -121,7 +123,25 @@ def test_temperature_0_samples_nothing(run: Run) -> None:
     titles = [check["title"] for check in done.json["checks"]]
     assert any(title.startswith("greedy") for title in titles)
     assert not [title for title in titles if "T=" in title or "rejection" in title]
-    assert any("Nothing was sampled, as asked" in note for note in done.json["notes"])
+    assert done.json["not_tested"]["sampled answers"] == "left out (--temperature 0)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "title", "why"),
+    [
+        ("--samples 0", 0, "rejection sampling", "left out (--samples 0)"),
+        ("--concurrency 1", 0, "answers in a batch", "left out (--concurrency 1)"),
+        ("--limit 1", 1, "answers in a batch", "there was one prompt only; give more (--limit, --prompts)"),
+        ("--samples 8", 1, "rejection sampling · probe", "no beginning is shared by 40 answers"),
+    ],
+)
+def test_a_check_that_is_not_made_is_not_tested(run: Run, arguments: str, code: int, title: str, why: str) -> None:
+    """What an option leaves out is named; what was asked for and could not be made fails the audit as well."""
+    done = run("--drafter", "none", "--temperature", "1", *arguments.split())
+    assert done.code == code, done.out
+    assert done.json["not_tested"][title].startswith(why)
+    assert f"{title} ({why}" in done.json["verdict"]
+    assert done.json["verdict"].startswith("No difference in what was tested." if code == 0 else "Not shown")
 
 
 def test_as_many_answers_are_drawn_as_were_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,5 +153,5 @@ def test_as_many_answers_are_drawn_as_were_asked_for(run: Run, monkeypatch: pyte
         return generate(self, prompts, params, **more)
 
     monkeypatch.setattr(LLM, "generate", counting)
-    assert run("--samples", "7", "--concurrency", "3", "--drafter", "none").code == 0
-    assert drawn == [3, 3, 1], "of the probe, three at a time"
+    assert run("--samples", "7", "--concurrency", "3", "--drafter", "none").code == 1
+    assert drawn == [3, 3, 1], "of the probe, three at a time: too few to test"

@@ -82,6 +82,7 @@ class Drawn(Stage):
             seconds=seconds,
             figures={"p_value": chance},
             findings=(Finding(Outcome.BUG, self._prompt, why),) if why else (),
+            missing=f"no beginning is shared by {_FEWEST} answers; draw more (--samples)" if complete else "",
         )
 
     def _test(self, context: list[int], answers: list[tuple[int, ...]]) -> None:

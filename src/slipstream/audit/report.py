@@ -14,7 +14,7 @@ SHOWN = 12
 MARKS = {
     Outcome.PASS: "pass",
     Outcome.NEAR_TIE: "near-tie",
-    Outcome.UNTESTED: "untested: nothing was guessed",
+    Outcome.NOT_TESTED: "not tested",
     Outcome.STOPPED: "stopped",
     Outcome.BUG: "**BUG**",
 }
@@ -40,7 +40,9 @@ def to_json(audit: Audit, about: Mapping[str, Any], *, strict: bool = False) -> 
     return {
         **about,
         "verdict": audit.verdict,
-        "lossless": audit.lossless(strict),
+        "lossless": audit.lossless,
+        "passed": audit.passed(strict),
+        "not_tested": {check.title: check.untested for check in audit.not_tested},
         "interrupted": audit.interrupted,
         "broken": audit.broken,
         "bugs": len(audit.bugs),
@@ -79,8 +81,8 @@ def _checks(audit: Audit) -> str:
     for check in audit.checks:
         cells = (
             check.title,
-            MARKS[check.outcome],
-            f"{compared(check)}{figures(check)}",
+            MARKS[check.outcome] + (f": {check.untested}" if check.outcome is Outcome.NOT_TESTED else ""),
+            f"{compared(check)}{figures(check)}" if check.compared else "",
             f"{check.tokens}",
             f"{check.drafted}" if check.drafter else "",
             f"{check.accepted}" if check.drafter else "",

@@ -12,7 +12,7 @@ class Outcome(StrEnum):
 
     PASS = "pass"
     NEAR_TIE = "near-tie"  # something differs, and rounding explains it
-    UNTESTED = "untested"  # nothing was guessed, so nothing could go wrong
+    NOT_TESTED = "not tested"  # it was not run, or nothing was guessed, so nothing could go wrong
     STOPPED = "stopped"  # interrupted before its end
     BUG = "bug"  # something differs, and rounding does not explain it
 
@@ -46,9 +46,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check, done or stopped on the way."""
+    """One check: done, stopped on the way, or left out."""
 
-    kind: str  # "equality", "cache" or "distribution"
+    kind: str  # "equality", "cache", "distribution" or "left out"
     title: str
     drafter: str | None  # None: plain decoding
     compared: int  # answers, or what `unit` says
@@ -62,17 +62,30 @@ class Check:
     seconds: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    missing: str = ""  # why nothing could be compared
+    declined: bool = False  # … since an option leaves it out
 
     @property
     def outcome(self) -> Outcome:
         if any(finding.outcome is Outcome.BUG for finding in self.findings):
             return Outcome.BUG
-        if not self.complete:
+        if self.compared and not self.complete:
             return Outcome.STOPPED
-        about_drafts = self.kind in ("equality", "distribution") and self.drafter is not None
-        if not self.compared or (about_drafts and not self.drafted):
-            return Outcome.UNTESTED
+        if self.untested:
+            return Outcome.NOT_TESTED
         return Outcome.NEAR_TIE if self.findings else Outcome.PASS
+
+    @property
+    def untested(self) -> str:
+        """Why this check shows nothing; empty where it does."""
+        if not self.compared:
+            return self.missing or ("nothing was compared" if self.complete else "stopped before it began")
+        about_drafts = self.kind in ("equality", "distribution") and self.drafter is not None
+        return "nothing was guessed" if about_drafts and not self.drafted else ""
+
+
+_NAMED = 6
+"""Checks that a verdict names; the table has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class Audit:
     checks: tuple[Check, ...]
     drafters: tuple[str, ...]
     rounding: str  # the bound in words
-    notes: tuple[str, ...] = ()  # what was left out, and why
+    notes: tuple[str, ...] = ()  # what ended it early
     interrupted: bool = False  # by the user
     broken: bool = False  # by an error
 
@@ -103,13 +116,29 @@ class Audit:
     def _found(self, outcome: Outcome) -> tuple[Finding, ...]:
         return tuple(finding for check in self.checks for finding in check.findings if finding.outcome is outcome)
 
-    def lossless(self, strict: bool = False) -> bool:
-        """Was it shown? `strict`: near-ties count as well."""
-        return not (self.interrupted or self.broken or self.bugs or self.idle or (strict and self.near_ties))
+    @property
+    def not_tested(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.outcome is Outcome.NOT_TESTED)
+
+    @property
+    def missing(self) -> tuple[Check, ...]:
+        """Checks that were asked for and compared nothing."""
+        return tuple(check for check in self.not_tested if not check.compared and not check.declined)
+
+    def passed(self, strict: bool = False) -> bool:
+        """Did all that was asked for run, without a bug? `strict`: without a near-tie as well."""
+        tried = len(self.checks) > len(self.not_tested)
+        ended = self.interrupted or self.broken
+        return tried and not (ended or self.bugs or self.idle or self.missing or (strict and self.near_ties))
+
+    @property
+    def lossless(self) -> bool:
+        """Was it shown, with nothing left out?"""
+        return self.passed() and not self.not_tested
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """One sentence, and one on what was not tested."""
         if self.bugs:
             return f"NOT lossless: {_count(self.bugs, 'difference')} that rounding does not explain."
         if self.interrupted or self.broken:
@@ -119,11 +148,15 @@ class Audit:
                 f"Not shown: {', '.join(self.idle)} guessed nothing, so nothing of it was tested. "
                 "Give it longer answers (--max-tokens) or other prompts (--prompts)."
             )
-        if self.near_ties:
-            return f"Lossless but for rounding: {_count(self.near_ties, 'near-tie')}, no bug."
-        if not self.drafters:
-            return "Every check passed, but no drafter was audited: name one with --drafter."
-        return "Lossless: every check passed."
+        ties = f"{_count(self.near_ties, 'near-tie')}, no bug"
+        if self.lossless:
+            return f"Lossless but for rounding: {ties}." if self.near_ties else "Lossless: every check passed."
+        left = [f"{check.title} ({check.untested})" for check in self.missing or self.not_tested]
+        more = f", and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        untested = f"Not tested: {'; '.join(left[:_NAMED])}{more}."
+        if not self.passed():
+            return f"Not shown: no bug was found, but not all that was asked for could be tested. {untested}"
+        return f"No difference in what was tested{' but for rounding: ' + ties if self.near_ties else ''}. {untested}"
 
 
 def _count(things: Sequence[object], name: str) -> str:

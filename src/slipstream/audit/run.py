@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from slipstream.audit.fresh import Transformers, fits_twice
 from slipstream.audit.probe import PROBE, Probe
 from slipstream.audit.results import Audit, Check
 from slipstream.audit.rule import SHAPES, Rule
-from slipstream.audit.stage import Bench, Setting, Stage
+from slipstream.audit.stage import Bench, LeftOut, Setting, Stage
 from slipstream.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ def audit(
     progress = progress or Progress()
     bench = Bench(llm, prompts, min(config.at_once, len(prompts)), probe)
     notes: list[str] = []
-    if bench.at_once < min(config.at_once, 2):
-        notes.append("There was one prompt only, so nothing was checked in a batch: give more (--limit, --prompts).")
-    stages = list(plan(bench, config, notes.append))
+    stages = list(plan(bench, config))
     checks: list[Check] = []
     stopped: BaseException | None = None
     for number, stage in enumerate(stages, 1):
@@ -97,19 +95,27 @@ def audit(
             stopped = error
         check = stage.check(complete=stopped is None, seconds=time.perf_counter() - started)
         progress.done(check)
-        if check is not None and (check.complete or check.compared):
+        if check is not None:
             checks.append(check)
         if stopped is not None:
             what = "Interrupted" if isinstance(stopped, KeyboardInterrupt) else f"{type(stopped).__name__} ({stopped})"
             notes.append(f"{what} in stage {number} of {len(stages)} ({stage.title}).")
+            rest = [later.check(complete=False, seconds=0.0) for later in stages[number:]]
+            checks += [check for check in rest if check is not None]
             break
     interrupted = isinstance(stopped, KeyboardInterrupt)
     broken = stopped is not None and not interrupted
     return Audit(tuple(checks), config.drafters, bench.rounding.why, tuple(notes), interrupted, broken)
 
 
-def plan(bench: Bench, config: AuditConfig, note: Callable[[str], None]) -> Iterator[Stage]:
-    """The stages in order."""
+def plan(bench: Bench, config: AuditConfig) -> Iterator[Stage]:
+    """The stages in order, with those that are left out."""
+    if not config.drafters:
+        yield LeftOut("drafters", "none was named (--drafter)", declined=True)
+    if bench.at_once == 1:
+        alone = config.at_once == 1
+        why = "left out (--concurrency 1)" if alone else "there was one prompt only; give more (--limit, --prompts)"
+        yield LeftOut("answers in a batch", why, declined=alone)
     modes = [Mode(drafter, config.draft_tokens) for drafter in config.drafters] + [Mode(PROBE)]
     greedy = config.settings[0]
     for setting in config.settings:
@@ -122,23 +128,24 @@ def plan(bench: Bench, config: AuditConfig, note: Callable[[str], None]) -> Iter
         if setting is greedy:
             for mode in modes:
                 yield Cache(bench, greedy, mode, bench.fresh)
-            yield from _against_transformers(bench, greedy, modes[0], config, note)
+            yield _against_transformers(bench, greedy, modes[0], config)
     sampled = next((setting.params for setting in config.settings if not setting.params.greedy), None)
     if sampled is None:
-        note("Nothing was sampled, as asked (--temperature 0): this says nothing of sampled answers.")
-    elif config.samples:
+        yield LeftOut("sampled answers", "left out (--temperature 0)", declined=True)
+    elif not config.samples:
+        yield LeftOut("rejection sampling", "left out (--samples 0)", declined=True)
+    else:
         for shape in SHAPES:
             yield Rule(bench, shape, sampled.temperature)
         for mode in modes:
             yield Drawn(bench, greedy, mode, sampled.temperature, sampled.seed or 0, config.samples)
 
 
-def _against_transformers(
-    bench: Bench, greedy: Setting, mode: Mode, config: AuditConfig, note: Callable[[str], None]
-) -> Iterator[Stage]:
+def _against_transformers(bench: Bench, greedy: Setting, mode: Mode, config: AuditConfig) -> Stage:
+    title = "cache against transformers"
     if not config.transformers:
-        note("Nothing was compared with transformers, as asked.")
-    elif not fits_twice(bench.llm):
-        note("Nothing was compared with transformers: there is no memory for a second copy of the weights.")
-    else:
-        yield Cache(bench, greedy, mode, Transformers(bench.llm, config.trust_remote_code), most=TRANSFORMERS_PROMPTS)
+        return LeftOut(title, "left out (--no-transformers)", declined=True)
+    if not fits_twice(bench.llm):
+        why = "no memory for a second copy of the weights; --no-transformers does without"
+        return LeftOut(title, why, declined=False)
+    return Cache(bench, greedy, mode, Transformers(bench.llm, config.trust_remote_code), most=TRANSFORMERS_PROMPTS)

@@ -86,6 +86,21 @@ class Stage(ABC):
         """What it found; None where there is nothing to tell."""
 
 
+class LeftOut(Stage):
+    """A check that is not made, and why. declined: by an option."""
+
+    size = 0
+
+    def __init__(self, title: str, why: str, *, declined: bool) -> None:
+        self.title, self._why, self._declined = title, why, declined
+
+    def steps(self) -> Iterator[int]:
+        return iter(())
+
+    def check(self, *, complete: bool, seconds: float) -> Check:
+        return Check("left out", self.title, None, 0, 0, missing=self._why, declined=self._declined)
+
+
 @dataclass(slots=True)
 class Tally:
     """Counts of one stage."""

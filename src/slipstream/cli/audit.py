@@ -114,8 +114,9 @@ def audit(
     behind with a fresh prompt, and with transformers, and tests whether rejection sampling draws from the model's
     distribution.
 
-    Exit status: 0 lossless, 1 not (or not shown), 2 a bad option, 130 stopped by Ctrl-C; the report of what was
-    done is written all the same. The last line on stdout is the report as JSON.
+    Exit status: 0 every check that was asked for was made and passed; 1 one was not, or could not be made; 2 a bad
+    option; 130 stopped by Ctrl-C. The verdict names what was not tested; the report is written in any case. The last
+    line on stdout is the report as JSON.
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: an audit is about speculation; name drafters with --drafter")
@@ -151,7 +152,7 @@ def audit(
     write(files, result_json, report.to_markdown(result, about))
     show(result, files)
     print(json.dumps(result_json, ensure_ascii=False), flush=True)
-    if not result.lossless(strict):
+    if not result.passed(strict):
         raise typer.Exit(130 if result.interrupted and not result.bugs else 1)
 
 
@@ -257,10 +258,11 @@ def show(result: Audit, files: Mapping[str, Sequence[Path]]) -> None:
     for column in ("result", "the same", "guessed", "accepted"):
         table.add_column(column, no_wrap=True, justify="left" if column == "result" else "right")
     for check in result.checks:
+        same = f"{check.compared}" if check.kind == "distribution" else f"{check.same}/{check.compared}"
         table.add_row(
-            check.title,
+            check.title + (f" ({check.untested})" if check.outcome is Outcome.NOT_TESTED else ""),
             check.outcome.upper() if check.outcome is Outcome.BUG else check.outcome,
-            f"{check.compared}" if check.kind == "distribution" else f"{check.same}/{check.compared}",
+            same if check.compared else "",
             f"{check.drafted}" if check.drafter else "",
             f"{check.accepted}" if check.drafter else "",
         )
