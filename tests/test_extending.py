@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 
 import slipstream
 from slipstream import LLM, SamplingParams, SpeculationParams, drafters
+from slipstream.cli.main import main
+from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.drafters import DrafterSpec, parse_merged
+from slipstream.engine.remote.process import EngineProcess
 
 PAGE = Path(slipstream.__file__).parents[2] / "docs" / "extending.md"
 PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, logit_bias={10: 8.0, 20: 8.0, 30: 8.0})
@@ -51,3 +56,80 @@ def test_its_drafter_is_exact_and_right_now_and_then(
         stats = answer.speculation.by_drafter["followers"]
         assert stats.failures == 0
         assert 0 < stats.accepted < stats.drafted
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The page's class in a file of its own."""
+    found = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    path = tmp_path / "followers.py"
+    path.write_text(found[1], encoding="utf-8")
+    return path
+
+
+COMMANDS = re.findall(r"^    slipstream (.* followers\.py:.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+SHORT = {"generate": [], "audit": ["--no-transformers", "--samples", "0", "--limit", "2"], "bench": ["--limit", "2"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_page_run(
+    file: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    name, *arguments = shlex.split(command.replace("followers.py", str(file)))
+    small = ["--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB", "--max-tokens", "6"]
+    with pytest.raises(SystemExit) as ended:
+        main([name, *arguments, *small, *SHORT[name]])
+    captured = capsys.readouterr()
+    assert not ended.value.code, captured.err
+    assert "FollowersDrafter" in captured.out + captured.err
+
+
+def test_the_engines_process_reads_the_file(file: Path, tiny_target: Path) -> None:
+    named = [f"{file}:FollowersDrafter", "ngram"]
+    with EngineProcess(tiny_target, device="cpu", memory="64MiB", max_num_seqs=2, drafter=named) as process:
+        assert process.drafters[:2] == ("FollowersDrafter", "ngram")
+    with pytest.raises(ConfigError, match="there is no such class; HostDrafters of the file: FollowersDrafter"):
+        EngineProcess(tiny_target, device="cpu", drafter=f"{file}:Folowers")
+
+
+def test_a_file_and_a_class_are_a_name() -> None:
+    spec = DrafterSpec("Mine", file="a/my.py")
+    assert parse_merged("a/my.py:Mine") == (spec,)
+    assert parse_merged("ngram+a/my.py:Mine+suffix")[1:] == (spec, DrafterSpec("suffix"))
+    assert parse_merged("model:x+a/my.py:Mine") == (DrafterSpec("model", "x"), spec)
+    assert (str(spec), spec.kind, spec.place) == ("a/my.py:Mine", "Mine", None)
+
+
+WRONG = {
+    "Missing": ("x = 1", "there is no such class; HostDrafters of the file: none"),
+    "number": ("number = 3", "number is no class that derives from HostDrafter"),
+    "ngram": ("class ngram: pass", "'ngram' is another drafter's name; rename the class"),
+    "Raises": ("import json\n\nimport no_such_module", "line 3: ModuleNotFoundError: No module named 'no_such_module'"),
+    "Spelt": ("class Spelt:\n    def f(self)\n        pass", "line 2: SyntaxError: expected ':'"),
+    "Leaves": ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
+    "Bare": (
+        "from slipstream.drafters.base import HostDrafter\nclass Bare(HostDrafter): name = 'bare'",
+        "TypeError: Can't instantiate abstract class Bare",
+    ),
+    "": ("x = 1", "must name a class in the file, .*:CLASS"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, open_llm: Callable[..., LLM], name: str) -> None:
+    code, said = WRONG[name]
+    (tmp_path / "my.py").write_text(code)
+    with pytest.raises(ConfigError, match=f"drafter '.*my.py:?{name}': (.*: )?{said}"):
+        open_llm(drafter=f"{tmp_path / 'my.py'}:{name}".removesuffix(":"))
+
+
+def test_a_file_is_named_by_operators_only(tmp_path: Path, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.py").write_text("raise SystemError('it was run')")
+    wanted = SpeculationParams(drafter=f"{tmp_path / 'my.py'}:Mine")
+    with pytest.raises(InvalidRequest, match="is not loaded"):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=2, speculation=wanted))
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--drafter", f"{tmp_path}/none.py:Mine", "hi"])
+    assert ended.value.code == 2
+    assert f"there is no file {tmp_path}/none.py" in " ".join(capsys.readouterr().err.split())

@@ -20,7 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.core.reading import read_named
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
-from slipstream.drafters import parse_specs, places
+from slipstream.drafters import parse_specs, places, python_file
 from slipstream.drafters.places import naming
 from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig, PlannerName, parse_share
@@ -161,7 +161,8 @@ class Common:
             "model:PATH (or draft:PATH): a smaller model, best with the same tokenizer, such as model:path/to/small; "
             "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3, "
             "medusa and draft without a path: the default model's own); mtp: the model's own modules for that; "
-            "grammar: what the form of an answer forces (comes by itself with one); A+B: both, "
+            "grammar: what the form of an answer forces (comes by itself with one); path/to/file.py:Class: one of your "
+            "own (docs/extending.md), whose code is run; A+B: both, "
             "their drafts merged; none: nobody. May be repeated: bench, tune, audit and explain try each in turn; "
             "others load all, and the first guesses unless a request names another (A+B lets both). Default: "
             f"{DEFAULT_DRAFTER}.",
@@ -364,6 +365,8 @@ class Common:
             return
         found = []
         for spec in specs:
+            if spec.file is not None:
+                python_file(spec)
             with naming(f"{option} {spec}"):
                 found.append((spec, with_shipped(spec, self.model).place))
         find_local(self.model)

@@ -5,26 +5,32 @@ Factories are named as "module:class" and imported when first asked for, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.drafters.base import Drafter
+    from slipstream.drafters.base import Drafter, HostDrafter
 
 DrafterFactory = Callable[..., "Drafter"]
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter as a user names it: `NAME[:PATH[?OPTIONS]]`. The path says where its weights lie; `NAME:?OPTIONS` and
-    `NAME` mean those that come with Slipstream."""
+    """A drafter as a user names it: `NAME[:PATH[?OPTIONS]]` or `FILE.py:CLASS`. The path says where its weights lie;
+    `NAME:?OPTIONS` and `NAME` mean those that come with Slipstream. A class in a file goes by its own name."""
 
     name: str  # as it was written, also where that is an alias: under this name it is asked for and shown
     path: str | None = None  # with the options
+    file: str | None = None  # the Python file that has the class of this name
 
     @property
     def kind(self) -> str:
@@ -41,6 +47,8 @@ class DrafterSpec:
         return DrafterSpec(self.name, place + (self.path or "").removeprefix(self.place or ""))
 
     def __str__(self) -> str:
+        if self.file is not None:
+            return f"{self.file}:{self.name}"
         return self.name if self.path is None else f"{self.name}:{self.path}"
 
 
@@ -103,14 +111,21 @@ def shipped_as(name: str) -> str | None:
 
 
 def parse_spec(text: str) -> DrafterSpec:
-    """Read `NAME[:PATH]`."""
+    """Read `NAME[:PATH]` or `FILE.py:CLASS`. No file is read."""
     name, colon, path = text.partition(":")
     if text == AUTO:
         return DrafterSpec(AUTO)
     entry = _entries.get(kind_of(name))
+    file, _, in_file = text.rpartition(":")
+    if entry is None and (file or text).endswith(".py"):
+        if not file or not in_file.isidentifier():
+            raise ConfigError(f"drafter {text!r}: must name a class in the file, {file or text}:CLASS")
+        if in_file == AUTO or kind_of(in_file) in _entries:
+            raise ConfigError(f"drafter {text!r}: {in_file!r} is another drafter's name; rename the class")
+        return DrafterSpec(in_file, file=file)
     if entry is None:
         known = ", ".join(sorted([AUTO, *_entries, *_aliases]))
-        raise ConfigError(f"drafter {name!r} is unknown: must be one of {known}, or none")
+        raise ConfigError(f"drafter {name!r} is unknown: must be one of {known}, FILE.py:CLASS, or none")
     if colon and not path:
         raise ConfigError(f"drafter {text!r}: a path must follow the colon")
     if colon and not entry.takes_path:
@@ -125,7 +140,8 @@ def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
     parts: list[str] = []
     for piece in text.split("+"):
         name = piece.partition(":")[0]
-        if parts and ":" in parts[-1] and name not in _entries and name not in _aliases and name != AUTO:
+        is_named = name == AUTO or kind_of(name) in _entries or ".py:" in piece
+        if parts and ":" in parts[-1] and not is_named:
             parts[-1] += "+" + piece
         else:
             parts.append(piece)
@@ -175,6 +191,49 @@ def _check_once(names: Sequence[str], where: str = "") -> None:
             others = [alias for alias, own in _aliases.items() if own == name]
             also = f" ({', '.join(others)} is another name for it)" if others else ""
             raise ConfigError(f"drafter {name!r} is given twice{where}: give each once{also}")
+
+
+def python_file(spec: DrafterSpec) -> Path:
+    """The file of a drafter `FILE.py:CLASS`. Raises `ConfigError` where there is none."""
+    path = Path(spec.file or "").expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"drafter {str(spec)!r}: there is no file {path}")
+    return path
+
+
+@contextmanager
+def telling_the_line(spec: DrafterSpec) -> Iterator[None]:
+    """Turn what the code of a drafter's own file raises into a `ConfigError` that names the line."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = str(python_file(spec))
+        lines: list[int | None] = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        if isinstance(error, SyntaxError) and error.filename == file:
+            lines.append(error.lineno)
+        where = f" line {lines[-1]}:" if lines else ""
+        raise ConfigError(f"drafter {str(spec)!r}:{where} {type(error).__name__}: {error}") from error
+
+
+def class_in_file(spec: DrafterSpec) -> type[HostDrafter]:
+    """The class that `FILE.py:CLASS` names. Runs the file: an operator may name it, and never a request."""
+    from slipstream.drafters.base import HostDrafter
+
+    path = python_file(spec)
+    module = ModuleType(f"slipstream_drafter_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    with telling_the_line(spec):
+        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), vars(module))
+    made = getattr(module, spec.name, None)
+    if isinstance(made, type) and issubclass(made, HostDrafter):
+        return made
+    own = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, HostDrafter)]
+    there = ", ".join(key for key in own if key != "HostDrafter") or "none"
+    what = "there is no such class" if made is None else f"{spec.name} is no class that derives from HostDrafter"
+    raise ConfigError(f"drafter {str(spec)!r}: {what}; HostDrafters of the file: {there}")
 
 
 def drafter_factory(name: str) -> DrafterFactory:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CapacityError, ConfigError
-from slipstream.drafters import AUTO, DrafterSpec, drafter_factory, parse_merged, parse_specs
+from slipstream.drafters import (
+    AUTO,
+    DrafterSpec,
+    class_in_file,
+    drafter_factory,
+    parse_merged,
+    parse_specs,
+    telling_the_line,
+)
 from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
 from slipstream.drafters.places import WAYS, naming
@@ -109,22 +117,24 @@ def build(
         say=say,
         target_config=target_config,
     )
-    for choice in choices:
-        kind = _class_of(choice)
+    kinds = {choice: _class_of(choice) for choice in choices}
+    for choice, kind in kinds.items():
         if kind is not None and isinstance(choice, DrafterSpec):
             with naming(f"drafter={str(choice)!r}"):
                 kind.check(replace(opening, path=choice.path))
     target = open_runner(path)
     drafters: dict[str, Drafter] = {}
-    for choice in choices:
-        kind = _class_of(choice)
+    for choice, kind in kinds.items():
         if isinstance(choice, Drafter):
             made = choice
+        elif kind is not None and choice.file is not None:
+            with telling_the_line(choice):
+                made = kind.open(opening, target)
         elif kind is not None:
             made = kind.open(replace(opening, path=choice.path), target)
         else:
             made = drafter_factory(choice.name)()
-        if isinstance(choice, DrafterSpec) and choice.name != getattr(made, "name", choice.name):
+        if isinstance(choice, DrafterSpec) and choice.name != getattr(made, "name", None):
             made.call(choice.name)
         if not getattr(made, "name", None):
             raise ConfigError(f'drafter {type(made).__name__}: it has no name; give its class one, name = "mine"')
@@ -181,6 +191,8 @@ def _keeps_memory(drafter: Drafter) -> bool:
 
 def _class_of(choice: DrafterSpec | Drafter) -> type[Drafter] | None:
     """The class of a drafter that is named, which knows how to open one; None: a mere function makes it."""
+    if isinstance(choice, DrafterSpec) and choice.file is not None:
+        return class_in_file(choice)
     factory = drafter_factory(choice.name) if isinstance(choice, DrafterSpec) else None
     return factory if isinstance(factory, type) and issubclass(factory, Drafter) else None
 
