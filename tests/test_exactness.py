@@ -179,7 +179,9 @@ def test_bad_drafters_are_dropped_and_counted(bench: Bench, drafter: str) -> Non
     assert bench.llm.engine.drafting.guards[drafter].dropped is None
 
 
-def test_a_drafter_that_hangs_is_dropped_for_good(open_llm: Callable[..., LLM]) -> None:
+def test_a_drafter_that_hangs_is_dropped_for_good(
+    open_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
     answers = Answers()
     drafter = Hangs(answers)
     llm = open_llm(drafter=drafter, planner="fixed")
@@ -193,6 +195,11 @@ def test_a_drafter_that_hangs_is_dropped_for_good(open_llm: Callable[..., LLM]) 
         got = run(llm, batch, Hangs.name)
         assert not differences(batch, expected, got)
         assert not any(output.speculation.drafted for output in got)
+        assert {output.speculation.why for output in got} == {"off: it was late 3 times in a row"}
+        assert llm.snapshot().drops == {(Hangs.name, "late"): 8}
+        assert len(caplog.records) == 1
+        assert "Its thread is at" in caplog.text
+        assert "let_go.wait" in caplog.text
     finally:
         drafter.let_go.set()
 

@@ -12,11 +12,16 @@ from typing import Any
 import pytest
 
 import slipstream
+from serving import engine_process
 from slipstream import LLM, SamplingParams, SpeculationParams, drafters
 from slipstream.cli.main import main
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, parse_merged
 from slipstream.engine.remote.process import EngineProcess
+from slipstream.serve.admission import Admission
+from slipstream.serve.drain import Drain
+from slipstream.serve.metrics import Metrics
+from test_remote import answered
 
 PAGE = Path(slipstream.__file__).parents[2] / "docs" / "extending.md"
 PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, logit_bias={10: 8.0, 20: 8.0, 30: 8.0})
@@ -69,7 +74,11 @@ def file(tmp_path: Path) -> Path:
 
 
 COMMANDS = re.findall(r"^    slipstream (.* followers\.py:.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-SHORT = {"generate": [], "audit": ["--no-transformers", "--samples", "0", "--limit", "2"], "bench": ["--limit", "2"]}
+SHORT: dict[str, list[str]] = {
+    "generate": [],
+    "audit": ["--no-transformers", "--samples", "0", "--limit", "2", "--concurrency", "1"],
+    "bench": ["--limit", "2"],
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -87,10 +96,24 @@ def test_the_commands_of_the_page_run(
 
 def test_the_engines_process_reads_the_file(file: Path, tiny_target: Path) -> None:
     named = [f"{file}:FollowersDrafter", "ngram"]
-    with EngineProcess(tiny_target, device="cpu", memory="64MiB", max_num_seqs=2, drafter=named) as process:
+    with engine_process(tiny_target, drafter=named) as process:
         assert process.drafters[:2] == ("FollowersDrafter", "ngram")
     with pytest.raises(ConfigError, match="there is no such class; HostDrafters of the file: FollowersDrafter"):
         EngineProcess(tiny_target, device="cpu", drafter=f"{file}:Folowers")
+
+
+def test_a_drafter_that_raises_in_the_engines_process_is_told(
+    file: Path, tiny_target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The traceback in the log, the counter, the word for who asked."""
+    file.write_text(file.read_text().replace("follows, text = ", "raise KeyError(17)\n        follows, text = "))
+    with engine_process(tiny_target, drafter=f"{file}:FollowersDrafter", planner="fixed") as process:
+        answer = answered(process, ("abcabc", SamplingParams(max_tokens=8)))[-1].outputs[0]
+        metrics = Metrics(process, "tiny", Admission(2, 0, Drain(0))).text().decode()
+    assert "raise KeyError(17)" in caplog.text
+    assert answer.speculation.why == "off: it raised KeyError"
+    labels = 'drafter="FollowersDrafter",model_name="tiny",reason="raised"'
+    assert f"slipstream_drafter_dropped_total{{{labels}}} 1.0" in metrics
 
 
 def test_a_file_and_a_class_are_a_name() -> None:

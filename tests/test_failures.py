@@ -18,9 +18,9 @@ from conftest import VOCAB
 from scripted import Answers, Right
 from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft, Tree
-from slipstream.core.errors import RequestError
+from slipstream.core.errors import DrafterError, RequestError
 from slipstream.core.verdict import Verdict
-from slipstream.drafters.base import DeviceDrafter, DraftRequest, HostDrafter, Needs
+from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, DraftRound, HostDrafter, Needs
 from slipstream.engine.text import TextStream
 from slipstream.models.batch import PassBatch
 
@@ -305,31 +305,46 @@ def test_a_guess_that_is_not_finite_changes_nothing(
     assert all(output.outputs[0].speculation.drafted for output in got)
 
 
-class _BadDevice(DeviceDrafter):
-    """A device drafter that raises where it is told to."""
+class _Bad(Drafter):
+    """A drafter that raises where it is told to."""
 
     name = "bad"
-    needs = Needs(device=True)
 
     def __init__(self, where: str) -> None:
         self.where = where
 
     def start(self, request: DraftRequest) -> None:
-        self._maybe("start")
+        self.maybe("start")
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        self._maybe("observe")
+        self.maybe("observe")
 
     def stop(self, request_id: str) -> None:
-        self._maybe("stop")
+        self.maybe("stop")
 
-    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
-        self._maybe("propose")
-        return Draft.pack([Tree.chain([7] * nodes) for nodes in budget], torch.device("cpu"))
-
-    def _maybe(self, here: str) -> None:
+    def maybe(self, here: str) -> None:
         if here == self.where:
             raise RuntimeError("out of memory, say")
+
+
+class _BadDevice(_Bad, DeviceDrafter):
+    needs = Needs(device=True)
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        self.maybe("propose")
+        return Draft.pack([Tree.chain([7] * nodes) for nodes in budget], torch.device("cpu"))
+
+    def draft(self, round: DraftRound) -> torch.Tensor:
+        self.maybe("propose")
+        return torch.full((len(round.lanes), round.depth), 7)
+
+
+class _BadHost(_Bad, HostDrafter):
+    bounded: ClassVar[bool] = True
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
+        self.maybe("propose")
+        return [Tree.chain([7] * nodes) for nodes in budget]
 
 
 @pytest.mark.parametrize("where", ["start", "observe", "stop", "propose", "nowhere"])
@@ -343,9 +358,34 @@ def test_a_device_drafter_that_raises_is_dropped(
     assert [tokens(output) for output in outputs] == expected
     failed = [a.speculation.by_drafter["bad"].failures for output in outputs for a in output.outputs]
     assert all(failed) if where != "nowhere" else not any(failed)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("slipstream")]
-    assert bool(said) == (where != "nowhere")
-    assert all(line.startswith("drafter bad failed") and line.endswith("out of memory, say") for line in said)
+    said = [record for record in caplog.records if record.name.startswith("slipstream")]
+    drops = llm.snapshot().drops
+    if where == "nowhere":
+        assert (said, drops) == ([], {})
+    else:
+        assert len(said) == 1, "one line for one cause"
+        assert said[0].getMessage().startswith("drafter bad failed: it raised RuntimeError")
+        assert "out of memory, say" in caplog.text
+        assert drops == {("bad", "raised"): len(failed)}
+    if where not in ("nowhere", "stop"):  # the answer has ended then
+        whys = [answer.speculation.why for output in outputs for answer in output.outputs]
+        assert all(why.startswith("off: it raised RuntimeError") for why in whys), whys
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+@pytest.mark.parametrize("where", ["start", "observe", "propose"])
+@pytest.mark.parametrize("kind", [_BadHost, _BadDevice])
+def test_a_strict_engine_raises_what_a_drafter_raises(
+    open_llm: Callable[..., LLM], kind: type[Any], where: str, rounds: str
+) -> None:
+    llm = open_llm(drafter=kind(where), planner="fixed", strict_drafter=True, rounds=rounds)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    plain = replace(params, speculation=SpeculationParams(enabled=False))
+    for streams in (False, True):
+        with pytest.raises(DrafterError, match="drafter bad failed: it raised RuntimeError: out of mem") as raised:
+            list(llm.stream(GOOD[0], params)) if streams else llm.generate(GOOD, params)
+        assert isinstance(raised.value.__cause__, RuntimeError)
+        assert all(healthy(output) for output in llm.generate(GOOD, plain)), "it goes on"
 
 
 def test_a_tokenizer_that_breaks_at_the_end(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

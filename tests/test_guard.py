@@ -19,7 +19,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
 from slipstream.drafters import DrafterSpec, drafter_factory, drafter_names, parse_spec, register
 from slipstream.drafters.base import DraftRequest, HostDrafter
-from slipstream.drafters.guard import BACKLOG, DrafterGuard
+from slipstream.drafters.guard import BACKLOG, DrafterGuard, Failure
 from slipstream.drafters.ngram import NgramDrafter
 
 VOCAB = 10
@@ -108,7 +108,7 @@ def test_garbage_drops_the_drafter_for_that_request_only(kind: type[Scripted], g
     first = guard.propose(requests, [4, 4, 4], PATIENT)
     assert [tree.tokens for tree in first.trees] == [(3,), (), (3,)]
     assert list(first.failures) == ["bad"]
-    assert first.failures["bad"].startswith("drafter scripted: ")
+    assert first.failures["bad"] in (Failure("invalid", "it gave no valid draft"), Failure.of(TypeError()))
     second = guard.propose(requests, [4, 4, 4], PATIENT)
     assert [tree.tokens for tree in second.trees] == [(3,), (), (3,)]
     assert drafter.calls[-1] == ("propose", "good", "fine")
@@ -127,11 +127,14 @@ def test_the_culprit_of_a_call_that_raises_is_found(kind: type[Scripted], troubl
     assert guard.failures == 2  # the batched call, and the one for the culprit
 
 
-def test_the_reason_names_the_error(kind: type[Scripted]) -> None:
-    guard = DrafterGuard(kind({"propose a": fail}), VOCAB)
-    assert guard.propose([request("a")], [4], PATIENT).failures == {
-        "a": "drafter scripted: ZeroDivisionError: bad luck"
-    }
+def test_the_reason_names_the_error(kind: type[Scripted], caplog: pytest.LogCaptureFixture) -> None:
+    guard = DrafterGuard(kind(dict.fromkeys(("propose a", "propose b", "stop a"), fail)), VOCAB)
+    failure = Failure("raised", "it raised ZeroDivisionError")
+    assert guard.propose([request("a"), request("b")], [4, 4], PATIENT).failures == {"a": failure, "b": failure}
+    (said,) = caplog.records  # of one cause
+    assert said.getMessage().startswith("drafter scripted failed: it raised ZeroDivisionError")
+    assert "bad luck" in caplog.text
+    assert "in fail" in caplog.text
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -223,7 +226,7 @@ def test_a_drafter_that_hangs_is_skipped_and_then_dropped(never: threading.Event
         assert proposals.trees == (Tree(), Tree())
         assert proposals.late
         assert guard.late == late
-    assert guard.dropped == "drafter scripted: it was late 3 times in a row"
+    assert guard.dropped == Failure("late", "it was late 3 times in a row")
     assert not guard.propose([request("a")], [4], PATIENT).late  # nobody is asked any more
     guard.observe([verdict("a")])
     guard.stop("a")
@@ -260,7 +263,7 @@ def test_a_drafter_that_reads_no_notes_is_dropped(never: threading.Event) -> Non
     guard = DrafterGuard(Scripted({"observe a": never.wait}), VOCAB)
     for _ in range(BACKLOG + 3):
         guard.observe([verdict("a")])
-    assert guard.dropped == f"drafter scripted: it left {BACKLOG} notes unread"
+    assert guard.dropped == Failure("unread", f"it left {BACKLOG} notes unread")
 
 
 def drafter_threads() -> list[threading.Thread]:

@@ -12,6 +12,7 @@ from queueing import Queue
 from slipstream import SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DeviceDrafter
+from slipstream.drafters.guard import Failure
 from slipstream.engine.peeks import peek
 from slipstream.plan.acceptance import Acceptance
 from slipstream.plan.adaptive import AdaptivePlanner
@@ -123,7 +124,7 @@ def test_a_peek_asks_whom_it_may_and_wakes_who_is_worth_it(tiny_target: Path, mo
     assert peek(planner, guard, running, 1.0).is_worth
     assert heard == [1]
     assert not peek(planner, guard, [], 1.0).is_worth
-    guard.dropped = "it was late"
+    guard.dropped = Failure("late", "it was late")
     assert not peek(planner, guard, running, 1.0).is_worth
     assert heard == [1]
 

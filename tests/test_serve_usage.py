@@ -19,12 +19,18 @@ OFF = "off: batch 48 leaves no spare arithmetic"
         ({"ngram": OFF, "suffix": OFF}, 0, OFF),
         ({"ngram": "off: 0.90x expected", "suffix": OFF}, 0, f"ngram off: 0.90x expected; suffix {OFF}"),
         ({"ngram": "ngram 5: 1.30x expected"}, 8, "ngram 5: 1.30x expected; 6 of 8 guesses stood, 2.50 tokens a pass"),
+        (
+            {"bad": "off: it raised KeyError"},
+            8,
+            "bad off: it raised KeyError; 6 of 8 guesses stood, 2.50 tokens a pass",
+        ),
         ({}, 8, "on: 6 of 8 guesses stood, 2.50 tokens a pass"),
         ({}, 0, "off: it had no drafter: none was named, or speculation is switched off"),
     ],
 )
 def test_why(plan: dict[str, str], drafted: int, why: str) -> None:
-    stats = SpeculationStats(rounds=4, emitted=10, drafted=drafted, accepted=min(6, drafted), plan=plan)
+    drafters = {"ngram": DrafterStats(drafted=drafted)} if drafted else {}
+    stats = SpeculationStats(4, 10, drafted, min(6, drafted), by_drafter=drafters, plan=plan)
     told = speculation_report(AnswerRecord(10, "stop", speculation=stats))
     assert told["why"] == why
     assert told["plan"] == plan
@@ -36,6 +42,4 @@ def test_an_answer_of_one_token_had_no_round_to_draft_in() -> None:
 
 
 def test_what_is_known_beforehand_comes_first() -> None:
-    stats = SpeculationStats(by_drafter={"ngram": DrafterStats(failures=1)})
-    assert speculation_report(AnswerRecord(speculation=stats))["why"].endswith("failed: ngram")
     assert speculation_report(AnswerRecord(), "this server has no drafter")["why"] == "off: this server has no drafter"

@@ -115,6 +115,7 @@ def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more
         "max_model_len": common.max_model_len,
         "trust_remote_code": common.trust_remote_code,
         "graphs": not common.no_graphs,
+        "strict_drafter": common.strict_drafter,
         "planner": common.planner_or("adaptive"),
         **more,
         **common.planning,

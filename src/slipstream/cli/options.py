@@ -189,6 +189,15 @@ class Common:
             "Default: 1.",
         ),
     ] = None
+    strict_drafter: Annotated[
+        bool,
+        option(
+            "--strict-drafter",
+            panel=SPECULATION,
+            help="Raise at once what a drafter raises, or why it is dropped, instead of going on without it; for those "
+            "who write one.",
+        ),
+    ] = False
     max_draft_memory: Annotated[
         str | None,
         option(

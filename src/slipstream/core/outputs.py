@@ -83,14 +83,11 @@ class SpeculationStats:
     @property
     def why(self) -> str:
         """Why it was on or off: what was decided last for each drafter, in the planner's own words."""
-        failed = [name for name, drafter in self.by_drafter.items() if drafter.failures]
-        if failed:
-            return f"off from where a drafter failed: {', '.join(failed)}"
         counted = f"{self.accepted} of {self.drafted} guesses stood, {self.tau:.2f} tokens a pass"
         if not self.plan:  # nothing was weighed: drafts of a fixed size, or nobody to draft, or no round to draft in
             ended = "the answer ended with its first token" if self.rounds <= 1 else _NO_DRAFTER
             return f"on: {counted}" if self.drafted else f"off: {ended}"
-        alike = len({*self.plan.values()}) == 1
+        alike = len({*self.plan.values()}) == 1 and self.plan.keys() >= self.by_drafter.keys()
         said = [text if alike or text.startswith(name) else f"{name} {text}" for name, text in self.plan.items()]
         return "; ".join([*dict.fromkeys(said), *([counted] if self.drafted else [])])
 

@@ -2,18 +2,22 @@
 
 A drafter may be anybody's code. One that raises or returns nonsense is dropped for the requests concerned, which go on
 undrafted. One that might hang runs in a thread of its own behind a mailbox: late, it is skipped for the round; three
-times late in a row, it is dropped for good. Everything is counted.
+times late in a row, it is dropped for good. Everything is counted, and each cause is logged once, with its traceback.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from slipstream.core.draft import MAX_NODES, Tree, chain_parents
 from slipstream.core.errors import DrafterError
@@ -25,9 +29,47 @@ LATE_AT_LEAST_S = 0.010  # below this the thread switch itself would be late
 LATE_IN_A_ROW = 3
 BACKLOG = 1024  # notes that a drafter may leave unread
 
+_log = logging.getLogger(__name__)
 _BAD_CODE = (Exception, SystemExit)
 _PLAIN = {int}
 _NOTHING = Tree()
+
+
+class Failure(NamedTuple):
+    """What a drafter did wrong. reason: one of four, for metrics; why: what its user is told."""
+
+    reason: str  # "raised", "invalid", "late" or "unread"
+    why: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The error's text is for the log alone: a drafter may put others' tokens into it."""
+        if isinstance(error, DrafterError):
+            return cls("invalid", "it gave no valid draft")
+        return cls("raised", f"it raised {type(error).__name__}")
+
+
+class FailureLog:
+    """Logs what drafters do wrong: each cause once, so that a broken drafter does not fill the log.
+
+    error: the first failure, where `strict`. Its owner raises and clears it.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.error: DrafterError | None = None
+        self._strict = strict
+        self._told: set[tuple[str, str, int]] = set()
+
+    def note(self, name: str, failure: Failure, error: BaseException | None = None, stack: str = "") -> None:
+        text = f"drafter {name} failed: {failure.why}"
+        at = traceback.extract_tb(error.__traceback__)[-1:] if error is not None else []
+        cause = (name, failure.why, (at[0].lineno or 0) if at else 0)
+        if cause not in self._told:
+            self._told.add(cause)
+            _log.warning("%s (more of this is only counted)%s", text, stack, exc_info=error)
+        if self._strict and self.error is None:
+            self.error = DrafterError(text if error is None else f"{text}: {error}")
+            self.error.__cause__ = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +78,7 @@ class Proposals:
 
     trees: tuple[Tree, ...]
     promises: tuple[Sequence[float] | None, ...]
-    failures: Mapping[str, str] = field(default_factory=dict)  # requests it was dropped for since the last round
+    failures: Mapping[str, Failure] = field(default_factory=dict)  # requests it was dropped for since the last round
     late: bool = False
 
 
@@ -61,21 +103,24 @@ class _Job:
 class DrafterGuard:
     """Calls a `HostDrafter` on behalf of one engine. Nothing here raises for the drafter's sake, or blocks for long."""
 
-    def __init__(self, drafter: HostDrafter, vocab_size: int) -> None:
+    def __init__(self, drafter: HostDrafter, vocab_size: int, log: FailureLog | None = None) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
         self.failures = 0  # calls that raised or returned nonsense
         self.late = 0  # rounds skipped
-        self.dropped: str | None = None  # why, if for good
+        self.dropped: Failure | None = None  # why, if for good
+        self._log = log or FailureLog()
         self._late_in_a_row = 0
-        self._failed: dict[str, str] = {}  # requests that go on undrafted
-        self._unreported: dict[str, str] = {}
+        self._failed: dict[str, Failure] = {}  # requests that go on undrafted
+        self._unreported: dict[str, Failure] = {}
         self._lock = threading.Lock()  # over the failures, which both threads write
         self._mailbox: SimpleQueue[_Job | None] | None = None
         if not drafter.bounded:
             self._mailbox = SimpleQueue()
             weakref.finalize(self, self._mailbox.put, None)
-            threading.Thread(target=_serve, args=(self._mailbox,), name=f"drafter-{drafter.name}", daemon=True).start()
+            serve = (self._mailbox,)
+            self._thread = threading.Thread(target=_serve, args=serve, name=f"drafter-{drafter.name}", daemon=True)
+            self._thread.start()
 
     @property
     def is_quick(self) -> bool:
@@ -97,7 +142,7 @@ class DrafterGuard:
             else:
                 late = not self._run(lambda: self._ask(asked, answers), max(LATE_AT_LEAST_S, LATE_SHARE * round_s))
                 self._note_lateness(late)
-        failures: dict[str, str] = {}
+        failures: dict[str, Failure] = {}
         if self._unreported:
             with self._lock:
                 failures, self._unreported = self._unreported, {}
@@ -119,7 +164,8 @@ class DrafterGuard:
 
     def close(self) -> None:
         """Let the thread end when it has done what lies in its mailbox. The guard drafts no more."""
-        self._drop("closed")
+        if self.dropped is None:
+            self._end(Failure("closed", "the engine was closed"))
 
     # Below, what runs in the drafter's thread (or in place, for a bounded one).
 
@@ -131,8 +177,7 @@ class DrafterGuard:
             if len(asked) == 1:
                 self._fail(asked[0][0].id, error)
                 return
-            with self._lock:
-                self.failures += 1
+            self._caught(error)
             for one in asked:
                 self._ask([one], answers)
             return
@@ -158,6 +203,7 @@ class DrafterGuard:
             if len(verdicts) == 1:
                 self._fail(verdicts[0].request_id, error)
                 return
+            self._caught(error)
             for verdict in verdicts:  # it may hear of one twice: that spoils an estimate at most
                 self._tell([verdict])
 
@@ -170,16 +216,20 @@ class DrafterGuard:
     def _stop(self, request_id: str) -> None:
         try:
             self.drafter.stop(request_id)
-        except _BAD_CODE:
-            with self._lock:
-                self.failures += 1
+        except _BAD_CODE as error:
+            self._caught(error)
         self._failed.pop(request_id, None)  # here, behind every call about this request: none can mark it again
 
     def _fail(self, request_id: str, error: BaseException) -> None:
-        reason = str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
+        failure = self._caught(error)
         with self._lock:
-            self.failures += 1
-            self._failed[request_id] = self._unreported[request_id] = f"drafter {self.drafter.name}: {reason}"
+            self._failed[request_id] = self._unreported[request_id] = failure
+
+    def _caught(self, error: BaseException) -> Failure:
+        self.failures += 1
+        failure = Failure.of(error)
+        self._log.note(self.drafter.name, failure, error)
+        return failure
 
     # Below, the mailbox.
 
@@ -202,19 +252,26 @@ class DrafterGuard:
             return
         self._mailbox.put(_Job(work))
         if self._mailbox.qsize() > BACKLOG:
-            self._drop(f"it left {BACKLOG} notes unread")
+            self._drop(Failure("unread", f"it left {BACKLOG} notes unread"))
 
     def _note_lateness(self, late: bool) -> None:
         self.late += late
         self._late_in_a_row = self._late_in_a_row + 1 if late else 0
         if self._late_in_a_row == LATE_IN_A_ROW:
-            self._drop(f"it was late {LATE_IN_A_ROW} times in a row")
+            self._drop(Failure("late", f"it was late {LATE_IN_A_ROW} times in a row"))
 
-    def _drop(self, reason: str) -> None:
+    def _drop(self, failure: Failure) -> None:
+        """For good. The log shows what its thread is at."""
         if self.dropped is None:
-            self.dropped = f"drafter {self.drafter.name}: {reason}"
-            if self._mailbox is not None:
-                self._mailbox.put(None)
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            stack = "".join(["\nIts thread is at:\n", *traceback.format_stack(frame)]) if frame is not None else ""
+            self._log.note(self.drafter.name, failure, stack=stack)
+            self._end(failure)
+
+    def _end(self, failure: Failure) -> None:
+        self.dropped = failure
+        if self._mailbox is not None:
+            self._mailbox.put(None)
 
 
 def _serve(mailbox: SimpleQueue[_Job | None]) -> None:

@@ -49,6 +49,8 @@ class EngineConfig:
     prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that
         begin alike. The tokens are the same without.
     max_queue: most answers that may wait for their turn; further requests are refused with `QueueFull`. None: no limit.
+    strict_drafter: raise what a drafter raises, and why it is dropped, instead of going on without it. For those who
+        write one: every request that runs ends with the error.
     """
 
     memory: int | float | None = None
@@ -67,6 +69,7 @@ class EngineConfig:
     graphs: bool = True
     prefix_caching: bool = True
     max_queue: int | None = None
+    strict_drafter: bool = False
 
     def __post_init__(self) -> None:
         for key in ("max_model_len", "draft_tokens"):
@@ -90,7 +93,7 @@ class EngineConfig:
         right = share is None or (_size(share) and share >= 0)
         self._check("max_draft_memory", right, "whole bytes, or a part of the cache such as 0.2")
         self._check("measure_costs", self.measure_costs in (None, True, False), "True, False, or None for the usual")
-        for key in ("graphs", "prefix_caching", "warm_up"):
+        for key in ("graphs", "prefix_caching", "warm_up", "strict_drafter"):
             self._check(key, isinstance(getattr(self, key), bool), "True or False")
         queue = self.max_queue
         self._check("max_queue", queue is None or (_whole(queue) and queue >= 0), "0 or more, or None for no limit")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast, get_args
 
 import torch
 
 from slipstream.core.draft import Draft, Tree
+from slipstream.core.errors import DrafterError
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import Undrafted
 from slipstream.core.verdict import Verdict
 from slipstream.drafters import chosen_for, names_of
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
-from slipstream.drafters.guard import DrafterGuard
+from slipstream.drafters.guard import DrafterGuard, Failure, FailureLog
 from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
-from slipstream.engine.draft_loops import Drafts, DraftSize
+from slipstream.engine.draft_loops import DraftFailed, Drafts, DraftSize
 from slipstream.engine.fates import Fates
 from slipstream.engine.following import Following
 from slipstream.engine.foresight import Foresight
@@ -37,8 +38,6 @@ from slipstream.plan.planner import Planner, TreeSeen
 from slipstream.plan.traits import traits_of
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
-logging.getLogger("slipstream").addHandler(logging.NullHandler())  # who uses the library says what is shown
 
 
 class Drafting:
@@ -60,7 +59,9 @@ class Drafting:
         auto: Sequence[str] = (),
         places: int | None = None,
         decode: Decode = lambda _: "",
+        strict: bool = False,
     ) -> None:
+        """strict: raise what a drafter raises, instead of dropping it."""
         self.drafters = dict(drafters)
         self.default = default
         self.auto = tuple(auto)  # what requests mean by this name
@@ -68,7 +69,11 @@ class Drafting:
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
         self._fates = Fates(self.undrafted, self.totals)
-        self.guards = {n: DrafterGuard(d, vocab_size) for n, d in drafters.items() if isinstance(d, HostDrafter)}
+        self.drops = Counter[tuple[str, str]]()  # answers that went on without a drafter, by drafter and reason
+        self.raised: DrafterError | None = None  # … what a strict engine raised last
+        self._log = FailureLog(strict=strict)
+        hosts = {n: d for n, d in drafters.items() if isinstance(d, HostDrafter)}
+        self.guards = {name: DrafterGuard(drafter, vocab_size, self._log) for name, drafter in hosts.items()}
         self.on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self.following = Following(drafters)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
@@ -90,7 +95,7 @@ class Drafting:
         self._foresight = Foresight()
         self._decode = decode
         self._sources = {n: d.source for n, d in drafters.items() if isinstance(d, HostDrafter)}
-        self._failures: dict[str, dict[str, str]] = {}  # by drafter and request: what its next draft will hear of
+        self._failures: dict[str, dict[str, Failure]] = {}  # by drafter and request: what its next draft will hear of
 
     def start(self, answer: Answer) -> None:
         """The answer is admitted: choose its drafter and tell it."""
@@ -121,6 +126,9 @@ class Drafting:
             forced,
         )
         for name in names:
+            guard = self.guards.get(name)
+            if guard is not None and guard.dropped is not None:
+                self._refuse(answer, name, guard.dropped)
             self._guarded(name, [answer], functools.partial(self._voice(name).start, view))
 
     def stop(self, answer: Answer) -> None:
@@ -160,6 +168,7 @@ class Drafting:
 
     def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
+        self._check()
         foreseen = self._foresight.take(decodes, self.planner)
         if foreseen is None:
             self._next_round(decodes)
@@ -209,11 +218,11 @@ class Drafting:
     def _next_round(self, decodes: Sequence[Answer]) -> None:
         self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]), self._load())
 
-    def drop(self, answers: Sequence[Answer], name: str, error: BaseException | None) -> None:
+    def drop(self, answers: Sequence[Answer], failed: DraftFailed) -> None:
         """A device drafter failed inside a round: it drafts for none of these any more."""
-        for answer in answers:
-            if name in answer.drafters:
-                self._drop(answer, name, error)
+        name = str(failed)
+        self._drop([answer for answer in answers if name in answer.drafters], name, failed.__cause__ or failed)
+        self._check()
 
     def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
         """The target computes these prompts: device drafters that will draft for one of them read along."""
@@ -318,6 +327,7 @@ class Drafting:
         ask = functools.partial(drafter.propose_trees, levels=size.levels) if size.levels else drafter.propose
         started = time.perf_counter()
         draft = self._guarded(size.drafter, answers, lambda: ask(views, budgets))
+        self._check()
         self.observe_draft(size, time.perf_counter() - started, sum(1 for nodes in budgets if nodes))
         return None if draft is None else self.constraining.lawful_chains(answers, draft)
 
@@ -358,6 +368,10 @@ class Drafting:
         failures.update(proposals.failures)  # also of requests whose prompt is still being computed
         for answer in [answer for answer in answers if answer.id in failures]:
             self._refuse(answer, name, failures.pop(answer.id))
+        if (dropped := self.guards[name].dropped) is not None:
+            for answer in answers:
+                self._refuse(answer, name, dropped)
+        self._check()
         if name in self._wholes:
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:
@@ -383,16 +397,25 @@ class Drafting:
         try:
             return action()
         except Exception as error:
-            for answer in answers:
-                self._drop(answer, name, error)
+            self._drop(answers, name, error)
             return None
 
-    def _drop(self, answer: Answer, name: str, error: BaseException | None) -> None:
-        self._refuse(answer, name, f"{type(error).__name__}: {error}")
+    def _drop(self, answers: Sequence[Answer], name: str, error: BaseException) -> None:
+        failure = Failure.of(error)
+        self._log.note(name, failure, error)
+        for answer in answers:
+            self._refuse(answer, name, failure)
 
-    def _refuse(self, answer: Answer, name: str, why: str) -> None:
-        """It drafts for this answer no more; the log says why."""
-        _log.warning("drafter %s failed, and request %s goes on without it: %s", name, answer.id, why)
-        answer.refused[name] = why
-        answer.output.speculation.of(name).failures += 1
-        self.totals[name].failures += 1
+    def _refuse(self, answer: Answer, name: str, failure: Failure) -> None:
+        """It drafts for this answer no more."""
+        if name not in answer.refused:
+            answer.refused[name] = failure.why
+            answer.output.speculation.of(name).failures += 1
+            self.totals[name].failures += 1
+            self.drops[name, failure.reason] += 1
+
+    def _check(self) -> None:
+        """Raise what a drafter did wrong since the last call, if the engine is strict."""
+        if (error := self._log.error) is not None:
+            self.raised, self._log.error = error, None
+            raise error

@@ -105,6 +105,7 @@ class Engine:
             auto=auto,
             places=plan.draft_places,
             decode=partial(decoder.decode, skip_special_tokens=False),
+            strict=config.strict_drafter,
         )
         self.followers = self.follow(self.drafting, self.prefixes)
         self.jobs: dict[str, Job] = {}

@@ -48,7 +48,7 @@ class LLM:
     memory: for caches and workspace beyond the weights, as bytes, "2GiB", or a part such as "90%" (`EngineConfig`).
     max_draft_memory: most of the cache for drafts, as bytes, "512MB", or a part such as 0.2; None: no limit.
     max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, warm_up,
-        rounds, graphs, prefix_caching, max_queue: see `EngineConfig`.
+        rounds, graphs, prefix_caching, max_queue, strict_drafter: see `EngineConfig`.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
     on_progress: hears what loading is at, in words.
@@ -82,6 +82,7 @@ class LLM:
         graphs: bool = True,
         prefix_caching: bool = True,
         max_queue: int | None = None,
+        strict_drafter: bool = False,
         enable_prefix_caching: bool | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] | None = None,
@@ -115,6 +116,7 @@ class LLM:
             graphs=graphs,
             prefix_caching=prefix_caching,
             max_queue=max_queue,
+            strict_drafter=strict_drafter,
         )
         make = partial(
             build,
@@ -188,7 +190,7 @@ class LLM:
             self._loop.submit(*jobs)  # together: they share their first pass
             with progress_bar(len(jobs), use_tqdm) as tick:
                 while len(done) < len(jobs):
-                    output = finished.get()
+                    output = self._strictly(finished.get())
                     done[output.request_id] = output
                     tick(output)
                     if on_output is not None:
@@ -238,7 +240,7 @@ class LLM:
         try:
             self._loop.submit(job)
             while not finished:
-                output = outputs.get()
+                output = self._strictly(outputs.get())
                 finished = output.finished
                 yield output
         finally:
@@ -256,9 +258,16 @@ class LLM:
         try:
             while arrived := await outputs.take():
                 for output in arrived:
-                    yield output
+                    yield self._strictly(output)
         finally:
             outputs.close()
+
+    def _strictly(self, output: RequestOutput) -> RequestOutput:
+        """Raise what the request ended with, where that is a drafter's error in a strict engine."""
+        error = self.engine.drafting.raised
+        if error is not None and any(str(error) in (answer.error or "") for answer in output.outputs):
+            raise error
+        return output
 
     def open_stream(
         self,

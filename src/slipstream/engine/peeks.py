@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 from slipstream.drafters.base import DraftRequest
-from slipstream.drafters.guard import DrafterGuard
+from slipstream.drafters.guard import DrafterGuard, Failure
 from slipstream.engine.state import Answer
 from slipstream.plan.planner import Planner
 
@@ -18,7 +18,7 @@ class Peek(NamedTuple):
     """is_worth: does it have so much to say that it is waited for? failures: requests for which it could not guess."""
 
     is_worth: bool = False
-    failures: Mapping[str, str] = {}
+    failures: Mapping[str, Failure] = {}
 
 
 def peek(planner: Planner, guard: DrafterGuard, answers: Sequence[Answer], round_s: float) -> Peek:

@@ -39,6 +39,7 @@ def note_plan(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode,
 def plan_of(answer: Answer, planner: Planner, room: DraftRoom, decode: Decode) -> dict[str, str]:
     """By drafter: what was decided last for this answer, and why. Where nothing ever was, why not, if that is known."""
     found = {name: why for name in answer.drafters if (why := _why(answer, name, planner, room))}
+    found |= {name: f"off: {why}" for name, why in answer.refused.items()}
     last = answer.copied
     if last is not None and found.get(last.drafter, "").startswith(last.drafter):
         expected = found[last.drafter].rpartition(": ")[2]

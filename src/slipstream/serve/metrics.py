@@ -141,9 +141,15 @@ class _EngineCollector(Collector):
             name = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "accepted": "num_accepted_tokens"}[key]
             parts = _of(now.drafters, key)
             yield self._by(f"spec_decode_{name}_by_drafter", f"{about}, by drafter.", "drafter", parts)
-        yield self._by(
-            "spec_decode_drafter_failures", "Drafters that failed an answer.", "drafter", _of(now.drafters, "failures")
+        drops = CounterMetricFamily(
+            "slipstream_drafter_dropped",
+            "Answers that went on without a drafter. raised: it raised; invalid: it gave no valid draft; late, unread: "
+            "it was too slow, and is not asked any more.",
+            labels=["model_name", "drafter", "reason"],
         )
+        for (drafter, reason), count in now.drops.items():
+            drops.add_metric([self._model, drafter, reason], count)
+        yield drops
         yield self._by("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late.items())
         about = "Shapes of drafts that are no graph."
         yield self._by("spec_decode_drafter_unrecorded", about, "drafter", now.unrecorded.items())

@@ -211,7 +211,7 @@ def _forward_logs(channel: Channel) -> None:
     class Forward(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             with suppress(OSError):
-                channel.send(Logged(record.name, record.levelno, record.getMessage()))
+                channel.send(Logged(record.name, record.levelno, self.format(record)))  # with its traceback
 
     log = logging.getLogger("slipstream")
     log.addHandler(Forward())
