@@ -22,7 +22,7 @@ from slipstream.cli import chat, loading, models, options
 from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.main import main
 from slipstream.cli.show import rate_line, speculation_json
-from slipstream.core.errors import InvalidRequest, ModelNotFound, SlipstreamError
+from slipstream.core.errors import DownloadError, InvalidRequest, ModelNotFound, SlipstreamError
 from slipstream.core.outputs import DrafterStats, RequestOutput, SpeculationStats
 from slipstream.core.params import SamplingParams
 
@@ -223,9 +223,14 @@ def test_no_speculation_loads_no_drafter(run: Run, llm: FakeLLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ModelNotFound("model 'x': no such\nfolder"), 1), (InvalidRequest("the prompt is too long"), 1)]
+    ("error", "code"),
+    [
+        (ModelNotFound("model 'x': no such\nfolder"), 2),
+        (DownloadError("the hub\ncannot be reached"), 1),
+        (InvalidRequest("the prompt is too long"), 1),
+    ],
 )
-def test_errors_are_one_line_and_exit_1(run: Run, llm: FakeLLM, error: SlipstreamError, code: int) -> None:
+def test_errors_are_one_line_with_an_exit_code(run: Run, llm: FakeLLM, error: SlipstreamError, code: int) -> None:
     llm.fail = error
     done = run("generate", "Hi")
     assert (done.code, done.out) == (code, "")

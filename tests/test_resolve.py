@@ -253,6 +253,9 @@ def test_folders_without_a_model_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="merge it into its base model"):
         resolve(str(empty))
     (empty / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match=r"adapter beside the model .* merged folder, or move"):
+        resolve(str(empty))
+    (empty / "adapter_config.json").unlink()
     with pytest.raises(ModelNotFound, match=r"model\.safetensors .* is missing"):
         resolve(str(empty))
     (empty / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))

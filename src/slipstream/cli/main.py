@@ -1,7 +1,7 @@
 """The `slipstream` command: gathers the commands and turns errors into one clear line and an exit code.
 
 Exit codes: 0 done, 1 an error that Slipstream names (or, without a word, nobody read the output to its end, as in
-`| head`), 2 a bad option, 130 stopped by Ctrl-C.
+`| head`), 2 a bad option or a model that cannot be used, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.cli import audit, bench, chat, explain, generate, models, serve,
 from slipstream.cli.command import Command, Group
 from slipstream.cli.options import DebugOption, debug
 from slipstream.cli.show import note
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ConfigError, DownloadError, ModelError, SlipstreamError
 
 app = typer.Typer(
     name="slipstream",
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if debug.wanted:
             raise
         note("error: " + " ".join(str(error).split()), style="bold red")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        bad_input = isinstance(error, ConfigError | ModelError) and not isinstance(error, DownloadError)
+        sys.exit(2 if bad_input else 1)
     except (Exception, KeyboardInterrupt, SystemExit) as ended:  # typer makes the last of the second
         if not was_interrupted(ended):
             raise

@@ -22,7 +22,7 @@ HEAD_SAFETENSORS = ("medusa_lm_head.safetensors",)
 HEAD_PICKLES = ("medusa_lm_head.pt",)
 """Names that the weights of a head may have, beside those of a model's."""
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER = 100_000_000  # the format's own limit
 
 
@@ -39,7 +39,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the model in `folder`, as its index names them; empty where there are none."""
     index = folder / INDEX
     if index.is_file():
-        names = sorted({str(name) for name in _read_json(index).get("weight_map", {}).values()})
+        parts = _read_json(index).get("weight_map")
+        if not isinstance(parts, dict) or not parts:
+            raise ModelError(f"{index}: names no files of weights (weight_map={parts!r:.80}). Fetch the model again")
+        names = sorted({str(name) for name in parts.values()})
         if strange := [name for name in names if Path(name).name != name]:
             raise ModelError(f"{index}: {strange[0]!r} is no name of a file in this folder. Fetch the model again")
         return [folder / name for name in names]
@@ -97,7 +100,7 @@ def summarize(folder: Path) -> WeightsSummary:
             total += last - first
             by_dtype[tensor["dtype"]] += last - first
     dtype = by_dtype.most_common(1)[0][0] if by_dtype else "none"
-    return WeightsSummary(count if dtype in _DTYPES else None, total, _DTYPES.get(dtype, dtype.lower()))
+    return WeightsSummary(count if dtype in DTYPES else None, total, DTYPES.get(dtype, dtype.lower()))
 
 
 def weights_bytes(folder: Path) -> int:

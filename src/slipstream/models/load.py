@@ -6,16 +6,17 @@ transformers fills tensors that a checkpoint lacks with random numbers and says 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.core.errors import CapacityError, ConfigError, ModelError, UnsupportedModel
-from slipstream.models.headers import has_pickles, read_header, weight_files, weights_bytes
+from slipstream.core.errors import CapacityError, ConfigError, ModelError, SlipstreamError, UnsupportedModel
+from slipstream.models.headers import DTYPES, has_pickles, read_header, weight_files, weights_bytes
 from slipstream.models.names import check_device_name, check_dtype_name
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "load_tokenizer",
     "load_weights",
     "named_dtype",
+    "naming_model",
     "pick_device",
     "pick_dtype",
     "quiet_transformers",
@@ -37,6 +39,42 @@ _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
+
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+@contextlib.contextmanager
+def naming_model(path: Path) -> Iterator[None]:
+    """Inside, whatever a model's files make transformers or us stumble over becomes a `ModelError` that names them."""
+    try:
+        yield
+    except ModelError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+    except (SlipstreamError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:300]
+        raise UnsupportedModel(
+            f"{path}: the model cannot be built or run as its config.json says ({type(error).__name__}: {why}). "
+            "Correct or fetch config.json again; if transformers runs the model, use transformers"
+        ) from error
+
+
+def names_model(
+    function: Callable[Concatenate[Path, _Given], _Made],
+) -> Callable[Concatenate[Path, _Given], _Made]:
+    """A function of a model's folder whose every failure is told with the folder's name."""
+
+    @wraps(function)
+    def call(path: Path, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        with naming_model(path):
+            return function(path, *args, **kwargs)
+
+    return call
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -98,10 +136,11 @@ def load_weights(
     one than it is stored with. lent: tensors that it need not have, because another model's take their place.
     """
     files = weight_files(path)
-    for file in files:
-        read_header(file)  # notices damage, and names the file
+    stored = {name: header for file in files for name, header in read_header(file).items()}  # notices damage
     if not files and not has_pickles(path):
         raise ModelError(f"{path}: no weights; model.safetensors (or its index and parts) is missing")
+    if files:
+        _check_outline(path, config or load_config(path, trust_remote_code), stored, trust_remote_code)
     auto: Any = transformers.AutoModelForCausalLM  # its types do not know `output_loading_info`
     placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     with quiet_transformers():
@@ -174,6 +213,29 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def _check_outline(path: Path, config: PreTrainedConfig, stored: dict[str, Any], trust_remote_code: bool) -> None:
+    """Refuse what does not fit before memory is taken: a number of config.json may ask for any amount."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(stored):
+        raise ModelError(
+            f"{path}: num_hidden_layers={layers} in config.json, but there are only {len(stored)} tensors. Fetch the "
+            "model again, or correct its config.json"
+        )
+    with naming_model(path), quiet_transformers(), torch.device("meta"):
+        auto: Any = transformers.AutoModelForCausalLM
+        outline: Any = auto.from_config(config, trust_remote_code=trust_remote_code)
+    wanted = {name: weight for name, weight in outline.named_parameters() if name in stored}
+    for name in wanted:
+        if stored[name]["dtype"] not in DTYPES:
+            raise ModelError(
+                f"{path}: {name} is stored as {stored[name]['dtype']}, not as floating-point numbers of 16, 32 or 64 "
+                "bits. Use the unquantized checkpoint, or fetch the model again"
+            )
+    shapes = [(name, stored[name]["shape"], weight.shape) for name, weight in wanted.items()]
+    wrong = [(name, had, shape) for name, had, shape in shapes if tuple(had) != tuple(shape)]
+    _check_complete(path, config, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": wrong})
 
 
 def _check_complete(path: Path, config: PreTrainedConfig, info: dict[str, Any]) -> None:

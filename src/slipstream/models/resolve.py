@@ -79,7 +79,9 @@ def local_models() -> list[LocalModel]:
     """The models on this machine: the default if it was fetched, converted GGUF files, the Hugging Face cache."""
     found = []
     for name, path in _local_paths():
-        with contextlib.suppress(ModelError, OSError, ValueError):  # a broken one must not hide the others
+        with contextlib.suppress(
+            ModelError, OSError, ValueError, AttributeError
+        ):  # a broken one must not hide the others
             _check_folder(path)
             model_type = json.loads((path / "config.json").read_bytes()).get("model_type", "unknown")
             weights = summarize(path)
@@ -118,6 +120,12 @@ def _check_folder(folder: Path, ways: str = WAYS) -> None:
         elif ggufs := sorted(folder.glob("*.gguf")):
             hint = f"It holds GGUF files: name one of them, such as {ggufs[0]}"
         raise ModelNotFound(f"{folder}: not a model folder, config.json is missing. {hint}")
+    if (folder / "adapter_config.json").is_file():
+        raise ModelNotFound(
+            f"{folder}: it holds an adapter beside the model (adapter_config.json), which Slipstream does not apply. "
+            "Merge it into the model (peft's merge_and_unload) and give the merged folder, or move the adapter's files "
+            "out of the folder to run the model without it"
+        )
     files = weight_files(folder)
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelNotFound(f"{folder}: weights are missing: {', '.join(missing)}. Fetch the model again")

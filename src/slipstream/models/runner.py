@@ -7,6 +7,7 @@ target and its draft can share one page table.
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -28,13 +29,30 @@ from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.device_pass import DevicePass, layout_of
 from slipstream.models.gpu import WIDE_ROWS, WIDE_SIZES
-from slipstream.models.load import load_config, load_weights, quiet_transformers
+from slipstream.models.load import load_config, load_weights, names_model, quiet_transformers
 from slipstream.models.reads import Reads
 from slipstream.models.shared import LENT, check_fits, lend, shape_of, without_words
 from slipstream.models.support import SHARES, check_supported
 from slipstream.models.tapped import hook
 from slipstream.models.taps import Taps
 from slipstream.models.wide_reads import WideReads
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far logits are from those of the same weights in fp32, as the check at load saw it."""
+
+    ours: float
+    theirs: float  # of transformers' own pass in the model's dtype
+    most: float
+
+    @property
+    def holds(self) -> bool:
+        return self.ours <= self.most  # NaN does not
+
+    def __str__(self) -> str:
+        own = f"; its own pass in this dtype by {self.theirs:.1e}" if self.theirs else ""
+        return f"{self.ours:.1e} (relative{own}; at most {self.most:.1e} is rounding)"
 
 
 class Runner:
@@ -50,6 +68,7 @@ class Runner:
         theirs = set() if target is None else {id(p) for p in target.model.parameters()}
         self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in theirs)
         self.swaps = "none"
+        self.parity: Parity | None = None  # None: not checked
         self.taps = Taps()  # hidden states that passes keep in the cache
         self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
         self.shares_wide = False  # prompts of more rows may share a pass
@@ -78,6 +97,18 @@ class Runner:
     def cuts_alike(self) -> bool:
         """Do prompts come out the same however they are cut into passes by the rules, but for rounding of fp32?"""
         return self._row_independent or self.dtype == torch.float32
+
+    @property
+    def remark(self) -> str:
+        """What users must know of its answers; empty where they are the same with drafts, in company, and alone."""
+        if self.cuts_alike:
+            return ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{type(self.model).__name__} in {dtype} on {self.device.type} has no row-independent passes: company in "
+            "a batch, and drafts, change last bits of logits, so answers may part at close calls; --dtype float32 "
+            "keeps them the same"
+        )
 
     @property
     def wide_grain(self) -> int:
@@ -187,6 +218,7 @@ class Runner:
         return logits if rows is None or picked else logits[rows]
 
 
+@names_model
 def open_unchecked(
     path: Path,
     dtype: torch.dtype,
@@ -223,7 +255,12 @@ def max_positions_of(config: PreTrainedConfig) -> int:
     """The longest text that a model reads right."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if longest := getattr(config, name, None):
-            return min([cast(int, longest), *_one_rotary(config)])
+            if not isinstance(longest, int) or longest < 2:
+                raise UnsupportedModel(
+                    f"{name}={longest!r} in config.json: must be a whole number of at least 2. Correct it, or fetch "
+                    "the model again"
+                )
+            return min([longest, *_one_rotary(config)])
     raise UnsupportedModel(f"{config.model_type}: the configuration names no longest context (max_position_embeddings)")
 
 
