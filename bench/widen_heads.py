@@ -34,6 +34,7 @@ from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
 from slipstream.models.heads.layouts import read_eagle
 from slipstream.models.heads.save import save_eagle3
+from slipstream.models.identity import record_base
 from slipstream.models.resolve import resolve
 from slipstream.models.shared import EMBEDDING, LM_HEAD, shares_embeddings
 from slipstream.models.support import SHARES
@@ -178,20 +179,25 @@ def widen_head(
     narrow, config = LlamaConfig.from_pretrained(small), LlamaConfig.from_pretrained(wide)
     found: dict[str, Any] = json.loads((head / "config.json").read_text())
     if "LlamaForCausalLM" in found.get("architectures", ()) and "draft_vocab_size" not in found:
+        kind = "model"
         write_draft(head, small, out, dtype)
-        return f"model:{out}"
-    if has_head(head) or any(key.startswith("medusa") for key in found):
+    elif has_head(head) or any(key.startswith("medusa") for key in found):
+        kind = "medusa"
         files = HeadFiles.read(head, HEAD_PICKLES, HEAD_SAFETENSORS)
         changed, tensors = widen_medusa(files, config.hidden_size, dtype)
         out.mkdir(parents=True, exist_ok=True)
         save_file(tensors, out / HEAD_SAFETENSORS[0], metadata={"format": "pt"})
         (out / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
-        return f"medusa:{out}"
-    shape = TargetShape(narrow.hidden_size, narrow.vocab_size, narrow.num_hidden_layers, narrow.max_position_embeddings)
-    made = widen_eagle3(read_eagle(HeadFiles.read(head), shape), config, dtype, heads=heads, inner=inner)
-    save_eagle3(made, out, "original")
-    save_eagle3(made, out / "speculators", "speculators", target=str(wide))
-    return f"eagle:{out}"
+    else:
+        kind = "eagle"
+        shape = TargetShape(
+            narrow.hidden_size, narrow.vocab_size, narrow.num_hidden_layers, narrow.max_position_embeddings
+        )
+        made = widen_eagle3(read_eagle(HeadFiles.read(head), shape), config, dtype, heads=heads, inner=inner)
+        save_eagle3(made, out, "original")
+        save_eagle3(made, out / "speculators", "speculators", target=str(wide))
+    record_base(out, wide)
+    return f"{kind}:{out}"
 
 
 def widen_all(small: Path, wide: Path, heads: Path, work: Path, dtype: torch.dtype) -> dict[str, str]:

@@ -17,6 +17,7 @@ from slipstream.cli.main import main
 from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_chain import ChainedMedusaDrafter
 from slipstream.drafters.medusa_tree import best_tree, usual_table
+from slipstream.models.identity import TRAINED_FOR, identity_of
 from slipstream.train.config import TrainConfig
 from slipstream.train.run import train
 from training_scenes import check_resumed, measure_on_known, small_run
@@ -62,6 +63,7 @@ def test_training_raises_tau_in_the_engine(base: TrainConfig, chained: bool, mon
     assert finished.tau["0"] == max(first, last)
     assert record["curves"][-1]["agreed_1"] > 0.5
     config_json = json.loads((finished.folder / "config.json").read_text())
+    assert config_json[TRAINED_FOR] == identity_of(Path(config.target))
     if chained:
         assert config_json["medusa_chained"]
         assert record["curves"][-1]["agreed_2"] > 0.5

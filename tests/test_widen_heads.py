@@ -17,6 +17,7 @@ from conftest import VOCAB, save_model, tiny_llama
 from gpu_bench import widen
 from medusa_checkpoints import head_tensors, save_heads
 from slipstream import LLM, SamplingParams
+from slipstream.models.identity import TRAINED_FOR, identity_of
 from slipstream.train.config import TrainConfig
 from slipstream.train.distill import DraftRecipe
 from slipstream.train.eagle3 import Eagle3Recipe
@@ -149,7 +150,10 @@ def test_medusa_heads(
     expected = outcome(open_llm(small, drafter=f"medusa:{tmp_path / 'heads'}", planner="fixed"))
     assert outcome(open_llm(wide, drafter=made, planner="fixed")) == expected
     assert sum(drafted for _, _, drafted, _ in expected) > 0
-    assert json.loads((tmp_path / "wide" / "config.json").read_text()) == config | {"hidden_size": 48}
+    assert json.loads((tmp_path / "wide" / "config.json").read_text()) == config | {
+        "hidden_size": 48,
+        TRAINED_FOR: identity_of(wide),
+    }
 
 
 def test_chained_medusa_heads_that_know_something(

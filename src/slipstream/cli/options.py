@@ -148,6 +148,15 @@ class Common:
             help="Fetch and run Python code that comes with the model. Only for models whose code you have read.",
         ),
     ] = False
+    force_pair: Annotated[
+        bool,
+        option(
+            "--force-pair",
+            panel=SPECULATION,
+            help="Load a drafter that was trained for another model all the same. The tokens stay the model's; its "
+            "guesses will seldom be right.",
+        ),
+    ] = False
     drafter: Annotated[
         list[str] | None,
         option(

@@ -32,11 +32,12 @@ from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.requests import Loaded
 from slipstream.engine.warming import warm_up
 from slipstream.kernels.jit import has_kernels
-from slipstream.models.load import load_config, load_tokenizer, pick_device, pick_dtype
+from slipstream.models.identity import check_pair, larger_draft
+from slipstream.models.load import load_config, load_tokenizer, naming_model, pick_device, pick_dtype
 from slipstream.models.parity import open_model
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
-from slipstream.models.runner import Runner
+from slipstream.models.runner import Runner, max_positions_of
 from slipstream.models.support import SHARES, check_supported
 
 DrafterChoice = str | Drafter | Sequence[str | Drafter] | None
@@ -76,6 +77,7 @@ def build(
     device: str,
     trust_remote_code: bool,
     progress: Progress | None,
+    force_pair: bool = False,
 ) -> Built:
     """Everything that a model and its drafters need before the first request. Cheap refusals come first."""
     say = progress or (lambda _: None)
@@ -105,7 +107,9 @@ def build(
         )
 
     target_config = load_config(path, trust_remote_code)
-    check_supported(target_config)
+    with naming_model(path):
+        check_supported(target_config)
+        max_positions_of(target_config)
     tokenizer: Any = load_tokenizer(path, trust_remote_code)
     opening = Opening(
         path=None,
@@ -118,11 +122,20 @@ def build(
         target_config=target_config,
     )
     kinds = {choice: _class_of(choice) for choice in choices}
+    remarks: dict[str, str] = {}  # by drafter
     for choice, kind in kinds.items():
         if kind is not None and isinstance(choice, DrafterSpec):
             with naming(f"drafter={str(choice)!r}"):
                 kind.check(replace(opening, path=choice.path))
+                if choice.place is not None and choice.file is None:
+                    folder = opening.resolve(choice.place)
+                    whole = choice.kind == "model"
+                    remarks[choice.name] = check_pair(folder, path, force=force_pair, whole=whole) or (
+                        larger_draft(folder, path) if whole else ""
+                    )
     target = open_runner(path)
+    for remark in filter(None, (target.remark, *remarks.values())):
+        say(f"note: {remark}")
     drafters: dict[str, Drafter] = {}
     for choice, kind in kinds.items():
         if isinstance(choice, Drafter):
@@ -140,6 +153,8 @@ def build(
             raise ConfigError(f'drafter {type(made).__name__}: it has no name; give its class one, name = "mine"')
         if ":" in made.name or "+" in made.name:
             raise ConfigError(f"drafter name {made.name!r}: must not have a colon (NAME:PATH) or a plus (A+B)")
+        if about := remarks.get(made.name):
+            made.remark = "; ".join(filter(None, (made.remark, about)))
         if made.name in drafters:
             raise ConfigError(f"drafter {made.name!r} is given twice: give each once")
         drafters[made.name] = made
@@ -176,7 +191,9 @@ def build(
         engine.drafting.planner.adopt(costs)
     if config.warm_up and isinstance(engine, QueuedEngine):
         warm_up(engine, progress)
-    return Built(engine, tokenizer, path, eos_ids(target, tokenizer))
+    engine.drafting.caution = target.remark
+    with naming_model(path):
+        return Built(engine, tokenizer, path, eos_ids(target, tokenizer))
 
 
 def _expanded(parts: Sequence[DrafterSpec | Drafter], auto: Sequence[DrafterSpec]) -> Sequence[DrafterSpec | Drafter]:

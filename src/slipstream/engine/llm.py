@@ -49,6 +49,7 @@ class LLM:
     max_draft_memory: most of the cache for drafts, as bytes, "512MB", or a part such as 0.2; None: no limit.
     max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, warm_up,
         rounds, graphs, prefix_caching, max_queue, strict_drafter: see `EngineConfig`.
+    force_pair: load a drafter that was trained for another model all the same; its guesses will seldom be right.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
     on_progress: hears what loading is at, in words.
@@ -73,6 +74,7 @@ class LLM:
         max_batch_tokens: int | None = None,
         max_draft_rows: int | None = None,
         trust_remote_code: bool = False,
+        force_pair: bool = False,
         planner: PlannerName = "adaptive",
         min_gain: float = 1.0,
         max_draft_memory: str | int | float | None = None,
@@ -127,6 +129,7 @@ class LLM:
             device=device,
             trust_remote_code=trust_remote_code,
             progress=on_progress,
+            force_pair=force_pair,
         )
         self._listeners = Listeners()
         try:
@@ -156,8 +159,9 @@ class LLM:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What there is to know of how its drafters were opened: that one has another vocabulary, say."""
-        return tuple(drafter.remark for drafter in self.engine.drafting.drafters.values() if drafter.remark)
+        """What there is to know of the model's answers and of its drafters: that one has another vocabulary, say."""
+        drafters = self.engine.drafting.drafters.values()
+        return tuple(filter(None, (self.engine.target.remark, *(drafter.remark for drafter in drafters))))
 
     @property
     def costs(self) -> MeasuredCosts | None:

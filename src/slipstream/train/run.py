@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from slipstream.core.errors import CapacityError
+from slipstream.models.identity import record_base
 from slipstream.models.load import load_config, pick_device
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve
@@ -89,6 +90,8 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
             else:  # a finished run whose best one was removed
                 with trainer.averaged():
                     made.export(folder)
+            for written_to in (folder, *(config_file.parent for config_file in folder.glob("*/config.json"))):
+                record_base(written_to, target)
             written = json.loads(record(trainer).read_text())
             (folder / "README.md").write_text(model_card(written, made.drafter(Path("PATH"))), encoding="utf-8")
         ranks.wait()

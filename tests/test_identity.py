@@ -1,0 +1,87 @@
+"""Which model a drafter was trained for: another one refuses it, unless it is forced, and a rounded copy takes it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import save_model, tiny_llama
+from medusa_checkpoints import tiny_medusa
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import DrafterError
+from slipstream.drafters.shipped import HEADS
+from slipstream.models.default import default_model
+from slipstream.models.identity import IDENTITY, TRAINED_FOR, identity_of, record_base
+
+
+def copied(folder: Path, to: Path, dtype: torch.dtype, **config: object) -> Path:
+    """The same model with its weights in another dtype."""
+    shutil.copytree(folder, to)
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    stored = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**stored, **config}))
+    return to
+
+
+def test_identity_is_of_the_numbers_and_the_vocabulary(tiny_target: Path, tmp_path: Path) -> None:
+    own = identity_of(tiny_target)
+    assert all(own.values())
+    rounded = copied(tiny_target, tmp_path / "bf16", torch.bfloat16)
+    assert identity_of(rounded)["weights"] != own["weights"]
+    assert identity_of(copied(rounded, tmp_path / "wide", torch.float32)) == identity_of(rounded)
+    assert identity_of(copied(tiny_target, tmp_path / "told", torch.bfloat16, **{IDENTITY: own})) == own
+    tokenizer = json.loads((rounded / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<other>"
+    (rounded / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert identity_of(rounded)["tokenizer"] != own["tokenizer"]
+    assert identity_of(tmp_path) == {"weights": None, "tokenizer": None}
+
+
+def test_a_head_of_another_model_is_refused_unless_forced(
+    open_llm: Callable[..., LLM], tiny_target: Path, tmp_path: Path
+) -> None:
+    other = save_model(tmp_path / "other", tiny_llama(), seed=7)
+    head = tiny_medusa(tmp_path / "head")
+    record_base(head, other)
+    with pytest.raises(DrafterError, match=r"head: it was trained for another model .*weights .*--force-pair"):
+        open_llm(drafter=f"medusa:{head}")
+    forced = open_llm(drafter=f"medusa:{head}", force_pair=True)
+    assert "another model than target" in forced.remarks[0]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    assert forced.generate("Hi", params)[0].outputs[0].token_ids == (
+        open_llm(drafter=None).generate("Hi", params)[0].outputs[0].token_ids
+    )
+    record_base(head, tiny_target)
+    assert open_llm(drafter=f"medusa:{head}").remarks == ()
+    twin = copied(tiny_target, tmp_path / "twin", torch.bfloat16, **{IDENTITY: identity_of(tiny_target)})
+    assert open_llm(twin, drafter=f"medusa:{head}").remarks == ()
+
+
+def test_a_head_that_does_not_say_is_told_of(open_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    told: list[str] = []
+    llm = open_llm(drafter=f"medusa:{tiny_medusa(tmp_path / 'head')}", on_progress=told.append)
+    (remark,) = llm.remarks
+    assert remark.startswith("head does not say for which model it was trained")
+    assert f"note: {remark}" in told
+
+
+def test_a_draft_that_is_larger_than_its_target_is_told_of(
+    open_llm: Callable[..., LLM], tiny_target: Path, tiny_draft: Path
+) -> None:
+    assert open_llm(tiny_target, drafter=f"model:{tiny_draft}").remarks == ()
+    (remark,) = open_llm(tiny_draft, drafter=f"model:{tiny_target}").remarks
+    assert "target is larger than its target draft" in remark
+
+
+@pytest.mark.slow
+def test_what_is_shipped_says_that_it_is_the_default_models() -> None:
+    own = identity_of(default_model())
+    for folder in HEADS.iterdir():
+        assert json.loads((folder / "config.json").read_text())[TRAINED_FOR] == own
