@@ -11,3 +11,4 @@ _NAMES = ("acceptance", "exact", "figures", "first_tokens", "kept", "offers", "p
 acceptance, exact, figures, first_tokens, kept, offers, play, replay, ship, simulated = map(import_module, _NAMES)
 simulated_held, suffix_speed = map(import_module, ("simulated_held", "suffix_speed"))
 tiles, tiles_list, tiles_work = map(import_module, ("tiles", "tiles_list", "tiles_work"))
+shapes = import_module("shapes")

@@ -248,3 +248,13 @@ def test_a_drafter_without_a_name_is_refused(open_llm: Callable[..., LLM]) -> No
 def test_what_there_is_to_import_is_listed() -> None:
     assert set(slipstream.__all__) < set(dir(slipstream))
     assert "importlib" not in dir(slipstream)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_whose_answers_may_part_says_so(open_llm: Callable[..., LLM], dtype: str) -> None:
+    told: list[str] = []
+    llm = open_llm(dtype=dtype, on_progress=told.append)
+    answer = llm.generate("Hi", SamplingParams(max_tokens=4, temperature=0))[0].outputs[0]
+    said = "LlamaForCausalLM in bfloat16 on cpu has no row-independent passes"
+    found = [said in text for text in ("".join(told), "".join(llm.remarks), answer.speculation.why)]
+    assert found == [dtype == "bfloat16"] * 3

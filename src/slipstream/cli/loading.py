@@ -114,6 +114,7 @@ def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more
         "memory": common.memory,
         "max_model_len": common.max_model_len,
         "trust_remote_code": common.trust_remote_code,
+        "force_pair": common.force_pair,
         "graphs": not common.no_graphs,
         "strict_drafter": common.strict_drafter,
         "planner": common.planner_or("adaptive"),
@@ -147,23 +148,40 @@ def hosted(
     """A server's engine, closed at the end. Servers mostly write to a log, where silence looks like a failure."""
     if not Console(stderr=True).is_terminal:
         plain_line(f"loading {common.model}")
-    with _shown(common, drafters, open_host, {"engine": engine, **more}) as host:
+    with _shown(common, drafters, open_host, {"engine": engine, **more}, notes=True) as host:
         yield host
 
 
 @contextmanager
 def _shown(
-    common: Common, drafters: Sequence[Named], opened: Callable[..., Opened], more: Mapping[str, Any]
+    common: Common,
+    drafters: Sequence[Named],
+    opened: Callable[..., Opened],
+    more: Mapping[str, Any],
+    *,
+    notes: bool = False,
 ) -> Iterator[Opened]:
     """On a terminal stderr shows what is being done; elsewhere only what may take long, line by line: what is fetched,
     and what is compiled, checked and measured when a model is opened for the first time.
+
+    notes: print what holds for all answers as well; commands that print `LLM.remarks` need not.
     """
     console = Console(stderr=True)
+
+    def telling(show: Progress) -> Progress:
+        def tell(message: str) -> None:
+            if not message.startswith("note: "):
+                show(message)
+            elif notes:
+                console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+        return tell
+
     with naming_memory_flags():
         if console.is_terminal:
             with console.status(f"loading {common.model}") as status:
-                engine = opened(common, drafters, status.update, status.update, **more)
+                engine = opened(common, drafters, status.update, telling(status.update), **more)
         else:
-            engine = opened(common, drafters, plain_line, line_of_long_steps, **more)
+            engine = opened(common, drafters, plain_line, telling(line_of_long_steps), **more)
     with closing(engine):
         yield engine

@@ -63,7 +63,8 @@ class SpeculationStats:
     expected_gain: float | None = None  # how many times as fast as plain ones its drafted rounds were to be
     measured_gain: float | None = None  # … and were, against undrafted rounds of as many; None: that was not measured
     plan: dict[str, str] = field(default_factory=dict)
-    """By drafter: what was decided last, and why. These three are there when the answer has ended."""
+    """By drafter: what was decided last, and why. These four are there when the answer has ended."""
+    caution: str = ""  # why this model's answers may depend on drafts and company; empty: they do not
 
     def of(self, drafter: str) -> DrafterStats:
         """One drafter's part, from now on."""
@@ -83,6 +84,10 @@ class SpeculationStats:
     @property
     def why(self) -> str:
         """Why it was on or off: what was decided last for each drafter, in the planner's own words."""
+        return "; ".join(filter(None, (self._why, self.caution)))
+
+    @property
+    def _why(self) -> str:
         counted = f"{self.accepted} of {self.drafted} guesses stood, {self.tau:.2f} tokens a pass"
         if not self.plan:  # nothing was weighed: drafts of a fixed size, or nobody to draft, or no round to draft in
             ended = "the answer ended with its first token" if self.rounds <= 1 else _NO_DRAFTER

@@ -82,6 +82,7 @@ class Drafting:
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
         self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
         self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
+        self.caution = ""  # what `why` says of every answer of this model
         self.listener: RoundListener | None = None
         self.records = False  # True: somebody wants all guesses, also those that cannot pay
         self.enabled = True  # False: no drafts for anybody, until it is True again
@@ -134,6 +135,7 @@ class Drafting:
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
         note_plan(answer, self.planner, self.room, self._decode, enabled=self.enabled)
+        answer.output.speculation.caution = self.caution
         self.room.forget(answer)
         self.planner.forget(answer.id)
         for name in answer.drafters:
