@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak format model browser
+.PHONY: help demo test soak clients format model browser
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test: $(READY) model browser ## format, lint, types, layers, tests
 
 soak: $(READY) model ## the long tests
 	$(BIN)/python -m pytest -m soak
+
+clients: $(READY) model ## other projects' clients against a server; writes docs/clients.md
+	@$(BIN)/python bench/clients.py
 
 format: $(READY) ## put the code into the house format
 	$(BIN)/ruff format .

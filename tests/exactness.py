@@ -24,6 +24,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "logit_bias": FEW,
     },
     "logit_bias": {"logit_bias": FEW},
+    "allowed": {"allowed_token_ids": [10, 20, 30, 40, 255]},
     "bad_words": {"bad_words": ["5?", "+I+", "??"], "logit_bias": FEW},
     "min_tokens": {"min_tokens": 7, "stop_token_ids": [10, 40], "logit_bias": FEW},
 }
@@ -42,7 +43,7 @@ class Case:
 
     @property
     def few(self) -> bool:
-        return bool(self.params.logit_bias)
+        return bool(self.params.logit_bias or self.params.allowed_token_ids)
 
 
 def cases() -> list[Case]:

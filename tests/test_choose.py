@@ -57,6 +57,8 @@ def reference(logits: Tensor, params: SamplingParams, clear: Callable[[bool], ob
     x = logits.to(torch.float64).numpy().copy()
     for token, bias in params.logit_bias.items():
         x[token] += np.float32(bias)
+    if params.allowed_token_ids is not None:
+        x[[token for token in range(len(x)) if token not in params.allowed_token_ids]] = -np.inf
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     p: np.ndarray = np.zeros(len(x))
     if params.greedy:
@@ -88,6 +90,7 @@ any_params = st.builds(
     top_k=st.sampled_from([0, 0, 1, 3, 8, V - 1, V, 1000]),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
+    allowed_token_ids=st.one_of(st.none(), st.lists(st.integers(0, V - 1), min_size=1, max_size=5)),
     logit_bias=st.dictionaries(st.integers(0, V - 1), st.floats(-5, 5, width=32), max_size=3),
 )
 any_rows = st.lists(st.tuples(many_logits, any_params), min_size=1, max_size=3)
@@ -344,6 +347,8 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
     table = SamplingTable(1, V)
     with pytest.raises(InvalidRequest, match=f"logit_bias: token {V} must be 0 to {V - 1}"):
         table.add(0, SamplingParams(logit_bias={V: 1.0}), seed=0)
+    with pytest.raises(InvalidRequest, match="allowed_token_ids: token -1"):
+        table.add(0, SamplingParams(allowed_token_ids=[-1]), seed=0)
     with pytest.raises(InvalidRequest, match="bad_words: token -1"):
         table.add(0, SamplingParams(), seed=0, bad_words=[[1, -1]])
     with pytest.raises(InvalidRequest, match="at least one token"):

@@ -156,6 +156,10 @@ def test_logit_bias_and_vllms_fields(client: OpenAI) -> None:
         model=MODEL, prompt="abc", max_tokens=5, logit_bias={"65": 100}, extra_body={"top_k": 5, "min_p": 0.01}
     )
     assert answer.choices[0].text == "b" * 5  # the alphabet of bytes begins with "!"
+    few = client.completions.create(
+        model=MODEL, prompt="abc", max_tokens=30, extra_body={"allowed_token_ids": [65, 66]}
+    )
+    assert set(few.choices[0].text) <= {"b", "c"}
     tokens = client.completions.create(
         model=MODEL,
         prompt="abc",

@@ -15,7 +15,7 @@ from slipstream.serve.chat import ChatWording
 from slipstream.serve.completions import CompletionWording
 from slipstream.serve.drain import Drain
 from slipstream.serve.record import Record
-from slipstream.serve.tools import NamedParser
+from slipstream.serve.tools import HermesParser
 from slipstream.serve.wording import Manner, Piece, Wording, quoted
 
 TEXTS = [" hello", 'a "quoted"\nline\t\\', "schön 😀", "\u2028\x85"]
@@ -40,7 +40,7 @@ def test_answers_whose_events_say_more_have_no_short_way() -> None:
     assert CompletionWording(manner(), ["echo"]).around_text(0) is None
     assert CompletionWording(manner(chunk_chars=4)).around_text(0) is None
     assert ChatWording(manner(chunk_chars=4)).around_text(0) is None
-    assert ChatWording(manner(), lambda: NamedParser(["go"])).around_text(0) is None
+    assert ChatWording(manner(), lambda: HermesParser(["go"])).around_text(0) is None
 
 
 class Scripted:

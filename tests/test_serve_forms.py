@@ -109,6 +109,39 @@ def test_a_tool_that_must_be_called(client: OpenAI, chosen: Any, stream: bool) -
         assert json.loads(call.function.arguments) == {}
 
 
+@pytest.mark.parametrize("wanted", [None, {"type": "json_schema", "json_schema": {"name": "score", "schema": SCHEMA}}])
+def test_strict_tools_may_be_called_or_not(client: OpenAI, wanted: Any) -> None:
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+    options: dict[str, Any] = {"tools": strict, "tool_choice": "auto", "parallel_tool_calls": False}
+    seen = set()
+    for seed in range(4):
+        told = ask(client, seed=seed, **options, **({"response_format": wanted} if wanted else {})).choices[0]
+        for call in told.message.tool_calls or ():
+            if call.function.name == "score":
+                check(json.loads(call.function.arguments))
+        if wanted and told.finish_reason == "stop":
+            check(json.loads(told.message.content))
+        seen.add(told.finish_reason)
+    assert seen <= {"stop", "length", "tool_calls"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_max_tokens_cuts_are_left_out_and_whole_ones_told(client: OpenAI, stream: bool) -> None:
+    options: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "messages": ASKED}
+    whole = client.chat.completions.create(model=MODEL, max_tokens=1000, **options)
+    assert whole.usage is not None
+    for short in (10, max(11, whole.usage.completion_tokens - 12)):
+        answer: Any = client.chat.completions.create(model=MODEL, max_tokens=short, stream=stream, **options)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        told = [choice.delta if stream else choice.message for choice in choices]
+        assert not any(part.content for part in told), "what is no whole call is no content"
+        calls = [call for part in told for call in part.tool_calls or ()]
+        for call in calls:
+            check(json.loads(call.function.arguments))
+        assert choices[-1].finish_reason == "length"
+        assert len(calls) < len(whole.choices[0].message.tool_calls or ()) or short > 10
+
+
 def test_a_tool_that_speaks_of_itself(client: OpenAI) -> None:
     """References in a tool's schema are to that schema, wherever it is put."""
     leaf = {"type": "object", "properties": {"end": {"const": 7}}, "required": ["end"], "additionalProperties": False}

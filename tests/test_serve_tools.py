@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
-from types import SimpleNamespace
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.constrain.source import source_of
+from slipstream.core.errors import InvalidRequest
+from slipstream.core.structured import StructuredOutputsParams
+from slipstream.models.load import load_tokenizer
 from slipstream.serve.errors import ApiError
 from slipstream.serve.forms import form_of
 from slipstream.serve.nesting import check_nesting
 from slipstream.serve.prompts import PromptMaker
 from slipstream.serve.schemas import ChatRequest
-from slipstream.serve.tools import HermesParser, LlamaParser, NamedParser, RequiredParser, ToolParser, parser_for
+from slipstream.serve.tools import HermesParser, LlamaParser, ToolParser, parser_for
 
+TOOL = {"type": "function", "function": {"name": "b"}}
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich <b>"}}\n</tool_call>'
 TIME = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Bern"}}'
@@ -54,7 +60,7 @@ def test_hermes_in_any_pieces(text: str, said: str, calls: list[Any]) -> None:
     cut()
 
 
-@pytest.mark.parametrize("parser", [HermesParser, LlamaParser, NamedParser, RequiredParser])
+@pytest.mark.parametrize("parser", [HermesParser, LlamaParser])
 def test_a_call_that_goes_on_and_on_costs_the_same_for_every_piece(parser: type[ToolParser]) -> None:
     """Not timed: no text that a parser looks through grows with what it has read."""
     one = parser(["weather"])
@@ -90,24 +96,31 @@ def test_the_format_is_the_templates() -> None:
     assert parser_for("llama3_json", "… <tool_call> …") is LlamaParser
 
 
-def test_calls_that_had_to_come() -> None:
-    assert read(NamedParser(["time"]), ['{"zone"', ': "CET"}']) == ("", [("time", {"zone": "CET"})])
-    assert read(NamedParser(["time"]), ['{"zone": "C']) == ("", []), "arguments that were cut off are no call"
-
-
-CALLS = r'[{"name": "time", "parameters": {"zone": "}\\\"{", "of": {}}}, {"name": "time", "parameters": {"zone": 1}}]'
+CALLS = r'{"name": "time", "parameters": {"zone": "}\"{\\", "of": {}}}; {"name": "time", "parameters": {"zone": 1}}'
+TAGGED = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize(("cut", "whole"), [(0, 2), (1, 2), (2, 1), (50, 0)])
-def test_calls_that_are_whole_are_told_when_they_are_and_the_rest_is_no_text(size: int, cut: int, whole: int) -> None:
-    text = CALLS[: len(CALLS) - cut]
+@pytest.mark.parametrize(
+    ("parser", "text", "whole", "ends"),
+    [
+        (LlamaParser, CALLS, [{"zone": '}"{\\', "of": {}}, {"zone": 1}], [CALLS.index("; "), len(CALLS)]),
+        (LlamaParser, CALLS[:-1], [{"zone": '}"{\\', "of": {}}], [CALLS.index("; ")]),
+        (LlamaParser, CALLS[:30], [], []),
+        (HermesParser, f"{TAGGED}\n{TAGGED}", [{}, {}], [len(TAGGED), 2 * len(TAGGED) + 1]),
+        (HermesParser, f"{TAGGED}\n{TAGGED}"[:-20], [{}], [len(TAGGED)]),
+        (HermesParser, TAGGED[:20], [], []),
+    ],
+)
+def test_calls_are_told_when_they_are_whole_and_the_rest_is_no_text(
+    parser: type[ToolParser], text: str, whole: list[Any], ends: list[int], size: int
+) -> None:
+    """Where an answer was made to be calls, and may be cut off."""
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    expected = [("time", {"zone": '}\\"{', "of": {}}), ("time", {"zone": 1})]
-    assert read(RequiredParser(["time"]), pieces) == ("", expected[:whole])
-    parser = RequiredParser(["time"])
-    told = [len(parser.feed(letter, last=False).calls) for letter in text]
-    assert [at for at, calls in enumerate(told) if calls] == [CALLS.index("}, {"), len(CALLS) - 2][:whole]
+    assert read(parser(["time"], quiet=True), pieces) == ("", [("time", arguments) for arguments in whole])
+    one = parser(["time"], quiet=True)
+    told = [len(one.feed(letter, last=False).calls) for letter in text]
+    assert [at + 1 for at, calls in enumerate(told) if calls] == ends
 
 
 @pytest.mark.parametrize(
@@ -115,7 +128,6 @@ def test_calls_that_are_whole_are_told_when_they_are_and_the_rest_is_no_text(siz
     [
         (HermesParser, f"Well.{WEATHER} And {TIME} more", "Well."),
         (LlamaParser, f"{LLAMA}; {LLAMA}", ""),
-        (RequiredParser, f"[{LLAMA}, {LLAMA}]", ""),
     ],
 )
 def test_one_call_where_several_are_not_wanted(parser: type[ToolParser], text: str, said: str) -> None:
@@ -126,42 +138,81 @@ def test_one_call_where_several_are_not_wanted(parser: type[ToolParser], text: s
 
 
 def chat(**fields: Any) -> ChatRequest:
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "a", "parameters": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object"}}}},
-        },
-        {"type": "function", "function": {"name": "b"}},
-    ]
+    schema = {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object"}}}
+    tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}, TOOL]
     return ChatRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields}
     )
 
 
-def test_a_template_without_tools_says_what_to_do() -> None:
-    maker = PromptMaker(SimpleNamespace(chat_template="{{ messages[0].content }}", all_special_tokens=[]))
-    with pytest.raises(ApiError, match=r"^tools: this model's chat template knows no tools; leave them out") as refused:
-        maker.conversation(chat())
-    assert (refused.value.status, refused.value.param) == (400, "tools")
-    assert "or serve a model whose template has tools, such as --model " in refused.value.message
+def test_a_template_without_tools_gets_a_plain_prompt(tiny_target: Path) -> None:
+    maker = PromptMaker(load_tokenizer(tiny_target))
+    assert not maker.takes_tools
+    call = {"id": "x", "type": "function", "function": {"name": "a", "arguments": '{"now": true}'}}
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "done<eos>"},
+        {"role": "user", "content": "and?"},
+    ]
+    text = "".join(maker.conversation(chat(messages=turns)))
+    assert text.index('{"name": "a", "parameters": {"$ref"') < text.index("Be brief.") < text.index("hi")
+    assert text.count("<|system|>") == 1
+    assert '<tool_call>\n{"name": "a", "arguments": {"now": true}}\n</tool_call>' in text
+    assert "<tool_response>\ndone<eos>\n</tool_response>\n\nand?" in text
+    eos = maker._tokenizer.eos_token_id
+    assert maker.joined(maker.conversation(chat(messages=turns))).count(eos) == text.count("<eos>") - 1
+
+
+def form(parser: type[ToolParser] = HermesParser, **fields: Any) -> Any:
+    found = form_of(chat(**fields), 32, parser)
+    return None if found is None else json.loads(found.rule)["format"]
 
 
 def test_forms_of_tools() -> None:
-    assert form_of(chat(), 32) is None
-    named = form_of(chat(tool_choice={"type": "function", "function": {"name": "a"}}), 32)
-    assert named is not None
-    assert json.loads(str(named.json))["$ref"] == "#/$defs/x"
-    required = form_of(chat(tool_choice="required", parallel_tool_calls=False), 32)
-    assert required is not None
-    schema = json.loads(str(required.json))
-    assert schema["maxItems"] == 1
-    first = schema["items"]["anyOf"][0]["properties"]
-    assert first == {"name": {"const": "a"}, "parameters": {"$ref": "#/$defs/tool0"}}
-    assert schema["$defs"]["tool0"] == {"$ref": "#/$defs/tool0/$defs/x", "$defs": {"x": {"type": "object"}}}
+    assert form() is None
+    named = form(tool_choice={"type": "function", "function": {"name": "a"}})
+    assert named["stop_after_first"]
+    (tag,) = named["tags"]
+    assert tag["begin"] == '<tool_call>\n{"name": "a", "arguments": '
+    assert tag["content"]["json_schema"]["$ref"] == "#/$defs/x"
+    required = form(tool_choice="required", parallel_tool_calls=False)
+    assert (required["at_least_one"], required["stop_after_first"], len(required["tags"])) == (True, True, 2)
+    llama = form(LlamaParser, tool_choice="required")
+    assert (llama["separator"], llama["tags"][0]["begin"]) == ("; ", '{"name": "a", "parameters": ')
+    strict = {"type": "function", "function": {"name": "s", "strict": True, "parameters": {"type": "array"}}}
+    free = form(tools=[strict, TOOL])
+    assert (free["type"], free["triggers"]) == ("triggered_tags", ["<tool_call>"])
+    assert [tag["content"]["json_schema"]["type"] for tag in free["tags"]] == ["array", "object"]
+    assert free["tags"][1]["content"]["json_schema"]["additionalProperties"] is True, "nothing is promised of it"
+    assert form(LlamaParser, tools=[strict])["type"] == "or"
+    both = form(response_format={"type": "json_object"})
+    assert [part["type"] for part in both["elements"]] == ["tags_with_separator", "json_schema"]
+    assert form_of(chat(tools=[strict], guided_regex="a"), 32, HermesParser).kind == "regex"  # type: ignore[union-attr]
     with pytest.raises(ApiError, match="'c' is none of the tools"):
-        form_of(chat(tool_choice={"type": "function", "function": {"name": "c"}}), 32)
+        form(tool_choice={"type": "function", "function": {"name": "c"}})
     with pytest.raises(ApiError, match="an answer has one form"):
-        form_of(chat(tool_choice="required", guided_regex="a+"), 32)
+        form(tool_choice="required", guided_regex="a+")
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("{}", "must be {"),
+        ({"type": "structural_tag", "format": {"type": "any_tokens"}}, "at #/format: its type must be one of"),
+        ({"type": "structural_tag", "format": {"type": "or", "elements": []}}, "elements must be a list of 1 to 128"),
+        (
+            {"type": "structural_tag", "format": {"type": "regex", "pattern": "a", "excludes": []}},
+            "'excludes' cannot be",
+        ),
+        ({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}, "'not' cannot"),
+        ({"type": "structural_tag", "format": {"type": "regex", "pattern": "a{99999}"}}, "pattern"),
+    ],
+)
+def test_structural_tags_that_are_not_taken(tag: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        source_of(StructuredOutputsParams(structural_tag=tag))
 
 
 @pytest.mark.parametrize(
@@ -180,9 +231,9 @@ def test_forms_of_tools() -> None:
     ],
 )
 def test_every_way_to_ask_for_a_form(fields: dict[str, Any], kind: str) -> None:
-    form = form_of(chat(**fields), 32)
-    assert form is not None
-    assert form.kind == kind
+    found = form_of(chat(tools=[], **fields), 32, HermesParser)
+    assert found is not None
+    assert found.kind == kind
 
 
 def test_nesting_is_counted_without_following_it() -> None:

@@ -135,6 +135,12 @@ def llm(engine: tuple[LLM, Answers]) -> LLM:
     return engine[0]
 
 
+def tagged(schema: str, **format: Any) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": SCHEMAS[schema]}
+    tags = [{"type": "tag", "begin": f"k{name}(", "content": content, "end": ")"} for name in ("go", "stop")]
+    return {"structural_tag": {"type": "structural_tag", "format": {"tags": tags, **format}}}
+
+
 FORMS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"regex": r"[a-c]{2,5}(x|y+)\d"}, lambda text: True),
     ({"regex": "^(GET|POST) /[a-z]{1,8}( HTTP/1\\.[01])?$"}, lambda text: True),
@@ -146,6 +152,10 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     (
         {"grammar": 'root ::= "a" [0-9]{1,3} "é" tail\ntail ::= "" | "-" root'},
         lambda t: t.count("a") == t.count("é") > 0,
+    ),
+    (
+        tagged("flat", type="tags_with_separator", separator="; ", at_least_one=True, stop_after_first=True),
+        lambda t: re.fullmatch(r'k(go|stop)\({"name": "[^"\x00-\x1f]*", "age": \d+}\)', t) is not None,
     ),
 ]
 
@@ -163,6 +173,28 @@ def test_other_forms(llm: LLM, form: dict[str, Any], right: Callable[[str], bool
     assert right(plain.text), plain.text
     if "regex" in form:
         assert re.fullmatch(form["regex"], plain.text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_free_text_goes_on_until_a_call_begins_and_then_its_schema_holds(llm: LLM, temperature: float) -> None:
+    form = StructuredOutputsParams(
+        **tagged("any of objects", type="triggered_tags", triggers=["k"], stop_after_first=True)
+    )
+    (trigger,) = llm.tokenizer.encode("k", add_special_tokens=False)
+    said = set()
+    for seed in range(4):
+        params = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=400, logit_bias={trigger: 3.0}, structured_outputs=form
+        )
+        off = replace(params, speculation=SpeculationParams(enabled=False))
+        plain, drafted = (llm.generate([[9, 8, 7]], p)[0].outputs[0] for p in (off, params))
+        assert drafted.token_ids == plain.token_ids
+        before, _, call = plain.text.partition("k")
+        said.add(before)
+        if plain.finish_reason == "stop" and call:
+            jsonschema.validate(json.loads(call.partition("(")[2].removesuffix(")")), SCHEMAS["any of objects"])
+            assert call.startswith(("go(", "stop("))
+    assert temperature == 0 or any(said), "free text came first"
 
 
 def test_a_batch_of_both_kinds(llm: LLM) -> None:

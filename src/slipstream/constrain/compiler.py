@@ -177,6 +177,7 @@ _SIMPLER = {
     "json": "use fewer or shorter patterns, lengths, enums and free properties",
     "regex": "write shorter repeats",
     "choice": "give fewer or shorter texts",
+    "structural_tag": "give fewer tags or simpler schemas",
 }
 
 

@@ -81,6 +81,7 @@ class SamplingParams:
 
     seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch.
         None draws a fresh one.
+    allowed_token_ids: the only tokens that may be chosen, ends of the text included; None: all.
     logprobs: return the log probability of each token and of this many alternatives, from the raw model
         (before temperature, penalties and masks).
     max_tokens: longest answer; None goes on up to the context's end.
@@ -102,6 +103,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
     max_tokens: int = 256
@@ -169,6 +171,10 @@ class SamplingParams:
         self._check("stop", all(isinstance(s, str) and s for s in stops), "non-empty strings")
         self._check("bad_words", all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings")
         self._check_form()
+        if self.allowed_token_ids is not None:
+            listed = isinstance(self.allowed_token_ids, Iterable) and bool(tuple(self.allowed_token_ids))
+            self._check("allowed_token_ids", listed, "a list of token ids, one at least, or None")
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
         biases = all(_moderate(b) for b in self.logit_bias.values())
         self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
 

@@ -10,7 +10,7 @@ import json as json_text
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from slipstream.core.errors import InvalidRequest
 
@@ -19,19 +19,21 @@ MAX_RULE_CHARACTERS = 64 * 1024
 MAX_REGEX_CHARACTERS = 2048
 MAX_CHOICES = 1000
 
-RuleKind = Literal["json", "json_object", "regex", "choice", "grammar"]
-_KINDS: tuple[RuleKind, ...] = ("json", "json_object", "regex", "choice", "grammar")
+RuleKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+_KINDS: tuple[RuleKind, ...] = get_args(RuleKind)
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The form of an answer: exactly one of the first five is given. The prompt is not looked at.
+    """The form of an answer: exactly one of the first six is given. The prompt is not looked at.
 
     json: a JSON schema, as a mapping or as text. It is kept as text.
     json_object: True: any JSON object.
     regex: the whole answer matches it.
     choice: the answer is one of these texts.
     grammar: rules in the EBNF of GBNF files (`root ::= …`); the answer is a `root`.
+    structural_tag: text with parts of a form, such as tool calls, in the formats of xgrammar's structural tags that
+        `constrain/source.py` lists, as a mapping or as text.
     disable_any_whitespace: JSON is written in one line, ", " and ": " between its parts, so that there is less to
         choose and more to foresee; False lets the model set white space as it likes.
     """
@@ -41,6 +43,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = True
 
     def __post_init__(self) -> None:
@@ -50,8 +53,9 @@ class StructuredOutputsParams:
         if len(given) != 1:
             named = " and ".join(given) or "none"
             raise InvalidRequest(f"structured_outputs has {named}: give exactly one of {', '.join(_KINDS)}")
-        if self.json is not None:
-            object.__setattr__(self, "json", _as_text(self.json))
+        for key in ("json", "structural_tag"):
+            if (given_json := getattr(self, key)) is not None:
+                object.__setattr__(self, key, _as_text(key, given_json))
         if self.choice is not None:
             listed = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
             _check("choice", self.choice, listed and len(self.choice) > 0, "a list of texts, one at least")
@@ -86,7 +90,7 @@ class StructuredOutputsParams:
             return json_text.dumps(list(self.choice), ensure_ascii=False)
         if self.json_object:
             return "{}"
-        return str(self.json or self.regex or self.grammar or "")
+        return str(self.json or self.regex or self.grammar or self.structural_tag or "")
 
 
 def renamed(message: str, name: str) -> str | None:
@@ -98,15 +102,16 @@ def renamed(message: str, name: str) -> str | None:
     return None if found is None else name + message[found.end() :]
 
 
-def _as_text(schema: object) -> str:
+def _as_text(key: str, schema: object) -> str:
     """A schema as JSON, its keys in their order: that is the order in which they are written."""
     if isinstance(schema, str):
         return schema
-    _check("json", schema, isinstance(schema, Mapping), "a JSON schema, as a mapping or as text")
+    wanted = "a JSON schema" if key == "json" else "a structural tag"
+    _check(key, schema, isinstance(schema, Mapping), f"{wanted}, as a mapping or as text")
     try:
         return json_text.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"structured_outputs.json is no JSON: {error}; give a JSON schema") from None
+        raise InvalidRequest(f"structured_outputs.{key} is no JSON: {error}; give {wanted}") from None
 
 
 def _check_encoding(key: str, text: str) -> None:

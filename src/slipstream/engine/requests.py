@@ -107,6 +107,7 @@ class Requests:
     def _check(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         wanted = params.speculation.drafter
         if params.speculation.enabled:
             self._check_material(params)

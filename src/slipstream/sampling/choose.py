@@ -113,6 +113,8 @@ def adjusted(
         forbid_ends_(logits, rows, table)
     if features.bad_words:
         forbid_bad_words_(logits, rows, table)
+    if features.allowed:
+        forbid_bits_(logits, table.allowed[rows.slots])
     if allowed is not None:
         forbid_bits_(logits, allowed)
     return logits

@@ -57,11 +57,12 @@ class Features:
     bad_words: bool = False
     rejection: bool = False  # some request's drafts are judged by rejection sampling
     grammar: bool = False  # some request may choose only what its grammar allows: rows have masks
+    allowed: bool = False  # some request may choose only tokens of a list
 
     @property
     def grow(self) -> bool:
         """Do they need tensors of the table that grow?"""
-        return self.penalties or self.bias or self.min_tokens or self.bad_words
+        return self.penalties or self.bias or self.min_tokens or self.bad_words or self.allowed
 
     def __or__(self, other: Features) -> Features:
         return Features(*(getattr(self, name) or getattr(other, name) for name in Features.__slots__))
@@ -103,6 +104,7 @@ class SamplingTable:
         self.bad_words = ragged(0, 1)  # [S, W, L] each word flush right
         self.tails = ragged(0)  # [S, L - 1] last emitted tokens, flush right
 
+        self.allowed = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=self.device)  # [S, W] bits
         # V times as large as the rest, so not there before a request has penalties.
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)  # [S, V] emitted so far
         self.prompt_seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)  # [S, V]
@@ -131,6 +133,7 @@ class SamplingTable:
         """
         assert not self._in_bulk, "it has requests from `add_plain`, of which the host knows nothing"
         self._check_ids("logit_bias", list(params.logit_bias))
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("bad_words", [token for word in bad_words for token in word])
         if params.penalized:
             self._check_ids("prompt", prompt)
@@ -151,6 +154,7 @@ class SamplingTable:
             bad_words=bool(bad_words),
             rejection=params.rejects,
             grammar=params.structured_outputs is not None,
+            allowed=params.allowed_token_ids is not None,
         )
         self._features[slot] = features
         try:
@@ -202,12 +206,14 @@ class SamplingTable:
         self.end_ids = self._fill(self.end_ids, slot, torch.tensor(ends, dtype=torch.int64))
         self.bias_ids = self._fill(self.bias_ids, slot, torch.tensor(list(params.logit_bias), dtype=torch.int64))
         self.bias = self._fill(self.bias, slot, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), 0)
+        self._add_allowed(slot, params.allowed_token_ids)
         self._add_bad_words(slot, bad_words, output)
         self._add_penalties(slot, params, prompt, output)
 
     def _addresses(self) -> list[int]:
         """Where the tensors lie that may have to grow."""
-        grown = (self.end_ids, self.bias_ids, self.bias, self.bad_words, self.tails, self.counts, self.prompt_seen)
+        biased = (self.end_ids, self.bias_ids, self.bias, self.allowed)
+        grown = (*biased, self.bad_words, self.tails, self.counts, self.prompt_seen)
         return [tensor.data_ptr() for tensor in grown]
 
     def remove(self, slot: int) -> None:
@@ -271,6 +277,17 @@ class SamplingTable:
         self.counts[slot] = _sent(counted.to(torch.int32), self.device)
         places = _sent(torch.tensor(list(prompt), dtype=torch.int64), self.device)
         self.prompt_seen[slot].zero_().index_fill_(0, places, True)  # to assign a number to places may wait
+
+    def _add_allowed(self, slot: int, tokens: Sequence[int] | None) -> None:
+        if tokens is None and not self.allowed.shape[0]:
+            return
+        if not self.allowed.shape[0]:
+            self.allowed = self.allowed.new_full((self.num_slots, self.allowed.shape[1]), -1)
+        bits = torch.ones(self.allowed.shape[1], 32, dtype=torch.bool)  # [W, 32]
+        if tokens is not None:
+            bits.zero_().view(-1)[torch.tensor(tokens, dtype=torch.int64)] = True
+        words = (bits.to(torch.int64) << torch.arange(32)).sum(dim=1).to(torch.int32)  # the last bit is the sign
+        self.allowed[slot] = _sent(words, self.device)
 
     def _add_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
         _, count, length = self.bad_words.shape

@@ -6,6 +6,7 @@ form, too. A request may ask for one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +16,17 @@ from slipstream.core.structured import StructuredOutputsParams, renamed
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.nesting import check_nesting
 from slipstream.serve.schemas import ChatRequest, NamedTool, SamplingFields, SchemaFormat, TextFormat, Tool
+from slipstream.serve.tools import ToolParser
 
 _OLD_NAMES = ("json", "regex", "choice", "grammar")
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def form_of(asked: SamplingFields, nesting: int) -> StructuredOutputsParams | None:
-    """The form that a request asks for, at most so many levels deep; None: any text. Tools were looked at before."""
+def form_of(asked: SamplingFields, nesting: int, parser: type[ToolParser]) -> StructuredOutputsParams | None:
+    """The form that a request asks for, at most so many levels deep; None: any text. Tools were looked at before.
+
+    parser: reads the calls that the model writes, in the format that a form of calls must have.
+    """
     found: dict[str, dict[str, Any]] = {}
     if asked.response_format is not None and not isinstance(asked.response_format, TextFormat):
         found["response_format"] = _of_format(asked.response_format)
@@ -29,15 +35,16 @@ def form_of(asked: SamplingFields, nesting: int) -> StructuredOutputsParams | No
     for name in _OLD_NAMES:
         if (value := getattr(asked, f"guided_{name}")) is not None:
             found[f"guided_{name}"] = {name: value}
-    if isinstance(asked, ChatRequest) and (tool_form := _of_tools(asked)) is not None:
-        found["tool_choice"] = tool_form
-    if len(found) > 1:
-        raise refused(list(found)[1], f"cannot go with {next(iter(found))}: an answer has one form")
+    must = _must_call(asked)
+    if len(found) > 1 or (must and found.keys() - {"response_format"}):
+        first, *others = [*(["tool_choice"] if must else []), *found]
+        raise refused(others[0], f"cannot go with {first}: an answer has one form")
     for param, form in found.items():
-        if param != "tool_choice":  # is some levels deeper than the tools
-            check_nesting(param, form.get("json"), nesting)
-        return StructuredOutputsParams.of(form)
-    return None
+        check_nesting(param, form.get("json") or form.get("structural_tag"), nesting)
+    if isinstance(asked, ChatRequest) and not found.keys() - {"response_format"}:
+        tools = _of_tools(asked, parser, found.get("response_format"))
+        found = {"tools": {"structural_tag": tools}} if tools is not None else found
+    return StructuredOutputsParams.of(next(iter(found.values()))) if found else None
 
 
 @contextmanager
@@ -47,14 +54,19 @@ def naming_form(asked: SamplingFields) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         about_form = renamed(str(error), "")
-        name = None if about_form is None else _form_name(asked)
-        if name is None:
+        name = None if about_form is None else _form_name(asked, str(error))
+        if about_form is None or name is None:
             raise
+        about_form = re.sub(r"^: at #/format[\w/]*(?=: at #)", "", about_form)
         raise ApiError(400, f"{name}{about_form}", param=name, code="invalid_value") from error
 
 
-def _form_name(asked: SamplingFields) -> str | None:
+def _form_name(asked: SamplingFields, message: str) -> str | None:
     """The field; None: `structured_outputs`, by whose name errors go anyway."""
+    if (found := re.search(r"structural_tag: at #/format\S*/tags/(\d+)", message)) and asked.structured_outputs is None:
+        assert isinstance(asked, ChatRequest)
+        tools = asked.tools or []
+        return f"tools.{tools.index(_offered(asked)[int(found[1])])}.function.parameters"
     if isinstance(asked.response_format, SchemaFormat):
         return "response_format.json_schema.schema"
     if asked.response_format is not None and not isinstance(asked.response_format, TextFormat):
@@ -62,13 +74,7 @@ def _form_name(asked: SamplingFields) -> str | None:
     for name in _OLD_NAMES:
         if getattr(asked, f"guided_{name}") is not None:
             return f"guided_{name}"
-    if isinstance(asked, ChatRequest) and asked.structured_outputs is None:
-        chosen = asked.tool_choice
-        if isinstance(chosen, NamedTool):
-            names = [tool.function.name for tool in asked.tools or ()]
-            return f"tools.{names.index(chosen.function.name)}.function.parameters"
-        return "tools" if chosen == "required" else None
-    return None
+    return "tools" if asked.structured_outputs is None else None
 
 
 def _of_format(wanted: Any) -> dict[str, Any]:
@@ -79,46 +85,48 @@ def _of_format(wanted: Any) -> dict[str, Any]:
     return {"json_object": True}
 
 
-def _of_tools(asked: ChatRequest) -> dict[str, Any] | None:
+def _must_call(asked: SamplingFields) -> bool:
+    return isinstance(asked, ChatRequest) and (
+        asked.tool_choice == "required" or isinstance(asked.tool_choice, NamedTool)
+    )
+
+
+def _offered(asked: ChatRequest) -> Sequence[Tool]:
+    """The tools that an answer may call."""
     tools = asked.tools or []
     if isinstance(asked.tool_choice, NamedTool):
         name = asked.tool_choice.function.name
-        chosen = next((tool for tool in tools if tool.function.name == name), None)
-        if chosen is None:
+        tools = [tool for tool in tools if tool.function.name == name][:1]
+        if not tools:
             raise refused("tool_choice", f"{name!r} is none of the tools")
-        return {"json": _arguments(chosen)}
-    return {"json": _calls(tools, asked.parallel_tool_calls is not False)} if asked.tool_choice == "required" else None
+    return [] if asked.tool_choice == "none" else tools
 
 
-def _arguments(tool: Tool) -> dict[str, Any]:
+def _of_tools(asked: ChatRequest, parser: type[ToolParser], wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Calls in the model's own way of writing them, with JSON of a schema inside; None: nothing is promised of them.
+
+    wanted: the form of an answer that calls nothing.
+    """
+    offered, must = _offered(asked), _must_call(asked)
+    if not offered or not (must or wanted or any(tool.function.strict for tool in offered)):
+        return None
+    one = asked.parallel_tool_calls is False or isinstance(asked.tool_choice, NamedTool)
+    tags = [parser.tag(tool.function.name, _arguments(tool, strict=must)) for tool in offered]
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": parser.separator, "at_least_one": True}
+    calls["stop_after_first"] = one
+    if must:
+        format = calls
+    elif wanted is not None:
+        format = {
+            "type": "or",
+            "elements": [calls, {"type": "json_schema", "json_schema": wanted.get("json", _ANY_OBJECT)}],
+        }
+    else:
+        format = parser.among_text(calls)
+    return {"type": "structural_tag", "format": format}
+
+
+def _arguments(tool: Tool, *, strict: bool) -> dict[str, Any]:
+    if not (strict or tool.function.strict):
+        return _ANY_OBJECT
     return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def _calls(tools: Sequence[Tool], several: bool) -> dict[str, Any]:
-    """A list of calls. The tools' schemas stand beside it, each with all that it defines for itself."""
-    definitions: dict[str, Any] = {}
-    items = []
-    for index, tool in enumerate(tools):
-        place = f"#/$defs/tool{index}"
-        definitions[f"tool{index}"] = _moved(_arguments(tool), place)
-        call = {"name": {"const": tool.function.name}, "parameters": {"$ref": place}}
-        items.append(
-            {"type": "object", "properties": call, "required": ["name", "parameters"], "additionalProperties": False}
-        )
-    form: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}, "$defs": definitions}
-    if not several:
-        form["maxItems"] = 1
-    return form
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The same schema for another place in a document: its references are to itself, as before."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(part, place) for key, part in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        moved["$ref"] = place + reference[1:]
-    return moved

@@ -37,7 +37,6 @@ _EVERYWHERE = {
     "guided_decoding_backend": IGNORED,
     "prompt_cache_retention": IGNORED,
     "prompt_cache_options": IGNORED,
-    "allowed_token_ids": Neutral((), "use structured_outputs, or logit_bias"),
     "use_beam_search": Neutral((False,), "there are no beams; leave it out"),
     "length_penalty": Neutral((1.0, 1), "it belongs to beams, and there are none; leave it out"),
     "early_stopping": Neutral((False,), "it belongs to beams, and there are none; leave it out"),

@@ -50,11 +50,12 @@ class PromptMaker:
         """A conversation by the model's chat template, up to where the answer begins: parts to be `joined`."""
         if self._template is None:
             raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
-        if asked.tools and not self.takes_tools:
-            raise refused("tools", f"this model's chat template knows no tools; {_WITHOUT_TOOLS}")
         mark = _mark()
         messages = [self._message(message, mark) for message in asked.messages or ()]
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        tools = _mapped(tools, lambda text: _cut(text, self._controls, mark))
+        if not self.takes_tools:
+            messages, tools = _plainly(messages, tools), []
         if (
             asked.continue_final_message
             and asked.add_generation_prompt
@@ -69,7 +70,7 @@ class PromptMaker:
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages,
-                tools=_mapped(tools, lambda text: _cut(text, self._controls, mark)) or None,
+                tools=tools or None,
                 add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
                 continue_final_message=asked.continue_final_message,
                 tokenize=False,
@@ -150,10 +151,15 @@ class PromptMaker:
         return list(getattr(self._tokenizer, "added_tokens_decoder", {}).values())
 
 
-_WITHOUT_TOOLS = (
-    "leave them out and say in a message what there is to call (response_format holds the answer to JSON of a schema), "
-    "or serve a model whose template has tools, such as --model Qwen/Qwen3-0.6B"
-)
+_TOOL_PROMPT = """You can call these functions, each given as JSON:
+{tools}
+To call one, answer with its name and its arguments, and its result comes in the next message:
+<tool_call>
+{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}
+</tool_call>
+Where no function helps, answer in words."""
+_PLAIN_CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+_PLAIN_RESULT = "<tool_response>\n{}\n</tool_response>"
 _OURS = {"messages", "conversation", "tools", "chat_template", "tokenize", "return_dict", "return_tensors", "padding"}
 _OURS |= {
     "add_generation_prompt",
@@ -164,6 +170,29 @@ _OURS |= {
     "documents",
 }
 _OURS |= {"return_assistant_tokens_mask", "sanitize_control_tokens"}
+
+
+def _plainly(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """The same conversation in plain text, for a template that knows no tools: calls as `HermesParser` reads them,
+    results as a user's messages, and in front what there is to call."""
+    told: list[dict[str, Any]] = []
+    if tools:
+        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        told.append({"role": "system", "content": _TOOL_PROMPT.format(tools=listed)})
+    for message in messages:
+        role, texts = message["role"], [message["content"]]
+        for call in message.get("tool_calls", ()):
+            named = {key: json.dumps(call["function"][key], ensure_ascii=False) for key in ("name", "arguments")}
+            texts.append(_PLAIN_CALL.format(**named))
+        if role == "tool":
+            role, texts = "user", [_PLAIN_RESULT.format(message["content"])]
+        text = "\n".join(filter(None, texts))
+        if told and told[-1]["role"] == role:  # templates may want roles in turn
+            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{text}"}
+        else:
+            kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+            told.append({**kept, "role": role, "content": text})
+    return told
 
 
 def _default_template(template: object) -> str | None:

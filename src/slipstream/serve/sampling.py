@@ -17,6 +17,7 @@ from slipstream.serve.schemas import (
     SamplingFields,
     SpeculationFields,
 )
+from slipstream.serve.tools import HermesParser, ToolParser
 
 _SAME = (
     "n",
@@ -27,6 +28,7 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "allowed_token_ids",
     "bad_words",
     "min_tokens",
     "stop_token_ids",
@@ -41,7 +43,9 @@ def completion_params(asked: CompletionRequest, limits: Limits, tenant: str, *, 
     return _params(asked, limits, tenant, drafts, max_tokens=asked.max_tokens, logprobs=asked.logprobs)
 
 
-def chat_params(asked: ChatRequest, limits: Limits, tenant: str, *, drafts: bool) -> SamplingParams:
+def chat_params(
+    asked: ChatRequest, limits: Limits, tenant: str, *, drafts: bool, parser: type[ToolParser] = HermesParser
+) -> SamplingParams:
     if len({asked.max_tokens, asked.max_completion_tokens} - {None}) > 1:
         raise refused("max_tokens", "give either it or max_completion_tokens, which is its new name")
     if asked.top_logprobs and not asked.logprobs:
@@ -53,6 +57,7 @@ def chat_params(asked: ChatRequest, limits: Limits, tenant: str, *, drafts: bool
         drafts,
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        parser=parser,
     )
 
 
@@ -64,6 +69,7 @@ def _params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    parser: type[ToolParser] = HermesParser,
 ) -> SamplingParams:
     if asked.best_of not in (None, asked.n or 1):
         raise refused("best_of", "answers are not ranked; ask for n, and choose")
@@ -85,7 +91,7 @@ def _params(
         logprobs=logprobs,
         prediction=_predicted(asked.prediction),
         speculation=_speculation(asked, tenant),
-        structured_outputs=form_of(asked, limits.nesting),
+        structured_outputs=form_of(asked, limits.nesting, parser),
         cache_salt=asked.cache_salt or "",
         output_kind="delta" if asked.stream else "cumulative",
     )

@@ -115,13 +115,14 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 
 
 class StructuredOutputs(Fields):
-    """vLLM's: exactly one of the first five."""
+    """vLLM's: exactly one of the first six."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool = False
     regex: str | None = None
     choice: Strings | None = None
     grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = True
 
 
@@ -141,6 +142,7 @@ class SamplingFields(Fields):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="by token id, written as text", max_length=1024
     )
+    allowed_token_ids: TokenIds | None = Field(None, max_length=2**20, description="the only ones that may be chosen")
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,

@@ -38,7 +38,7 @@ from slipstream.serve.schemas import (
     TokenizeRequest,
     unknown_fields,
 )
-from slipstream.serve.tools import MAX_CALLS, NamedParser, RequiredParser, ToolParser, parser_for
+from slipstream.serve.tools import MAX_CALLS, ToolParser, parser_for
 from slipstream.serve.wording import Manner, Wording
 
 _LONGEST_TOKEN = 16
@@ -72,6 +72,8 @@ class Service:
         self._named: set[str] = set()  # unknown fields that the log has
         self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
         self._parser = parser_for(config.tool_format, self.prompts.template)
+        if self.prompts.template is not None and not self.prompts.takes_tools:
+            log.info("the model's chat template knows no tools: a plain prompt says what there is to call")
 
     def health(self) -> Health:
         return judge(self.llm.pulse(), draining=self.drain.begun, stall_s=self.config.stall_s)
@@ -114,7 +116,7 @@ class Service:
     async def _chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
         self._check_model(asked.model)
         self._check_conversation(asked)
-        params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
+        params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts, parser=self._parser)
         parser = self._tool_parser(asked)
         manner = self._manner(asked, params, record, "chatcmpl")
 
@@ -223,12 +225,9 @@ class Service:
             return None
         names = [tool.function.name for tool in tools]
         if isinstance(chosen, NamedTool):
-            return functools.partial(NamedParser, [chosen.function.name])
-        if chosen == "required":
-            return functools.partial(RequiredParser, names)
-        if any(tool.function.strict for tool in tools):
-            raise refused("tools", "strict needs tool_choice: required, or a tool's name")
-        return functools.partial(self._parser, names, 1 if asked.parallel_tool_calls is False else MAX_CALLS)
+            return functools.partial(self._parser, [chosen.function.name], 1, quiet=True)
+        most = 1 if asked.parallel_tool_calls is False else MAX_CALLS
+        return functools.partial(self._parser, names, most, quiet=chosen == "required")
 
     def _check_length(self, param: str, length: int, unit: str = "characters", each: int = _LONGEST_TOKEN) -> None:
         """Refuse before it is tokenized what cannot fit."""

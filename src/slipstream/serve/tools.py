@@ -1,6 +1,7 @@
 """Tool calls in an answer's text, by the formats in which models write them.
 
-`hermes` (Hermes, Qwen, SmolLM3): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, among other text.
+`hermes` (Hermes, Qwen, SmolLM3): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, among other text. Models whose
+chat template knows no tools are told to write it (`prompts.py`).
 `llama3_json` (Llama 3.1 and later): the whole answer is `{"name": …, "parameters": {…}}`, several parted by `;`.
 
 A call is handed on when it is whole. Text that could be the beginning of one is held back until that is certain; text
@@ -15,8 +16,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from slipstream.serve.config import ToolFormat
 
@@ -42,12 +42,29 @@ class Parsed:
 
 class ToolParser(ABC):
     """Reads one answer as it grows. names: the tools that there are; a call of any other is text. most: calls that are
-    told; what comes after them is left out."""
+    told; what comes after them is left out. quiet: nothing but calls is told: the answer was made to be calls, and what
+    is none is one that was cut off."""
 
-    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
+    begin: ClassVar[str]
+    end: ClassVar[str]
+    separator: ClassVar[str]
+
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS, *, quiet: bool = False) -> None:
         self.names = frozenset(names)
         self._left = most
+        self._quiet = quiet
         self._parts: list[str] = []  # text that waits: put together once, not with every piece
+
+    @classmethod
+    def tag(cls, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+        """A call of this tool as a part of a structural tag (`constrain/source.py`)."""
+        content = {"type": "json_schema", "json_schema": schema}
+        return {"type": "tag", "begin": cls.begin % name, "content": content, "end": cls.end}
+
+    @staticmethod
+    @abstractmethod
+    def among_text(calls: dict[str, Any]) -> dict[str, Any]:
+        """Free text with these calls where it may have some."""
 
     def feed(self, text: str, *, last: bool) -> Parsed:
         """The next piece of the answer; `last`: there will be no more."""
@@ -55,7 +72,7 @@ class ToolParser(ABC):
             return Parsed()
         parsed = self._read(text, last)
         self._left -= len(parsed.calls)
-        return parsed
+        return Parsed(calls=parsed.calls) if self._quiet else parsed
 
     @abstractmethod
     def _read(self, text: str, last: bool) -> Parsed:
@@ -80,11 +97,17 @@ class HermesParser(ToolParser):
     """No character is looked at twice, however long a call goes on: what is inside one waits in `_parts`."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    begin, end, separator = _OPEN + '\n{"name": "%s", "arguments": ', "}\n" + _CLOSE, "\n"
 
-    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
-        super().__init__(names, most)
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS, *, quiet: bool = False) -> None:
+        super().__init__(names, most, quiet=quiet)
         self._inside = False
         self._held = ""  # the end of the text, where it may be the beginning of a mark
+
+    @staticmethod
+    def among_text(calls: dict[str, Any]) -> dict[str, Any]:
+        rules = {key: calls[key] for key in ("tags", "stop_after_first")}
+        return {"type": "triggered_tags", "triggers": [HermesParser._OPEN], **rules}
 
     def _read(self, text: str, last: bool) -> Parsed:
         rest, at = self._held + text, 0
@@ -117,50 +140,25 @@ class HermesParser(ToolParser):
             shown.append(f"{self._OPEN}{inside}{mark}")
 
 
-class ObjectParser(ToolParser):
-    """Reads JSON objects that stand one after the other. No character is looked at twice."""
+class LlamaParser(ToolParser):
+    """An answer whose first object is no call is text, all of it. Behind a call only calls are told. No character is
+    looked at twice."""
 
+    _TAG = "<|python_tag|>"
     _MARKS = re.compile(r'["\\{}]')
+    begin, end, separator = '{"name": "%s", "parameters": ', "}", "; "
 
-    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
-        super().__init__(names, most)
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS, *, quiet: bool = False) -> None:
+        super().__init__(names, most, quiet=quiet)
+        self._said: list[str] = []  # the whole text, until a call was told
+        self._opened = self._called = False  # an object has begun; a call was told
         self._depth = 0  # of braces
         self._quoted = self._escaped = False  # the text so far ended in a string, and there behind a backslash
 
-    def _objects(self, text: str) -> Iterator[str]:
-        """The objects that this piece completes. The part of one that is not yet whole waits in `_parts`."""
-        begin, skip = 0, 0 if self._escaped else -1
-        for found in self._MARKS.finditer(text):
-            at, mark = found.start(), found[0]
-            if at == skip:
-                continue
-            if self._quoted:
-                self._quoted = mark != '"'
-                skip = at + 1 if mark == "\\" else -1
-            elif mark == '"':
-                self._quoted = self._depth > 0
-            elif mark == "{":
-                begin = begin if self._depth else at
-                self._depth += 1
-            elif mark == "}" and self._depth:
-                self._depth -= 1
-                if not self._depth:
-                    self._parts.append(text[begin : at + 1])
-                    yield self._whole()
-        self._escaped = self._quoted and skip == len(text)
-        if self._depth:
-            self._parts.append(text[begin:])
-
-
-class LlamaParser(ObjectParser):
-    """An answer whose first object is no call is text, all of it. Behind a call only calls are told."""
-
-    _TAG = "<|python_tag|>"
-
-    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
-        super().__init__(names, most)
-        self._said: list[str] = []  # the whole text, until a call was told
-        self._opened = self._called = False  # an object has begun; a call was told
+    @staticmethod
+    def among_text(calls: dict[str, Any]) -> dict[str, Any]:
+        """What begins as a call is one."""
+        return {"type": "or", "elements": [calls, {"type": "regex", "pattern": r"([^{\s][\s\S]*)?"}]}
 
     def _read(self, text: str, last: bool) -> Parsed:
         if not self._called:
@@ -187,6 +185,30 @@ class LlamaParser(ObjectParser):
             self._said.clear()
         return self._no_call() if last and not self._called else Parsed(calls=tuple(calls))
 
+    def _objects(self, text: str) -> Iterator[str]:
+        """The objects that this piece completes. The part of one that is not yet whole waits in `_parts`."""
+        begin, skip = 0, 0 if self._escaped else -1
+        for found in self._MARKS.finditer(text):
+            at, mark = found.start(), found[0]
+            if at == skip:
+                continue
+            if self._quoted:
+                self._quoted = mark != '"'
+                skip = at + 1 if mark == "\\" else -1
+            elif mark == '"':
+                self._quoted = self._depth > 0
+            elif mark == "{":
+                begin = begin if self._depth else at
+                self._depth += 1
+            elif mark == "}" and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    self._parts.append(text[begin : at + 1])
+                    yield self._whole()
+        self._escaped = self._quoted and skip == len(text)
+        if self._depth:
+            self._parts.append(text[begin:])
+
     def _no_call(self) -> Parsed:
         self._read = _as_text  # type: ignore[method-assign]
         return Parsed("".join(self._said))
@@ -194,26 +216,6 @@ class LlamaParser(ObjectParser):
 
 def _as_text(text: str, last: bool) -> Parsed:
     return Parsed(text)
-
-
-class NamedParser(ToolParser):
-    """Where the answer was made to be one tool's arguments. Arguments that were cut off are no call."""
-
-    def _read(self, text: str, last: bool) -> Parsed:
-        self._parts.append(text)
-        if not last:
-            return Parsed()
-        (name,) = self.names
-        arguments = self._whole()
-        return Parsed() if _loads(arguments) is None else Parsed(calls=(Call(name, arguments),))
-
-
-class RequiredParser(ObjectParser):
-    """Where the answer was made to be a list of calls. One that was cut off is left out."""
-
-    def _read(self, text: str, last: bool) -> Parsed:
-        found = (self._call(_loads(one)) for one in self._objects(text))
-        return Parsed(calls=tuple(islice((call for call in found if call is not None), self._left)))
 
 
 PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": LlamaParser}
@@ -230,7 +232,7 @@ def parser_for(wanted: ToolFormat, template: str | None) -> type[ToolParser]:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)  # a grammar may let control characters into strings
     except (ValueError, RecursionError):
         return None
 
