@@ -339,6 +339,26 @@ class _BadDevice(_Bad, DeviceDrafter):
         return torch.full((len(round.lanes), round.depth), 7)
 
 
+class _BadFollower(_BadDevice):
+    needs = Needs(device=True, own_cache=True)
+
+    def has_read(self, request_id: str) -> int:
+        self.maybe("has_read")
+        return 40
+
+    def resume(self, request_id: str, known: int) -> None:
+        self.maybe("resume")
+
+
+@pytest.mark.parametrize(("where", "answers"), [("has_read", 2), ("resume", 1)])
+def test_a_drafter_that_raises_beside_rounds_is_dropped(open_llm: Callable[..., LLM], where: str, answers: int) -> None:
+    """At the end of an answer, and where the second finds the prompt of the first."""
+    llm = open_llm(drafter=_BadFollower(where), planner="fixed")
+    for _ in range(2):
+        assert healthy(llm.generate([[5] * 40], SamplingParams(max_tokens=4, ignore_eos=True))[0])
+    assert llm.snapshot().drops == {("bad", "raised"): answers}
+
+
 class _BadHost(_Bad, HostDrafter):
     bounded: ClassVar[bool] = True
 

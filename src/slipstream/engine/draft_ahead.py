@@ -96,7 +96,7 @@ class DraftAhead:
         try:
             loop.run(run.lanes)
         except DraftFailed as failed:
-            self._drafting.drop(answers, failed)
+            self._drafting.fail(answers, failed)
             return
         marks = () if begun is None else (begun, self._mark())
         self._begun = Ahead(loop, [(answer, answer.epoch) for answer in answers], marks)

@@ -220,11 +220,18 @@ class Drafting:
     def _next_round(self, decodes: Sequence[Answer]) -> None:
         self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]), self._load())
 
-    def drop(self, answers: Sequence[Answer], failed: DraftFailed) -> None:
+    def fail(self, answers: Sequence[Answer], failed: DraftFailed) -> None:
         """A device drafter failed inside a round: it drafts for none of these any more."""
         name = str(failed)
-        self._drop([answer for answer in answers if name in answer.drafters], name, failed.__cause__ or failed)
+        self.drop([answer for answer in answers if name in answer.drafters], name, failed.__cause__ or failed)
         self._check()
+
+    def drop(self, answers: Sequence[Answer], name: str, error: BaseException) -> None:
+        """A drafter raised. A strict engine raises it in the next round, where nothing is half done."""
+        failure = Failure.of(error)
+        self._log.note(name, failure, error)
+        for answer in answers:
+            self._refuse(answer, name, failure)
 
     def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
         """The target computes these prompts: device drafters that will draft for one of them read along."""
@@ -399,14 +406,8 @@ class Drafting:
         try:
             return action()
         except Exception as error:
-            self._drop(answers, name, error)
+            self.drop(answers, name, error)
             return None
-
-    def _drop(self, answers: Sequence[Answer], name: str, error: BaseException) -> None:
-        failure = Failure.of(error)
-        self._log.note(name, failure, error)
-        for answer in answers:
-            self._refuse(answer, name, failure)
 
     def _refuse(self, answer: Answer, name: str, failure: Failure) -> None:
         """It drafts for this answer no more."""

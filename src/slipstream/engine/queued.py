@@ -266,7 +266,7 @@ class QueuedEngine(TellingEngine):
             try:
                 loop = run.draft(drafts, in_hand, recent) if drafts else None
             except DraftFailed as failed:
-                self.drafting.drop(decodes, failed)
+                self.drafting.fail(decodes, failed)
                 plan = plan.without(str(failed))  # what the others guess stands
             else:
                 caught_up = tuple([CaughtUp(name, len(theirs)) for name, theirs in lagging.items()])
