@@ -25,7 +25,7 @@ def with_shipped(spec: DrafterSpec, target: str | Path) -> DrafterSpec:
     name = shipped_as(spec.kind)
     if spec.place is not None or name is None:
         return spec
-    is_default = target == _DEFAULT or Path(target).expanduser().resolve() == default_folder().resolve()
+    is_default = target == _DEFAULT or _is_default(target)
     train = f"`slipstream train {name} --target {target if not is_default else _DEFAULT} --out runs/{name}"
     use = f"{name}:runs/{name}/drafter"
     if not is_default:
@@ -41,3 +41,12 @@ def with_shipped(spec: DrafterSpec, target: str | Path) -> DrafterSpec:
             f"{train} --self-prompts 20000`, then {use}"
         )
     return spec.moved(str(folder))
+
+
+def is_shipped_for(folder: Path, target: Path) -> bool:
+    """Are the weights in `folder` those that come with Slipstream for this target?"""
+    return folder.parent == HEADS and _is_default(target)
+
+
+def _is_default(target: str | Path) -> bool:
+    return Path(target).expanduser().resolve() == default_folder().resolve()

@@ -23,7 +23,7 @@ from slipstream.drafters import (
 from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
 from slipstream.drafters.places import WAYS, naming
-from slipstream.drafters.shipped import with_shipped
+from slipstream.drafters.shipped import is_shipped_for, with_shipped
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.measuring import known_costs
@@ -130,7 +130,8 @@ def build(
                 if choice.place is not None and choice.file is None:
                     folder = opening.resolve(choice.place)
                     whole = choice.kind == "model"
-                    remarks[choice.name] = check_pair(folder, path, force=force_pair, whole=whole) or (
+                    shipped = is_shipped_for(folder, path)  # known by its folder, so the default model starts always
+                    remarks[choice.name] = check_pair(folder, path, force=force_pair or shipped, whole=whole) or (
                         larger_draft(folder, path) if whole else ""
                     )
     target = open_runner(path)

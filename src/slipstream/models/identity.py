@@ -123,9 +123,9 @@ def _tokenizer(folder: Path) -> str | None:
     try:
         stored = json.loads((folder / "tokenizer.json").read_bytes())
         vocabulary = stored["model"]["vocab"]
-        pairs = list(vocabulary.items()) if isinstance(vocabulary, dict) else enumerate(v[0] for v in vocabulary)
-        added = [(token["content"], token["id"]) for token in stored.get("added_tokens", ())]
+        ids = dict(vocabulary if isinstance(vocabulary, dict) else {v[0]: i for i, v in enumerate(vocabulary)})
+        ids.update((token["content"], token["id"]) for token in stored.get("added_tokens", ()))
+        canonical = "\n".join(f"{at} {token}" for at, token in sorted((at, token) for token, at in ids.items()))
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
-    canonical = json.dumps(sorted([list(map(str, pair)) for pair in {*map(tuple, pairs), *added}]))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
