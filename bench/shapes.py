@@ -1,6 +1,6 @@
 """For which families are the tokens the same, with drafts and without, alone and among 32? And do their models load?
 
-    python bench/shapes.py --tiny --dtype float32 --json cpu-fp32.json           # narrow shapes, for a CPU
+    python bench/shapes.py --tiny --seconds 900 --json cpu-fp32.json             # narrow shapes, for a CPU
     python bench/shapes.py --device cuda --dtype bfloat16 --json h200-bf16.json  # real widths, few layers: minutes
     python bench/shapes.py --device cuda --dtype bfloat16 --whole --requests 4 --only llama,qwen3,mistral,gemma3
     python bench/shapes.py --table cpu-fp32.json h200-bf16.json                  # writes docs/exactness.md's table
@@ -270,8 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=AT_ONCE)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=600, help="begin no further family after so long")
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=200, help="begin no further family after so long")
     parser.add_argument("--folder", type=Path, default=None, help="where models are written, one at a time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="results to write the table from")

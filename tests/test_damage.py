@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from conftest import save_model, save_tokenizer, tiny_llama
-from families import save_random
+from families import save_random, tiny_config
 from slipstream import LLM
 from slipstream.cli.main import main
 from slipstream.core.errors import ConfigError, ModelError, UnsupportedModel
@@ -216,3 +216,13 @@ def test_a_family_that_cannot_run_is_named(tmp_path: Path) -> None:
     save_tokenizer(folder)
     with pytest.raises(UnsupportedModel, match=r"cannot be built or run .*use transformers"):
         LLM(folder, device="cpu", memory="16MiB")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts"])
+def test_a_number_without_end_is_refused_at_once(tmp_path: Path, key: str) -> None:
+    """JetMoE's and Mixtral's kin would be built part by part."""
+    folder = save_random(tmp_path / "model", tiny_config("mixtral"))
+    save_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: 10**9, "layer_types": None}))
+    assert f"{key}=1000000000 in config.json, but" in outcome(folder)

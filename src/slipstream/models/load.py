@@ -217,12 +217,14 @@ def quiet_transformers() -> Iterator[None]:
 
 def _check_outline(path: Path, config: PreTrainedConfig, stored: dict[str, Any], trust_remote_code: bool) -> None:
     """Refuse what does not fit before memory is taken: a number of config.json may ask for any amount."""
-    layers = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > len(stored):
-        raise ModelError(
-            f"{path}: num_hidden_layers={layers} in config.json, but there are only {len(stored)} tensors. Fetch the "
-            "model again, or correct its config.json"
-        )
+    layers, experts = len(stored), max((dim for header in stored.values() for dim in header["shape"]), default=0)
+    numbers = {key: value for key, value in vars(config).items() if isinstance(value, int)}
+    for key, value in numbers.items():
+        if (key == "num_hidden_layers" and value > layers) or ("experts" in key and value > max(layers, experts)):
+            raise ModelError(
+                f"{path}: {key}={value} in config.json, but there are only {layers} tensors, and none of more than "
+                f"{experts} rows. Fetch the model again, or correct its config.json"
+            )
     with naming_model(path), quiet_transformers(), torch.device("meta"):
         auto: Any = transformers.AutoModelForCausalLM
         outline: Any = auto.from_config(config, trust_remote_code=trust_remote_code)
