@@ -2,7 +2,7 @@
 
     python bench/shapes.py --tiny --seconds 900 --json cpu-fp32.json             # narrow shapes, for a CPU
     python bench/shapes.py --device cuda --dtype bfloat16 --json h200-bf16.json  # real widths, few layers: minutes
-    python bench/shapes.py --device cuda --dtype bfloat16 --whole --requests 4 --only llama,qwen3,mistral,gemma3
+    python bench/shapes.py --device cuda --dtype bfloat16 --whole --requests 4 --only llama,mistral,qwen3,gemma3
     python bench/shapes.py --table cpu-fp32.json h200-bf16.json                  # writes docs/exactness.md's table
 
 Needs no network and no checkpoint: each model has a published shape and the random weights that transformers begins
@@ -271,7 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=AT_ONCE)
     parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=200, help="begin no further family after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="begin no further family after so long: 200, 500 with --whole"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="where models are written, one at a time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="results to write the table from")
@@ -302,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 40e9
     root = options.folder or (memory if device.type == "cuda" and roomy else None)
     for family in names:
-        if time.perf_counter() - began > options.seconds:
+        if time.perf_counter() - began > (options.seconds or (500 if options.whole else 200)):
             break
         result["rows"].append(measure(family, options, root))
         print(json.dumps(result["rows"][-1]), flush=True)
