@@ -196,7 +196,7 @@ def test_a_drafter_that_hangs_is_dropped_for_good(
         assert not differences(batch, expected, got)
         assert not any(output.speculation.drafted for output in got)
         assert {output.speculation.why for output in got} == {"off: it was late 3 times in a row"}
-        assert llm.snapshot().drops == {(Hangs.name, "late"): 8}
+        assert llm.snapshot().drops == {Hangs.name: {"late": 8}}
         assert len(caplog.records) == 1
         assert "Its thread is at" in caplog.text
         assert "let_go.wait" in caplog.text

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -356,7 +357,7 @@ def test_a_drafter_that_raises_beside_rounds_is_dropped(open_llm: Callable[..., 
     llm = open_llm(drafter=_BadFollower(where), planner="fixed")
     for _ in range(2):
         assert healthy(llm.generate([[5] * 40], SamplingParams(max_tokens=4, ignore_eos=True))[0])
-    assert llm.snapshot().drops == {("bad", "raised"): answers}
+    assert llm.snapshot().drops == {"bad": {"raised": answers}}
 
 
 class _BadHost(_Bad, HostDrafter):
@@ -386,7 +387,8 @@ def test_a_device_drafter_that_raises_is_dropped(
         assert len(said) == 1, "one line for one cause"
         assert said[0].getMessage().startswith("drafter bad failed: it raised RuntimeError")
         assert "out of memory, say" in caplog.text
-        assert drops == {("bad", "raised"): len(failed)}
+        assert drops == {"bad": {"raised": len(failed)}}
+        assert json.loads(json.dumps(asdict(llm.snapshot())))["drops"] == drops, "as the live page has it"
     if where not in ("nowhere", "stop"):  # the answer has ended then
         whys = [answer.speculation.why for output in outputs for answer in output.outputs]
         assert all(why.startswith("off: it raised RuntimeError") for why in whys), whys

@@ -51,8 +51,8 @@ class Snapshot:
     ahead_taken: int = 0  # drafts that the device began before their round was planned, and that it then had
     ahead_wasted: int = 0  # … and that it did not want after all
     dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that nobody asks any more, and why
-    drops: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Answers that went on without a drafter, by drafter and reason: raised, invalid, late, unread."""
+    drops: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By drafter and reason (raised, invalid, late, unread): answers that went on without it."""
     decisions: Mapping[str, int] = field(default_factory=dict)
     """By drafter and round: how often it drafted for an answer ("drafted"), and why it did not (`Undrafted`)."""
 

@@ -69,7 +69,7 @@ class Drafting:
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
         self._fates = Fates(self.undrafted, self.totals)
-        self.drops = Counter[tuple[str, str]]()  # answers that went on without a drafter, by drafter and reason
+        self.drops = {name: Counter[str]() for name in drafters}  # by reason: answers that went on without it
         self.raised: DrafterError | None = None  # … what a strict engine raised last
         self._log = FailureLog(strict=strict)
         hosts = {n: d for n, d in drafters.items() if isinstance(d, HostDrafter)}
@@ -415,7 +415,7 @@ class Drafting:
             answer.refused[name] = failure.why
             answer.output.speculation.of(name).failures += 1
             self.totals[name].failures += 1
-            self.drops[name, failure.reason] += 1
+            self.drops[name][failure.reason] += 1
 
     def _check(self) -> None:
         """Raise what a drafter did wrong since the last call, if the engine is strict."""

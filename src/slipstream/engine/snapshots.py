@@ -44,7 +44,7 @@ def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, 
         ahead_taken=counters.ahead_taken,
         ahead_wasted=counters.ahead_wasted,
         dropped={name: guard.dropped.why for name, guard in drafting.guards.items() if guard.dropped is not None},
-        drops=dict(drafting.drops),
+        drops={name: dict(reasons) for name, reasons in drafting.drops.items() if reasons},
         plan=_plan(drafting),
         gains=drafting.planner.gains(),
         decisions={

@@ -147,8 +147,9 @@ class _EngineCollector(Collector):
             "it was too slow, and is not asked any more.",
             labels=["model_name", "drafter", "reason"],
         )
-        for (drafter, reason), count in now.drops.items():
-            drops.add_metric([self._model, drafter, reason], count)
+        for drafter, reasons in now.drops.items():
+            for reason, count in reasons.items():
+                drops.add_metric([self._model, drafter, reason], count)
         yield drops
         yield self._by("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late.items())
         about = "Shapes of drafts that are no graph."
