@@ -1,4 +1,4 @@
-"""How many prompt tokens a pass should have (`max_batch_tokens`): when first tokens come, and what it costs.
+"""How many prompt tokens a pass should have (`max_num_batched_tokens`): when first tokens come, and what it costs.
 
 For each size: prompts that come at once, with the times of their first tokens and of the last token of all, and one
 long prompt alone. Sizes take turns, and the quickest run of each counts: what else a machine does only slows one down.
@@ -47,7 +47,7 @@ def main() -> None:
                     drafter=options.drafter,
                     device=options.device,
                     memory=options.memory,
-                    max_batch_tokens=size,
+                    max_num_batched_tokens=size,
                 )
             )
             for size in sizes

@@ -80,7 +80,7 @@ def test_wide_chunks_share_passes_where_they_may(rows: list[int]) -> None:
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
 def test_bad_words_with_a_prompt_in_chunks(open_llm: Callable[..., LLM], rounds: str) -> None:
     """A pass may emit nothing at all."""
-    llm = open_llm(drafter=None, max_batch_tokens=32, rounds=rounds)
+    llm = open_llm(drafter=None, max_num_batched_tokens=32, rounds=rounds)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     neighbour, long = llm.generate([[1, 2, 3], list(range(40, 140))], [params, replace(params, bad_words=["ab"])])
     assert [o.outputs[0].error for o in (neighbour, long)] == [None, None]

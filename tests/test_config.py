@@ -18,8 +18,8 @@ from slipstream.engine.config import EngineConfig, parse_bytes
         {"memory": 1},
         {"memory": 0.9},
         {"max_model_len": 2},
-        {"max_num_seqs": 1, "max_batch_tokens": 1, "max_draft_rows": 1},
-        {"max_num_seqs": 256, "max_batch_tokens": 256, "max_draft_rows": 256},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_draft_rows": 1},
+        {"max_num_seqs": 256, "max_num_batched_tokens": 256, "max_draft_rows": 256},
         {"page_size": 1},
         {"draft_tokens": 0},
         {"draft_tokens": 63},
@@ -44,8 +44,8 @@ def test_what_is_right_passes(options: dict[str, Any]) -> None:
         ("max_num_seqs", True, "1 or more"),
         ("max_model_len", True, "a whole number, or None"),
         ("max_num_seqs", 2.0, "1 or more"),
-        ("max_batch_tokens", 0, "1 or more"),
-        ("max_batch_tokens", 31, "at least max_num_seqs=32"),
+        ("max_num_batched_tokens", 0, "1 or more"),
+        ("max_num_batched_tokens", 31, "at least max_num_seqs=32"),
         ("max_draft_rows", 0, "1 or more"),
         ("max_draft_rows", 31, "at least max_num_seqs=32"),
         ("page_size", 0, "1 or more"),
@@ -63,19 +63,21 @@ def test_what_is_wrong_explains_itself(key: str, value: Any, remedy: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "tokens"),
+    ("options", "device", "step", "single"),
     [
-        ({}, "cpu", 192),
-        ({}, "cuda", 2048),
-        ({"max_num_seqs": 96}, "cpu", 192),
-        ({"max_num_seqs": 97}, "cpu", 194),
-        ({"max_num_seqs": 256}, "cpu", 512),
-        ({"max_num_seqs": 256}, "cuda", 2048),
-        ({"max_num_seqs": 256, "max_batch_tokens": 256}, "cpu", 256),
+        ({}, "cpu", 192, 192),
+        ({}, "cuda", 8192, 2048),
+        ({"max_num_seqs": 96}, "cpu", 192, 192),
+        ({"max_num_seqs": 97}, "cpu", 194, 194),
+        ({"max_num_seqs": 256}, "cpu", 512, 512),
+        ({"max_num_seqs": 256, "max_num_batched_tokens": 256}, "cpu", 256, 256),
+        ({"max_num_batched_tokens": 1024}, "cuda", 1024, 1024),
+        ({"max_num_batched_tokens": 16384}, "cuda", 16384, 2048),
     ],
 )
-def test_a_pass_leaves_room_for_prompts(options: dict[str, Any], device: str, tokens: int) -> None:
-    assert EngineConfig(**options).batch_tokens(device) == tokens
+def test_a_step_leaves_room_for_prompts(options: dict[str, Any], device: str, step: int, single: int) -> None:
+    config = EngineConfig(**options)
+    assert (config.step_tokens(device), config.pass_tokens(device)) == (step, single)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_first_tokens_of_many_alike_are_near_each_other(
     tiny_target: Path, kind: type[Stepper] | type[Queue], seats: int
 ) -> None:
     """64 requests that come at once: the last one to begin waits less than five times as long as most, in rounds."""
-    bench = kind(tiny_target, None, max_num_seqs=seats, max_batch_tokens=64)
+    bench = kind(tiny_target, None, max_num_seqs=seats, max_num_batched_tokens=64)
     begun: dict[int, int] = {}
     rounds = 0
 

@@ -208,7 +208,7 @@ def test_every_guess_is_the_heads_own(forgetful: Path, kind: Any, shape: dict[st
     """No row is missing, stale or out of place: after prompts in chunks, beside others, after right guesses."""
     jobs = [job(1, 26), job(37, 24), job(5, 22, joins=2)]
     drafter = Noting(DoubtingHead(forgetful), **shape)
-    bench = kind(forgetful, drafter, page_size=4, max_batch_tokens=24, max_num_seqs=8)
+    bench = kind(forgetful, drafter, page_size=4, max_num_batched_tokens=24, max_num_seqs=8)
     outs = bench.run(jobs)
     whole = texts(jobs, outs)
     assert 5 < sum(out.speculation.accepted for out in outs) < 0.9 * sum(out.speculation.drafted for out in outs)

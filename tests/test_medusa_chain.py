@@ -103,7 +103,7 @@ def test_preempted_and_forked_requests(tiny_target: Path, chained: Path, rounds:
         pages=18,
         page_size=4,
         max_num_seqs=4,
-        max_batch_tokens=12,
+        max_num_batched_tokens=12,
         max_model_len=48,
         draft_tokens=6,
         rounds=rounds,

@@ -53,7 +53,7 @@ def arrivals(speculation: SpeculationParams = ON, n: int = 1) -> list[Arrival]:
 
 def test_its_cache_stays_right(tiny_target: Path, tiny_draft: Path) -> None:
     """Over accepted, partly accepted and rejected drafts, of requests that come and go."""
-    bench = Stepper(tiny_target, f"model:{tiny_draft}", max_num_seqs=3, max_batch_tokens=16)
+    bench = Stepper(tiny_target, f"model:{tiny_draft}", max_num_seqs=3, max_num_batched_tokens=16)
     errors: list[float] = []
     on = bench.run(arrivals(), lambda: errors.append(draft_error(bench)))
     assert max(errors) < 1e-5
@@ -131,7 +131,7 @@ def test_preempted_requests_draft_again(tiny_target: Path, n: int) -> None:
         pages=14,
         page_size=4,
         max_num_seqs=4,
-        max_batch_tokens=12,
+        max_num_batched_tokens=12,
         max_model_len=48,
         draft_tokens=5,
     )
@@ -146,7 +146,7 @@ def test_preempted_requests_draft_again(tiny_target: Path, n: int) -> None:
 
 def test_a_long_prompt_is_read_in_chunks(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of the draft has no more rows than the target's. Until it has read all, the request goes on undrafted."""
-    bench = Stepper(tiny_target, f"model:{tiny_target}", max_num_seqs=2, max_batch_tokens=16)
+    bench = Stepper(tiny_target, f"model:{tiny_target}", max_num_seqs=2, max_num_batched_tokens=16)
     drafter = drafter_of(bench)
     forward, sizes = drafter.runner.forward, []
 

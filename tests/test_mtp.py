@@ -75,7 +75,7 @@ def test_the_same_tokens_as_without(open_llm: Callable[..., LLM], target: Path, 
 def test_preempted_and_forked(tmp_path: Path, rounds: str, modules: int, n: int) -> None:
     folder = save_with_modules(tmp_path / "target", MTP["mimo"], modules)
     bench = Stepper(
-        folder, "mtp", pages=18, page_size=4, max_num_seqs=4, max_batch_tokens=12, max_model_len=48, rounds=rounds
+        folder, "mtp", pages=18, page_size=4, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48, rounds=rounds
     )
     params = SamplingParams(max_tokens=20, ignore_eos=True, n=n)
     together = [Arrival(5 + 3 * i, replace(params, seed=i, temperature=i % 2)) for i in range(5)]
@@ -166,7 +166,7 @@ def test_every_guess_is_the_modules_own(
     """No row is missing, stale or out of place: after prompts in chunks, beside others, after right guesses."""
     folder = save_with_modules(tmp_path / "target", MTP[family], modules)
     drafter = Noting(MtpHead.open(folder, open_model(folder, torch.float32, CPU)), depth=depth)
-    bench = kind(folder, drafter, page_size=4, max_num_seqs=4, max_batch_tokens=6)
+    bench = kind(folder, drafter, page_size=4, max_num_seqs=4, max_num_batched_tokens=6)
     if moody:
         bench.engine.drafting.planner = Moody()
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=FEW)

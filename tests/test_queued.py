@@ -198,7 +198,7 @@ def test_chunks_of_a_long_prompt_beside_decodes(tiny_target: Path) -> None:
     arrivals = [Arrival(3, params), *(Arrival(n, replace(params, seed=n), 2) for n in (16, 17, 33, 100))]
     want = Stepper(tiny_target, None, rounds="eager").run(arrivals)
     for drafter in (None, "ngram", f"model:{tiny_target}"):
-        bench = Stepper(tiny_target, drafter, rounds="queued", max_num_seqs=5, max_batch_tokens=16)
+        bench = Stepper(tiny_target, drafter, rounds="queued", max_num_seqs=5, max_num_batched_tokens=16)
         got = bench.run(arrivals)
         assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
         if drafter and drafter.startswith("model"):

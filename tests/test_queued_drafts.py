@@ -98,7 +98,7 @@ class TestModelDrafter:
                 self.rounds += 1
                 return [0 if self.rounds % every else cap for cap in caps]
 
-        bench = Queue(tiny_target, f"model:{tiny_target}", max_batch_tokens=room, max_num_seqs=4)
+        bench = Queue(tiny_target, f"model:{tiny_target}", max_num_batched_tokens=room, max_num_seqs=4)
         arrivals = [Arrival(4 + i, replace(PARAMS, max_tokens=200, seed=i), 2 * i) for i in range(3)]
         bench.engine.drafting.planner = Moody()
         got = bench.run(arrivals)
@@ -218,7 +218,7 @@ class TestModelDrafter:
                 assert int(ids.max()) < 300
             return call(self, context, ids, positions, rows)
 
-        llm = open_llm(target, drafter=f"model:{short}", planner="fixed", rounds="queued", max_batch_tokens=16)
+        llm = open_llm(target, drafter=f"model:{short}", planner="fixed", rounds="queued", max_num_batched_tokens=16)
         monkeypatch.setattr(Runner, "_call", note)
         params = replace(PARAMS, max_tokens=40)
         llm.generate([[1] * 10, [2] * 30, [3] * 70, [4]], params)

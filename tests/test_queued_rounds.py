@@ -168,7 +168,7 @@ class TestLeaving:
         arrivals = [Arrival(5 + 3 * i, replace(params, seed=i, temperature=i % 2)) for i in range(5)]
         want = [a.token_ids for a in Stepper(tiny_target, None).run(arrivals)]
         made: Any = None if drafter is None else f"model:{tiny_target}" if drafter == "model" else Letters()
-        shape: dict[str, Any] = {"page_size": 4, "max_num_seqs": 4, "max_batch_tokens": 12, "max_model_len": 48}
+        shape: dict[str, Any] = {"page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 48}
         bench = Queue(tiny_target, made, pages=14, **shape)
         got = bench.run(arrivals)
         assert bench.engine.scheduler.preemptions > 0
@@ -199,7 +199,7 @@ class Interleaving:
 @pytest.fixture(scope="module", params=["model", "letters"])
 def interleaving(request: pytest.FixtureRequest, tiny_target: Path, tiny_draft: Path) -> Interleaving:
     drafter: Any = f"model:{tiny_draft}" if request.param == "model" else Letters()
-    shape: dict[str, Any] = {"page_size": 4, "max_num_seqs": 3, "max_batch_tokens": 7, "max_model_len": 48}
+    shape: dict[str, Any] = {"page_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 7, "max_model_len": 48}
     return Interleaving(Queue(tiny_target, drafter, pages=20, **shape))
 
 

@@ -93,7 +93,7 @@ def test_the_same_answers_as_plain_rounds_give(tiny_target: Path, tiny_draft: Pa
     config: dict[str, Any] = {
         "page_size": page_size,
         "max_num_seqs": dice.choice([2, 4, 8]),
-        "max_batch_tokens": dice.choice([16, 64, 160]),
+        "max_num_batched_tokens": dice.choice([16, 64, 160]),
         "max_draft_rows": dice.choice([16, 64]),
         "planner": dice.choice(["fixed", "adaptive"]),
         "max_model_len": LONGEST,
@@ -124,7 +124,7 @@ def test_drafts_begun_ahead_of_their_rounds(tiny_target: Path, tiny_draft: Path,
     config: dict[str, Any] = {
         "page_size": 4,
         "max_num_seqs": dice.choice([2, 4]),
-        "max_batch_tokens": dice.choice([64, 160]),
+        "max_num_batched_tokens": dice.choice([64, 160]),
         "planner": dice.choice(["fixed", "adaptive"]),
         "max_model_len": LONGEST,
     }

@@ -14,6 +14,7 @@ from conftest import VOCAB
 from scripted import Answers, Right
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.outputs import CompletionOutput
+from slipstream.engine.allowance import PromptAllowance
 from slipstream.engine.chunks import Chunk, ChunkRule
 from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.state import Answer, Job, Phase
@@ -53,7 +54,12 @@ class World:
     """A scheduler with an engine around it that computes nothing: a cache slot holds the token written to it."""
 
     def __init__(
-        self, pages: int = PAGES, chunks: ChunkRule | None = None, most_kept: int | None = None, seats: int = SEATS
+        self,
+        pages: int = PAGES,
+        chunks: ChunkRule | None = None,
+        most_kept: int | None = None,
+        allowance: PromptAllowance | None = None,
+        seats: int = SEATS,
     ) -> None:
         self.pool = PagePool(pages, PAGE, most_kept)
         self.prefixes = PrefixStore(self.pool)
@@ -69,6 +75,7 @@ class World:
             copy_pages=self.copy_pages,
             on_admit=self.on_admit,
             on_release=self.admitted.discard,
+            allowance=allowance,
         )
 
     def on_admit(self, answer: Answer) -> None:

@@ -47,7 +47,7 @@ class Slow:
 
 class TestCompany:
     def test_a_long_prompt_does_not_stop_a_running_answer(self, open_llm: Callable[..., LLM]) -> None:
-        llm = open_llm(max_batch_tokens=16, drafter=None)
+        llm = open_llm(max_num_batched_tokens=16, drafter=None)
         slow = Slow(llm)
         params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
         running = llm.stream([1, 2, 3], params)

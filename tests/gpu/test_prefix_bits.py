@@ -32,14 +32,14 @@ def ask(llm: LLM, length: int, end: int) -> RequestOutput:
     return llm.generate([[*TEXT[: length - 3], end, end + 1, end + 2]], PARAMS)[0]
 
 
-@pytest.mark.parametrize("max_batch_tokens", [None, 512])
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 512])
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_to_the_last_bit(
-    dtype: str, drafted: bool, max_batch_tokens: int | None, target: Path, tiny_draft: Path
+    dtype: str, drafted: bool, max_num_batched_tokens: int | None, target: Path, tiny_draft: Path
 ) -> None:
     drafter = f"model:{tiny_draft}" if drafted else None
-    how = {"drafter": drafter, "max_batch_tokens": max_batch_tokens}
+    how = {"drafter": drafter, "max_num_batched_tokens": max_num_batched_tokens}
     with open_on_gpu(target, dtype, **how) as llm:
         fresh = [ask(llm, length, length % 200) for length in LENGTHS]
         shares = llm.engine.target.shares_wide

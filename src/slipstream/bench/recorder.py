@@ -202,7 +202,7 @@ class Recorder:
             config.page_size,
             engine.plan.max_model_len,
             config.max_num_seqs,
-            config.batch_tokens(engine.target.device.type),
+            config.pass_tokens(engine.target.device.type),
             config.draft_rows,
             config.draft_tokens,
             ROW_SLOPE[engine.target.device.type],

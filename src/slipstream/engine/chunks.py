@@ -11,9 +11,14 @@ from dataclasses import dataclass
 
 from slipstream.engine.state import Answer
 
-_PASSES = 4
-"""Passes over prompts between two rounds, where they are passes of their own: one request's has one of them, but those
-that came together shall decode together, and every round that some of them miss is one more for all."""
+_LEAST = 16
+"""Rows that a prompt may always take: fewer would cost a pass nearly as much."""
+_PIECE_S = 0.04
+_PIECE_FLOPS = 5e14
+"""What a piece of a prompt may take on a fast GPU, and its speed. The size of a piece decides a prompt's bits, so it
+follows from the model alone; how many pieces a step takes follows from their measured time (`allowance.py`)."""
+_LEAST_PIECE = 512
+"""Rows below which a piece would no longer keep a fast GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,13 @@ class ChunkRule:
 
     max_rows: int
 
+    @property
+    def least(self) -> int:
+        """Rows of prompts that a step takes at least, if it takes any."""
+        return min(_LEAST, self.max_rows)
+
     def room(self, decodes: int) -> int:
-        """Rows for chunks in a pass with so many decodes."""
+        """Rows for chunks in a step with this number of decodes."""
         return self.max_rows - decodes
 
     def rows(self, answer: Answer, room: int) -> int:
@@ -80,9 +90,14 @@ class OwnChunks(ChunkRule):
     together: int
     wide_together: int = 0  # rows of chunks larger than narrow ones that share a pass; 0: none do
     grain: int = 1
+    step_rows: int = 0  # of all passes over prompts in one step; 0: one block
+
+    @property
+    def least(self) -> int:
+        return self.max_rows
 
     def room(self, decodes: int) -> int:
-        return _PASSES * self.max_rows  # chunks and decodes have passes of their own
+        return self.step_rows or self.max_rows  # chunks and decodes have passes of their own
 
     def rows(self, answer: Answer, room: int) -> int:
         start = answer.cached
@@ -129,6 +144,14 @@ class OwnChunks(ChunkRule):
         if place >= last or rows <= self.narrow:
             return _NARROW
         return _TOGETHER if self.wide_together else _ALONE
+
+
+def piece_rows(row_flops: float, most: int) -> int:
+    """Rows of the blocks that a prompt is cut into on a GPU: `most`, or fewer for a model that would take too long."""
+    rows = most
+    while rows // 2 >= _LEAST_PIECE and rows * row_flops > _PIECE_S * _PIECE_FLOPS:
+        rows //= 2
+    return rows
 
 
 def _shared(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:

@@ -13,7 +13,8 @@ PlannerName = Literal["adaptive", "fixed"]
 RoundsName = Literal["queued", "eager"]
 
 _DRAFT_ROWS = 256
-_BATCH_TOKENS = {"cpu": 192, "cuda": 2048}
+_STEP_TOKENS = {"cpu": 192, "cuda": 8192}
+_PASS_TOKENS = 2048
 _FEW_BYTES = 1024
 """Fewer than any page has."""
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
@@ -28,8 +29,8 @@ class EngineConfig:
         a CPU. None: a sensible part of what is free.
     max_model_len: longest prompt plus answer; None: as long as the model and the memory allow.
     max_num_seqs: most requests that run at once.
-    max_batch_tokens: most prompt tokens computed in one pass: larger is faster, smaller lets others decode sooner;
-        None: 192 on a CPU, 2048 on a GPU, or two for each of max_num_seqs.
+    max_num_batched_tokens: most prompt tokens that one step reads. Beside requests that decode it reads fewer, by their
+        measured time; None: 192 on a CPU, 8192 on a GPU, or two for each of max_num_seqs.
     max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests; None: 256, or one for
         each of max_num_seqs.
     page_size: tokens of a page of the cache.
@@ -56,7 +57,7 @@ class EngineConfig:
     memory: int | float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
-    max_batch_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
     max_draft_rows: int | None = None
     page_size: int = 16
     draft_tokens: int | None = None
@@ -76,9 +77,9 @@ class EngineConfig:
             self._check(key, getattr(self, key) is None or _whole(getattr(self, key)), "a whole number, or None")
         for key in ("max_num_seqs", "page_size"):
             self._check(key, _whole(getattr(self, key)) and getattr(self, key) >= 1, "1 or more")
-        rows, tokens = self.max_draft_rows, self.max_batch_tokens
+        rows, tokens = self.max_draft_rows, self.max_num_batched_tokens
         self._check("max_draft_rows", rows is None or (_whole(rows) and rows >= 1), "1 or more")
-        self._check("max_batch_tokens", tokens is None or (_whole(tokens) and tokens >= 1), "1 or more")
+        self._check("max_num_batched_tokens", tokens is None or (_whole(tokens) and tokens >= 1), "1 or more")
         self._check("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more")
         self._check("memory", self.memory is None or _size(self.memory), "whole bytes, or a part such as 0.9")
         self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
@@ -102,7 +103,7 @@ class EngineConfig:
             "max_draft_rows", rows is None or rows >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
         )
         self._check(
-            "max_batch_tokens",
+            "max_num_batched_tokens",
             tokens is None or tokens >= self.max_num_seqs,
             f"at least max_num_seqs={self.max_num_seqs}",
         )
@@ -112,9 +113,13 @@ class EngineConfig:
         """Most rows of one pass that are last tokens or guesses."""
         return self.max_draft_rows or max(_DRAFT_ROWS, self.max_num_seqs)
 
-    def batch_tokens(self, device: str) -> int:
-        """Most prompt tokens of one pass on a device of this type. Those who decode leave half of it, however many."""
-        return self.max_batch_tokens or max(_BATCH_TOKENS[device], 2 * self.max_num_seqs)
+    def step_tokens(self, device: str) -> int:
+        """Most prompt tokens of one step on a device of this type. Decodes leave half of it at least."""
+        return self.max_num_batched_tokens or max(_STEP_TOKENS[device], 2 * self.max_num_seqs)
+
+    def pass_tokens(self, device: str) -> int:
+        """Most prompt tokens of one of its passes."""
+        return min(self.step_tokens(device), max(_PASS_TOKENS, 2 * self.max_num_seqs))
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:

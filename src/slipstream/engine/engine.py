@@ -20,6 +20,7 @@ from slipstream.core.snapshot import Snapshot
 from slipstream.core.verdict import Verdict, Verdicts
 from slipstream.drafters.base import DeviceDrafter, Drafter, Services
 from slipstream.engine.admission import Admission
+from slipstream.engine.allowance import LONGEST_S, PromptAllowance
 from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.counters import Counters
@@ -81,14 +82,16 @@ class Engine:
         target.tap(Taps.union([drafter.taps for drafter in on_device]))
         self.cache = target.new_cache(plan.num_pages + self.spare, config.page_size)
         self.sampling = SamplingTable(config.max_num_seqs + self.spare, target.vocab_size, target.device)
+        self.allowance = PromptAllowance(LONGEST_S[target.device.type])
         self.scheduler = Scheduler(
             self.pool,
             max_running=config.max_num_seqs,
-            chunks=self._chunk_rule(config.batch_tokens(target.device.type)),
+            chunks=self._chunk_rule(config),
             copy_pages=self._copy_pages,
             on_admit=self._admitted,
             on_release=self._released,
             prefixes=self.prefixes,
+            allowance=self.allowance,
             ahead=max([drafter.reads_ahead for drafter in on_device], default=1),
         )
         self.drafting = Drafting(
@@ -119,7 +122,7 @@ class Engine:
             self.pool,
             self.tables.__getitem__,
             self.sampling,
-            config.batch_tokens(target.device.type),
+            config.pass_tokens(target.device.type),
             plan.num_pages + self.spare,
         )
         features = self.cache.features
@@ -128,8 +131,8 @@ class Engine:
             view = TapView.of(taps, target.taps, features) if taps and features is not None else None
             drafter.attach(replace(services, taps=view))
 
-    def _chunk_rule(self, max_rows: int) -> ChunkRule:
-        return ChunkRule(max_rows)
+    def _chunk_rule(self, config: EngineConfig) -> ChunkRule:
+        return ChunkRule(config.step_tokens(self.target.device.type))
 
     @property
     def busy(self) -> bool:
@@ -224,6 +227,7 @@ class Engine:
         rows = packed.batch.num_rows - read_rows
         hoped = self.drafting.planner.hoped
         times = RoundTimes(host, proposed - planned, verified - proposed, rows, read_rows, hoped)
+        self.allowance.observe(read_rows, times.draft + times.verify + times.host, None, bool(schedule.decodes))
         self._account(schedule, packed, told, kept, times)
         self._report(packed.emitting)
 

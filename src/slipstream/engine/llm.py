@@ -47,7 +47,7 @@ class LLM:
     dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
     memory: for caches and workspace beyond the weights, as bytes, "2GiB", or a part such as "90%" (`EngineConfig`).
     max_draft_memory: most of the cache for drafts, as bytes, "512MB", or a part such as 0.2; None: no limit.
-    max_model_len, max_num_seqs, max_batch_tokens, max_draft_rows, planner, min_gain, measure_costs, warm_up,
+    max_model_len, max_num_seqs, max_num_batched_tokens, max_draft_rows, planner, min_gain, measure_costs, warm_up,
         rounds, graphs, prefix_caching, max_queue, strict_drafter: see `EngineConfig`.
     force_pair: load a drafter that was trained for another model all the same; its guesses will seldom be right.
     trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
@@ -71,7 +71,7 @@ class LLM:
         memory: str | int | float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
-        max_batch_tokens: int | None = None,
+        max_num_batched_tokens: int | None = None,
         max_draft_rows: int | None = None,
         trust_remote_code: bool = False,
         force_pair: bool = False,
@@ -106,7 +106,7 @@ class LLM:
             memory=parse_share(memory, "memory"),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_draft_rows=max_draft_rows,
             draft_tokens=draft_tokens,
             planner=planner,

@@ -21,7 +21,8 @@ from torch import Tensor
 from slipstream.core.draft import Tree
 from slipstream.core.verdict import NOBODY, Verdict
 from slipstream.drafters.base import DeviceDrafter
-from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
+from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks, piece_rows
+from slipstream.engine.config import EngineConfig
 from slipstream.engine.draft_ahead import DraftAhead
 from slipstream.engine.draft_loops import DraftFailed, Drafts
 from slipstream.engine.followers import QueuedFollowers
@@ -284,9 +285,17 @@ class QueuedEngine(TellingEngine):
             self._crowd = Crowd(list(answers), features, reads)
         return self._crowd
 
-    def _chunk_rule(self, max_rows: int) -> ChunkRule:
-        shared = min(max_rows, WIDE_SIZES[-1]) if self.target.shares_wide else 0
-        self._own_chunks = OwnChunks(max_rows, WIDE_ROWS, SHARED_ROWS, shared, self.target.wide_grain)
+    def _chunk_rule(self, config: EngineConfig) -> ChunkRule:
+        most = config.pass_tokens(self.target.device.type)
+        shared = min(most, WIDE_SIZES[-1]) if self.target.shares_wide else 0
+        self._own_chunks = OwnChunks(
+            piece_rows(self.target.row_flops, most),
+            WIDE_ROWS,
+            SHARED_ROWS,
+            shared,
+            self.target.wide_grain,
+            config.step_tokens(self.target.device.type),
+        )
         return self._own_chunks
 
     def _read_prompts(self, chunks: Sequence[Chunk], members: list[Member]) -> tuple[Tensor | None, Tensor | None]:
@@ -373,6 +382,9 @@ class QueuedEngine(TellingEngine):
         else:
             verify_s = max(0.0, lasted_s - ticket.guessed_s)
             times = RoundTimes(0.0, ticket.guessed_s, verify_s, *shape)
+        timed_read_s = read_s if ticket.marks else None
+        if not ticket.is_new:
+            self.allowance.observe(ticket.read_rows, lasted_s, timed_read_s, bool(ticket.decodes))
         waited = Waited(beyond=times.host)
         if idle_s is not None:
             waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import RequestError
+from slipstream.engine.allowance import PromptAllowance
 from slipstream.engine.chunks import Chunk, ChunkRule
 from slipstream.engine.line import WaitingLine, turn_of
 from slipstream.engine.state import Answer, Phase
@@ -40,6 +41,7 @@ class Scheduler:
     """Owns the queues, the pages and the slots.
 
     on_admit and on_release tell the engine that an answer got its pages and slot, or is about to lose them.
+    allowance: bounds the time that prompts take beside decodes; None: only the room of a pass bounds them.
     ahead: what a place holds for drafters depends on so many tokens behind it.
     """
 
@@ -53,6 +55,7 @@ class Scheduler:
         on_admit: Callable[[Answer], None],
         on_release: Callable[[Answer], None],
         prefixes: PrefixStore | None = None,
+        allowance: PromptAllowance | None = None,
         ahead: int = 1,
     ) -> None:
         self.pool = pool
@@ -65,6 +68,8 @@ class Scheduler:
         self._slots = list(range(max_running))  # a heap
         self._turns = itertools.count()
         self._chunks = chunks
+        self._allowance = allowance
+        self._yielded = False  # the oldest prompt left the last step to others, since a piece of it fills a step
         self._ahead = ahead
         self._copy_pages = copy_pages
         self._on_admit = on_admit
@@ -104,17 +109,28 @@ class Scheduler:
         if self.preemptions > before:
             plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]
         reading = [answer for answer in reading if answer.phase is Phase.RUNNING]
-        self._share(plan, reading, self._chunks.room(len(plan.decodes)))
+        room = self._chunks.room(len(plan.decodes))
+        if self._allowance is not None and plan.decodes:
+            room = min(room, self._allowance.rows(self._chunks.least))
+            reading = [answer for answer in reading if self._may_read(answer, plan)]
+        self._share(plan, reading, room)
         return plan
 
-    def _share(self, plan: Schedule, reading: Sequence[Answer], room: int) -> None:
-        """Divide the room of a pass among prompts, so that a long one keeps nobody waiting, and is not kept waiting.
+    def _may_read(self, answer: Answer, plan: Schedule) -> bool:
+        return self._allowance is None or self._allowance.may_read(answer, plan.decodes)
 
-        The oldest always goes on: to its end, if there is room for that, else with half of the room and what the others
-        leave. Of them come first those who will be done, the shortest before the others, and then those who wait.
+    def _share(self, plan: Schedule, reading: Sequence[Answer], room: int) -> None:
+        """Divide the room of a step among prompts, so that a long one neither delays the others nor waits for them.
+
+        The oldest goes on in every step: to its end if there is room for that, else with half of the room and what the
+        others leave. Where one piece of it fills the step, it leaves every second step to the others. Of these come
+        first those that will be done, the shortest before the others, and then the waiting ones.
         """
         oldest, others = reading[:1], reading[1:]
         kept = self._chunks.first(oldest[0], room) if oldest else 0
+        self._yielded = bool(room <= kept < oldest[0].pending and (others or self.waiting)) and not self._yielded
+        if self._yielded:
+            kept = 0
         room -= kept
         for answer in sorted(others, key=lambda answer: answer.pending):
             if answer.pending <= room:
@@ -130,6 +146,8 @@ class Scheduler:
         rows = self._chunks.rows(answer, room)
         if rows:
             plan.chunks.append(Chunk(answer, rows))
+            if self._allowance is not None:
+                self._allowance.borrow(rows, answer, plan.decodes)
         return rows
 
     def reserve_draft(self, answer: Answer, nodes: int) -> int:
@@ -184,6 +202,9 @@ class Scheduler:
                     passed_over.append(answer)  # its prompt is being computed by its sibling
                     continue
                 admitted = self._fork(answer, answer.leader)
+            elif not self._may_read(answer, plan):
+                passed_over.append(answer)
+                break
             else:
                 admitted = self._start(answer)
             if not admitted:

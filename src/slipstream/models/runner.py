@@ -67,6 +67,7 @@ class Runner:
         )
         theirs = set() if target is None else {id(p) for p in target.model.parameters()}
         self.weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in theirs)
+        self.row_flops = _row_flops(model, config)
         self.swaps = "none"
         self.parity: Parity | None = None  # None: not checked
         self.taps = Taps()  # hidden states that passes keep in the cache
@@ -245,6 +246,16 @@ def open_unchecked(
         return Runner(load(), config)
     check_fits(path, config, *shape_of(target.model))
     return Runner(lend(load(config=without_words(config), lent=LENT), target.model), config, target)
+
+
+def _row_flops(model: PreTrainedModel, config: PreTrainedConfig) -> float:
+    """What the products of all layers compute for one row. Of experts only those count that a row is sent to."""
+    words = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    sizes = {name: p.numel() for name, p in model.named_parameters() if id(p) not in words}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    active = min(1.0, (getattr(config, "num_experts_per_tok", None) or count) / count)
+    return 2.0 * (sum(sizes.values()) - (1 - active) * experts)
 
 
 def _num_layers(config: PreTrainedConfig) -> int:

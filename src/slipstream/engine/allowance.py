@@ -1,0 +1,61 @@
+"""How many prompt tokens a step may read while other requests decode, decided by time as measured on this machine.
+
+A prompt that arrives while streams run gets `SHARE` of the time, and no step reads prompts for longer than `LONGEST_S`:
+a stream keeps half of its speed, and the prompt takes little more than twice its time alone. A stream that began after
+a prompt arrived has no claim against that prompt, so requests that arrive together do not hold each other up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.engine.state import Answer
+
+SHARE = 0.46
+"""Part of the time that prompts get beside streams with a claim. Half would leave nothing for the rest of a step."""
+LONGEST_S = {"cpu": 0.22, "cuda": 0.04}
+"""Seconds of a step that go to prompts beside streams: with the step's own part, a gap of 0.3 s and 50 ms."""
+_REPAY = (1 - SHARE) / SHARE
+_FADE = 0.8
+"""Weight of what was measured before, at each new measurement: the machine may be busy only for a while."""
+
+
+class PromptAllowance:
+    """A budget in seconds. Reading a prompt borrows time from the streams that it delays; decoding pays it back."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._owed_s = 0.0
+        self._rows = self._seconds = 0.0  # of prompts that were read, faded
+        self._decode_s = 0.0  # a step without prompts
+
+    def rows(self, least: int) -> int:
+        """Prompt rows that a step may read beside streams. `least` where nothing was measured, and at least that."""
+        return max(least, int(self._longest_s * self._rows / self._seconds)) if self._seconds else least
+
+    def may_read(self, answer: Answer, decodes: Sequence[Answer]) -> bool:
+        """While time is owed, only prompts that delay no stream with a claim are read."""
+        return self._owed_s <= 0 or not _claim(answer, decodes)
+
+    def borrow(self, rows: int, answer: Answer, decodes: Sequence[Answer]) -> None:
+        """A step will read these rows of the answer's prompt."""
+        if self._rows:
+            self._owed_s += rows * self._seconds / self._rows * _REPAY * _claim(answer, decodes)
+
+    def observe(self, read_rows: int, lasted_s: float, read_s: float | None, decodes: bool) -> None:
+        """A step is over. read_s: what its prompts took; None: they shared a pass with the decodes."""
+        if read_s is None:
+            read_s = max(0.0, lasted_s - self._decode_s) if decodes else lasted_s
+        if read_rows:
+            self._rows = self._rows * _FADE + read_rows
+            self._seconds = self._seconds * _FADE + read_s
+        elif decodes:
+            self._decode_s = lasted_s
+        self._owed_s = max(0.0, self._owed_s - (lasted_s - read_s)) if decodes else 0.0
+
+
+def _claim(answer: Answer, decodes: Sequence[Answer]) -> float:
+    """The part of the streams that had begun when the prompt arrived."""
+    arrived = answer.job.arrived
+    older = [one for one in decodes if 0 < one.output.timing.first_token_s <= arrived - one.job.arrived]
+    return len(older) / len(decodes) if decodes else 0.0
