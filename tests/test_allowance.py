@@ -1,4 +1,4 @@
-"""Prompts and streams share a step by time: a long prompt halves a stream at most, and comes within 2.4 times its time."""
+"""Prompts and streams share steps by time: a long prompt halves a stream at most and takes 2.4 times its time alone."""
 
 from __future__ import annotations
 
@@ -118,9 +118,7 @@ def test_a_stream_that_is_owed_nothing_leaves_the_prompt_alone() -> None:
     assert second.generated
 
 
-@pytest.mark.parametrize(
-    ("billions", "rows"), [(0.135, 2048), (4, 2048), (7, 1024), (8, 1024), (14, 512), (70, 512)]
-)
+@pytest.mark.parametrize(("billions", "rows"), [(0.135, 2048), (4, 2048), (7, 1024), (8, 1024), (14, 512), (70, 512)])
 def test_a_piece_is_smaller_for_a_larger_model(billions: float, rows: int) -> None:
     """It decides a prompt's bits, so it depends on the model and on nothing that was measured."""
     assert piece_rows(2e9 * billions, 2048) == rows

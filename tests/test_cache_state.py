@@ -73,7 +73,9 @@ class Bench(Stepper):
 def bench(tiny_target: Path) -> Bench:
     # 20 small pages for three requests of up to 40 tokens: pages are handed on, and taken away
     drafter = Dice()
-    bench = Bench(tiny_target, drafter, pages=20, page_size=4, max_num_seqs=3, max_num_batched_tokens=7, max_model_len=48)
+    bench = Bench(
+        tiny_target, drafter, pages=20, page_size=4, max_num_seqs=3, max_num_batched_tokens=7, max_model_len=48
+    )
     bench.drafter = drafter
     return bench
 

@@ -49,7 +49,7 @@ class TestCompany:
     def test_a_long_prompt_does_not_stop_a_running_answer(self, open_llm: Callable[..., LLM]) -> None:
         llm = open_llm(max_num_batched_tokens=16, drafter=None)
         slow = Slow(llm)
-        params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
+        params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
         running = llm.stream([1, 2, 3], params)
         slow.rounds(2)
         assert [len(ids(next(running))) for _ in range(2)] == [1, 2]
@@ -65,13 +65,13 @@ class TestCompany:
             slow.rounds(1)
             seen += 1
             assert len(ids(next(running))) == seen  # one token a round, whatever else is in it
-            assert seen < 30
+            assert seen < 200  # steps between its pieces: the prompt takes half of the time at most
         work.join()
         assert max(slow.rows) == 16
         assert sum(rows > 1 for rows in slow.rows) >= 1 + 100 // 15
         slow.let_go()
         rest = list(running)
-        assert len(ids(rest[-1])) == 40
+        assert len(ids(rest[-1])) == 200
 
     def test_threads_share_an_engine(self, llm: LLM) -> None:
         def params(seed: int) -> SamplingParams:

@@ -234,7 +234,7 @@ def test_a_command_line_of_vllms(
     assert (common.model, common.max_model_len, common.memory) == (str(tiny_target), 8000, "85%")
     assert (common.dtype, common.no_graphs, common.enable_prefix_caching) == ("float32", True, False)
     assert (common.drafter, common.draft_tokens) == (["ngram"], 5)
-    assert (opened["max_num_seqs"], opened["max_batch_tokens"]) == (4, 1000)
+    assert (opened["max_num_seqs"], opened["max_num_batched_tokens"]) == (4, 1000)
     assert (settings.models, settings.tool_format, len(settings.keys)) == (("a", "b"), "hermes", 2)
     assert opened["tokenizer"].chat_template == "{{ messages }}"
     noted = capsys.readouterr().err

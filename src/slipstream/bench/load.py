@@ -1,4 +1,4 @@
-"""Latency under load: first tokens and gaps between tokens while requests arrive at a rate, in bursts, or with long prompts.
+"""Latency under load: first tokens, and gaps between tokens, beside requests at a rate, bursts and long prompts.
 
     python -m slipstream.bench.load --server slipstream=http://127.0.0.1:8000 --server vllm=http://127.0.0.1:8001
 
@@ -17,17 +17,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
 
 ANSWER_S = 300.0
 """An answer that takes longer is an error of the server."""
 STREAMS = 8
 LONG_EVERY_S = 1.0
 """Pause between long prompts, counted from the first token of one to the sending of the next."""
-_words = itertools.count(1)
+VOCAB = 20_000
+"""Token ids that prompts are drawn from. Every common model has more."""
+_prompts = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +94,10 @@ async def play(send: Send, asks: Iterable[Ask]) -> list[Heard]:
     return list(await asyncio.gather(*(hear(send, ask, begun) for ask in asks)))
 
 
-def prompt_of(length: int, vocab_size: int = 20_000) -> list[int]:
+def prompt_of(length: int, vocab_size: int = VOCAB) -> list[int]:
     """Ordinary tokens. No two prompts begin alike, so that nothing is found in a cache."""
-    dice = random.Random(next(_words))
-    return [dice.randrange(100, vocab_size) for _ in range(length)]
+    dice = random.Random(next(_prompts))
+    return [dice.randrange(min(100, vocab_size // 2), vocab_size) for _ in range(length)]
 
 
 def at_a_rate(rate: float, count: int, length: int, max_tokens: int) -> list[Ask]:
@@ -120,12 +125,14 @@ def summary(heard: Sequence[Heard]) -> dict[str, float]:
     return {name: round(float(value), 2) for name, value in found.items()}
 
 
-async def beside_long_prompts(send: Send, length: int, *, streams: int = 1, prompts: int = 1) -> dict[str, float]:
+async def beside_long_prompts(
+    send: Send, length: int, *, streams: int = 1, prompts: int = 1, vocab_size: int = VOCAB
+) -> dict[str, float]:
     """Running streams while long prompts are read, one after the other; and both alone, for comparison."""
 
     async def running(count: int, asking: Callable[[], Any]) -> tuple[list[Heard], Any]:
         """Streams that have begun, stopped when the asking is over."""
-        heard = [Heard(Ask(prompt_of(16), 4096)) for _ in range(count)]
+        heard = [Heard(Ask(prompt_of(16, vocab_size), length)) for _ in range(count)]
         tasks = [asyncio.create_task(_endless(send, one)) for one in heard]
         while not all(len(one.events) > 8 for one in heard):
             await asyncio.sleep(0.01)
@@ -141,7 +148,7 @@ async def beside_long_prompts(send: Send, length: int, *, streams: int = 1, prom
     async def reading() -> list[Heard]:
         read = []
         for _ in range(prompts):
-            read.append(await hear(send, Ask(prompt_of(length), 1), 0.0))
+            read.append(await hear(send, asked(), 0.0))
             await asyncio.sleep(LONG_EVERY_S if prompts > 1 else 0.0)
         return read
 
@@ -150,12 +157,17 @@ async def beside_long_prompts(send: Send, length: int, *, streams: int = 1, prom
         await asyncio.sleep(1.5)
         return begun, time.perf_counter()
 
-    await hear(send, Ask(prompt_of(length), 1), 0.0)  # whatever comes for the first time
-    alone_s = float(np.median([(await hear(send, Ask(prompt_of(length), 1), 0.0)).first_s for _ in range(3)]))
+    def asked() -> Ask:
+        return Ask(prompt_of(length, vocab_size), 1)
+
+    await hear(send, asked(), 0.0)  # whatever comes for the first time
+    alone_s = float(np.median([(await hear(send, asked(), 0.0)).first_s for _ in range(3)]))
     plain, span = await running(streams, waiting)
     both, read = await running(streams, reading)
     spans = [(one.sent, one.events[0][0]) for one in read]
-    gaps = [late - early for one in both for early, late in _apart(one) if any(a < late and early < b for a, b in spans)]
+    gaps = [
+        late - early for one in both for early, late in _apart(one) if any(a < late and early < b for a, b in spans)
+    ]
     alone_rate = float(np.mean([one.rate(*span) for one in plain]))
     kept = [one.rate(*part) / alone_rate for one in both for part in spans]
     return {
@@ -180,6 +192,19 @@ async def _endless(send: Send, heard: Heard) -> None:
     while True:
         async for count in send(heard.ask):
             heard.events.append((time.perf_counter(), count))
+
+
+def library(llm: LLM) -> Send:
+    """The engine of this process, without HTTP."""
+    from slipstream.core.params import SamplingParams
+
+    async def send(ask: Ask) -> AsyncIterator[int]:
+        params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, ignore_eos=True, output_kind="delta")
+        async for output in llm.generate_async(list(ask.prompt), params):
+            if new := len(output.outputs[0].token_ids):
+                yield new
+
+    return send
 
 
 class Server:

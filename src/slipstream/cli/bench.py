@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 
 from slipstream.bench import baseline, memory, report, run
+from slipstream.bench.load import STREAMS, VOCAB, beside_long_prompts, library
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.bars import counting_bar
 from slipstream.cli.breaking import BreakingOff
@@ -80,6 +82,16 @@ def bench(
             metavar="NAME",
             panel=MEASURING,
             help="Also run another engine on the same prompts: transformers (its own generate). Default: none.",
+        ),
+    ] = None,
+    long_prompts: Annotated[
+        int | None,
+        option(
+            metavar="TOKENS",
+            min=1,
+            panel=MEASURING,
+            help=f"Only this: {STREAMS} streams run while prompts of this length arrive, such as 6000. Shows the gaps "
+            "between tokens and the speed that the streams keep.",
         ),
     ] = None,
     startup: Annotated[
@@ -173,6 +185,7 @@ def bench(
         "repeats": repeats > 1,
         "peers": bool(peers),
         "startup": startup,
+        "long_prompts": long_prompts is not None,
     }
     capacity.check(common, measuring)
     if simulate is not None:
@@ -193,6 +206,9 @@ def bench(
         return
 
     load = load_before()
+    if long_prompts is not None:
+        beside_prompts(common, drafters, long_prompts, json_file)
+        return
     use_threads(common.threads)
     imports = memory.rss_after_imports()
     result: dict[str, Any] = {
@@ -283,6 +299,27 @@ def bench(
         told = f"{made} of {whole_run} measurements were made, {result['prompts']} of {asked} prompts in all modes"
         note(told, style="yellow")
         raise typer.Exit(130)
+
+
+def beside_prompts(common: Common, drafters: tuple[str, ...], length: int, json_file: Path | None) -> None:
+    """Streams while long prompts are read: one stream, then several."""
+    found = []
+    with loaded(common, drafters, max_num_seqs=STREAMS + 1, prefix_caching=False) as llm:
+        vocab_size = min(VOCAB, llm.engine.target.vocab_size)
+        for streams in (1, STREAMS):
+            playing = beside_long_prompts(library(llm), length, streams=streams, prompts=2, vocab_size=vocab_size)
+            row = asyncio.run(playing)
+            found.append(row)
+            print(
+                f"{streams} beside prompts of {length} tokens: {row['kept']:.0%} of the speed alone; gap between "
+                f"tokens p99 {row['gap_p99_ms']:.0f} ms, longest {row['gap_max_ms']:.0f} ms; first token of a prompt "
+                f"after {row['first_ms']:.0f} ms, {row['first_times_alone']:.2f} times its time alone",
+                flush=True,
+            )
+    result = {"command": ["slipstream", *sys.argv[1:]], "model": common.model, "hardware": hardware(), "rows": found}
+    print(json.dumps(result), flush=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 def measure_into(

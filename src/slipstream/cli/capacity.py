@@ -34,10 +34,12 @@ NOT_SIMULATED = {
     "repeats": "the same seed gives the same numbers; give another --seed",
     "peers": "only this engine is simulated; leave it out",
     "startup": "a simulated engine takes no time to start; leave it out",
+    "long_prompts": "only measured on a real engine; leave it out",
     "record": "a simulation has nothing to record; leave it out",
 }
 """By option that a simulation cannot heed: what to do instead."""
 NOT_AT_A_RATE = {
+    "long_prompts": "measured without --rate; leave one of them out",
     "concurrency": _AT_TIMES,
     "repeats": "requests come once; give --requests N for more of them",
     "peers": "only this engine is sent requests at a rate; leave it out",

@@ -154,7 +154,7 @@ ENGINE: Mapping[str, Row] = {
     "kv_events_config": _none("a cache is not shared between servers; leave it out"),
     # the steps
     "max_num_seqs": _ours(),
-    "max_num_batched_tokens": _ours("max_batch_tokens", read=_count, said="a number of tokens such as 2048 or 2k"),
+    "max_num_batched_tokens": _ours(read=_count, said="a number of tokens such as 2048 or 2k"),
     "enable_chunked_prefill": _moot(_PIECES, "true", values=0),
     "max_num_partial_prefills": _moot(_PIECES),
     "max_long_partial_prefills": _moot(_PIECES),
