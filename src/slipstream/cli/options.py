@@ -87,6 +87,7 @@ class Common:
     device: Annotated[
         str,
         option(
+            "--device",
             metavar="DEVICE",
             panel=MODEL,
             help="Where it runs: cpu, cuda, or cuda:1 for the second GPU. auto takes the first GPU if there is one.",

@@ -75,7 +75,7 @@ def serve(
         ),
     ] = _USUAL.host,
     port: Annotated[
-        int, option(metavar="PORT", min=0, max=65535, panel=SERVER, help="0 takes any free one.")
+        int, option("--port", metavar="PORT", min=0, max=65535, panel=SERVER, help="0 takes any free one.")
     ] = _USUAL.port,
     served_model_name: Annotated[
         list[str] | None,

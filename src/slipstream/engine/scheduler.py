@@ -68,7 +68,7 @@ class Scheduler:
         self._slots = list(range(max_running))  # a heap
         self._turns = itertools.count()
         self._chunks = chunks
-        self._allowance = allowance
+        self.allowance = allowance
         self._yielded = False  # the oldest prompt left the last step to others, since a piece of it fills a step
         self._ahead = ahead
         self._copy_pages = copy_pages
@@ -110,14 +110,14 @@ class Scheduler:
             plan.decodes = [answer for answer in plan.decodes if answer.phase is Phase.RUNNING]
         reading = [answer for answer in reading if answer.phase is Phase.RUNNING]
         room = self._chunks.room(len(plan.decodes))
-        if self._allowance is not None and plan.decodes:
-            room = min(room, self._allowance.rows(self._chunks.least))
+        if self.allowance is not None and plan.decodes:
+            room = min(room, self.allowance.rows(self._chunks.least))
             reading = [answer for answer in reading if self._may_read(answer, plan)]
         self._share(plan, reading, room)
         return plan
 
     def _may_read(self, answer: Answer, plan: Schedule) -> bool:
-        return self._allowance is None or self._allowance.may_read(answer, plan.decodes)
+        return self.allowance is None or self.allowance.may_read(answer, plan.decodes)
 
     def _share(self, plan: Schedule, reading: Sequence[Answer], room: int) -> None:
         """Divide the room of a step among prompts, so that a long one neither delays the others nor waits for them.
@@ -146,8 +146,8 @@ class Scheduler:
         rows = self._chunks.rows(answer, room)
         if rows:
             plan.chunks.append(Chunk(answer, rows))
-            if self._allowance is not None:
-                self._allowance.borrow(rows, answer, plan.decodes)
+            if self.allowance is not None:
+                self.allowance.borrow(rows, answer, plan.decodes)
         return rows
 
     def reserve_draft(self, answer: Answer, nodes: int) -> int:
