@@ -39,8 +39,9 @@ _TREE_PARENTS = (-1, -1, 0, 0, 1, 2, 5)
 _PARTS = (*_PROMPTS, len(_TREE_PARENTS), _PROMPTS[1])
 """Rows of logits that are compared: both prompts, the tree, the second prompt far away."""
 _PAGE = 8
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
-"""Relative errors of a row of logits, ‖ours - exact‖ / ‖exact‖, that are rounding in any model of usual depth."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Relative errors of a row of logits, ‖ours - exact‖ / ‖exact‖, that are rounding in any model. Transformers' own bf16
+passes over random weights of real shapes are off by 0.009 (four layers) to 0.057 (Llama-3.1-8B)."""
 _WORSE = 1.5
 """A larger error is still rounding up to this multiple of what transformers' own pass in that dtype is off by."""
 
