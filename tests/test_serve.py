@@ -149,6 +149,10 @@ def test_logprobs_of_chat(client: OpenAI) -> None:
     assert bare is not None
     assert bare.content is not None
     assert [entry.top_logprobs for entry in bare.content] == [[]] * 6
+    ended = client.chat.completions.create(**asked, logit_bias={"257": 100}).choices[0]
+    assert ended.finish_reason == "stop"
+    assert ended.logprobs is not None
+    assert ended.logprobs.content == [], "the end of the text is no part of it"
 
 
 def test_logit_bias_and_vllms_fields(client: OpenAI) -> None:

@@ -89,7 +89,7 @@ class ChatWording(Wording):
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         content = []
-        for token, position in zip(piece.token_ids, piece.logprobs or (), strict=True):
+        for token, position in piece.told_tokens:
             best = sorted(position, key=lambda one: position[one].rank)[: self._top]
             told = [self._entry(one, position[one]) for one in best]
             content.append({**self._entry(token, position[token]), "top_logprobs": told})

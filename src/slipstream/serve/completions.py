@@ -51,7 +51,7 @@ class CompletionWording(Wording):
         """OpenAI's old form: parallel lists."""
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         at = self._offsets.get(piece.index, 0)
-        for token, position in zip(piece.token_ids, piece.logprobs or (), strict=True):
+        for token, position in piece.told_tokens:
             mine = position[token]
             told["tokens"].append(mine.decoded_token)
             told["token_logprobs"].append(_finite(mine.logprob))

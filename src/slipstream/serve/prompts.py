@@ -55,7 +55,8 @@ class PromptMaker:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
         tools = _mapped(tools, lambda text: _cut(text, self._controls, mark))
         if not self.takes_tools:
-            messages, tools = _plainly(messages, tools), []
+            none = isinstance(asked, ChatRequest) and asked.tool_choice == "none"
+            messages, tools = _plainly(messages, [] if none else tools), []
         if (
             asked.continue_final_message
             and asked.add_generation_prompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring
 from typing import Any
@@ -48,6 +48,16 @@ class Piece:
             output.stop_reason,
             output.origins,
         )
+
+    @property
+    def told_tokens(self) -> Iterator[tuple[int, Mapping[int, Logprob]]]:
+        """The tokens whose log probabilities are told: not that of an end of the text which the text has not."""
+        pairs = list(zip(self.token_ids, self.logprobs or (), strict=True))
+        if self.finish_reason == "stop" and self.stop_reason is None and pairs:
+            token, entry = pairs[-1]
+            if not self.text.endswith(entry[token].decoded_token):
+                pairs.pop()
+        return iter(pairs)
 
     def add(self, output: CompletionOutput) -> None:
         self.text += output.text
