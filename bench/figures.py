@@ -82,8 +82,7 @@ def _served(large: bool) -> Callable[[Asked], Sequence[str]]:
     def command(asked: Asked) -> Sequence[str]:
         model, name = (str(asked.target), "serve-large") if large else ("default", "serve")
         kept = ["--json", str(asked.out / f"{name}.json")]
-        engine = ["--engine", "process", "--memory", "16GiB"]  # as `serve` has it on a GPU
-        return ["-m", "slipstream.serve.measure", "--model", model, "--requests", "32", *engine, *kept]
+        return ["-m", "slipstream.serve.measure", "--model", model, "--requests", "32", "--memory", "16GiB", *kept]
 
     return command
 

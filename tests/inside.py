@@ -54,6 +54,10 @@ def kept(llm: LLM) -> tuple[int, int]:
     return len(child._running), len(child._compiled)
 
 
+def generated_tokens(llm: LLM) -> int:
+    return llm.snapshot().generated_tokens
+
+
 def raises(llm: LLM, error: BaseException) -> None:
     raise error
 

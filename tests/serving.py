@@ -17,8 +17,6 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.server import HttpServer
 
 MODEL = "tiny"
-WAYS = ("thread", "process")
-"""Where a server's engine may run."""
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from serving import MODEL, WAYS, client_of, engine_process, serving
+from serving import MODEL, client_of, engine_process, serving
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.snapshot import Undrafted
 from slipstream.serve.gate import IGNORED_FIELDS
@@ -29,13 +28,10 @@ def llm(tiny_target: Path) -> Iterator[LLM]:
         assert made.engine.pool.free_pages == made.engine.pool.num_pages
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def server(llm: LLM, tiny_target: Path, request: pytest.FixtureRequest) -> Iterator[HttpServer]:
-    """Around the library's own engine, and around one of the same kind in a process of its own."""
-    with ExitStack() as stack:
-        apart = request.param == "process"
-        host = stack.enter_context(engine_process(tiny_target, drafter=["ngram", "suffix"])) if apart else llm
-        yield stack.enter_context(serving(host))
+@pytest.fixture(scope="module")
+def server(tiny_target: Path) -> Iterator[HttpServer]:
+    with engine_process(tiny_target, drafter=["ngram", "suffix"]) as process, serving(process) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ import pytest
 from openai import OpenAI
 
 from conftest import CHAT_TEMPLATE, save_model, tiny_llama
-from serving import MODEL, WAYS, client_of, engine_process, serving
-from slipstream import LLM
+from serving import MODEL, client_of, engine_process, serving
 
 ASKED: list[Any] = [{"role": "user", "content": "what now?"}]
 SCHEMA = {
@@ -31,21 +30,15 @@ TOOLS: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def client(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """A model whose template knows tools."""
     folder = save_model(tmp_path_factory.mktemp("models") / "tools", tiny_llama(max_position_embeddings=2048))
     config = folder / "tokenizer_config.json"
     template = "{% if tools %}<|system|>{{ tools | tojson }} <tool_call>{% endif %}" + CHAT_TEMPLATE
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
-    if request.param == "process":
-        with engine_process(folder) as process, serving(process) as server, client_of(server) as made:
-            yield made
-        return
-    with LLM(folder, device="cpu", max_num_seqs=8, memory="64MiB") as llm:
-        with serving(llm) as server, client_of(server) as made:
-            yield made
-        assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
+    with engine_process(folder) as process, serving(process) as server, client_of(server) as made:
+        yield made
 
 
 def ask(client: OpenAI, **options: Any) -> Any:

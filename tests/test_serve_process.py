@@ -187,7 +187,7 @@ def test_signals_for_both_processes_let_answers_finish(tiny_target: Path) -> Non
     """As a terminal and a service manager send them."""
     options = ["--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB", "--threads", "1"]
     options += ["--served-model-name", MODEL, "--port", "0", "--log-format", "json"]
-    with run(sys.executable, "-m", "slipstream", "serve", "--engine", "process", *options) as server:
+    with run(sys.executable, "-m", "slipstream", "serve", *options) as server:
         assert server.stderr is not None
         lines: list[str] = []
         while not lines or "serving" not in lines[-1]:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from slipstream.engine.remote.process import EngineProcess
 
     Named = str | Drafter  # as on the command line, or made by the command itself
-    from slipstream.serve.config import EngineName
-
     Opened = TypeVar("Opened", bound=LLM | EngineProcess)
 
 
@@ -80,29 +78,6 @@ def open_process(
     return EngineProcess(**options, spawned=spawned, threads=common.threads, on_progress=on_load)
 
 
-def open_host(
-    common: Common,
-    drafters: Sequence[Named],
-    on_fetch: Progress,
-    on_load: Progress | None,
-    *,
-    engine: EngineName,
-    **more: Any,
-) -> LLM | EngineProcess:
-    """A server's engine, where it is to run."""
-    apart = engine == "process" or (engine == "auto" and _on_gpu(common, on_fetch))
-    return (open_process if apart else open_llm)(common, drafters, on_fetch, on_load, **more)
-
-
-def _on_gpu(common: Common, on_fetch: Progress) -> bool:
-    if common.device == "cpu":
-        return False
-    fetch(common, common.model, on_fetch)  # before torch is imported, which alone knows what there is
-    from slipstream.models.load import pick_device
-
-    return pick_device(common.device).type == "cuda"
-
-
 def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more: Mapping[str, Any]) -> dict[str, Any]:
     """Of `LLM`. What it needs is fetched here."""
     return {
@@ -142,13 +117,11 @@ def loaded(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[L
 
 
 @contextmanager
-def hosted(
-    common: Common, drafters: Sequence[Named], *, engine: EngineName, **more: Any
-) -> Iterator[LLM | EngineProcess]:
+def hosted(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[EngineProcess]:
     """A server's engine, closed at the end. Servers mostly write to a log, where silence looks like a failure."""
     if not Console(stderr=True).is_terminal:
         plain_line(f"loading {common.model}")
-    with _shown(common, drafters, open_host, {"engine": engine, **more}, notes=True) as host:
+    with _shown(common, drafters, open_process, more, notes=True) as host:
         yield host
 
 

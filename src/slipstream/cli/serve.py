@@ -27,7 +27,7 @@ from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.reading import read_named
 from slipstream.core.vllm_names import from_vllm, from_vllm_flags
 from slipstream.drafters.places import naming
-from slipstream.serve.config import ApiKey, EngineName, Limits, LogFormat, ServeConfig, ToolFormat
+from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat
 
 SERVER = "Server"
 LIMITS = "Limits"
@@ -42,7 +42,6 @@ _OPTIONS = {
     "trial_s": "--compile-trial",
     "tool_format": "--tool-call-parser",
     "log_format": "--log-format",
-    "engine": "--engine",
 }
 """Settings that have another name on the command line."""
 _WITHOUT_PREDICTION = (
@@ -134,15 +133,6 @@ def serve(
             "Default: 192 on a CPU, 8192 on a GPU.",
         ),
     ] = None,
-    engine: Annotated[
-        str,
-        option(
-            metavar="WHERE",
-            panel=SERVER,
-            help="Where the model runs: process (one of its own, which loses no time to HTTP), thread (of the server's "
-            "process), or auto: process on a GPU, thread on a CPU.",
-        ),
-    ] = _USUAL.engine,
     speculative_config: Annotated[
         str | None,
         option(
@@ -243,7 +233,6 @@ def serve(
     with _naming_options():
         settings = ServeConfig(
             models=tuple(served_model_name or (common.model,)),
-            engine=cast(EngineName, engine),  # which it checks
             host=host,
             port=port,
             keys=keys,
@@ -266,7 +255,7 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"serve needs {error.name}: install the extra [serve], as the README has it") from error
     drafters = () if common.no_speculation else common.drafters
-    with hosted(common, drafters, engine=settings.engine, max_num_seqs=max_num_seqs, warm_up=True, **more) as llm:
+    with hosted(common, drafters, max_num_seqs=max_num_seqs, warm_up=True, **more) as llm:
         from slipstream.serve.logs import set_up
         from slipstream.serve.server import HttpServer
 

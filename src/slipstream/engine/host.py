@@ -1,6 +1,4 @@
-"""What a server needs of an engine, wherever that runs: in a thread of the same process (`LLM`), or in a process of
-its own (`remote.EngineProcess`).
-"""
+"""What a server needs of an engine: `remote.EngineProcess`, or a stand-in in a test."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError
 
-EngineName = Literal["auto", "process", "thread"]
 LogFormat = Literal["text", "json"]
 ToolFormat = Literal["auto", "hermes", "llama3_json"]
 _PADDED = 16
@@ -80,8 +79,6 @@ class Limits:
 class ServeConfig:
     """A server around one engine.
 
-    engine: where it runs: in a process of its own, in a thread of the server's, or what suits the device. The server
-        takes an engine that is open; this is for those who open one.
     models: the names under which clients ask for the model; the first is shown in answers.
     keys: who may come in; nobody is asked where there are none.
     allowed_hosts: names that clients may reach it by, beside those of this machine ("*": any). Where none is
@@ -97,7 +94,6 @@ class ServeConfig:
     """
 
     models: Sequence[str] = ("default",)
-    engine: EngineName = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[ApiKey, ...] = ()
@@ -128,7 +124,6 @@ class ServeConfig:
         self._check("chunk_chars", self.chunk_chars is None or 1 <= self.chunk_chars <= 4096, "1 to 4096, or None")
         self._check("drain_s", self.drain_s >= 0, "0 or more")
         self._check("stall_s", self.stall_s > 0, "above 0")
-        self._check("engine", self.engine in get_args(EngineName), f"one of {', '.join(get_args(EngineName))}")
         formats = get_args(ToolFormat)
         self._check("tool_format", self.tool_format in formats, f"one of {', '.join(formats)}")
         self._check("log_format", self.log_format in get_args(LogFormat), f"one of {', '.join(get_args(LogFormat))}")

@@ -3,9 +3,9 @@
     python -m slipstream.serve.measure --model default --requests 32 --json FILE
 
 Both ask one engine in turn, and each is compared with the one beside it: a machine that is faster or slower for a while
-is so for both. The library asks beside the engine, in the same process (`unserved.py`); with `--engine process` that
-is not the server's. The client has a process of its own, as clients do. The last line is JSON, with the two bars that a
-server is held to: at most a twentieth of the throughput, and 2 ms before a first token.
+is so for both. The library asks in the engine's process (`unserved.py`); the client has a process of its own, as
+clients do. The last line is JSON, with the two bars that a server is held to: at most a twentieth of the throughput,
+and 2 ms before a first token.
 
     throughput   so many requests at a time, each followed by another in its place; answers of several lengths
     burst        so many that all come at once, to a server that has nothing to do, and end at once: it reads them one
@@ -225,9 +225,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="most pairs of runs")
     parser.add_argument("--seconds", type=float, default=40.0, help="no further pair begins behind so many")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
-    parser.add_argument(
-        "--engine", default="thread", choices=("process", "thread"), help="as `slipstream serve` has it"
-    )
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name in ("requests", "max_tokens", "repeats", "each"):
@@ -237,13 +234,11 @@ def main() -> None:
     if options.client:
         asyncio.run(serve_pairs(options.client, asked))
         return
-    from slipstream.engine.llm import LLM
     from slipstream.engine.remote.process import EngineProcess
     from slipstream.serve.config import ServeConfig
     from slipstream.serve.server import HttpServer
 
-    opened = EngineProcess if options.engine == "process" else LLM
-    with opened(
+    with EngineProcess(
         options.model,
         drafter=options.drafter,
         device=options.device,
@@ -265,7 +260,7 @@ def main() -> None:
             server.drain()
             thread.join()
     took = {"load": round(loaded_s, 1), "all": round(time.perf_counter() - begun, 1)}
-    what = {"model": options.model, "drafter": options.drafter, "engine": options.engine, **asdict(asked)}
+    what = {"model": options.model, "drafter": options.drafter, **asdict(asked)}
     told = json.dumps({**found.told(), **what, "took_s": took, "machine": where})
     if options.json is not None:
         options.json.write_text(told + "\n")

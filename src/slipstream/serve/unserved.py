@@ -50,33 +50,26 @@ class Asked:
 
 
 class Library:
-    """An engine, asked beside it: in this process, or in the one that it has for itself."""
+    """An engine, asked in its own process."""
 
-    def __init__(self, engine: LLM | EngineProcess, asked: Asked) -> None:
+    def __init__(self, engine: EngineProcess, asked: Asked) -> None:
         self._engine, self._asked = engine, asked
 
     def all(self) -> float:
         """Seconds of all requests together."""
-        return float(self._call(_all, self._asked))
+        return float(self._engine.call(_all, self._asked))
 
     def steady(self) -> float:
         """Seconds of requests that follow one another, so many at a time."""
-        return float(self._call(_steady, self._asked))
+        return float(self._engine.call(_steady, self._asked))
 
     def first(self, index: int) -> float:
         """Seconds to the first token of one."""
-        return float(self._call(_first, self._asked, index))
+        return float(self._engine.call(_first, self._asked, index))
 
     def machine(self) -> dict[str, Any]:
         """What was measured on: an event loop and a parser of pure Python cost several times as much."""
-        return dict(self._call(_machine))
-
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        from slipstream.engine.llm import LLM
-
-        if isinstance(self._engine, LLM):
-            return function(self._engine, *arguments)
-        return self._engine.call(function, *arguments)
+        return dict(self._engine.call(_machine))
 
 
 def _params(max_tokens: int) -> SamplingParams:
