@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import logging
@@ -23,8 +24,11 @@ def everything_is_free(llm: LLM) -> None:
     assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
 
 
-def hold(llm: LLM, passes: int = 0) -> None:
-    """The engine stops before a pass, when it has made so many more, until it is released."""
+def hold(llm: LLM, passes: int = 0, then: str = "") -> None:
+    """The engine stops before a pass, when it has made so many more, until it is released.
+
+    then: "lock": native code goes on with the interpreter's lock; "device": the device fails.
+    """
     forward, made = llm.engine.target.forward, itertools.count()
     _open.clear()
     _reached.clear()
@@ -33,6 +37,10 @@ def hold(llm: LLM, passes: int = 0) -> None:
         if next(made) >= passes:
             _reached.set()
             assert _open.wait(120)
+            if then == "lock":
+                ctypes.PyDLL(None).sleep(1000)
+            if then == "device":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return forward(batch, cache)
 
     llm.engine.target.forward = held  # type: ignore[method-assign]
@@ -49,8 +57,7 @@ def release(llm: LLM) -> None:
 
 def kept(llm: LLM) -> tuple[int, int]:
     """Jobs that this process keeps for its parent: those that run, and those with forms that nobody has started."""
-    outbox: Any = llm._loop._after_turn[0].__self__  # type: ignore[attr-defined]
-    child = outbox._look.__self__
+    child: Any = llm._loop._after_turn[0].__self__  # type: ignore[attr-defined]
     return len(child._running), len(child._compiled)
 
 

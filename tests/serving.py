@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from openai import OpenAI
 
 import inside
+from slipstream import LLM
 from slipstream.engine.host import EngineHost
 from slipstream.engine.remote.process import EngineProcess
 from slipstream.serve.config import ServeConfig
@@ -29,10 +30,15 @@ def engine_process(model: Path, **options: Any) -> Iterator[EngineProcess]:
         made.call(inside.everything_is_free)
 
 
+def server_of(engine: EngineHost | LLM, **options: Any) -> HttpServer:
+    """An `LLM` of this process stands in for an engine that cannot hang: it has all but `kill`."""
+    return HttpServer(cast(EngineHost, engine), ServeConfig(**{"models": (MODEL,), "port": 0, **options}))
+
+
 @contextmanager
-def serving(llm: EngineHost, **options: Any) -> Iterator[HttpServer]:
+def serving(engine: EngineHost | LLM, **options: Any) -> Iterator[HttpServer]:
     """A server that runs in a thread of its own, and is drained at the end."""
-    server = HttpServer(llm, ServeConfig(**{"models": (MODEL,), "port": 0, **options}))
+    server = server_of(engine, **options)
     thread = threading.Thread(target=server.serve_forever, name="http")
     thread.start()
     try:

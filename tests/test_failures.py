@@ -19,7 +19,7 @@ from conftest import VOCAB
 from scripted import Answers, Right
 from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft, Tree
-from slipstream.core.errors import DrafterError, RequestError
+from slipstream.core.errors import DrafterError, EngineDied, RequestError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, DraftRound, HostDrafter, Needs
 from slipstream.engine.text import TextStream
@@ -189,6 +189,29 @@ def test_a_request_that_cannot_start_fails_alone(open_llm: Callable[..., LLM], m
     assert [tokens(output) for output in outputs[:4]] == expected
     assert outputs[4].finished
     assert [a.error for a in outputs[4].outputs] == ["it could not start: Breakdown: not with this seed"] * 2
+
+
+@pytest.mark.parametrize("where", ["target.forward", "sampling.add"])
+def test_an_engine_whose_device_failed_is_closed(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Every call to it would fail from then on; also where it failed while a request started."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        try:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        except RuntimeError as error:
+            raise ValueError("not as it should be") from error
+
+    with LLM(tiny_target, device="cpu", memory="64MiB", drafter="none") as llm:
+        part, method = where.split(".")
+        monkeypatch.setattr(getattr(llm.engine, part), method, fail)
+        (output,) = llm.generate([[1]], PARAMS[0])
+        why = "the engine broke: ValueError: not as it should be"
+        assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("error", why)
+        assert (llm.pulse().alive, llm.pulse().why) == (False, why)
+        with pytest.raises(EngineDied, match=why):
+            llm.generate([[1]], PARAMS[0])
 
 
 class RaisesAtTheEnd(Right):

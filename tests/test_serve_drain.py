@@ -16,9 +16,8 @@ import httpx
 import openai
 import pytest
 
-from serving import MODEL, client_of
+from serving import MODEL, client_of, server_of
 from slipstream import LLM
-from slipstream.serve.config import ServeConfig
 from slipstream.serve.server import HttpServer
 from test_async import Gate, everything_is_free
 
@@ -30,7 +29,7 @@ SOON_S = 10.0
 @contextmanager
 def ending(llm: LLM, **options: Any) -> Iterator[tuple[HttpServer, threading.Thread]]:
     """A server that the test tells to end; in its own thread."""
-    server = HttpServer(llm, ServeConfig(models=(MODEL,), port=0, **options))
+    server = server_of(llm, **options)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

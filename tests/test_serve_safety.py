@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -238,3 +239,42 @@ def test_a_page_from_elsewhere_cannot_ask(llm: LLM) -> None:
         answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Type": "text/plain"})
         assert answer.status_code == 400
         assert httpx.options(f"{server.url}/v1/completions").status_code == 405
+
+
+def test_where_there_is_no_room_for_a_connection(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever comes is told, and so are `/health` and the log, once."""
+    with serving(llm) as server, httpx.Client(base_url=server.url) as kept, httpx.Client(base_url=server.url) as other:
+        assert kept.get("/health").json() == {"status": "ok", "reason": ""}
+        server.server_state.most = 1
+        for _ in range(3):
+            refused = other.get("/version")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
+            assert refused.headers["retry-after"] == "5"
+        found = kept.get("/health")
+        assert (found.status_code, found.json()["status"]) == (503, "crowded")
+        assert f"{server.server_state.limit} file descriptors" in found.json()["reason"]
+        server.server_state.most = 2
+        assert other.get("/version").status_code == 200
+    assert [record.getMessage() for record in caplog.records].count("no room for connections") == 1
+
+
+def test_the_limit_of_descriptors_is_raised_and_judged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with serving(llm) as server:
+            raised = server.server_state.limit
+            assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with serving(llm, max_queue=raised):
+        (warned,) = [record for record in caplog.records if record.getMessage() == "few descriptors"]
+    assert vars(warned)["fields"]["answers"] > raised
+    with serving(llm, max_queue=0) as server, httpx.Client(base_url=server.url) as kept:
+        assert kept.get("/health").status_code == 200
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            while kept.get("/health").json()["status"] != "crowded":
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

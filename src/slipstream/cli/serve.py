@@ -39,6 +39,7 @@ _OPTIONS = {
     "allowed_origins": "--allowed-origins",
     "chunk_chars": "--stream-chunk-chars",
     "drain_s": "--drain-timeout",
+    "stall_s": "--stall-timeout",
     "trial_s": "--compile-trial",
     "tool_format": "--tool-call-parser",
     "log_format": "--log-format",
@@ -179,6 +180,15 @@ def serve(
     drain_timeout: Annotated[
         float, option(metavar="SECONDS", panel=LIMITS, help="What running requests have when the server is to end.")
     ] = _USUAL.drain_s,
+    stall_timeout: Annotated[
+        float,
+        option(
+            metavar="SECONDS",
+            panel=LIMITS,
+            help="Without a sign of progress from the engine, before /health says so; after twice as long the server "
+            "ends with exit code 1.",
+        ),
+    ] = _USUAL.stall_s,
     stream_chunk_chars: Annotated[
         int | None,
         option(
@@ -243,6 +253,7 @@ def serve(
             max_queue=max_queue,
             chunk_chars=stream_chunk_chars,
             drain_s=drain_timeout,
+            stall_s=stall_timeout,
             tool_format=cast(ToolFormat, tool_call_parser),
             log_format=cast(LogFormat, log_format),
             telemetry=otel,

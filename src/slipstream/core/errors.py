@@ -21,6 +21,10 @@ A message names the key, the value, and what would be right.
 
 from __future__ import annotations
 
+import re
+
+_OF_THE_DEVICE = re.compile(r"CUDA error:|Triton Error \[CUDA\]|CU(BLAS|DNN)_STATUS_")
+
 
 class SlipstreamError(Exception):
     """The root of all errors raised on purpose."""
@@ -84,6 +88,17 @@ class Aborted(RequestError):
 
 class EngineDied(RequestError):
     """The engine's process ended by itself, and every request with it. A new one must be started."""
+
+
+def device_failed(error: BaseException | None) -> bool:
+    """Whether it is an error of the device, or comes of one. Every call to a GPU fails after one: only a new process
+    can use it again."""
+    while error is not None:
+        known = type(error).__name__ == "AcceleratorError"  # torch's; nothing here imports it
+        if known or (isinstance(error, RuntimeError) and _OF_THE_DEVICE.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class DrafterError(SlipstreamError):

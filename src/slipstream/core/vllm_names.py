@@ -234,7 +234,7 @@ SERVER: Mapping[str, Row] = {
     "uvicorn_log_level": _moot(_LOGS),
     "disable_uvicorn_access_log": _moot(_LOGS, values=0),
     "disable_fastapi_docs": _moot("there are none", "true", values=0),
-    "disable_frontend_multiprocessing": _moot("--engine says where the engine runs", values=0),
+    "disable_frontend_multiprocessing": _moot("the engine always has a process of its own", values=0),
     "api_server_count": _moot("one process serves HTTP", "1"),
     "headless": _ONE_DEVICE,
     "middleware": _none("no code is loaded; " + _PROXY),

@@ -72,5 +72,8 @@ class EngineHost(Protocol):
     def snapshot(self) -> Snapshot:
         """Where the engine stands and what it has done so far: of all answers whose end was told, at least."""
 
+    def kill(self, why: str) -> None:
+        """End the engine at once, whatever it does: what runs fails with `EngineDied`. Does not wait."""
+
     def close(self) -> None:
         """Abort what runs and end the engine. May be called twice."""

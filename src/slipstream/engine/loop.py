@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import queue
 import threading
 import time
@@ -11,13 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from slipstream.core.errors import RequestError
+from slipstream.core.errors import EngineDied, RequestError, device_failed
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.responsive import tidy
 from slipstream.engine.engine import Engine
 from slipstream.engine.state import Job
 
 _CLOSED = "the engine is closed: make a new LLM"
+_log = logging.getLogger("slipstream.engine")
 _PATIENCE_S = 10.0
 """Most seconds that the end of the program waits for a round in flight."""
 _PAUSE_S = 0.5
@@ -50,6 +52,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
         self._ended = False  # the engine's thread alone writes it, as the last thing that it was told to do
+        self._broke = ""  # why it ended, where nobody closed it
         self._turn_began: float | None = None  # of the round in the making; None: it waits for work
         self._after_turn: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()  # nothing may enter the inbox once the loop was told to end
@@ -125,13 +128,16 @@ class EngineLoop:
         """How the engine's thread is doing, asked without disturbing it."""
         began = self._turn_began
         alive = self._thread.is_alive() and self._open
-        return Pulse(alive, 0.0 if began is None else time.perf_counter() - began)
+        return Pulse(alive, 0.0 if began is None else time.perf_counter() - began, self._broke)
 
     def close(self, timeout: float | None = None) -> None:
         """Abort what runs, end the thread, and wait for it: no longer than `timeout` seconds."""
         self._tell_to_end()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    def _closed(self) -> RequestError:
+        return EngineDied(self._broke) if self._broke else RequestError(_CLOSED)
 
     def _tell_to_end(self) -> None:
         def end() -> None:
@@ -160,7 +166,7 @@ class EngineLoop:
         with self._lock:
             self._coming -= _answers(jobs)
         if self._ended:
-            raise RequestError(_CLOSED)
+            raise self._closed()
         for job in jobs:
             job.sink = self._watched(job)
             self.engine.add(job)
@@ -180,7 +186,7 @@ class EngineLoop:
     def _post(self, action: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
         with self._lock:
             if not self._open:
-                raise RequestError(_CLOSED)
+                raise self._closed()
             if jobs:
                 self.engine.check_queue(self._coming + _answers(jobs[:-1]))
                 self._coming += _answers(jobs)
@@ -229,16 +235,21 @@ class EngineLoop:
         return self._inbox.get()
 
     def _fail(self, error: BaseException) -> None:
-        """End what runs, with the reason. An engine that cannot even do that is closed, and keeps nobody waiting."""
+        """End what runs, with the reason. An engine that cannot even do that, or whose device failed, is closed, and
+        keeps nobody waiting."""
         try:
+            if device_failed(error):
+                raise error
             self.engine.fail_all(error)
         except BaseException as worse:
+            _log.error("the engine broke", exc_info=worse)
+            broke = EngineDied(f"the engine broke: {type(worse).__name__}: {worse}")
             with self._lock:
-                self._open, self._ended = False, True
+                self._open, self._ended, self._broke = False, True, str(broke)
             for job in list(self.engine.jobs.values()):
                 for answer in job.answers:
                     if not answer.ended:
-                        answer.end("error", error=RequestError(f"the engine broke: {type(worse).__name__}: {worse}"))
+                        answer.end("error", error=broke)
                 job.report()
             while not self._inbox.empty():  # callers that wait for their turn are told that the engine is closed
                 with suppress(Exception):

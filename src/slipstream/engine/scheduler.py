@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.errors import RequestError
+from slipstream.core.errors import RequestError, device_failed
 from slipstream.engine.allowance import PromptAllowance
 from slipstream.engine.chunks import Chunk, ChunkRule
 from slipstream.engine.line import WaitingLine, turn_of
@@ -219,6 +219,8 @@ class Scheduler:
             try:
                 self._on_admit(answer)
             except Exception as error:  # its own parameters or its drafter: nobody else is to suffer for it
+                if device_failed(error):
+                    raise
                 self.release(answer)
                 answer.end("error", error=RequestError(f"it could not start: {type(error).__name__}: {error}"))
                 plan.refused.append(answer)

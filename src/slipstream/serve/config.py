@@ -88,7 +88,8 @@ class ServeConfig:
     strict_fields: refuse unknown fields instead of ignoring them.
     allowed_origins: pages from elsewhere that browsers let ask this server ("*": any).
     drain_s: seconds that running requests have when the server is told to end.
-    stall_s: seconds that a round may take before /health says that the engine hangs.
+    stall_s: seconds without a sign of progress before /health says that the engine hangs; after twice as many it is
+        killed, and the server ends.
     compiling: what forms of answers may take to compile.
     telemetry: send OpenTelemetry traces, by that library's own environment variables.
     """

@@ -7,7 +7,7 @@ from typing import Literal
 
 from slipstream.engine.loop import Pulse
 
-Status = Literal["ok", "draining", "stalled", "dead"]
+Status = Literal["ok", "draining", "crowded", "stalled", "dead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,14 @@ class Health:
         return 200 if self.status == "ok" else 503
 
 
-def judge(pulse: Pulse, *, draining: bool, stall_s: float) -> Health:
+def judge(pulse: Pulse, *, draining: bool, crowded: str, stall_s: float) -> Health:
+    """crowded: why there was lately no room for a connection."""
     if not pulse.alive:
         return Health("dead", f"{pulse.why or 'the engine has ended'}: start the server again")
     if pulse.busy_s > stall_s:
-        return Health("stalled", f"the engine has been at one round for {pulse.busy_s:.0f} s")
+        return Health("stalled", f"the engine has given no sign of progress for {pulse.busy_s:.0f} s")
     if draining:
         return Health("draining", "the server is shutting down")
+    if crowded:
+        return Health("crowded", crowded)
     return Health("ok")

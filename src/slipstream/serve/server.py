@@ -25,6 +25,8 @@ _QUIET, _AGAIN = 5, 600
 """Ticks, of a tenth of a second, without anybody inside, after which there is time to tidy up; and again after so many,
 for those who came and went between two of them."""
 _LOOK_S = 0.02
+_STALLS = 2
+"""Times `stall_s` without a sign of progress: then the engine is given up, and the server ends."""
 
 
 class HttpServer(uvicorn.Server):
@@ -35,6 +37,7 @@ class HttpServer(uvicorn.Server):
         self._llm = llm
         self._died = ""  # why the engine is no more, where nobody closed it
         self._quiet = 0  # ticks since somebody was inside
+        self._stalled = False  # and the log has it
         super().__init__(
             uvicorn.Config(
                 gate,
@@ -48,6 +51,10 @@ class HttpServer(uvicorn.Server):
                 ws="none",
             )
         )
+        self.server_state = self.service.connections
+        allowed, room = llm.max_num_seqs + config.max_queue, self.server_state.most
+        if allowed > room:
+            log.warning("few descriptors", extra={"fields": {"limit": self.server_state.limit, "answers": allowed}})
         self.socket = _bound(config.host, config.port)
         host, port = self.socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -73,10 +80,18 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: is it time to end?"""
         drain, inside = self.service.drain, self.service.admission.inside
-        if not self._died and (why := self._llm.pulse().why):
-            self._died = why
-            log.error("engine died", extra={"fields": {"why": why}})
+        self.service.connections.check()
+        pulse = self._llm.pulse()
+        if not self._died and pulse.why:
+            self._died = pulse.why
+            log.error("engine died", extra={"fields": {"why": pulse.why}})
             drain.hurry()
+        elif pulse.busy_s > _STALLS * self.service.config.stall_s:
+            self._llm.kill(f"the engine gave no sign of progress for {pulse.busy_s:.0f} s, and was killed")
+        found = self.service.health()
+        if found.status == "stalled" and not self._stalled:
+            log.error("engine stalled", extra={"fields": {"why": found.reason}})
+        self._stalled = found.status == "stalled"
         if drain.begun:
             drain.watchers_end.set()
         if drain.due and (cut := drain.cut_off()):

@@ -27,6 +27,7 @@ from slipstream.serve.logs import log
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.nesting import check_nesting
 from slipstream.serve.prompts import PromptMaker
+from slipstream.serve.protocol import Connections
 from slipstream.serve.record import Record
 from slipstream.serve.sampling import chat_params, completion_params, text_of, wants_report
 from slipstream.serve.schemas import (
@@ -66,6 +67,7 @@ class Service:
         self.config = config
         self.prompts = PromptMaker(llm.tokenizer)
         self.drain = Drain(config.drain_s)
+        self.connections = Connections()
         self.admission = Admission(llm.max_num_seqs, config.max_queue, self.drain)
         self.metrics = Metrics(llm, config.models[0], self.admission)
         self.started = int(time.time())
@@ -76,7 +78,8 @@ class Service:
             log.info("the model's chat template knows no tools: a plain prompt says what there is to call")
 
     def health(self) -> Health:
-        return judge(self.llm.pulse(), draining=self.drain.begun, stall_s=self.config.stall_s)
+        crowded = self.connections.crowded
+        return judge(self.llm.pulse(), draining=self.drain.begun, crowded=crowded, stall_s=self.config.stall_s)
 
     async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
         self._note_unknown(asked, record)

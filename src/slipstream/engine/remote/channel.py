@@ -57,6 +57,11 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
+    def hang_up(self) -> None:
+        """Nothing more will be read either: `receive` ends, on whatever thread it waits."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._incoming.close()
         self._socket.close()

@@ -53,7 +53,7 @@ IDLE_S = 1.0
 """… and at least, so that the parent knows that this process is not stuck."""
 _AT_ONCE = 32
 """Calls and forms that are being compiled (`serve/service.py` has as many threads that wait for them)."""
-_PATIENCE_S = 10.0
+_PATIENCE_S = 2.0
 """Most seconds that the end waits for a round in flight."""
 
 
@@ -115,11 +115,20 @@ class Child:
                 self._channel.send(Failed(_not_opened(error)))
                 return
             self._llm = llm
-            llm.tell_after_turns(self._outbox.flush)
+            llm.tell_after_turns(self._tell)
             with responsive():
                 beat = self._look()
                 self._channel.send(Ready(llm.model_path, llm.loaded, llm.max_num_seqs, llm.speculates, beat))
                 self._keep_telling(beat)
+
+    def _tell(self) -> None:
+        """On the engine's thread, after each turn. An engine that broke ends its process: what is wrong with a device
+        ends with it."""
+        if why := self._opened.pulse().why:
+            with suppress(OSError):
+                self._channel.send(Failed(EngineDied(why)))
+            os._exit(1)
+        self._outbox.flush()
 
     def _keep_telling(self, told: Beat) -> None:
         """How the engine is doing, until the end."""

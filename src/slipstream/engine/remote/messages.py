@@ -95,7 +95,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It could not be opened."""
+    """It could not be opened, or broke: nothing else will come."""
 
     error: SlipstreamError
 

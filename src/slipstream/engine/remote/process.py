@@ -53,10 +53,10 @@ from slipstream.models.load import load_tokenizer
 
 SILENCE_S = 3.0
 """A process that says nothing for so long is stuck: then the time since its last word counts."""
-_PATIENCE_S = 15.0
-"""Most seconds that `close` waits for the process; then it is killed."""
+_PATIENCE_S = 4.0
+"""Most seconds that `close` waits for the process; then it is killed. One that hangs is killed at once."""
 _GRACE_S = 2.0
-"""… and that one which hung up has to end."""
+"""… and that one which hung up has to end, or one that was killed: the system may still be at work for it."""
 _CLOSED = "the engine is closed"
 
 
@@ -94,6 +94,7 @@ class EngineProcess:
         self._forgotten: deque[int] = deque()  # compiled jobs that nobody has any more, and the other process keeps
         self._listeners = Listeners()
         self._closing = False
+        self._why = ""  # it ends, as far as that is known before it has
         self._ended: RequestError | None = None  # why nothing more will come
         try:
             with suppress(OSError):  # it has ended already: that nothing is heard of it says so, and why
@@ -177,12 +178,19 @@ class EngineProcess:
         return self._beat.snapshot
 
     def close(self) -> None:
-        """End the process; what runs is aborted. May be called twice."""
+        """End the process, whatever it does; what runs is aborted. May be called twice."""
         self._closing = True
         self._sender.finish()
-        self._end_process(_PATIENCE_S)
+        self._end_process(0.0 if self.pulse().busy_s > SILENCE_S else _PATIENCE_S)
+        self._channel.hang_up()
         self._reader.join()
         self._channel.close()
+
+    def kill(self, why: str) -> None:
+        """End the process at once: what runs fails with `EngineDied`. Does not wait."""
+        self._why = why
+        self._process.kill()
+        self._channel.hang_up()
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -267,6 +275,8 @@ class EngineProcess:
                 self._listeners.flush()
             case Beat() as beat:
                 self._note(beat)
+            case Failed(error):
+                self._why = str(error)
             case Returned(number, value, error):
                 if (answer := self._waiting.pop(number, None)) is not None:
                     answer.set_result(value) if error is None else answer.set_exception(error)
@@ -292,13 +302,17 @@ class EngineProcess:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_S)
             return False
         return True
 
     def _how_it_ended(self) -> str:
         """It hung up: if it has not ended, it is of no use any more."""
-        if not self._end_process(_GRACE_S):
+        ended = self._end_process(_GRACE_S)
+        if self._why:
+            return self._why
+        if not ended:
             return "the engine's process hung up without ending, and was killed"
         code = self._process.returncode
         if code >= 0:

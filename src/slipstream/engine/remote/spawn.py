@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ class Spawned:
 
 
 def spawn() -> Spawned:
-    """A process that waits to be told what to open. It ends when this one does, because nobody writes to it then."""
+    """A process that waits to be told what to open. It ends with this one; on Linux with the thread that calls this,
+    which must last therefore."""
     ours, theirs = socket.socketpair()
-    number = str(theirs.fileno())
     with theirs:
         process = subprocess.Popen(
-            interpreter.command("-m", "slipstream.engine.remote", number),
+            interpreter.command("-m", "slipstream.engine.remote", str(theirs.fileno()), str(os.getpid())),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             env=interpreter.surroundings(),
