@@ -73,6 +73,7 @@ def open_process(
 
     options = _options(common, drafters, on_fetch, more)
     spawned = spawn()
+    import slipstream.serve.server  # noqa: F401  # while the other process imports what it needs
     from slipstream.engine.remote.process import EngineProcess
 
     return EngineProcess(**options, spawned=spawned, threads=common.threads, on_progress=on_load)

@@ -70,3 +70,15 @@ class Snapshot:
     def rejected_tokens(self) -> int:
         """Rows that were rolled back."""
         return self.draft_tokens - self.accepted_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Whether the engine lives, and for how long it has been at one and the same thing; 0: it has nothing to do.
+
+    why: it does not, and cannot be had again; empty: it lives, or was closed.
+    """
+
+    alive: bool
+    busy_s: float
+    why: str = ""

@@ -21,7 +21,7 @@ from slipstream.engine.counters import Counters
 from slipstream.engine.draft_loops import DraftFailed, DraftLoop, Drafts
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.memory import MemoryPlan
+from slipstream.engine.requests import MemoryPlan
 from slipstream.engine.rounds import Round
 from slipstream.engine.state import Answer
 

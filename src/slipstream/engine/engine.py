@@ -30,9 +30,9 @@ from slipstream.engine.emit import emit
 from slipstream.engine.followers import Followers
 from slipstream.engine.listening import RoundListener, RoundTimes
 from slipstream.engine.logprobs import Emitting, LogprobReader
-from slipstream.engine.memory import MemoryPlan
 from slipstream.engine.packing import PackedPass, pack
 from slipstream.engine.planning import make_planner
+from slipstream.engine.requests import MemoryPlan
 from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.snapshots import take_snapshot
 from slipstream.engine.state import Answer, Job

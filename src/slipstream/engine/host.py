@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.params import SamplingParams
-from slipstream.core.snapshot import Snapshot
-from slipstream.engine.loop import Pulse
+from slipstream.core.snapshot import Pulse, Snapshot
 from slipstream.engine.requests import Prompt
 from slipstream.engine.streams import OutputStream
 

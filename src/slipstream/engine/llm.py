@@ -15,14 +15,14 @@ from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
-from slipstream.core.snapshot import Snapshot
+from slipstream.core.snapshot import Pulse, Snapshot
 from slipstream.core.vllm_names import ENGINE, from_vllm, takes_vllm_names
 from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_share
 from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake
-from slipstream.engine.loop import EngineLoop, Pulse
+from slipstream.engine.loop import EngineLoop
 from slipstream.engine.requests import Prompt, check_text
 from slipstream.engine.state import Job
 from slipstream.engine.streams import Listeners, OutputStream

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from slipstream.core.errors import EngineDied, RequestError, device_failed
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.responsive import tidy
+from slipstream.core.snapshot import Pulse
 from slipstream.engine.engine import Engine
 from slipstream.engine.state import Job
 
@@ -26,18 +26,6 @@ _PAUSE_S = 0.5
 """Nobody asked for anything for so long: there is time to tidy up."""
 
 _running: set[EngineLoop] = set()  # those whose thread has not ended
-
-
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """Whether the engine lives, and for how long it has been at one and the same thing; 0: it has nothing to do.
-
-    why: it does not, and cannot be had again; empty: it lives, or was closed.
-    """
-
-    alive: bool
-    busy_s: float
-    why: str = ""
 
 
 class EngineLoop:

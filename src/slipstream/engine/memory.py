@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.core.errors import CapacityError, InvalidRequest
+from slipstream.core.errors import CapacityError
 from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.config import EngineConfig, too_few_bytes
 from slipstream.engine.odds import odds_bytes
+from slipstream.engine.requests import MemoryPlan
 from slipstream.kernels.jit import has_kernels
 from slipstream.kernels.paged import kept_bytes
 from slipstream.kv.cache import KVCache
@@ -29,43 +28,6 @@ _GPU_SHARE = 0.85
 _FEWEST_PAGES = 2
 _LOGIT_COPIES = 3
 """A row of logits exists as the model gave it, processed, and once more while it is sampled."""
-
-Limit = Literal["model", "max_model_len", "memory"]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes by purpose, and what they allow."""
-
-    weights_bytes: int
-    draft_weights_bytes: int
-    cache_bytes: int  # target and draft caches, hidden states included
-    workspace_bytes: int  # logits of the largest pass, and what drafters need besides their caches
-    num_pages: int
-    max_model_len: int
-    limit: Limit = "model"  # what keeps the context from being longer
-    draft_cache_bytes: int = 0  # of the cache: what drafters keep there, which requests could have otherwise
-    draft_places: int | None = None  # tokens' places that guesses may take at a time; None: any number
-    max_positions: int = 0  # the model's own limit
-
-    @property
-    def most_keys(self) -> int:
-        """That a row of a pass ever sees: a whole text, its next token, and guesses behind it."""
-        return self.max_model_len + 1 + MAX_NODES
-
-    def check_prompt(self, length: int) -> None:
-        """Raise `InvalidRequest` where a prompt of so many tokens leaves no room for an answer."""
-        if length < self.max_model_len:
-            return
-        longer = {
-            "model": "; the model itself reads no more",
-            "max_model_len": f", or raise max_model_len (the model has {self.max_positions} positions)",
-            "memory": f", or give more memory (the model has {self.max_positions} positions)",
-        }
-        raise InvalidRequest(
-            f"the prompt has {length} tokens and the context {self.max_model_len}: shorten the prompt to at most "
-            f"{self.max_model_len - 1} tokens{longer[self.limit]}"
-        )
 
 
 def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> MemoryPlan:

@@ -10,13 +10,13 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import AUTO, chosen_for, loaded_as, names_of
-from slipstream.engine.memory import MemoryPlan
 
+Limit = Literal["model", "max_model_len", "memory"]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -34,6 +34,43 @@ class Request:
     material: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     arrived: float = field(default_factory=time.perf_counter)  # a clock of the whole machine
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose, and what they allow."""
+
+    weights_bytes: int
+    draft_weights_bytes: int
+    cache_bytes: int  # target and draft caches, hidden states included
+    workspace_bytes: int  # logits of the largest pass, and what drafters need besides their caches
+    num_pages: int
+    max_model_len: int
+    limit: Limit = "model"  # what keeps the context from being longer
+    draft_cache_bytes: int = 0  # of the cache: what drafters keep there, which requests could have otherwise
+    draft_places: int | None = None  # tokens' places that guesses may take at a time; None: any number
+    max_positions: int = 0  # the model's own limit
+
+    @property
+    def most_keys(self) -> int:
+        """That a row of a pass ever sees: a whole text, its next token, and guesses behind it."""
+        from slipstream.core.draft import MAX_NODES  # it imports torch, which a server has no use for
+
+        return self.max_model_len + 1 + MAX_NODES
+
+    def check_prompt(self, length: int) -> None:
+        """Raise `InvalidRequest` where a prompt of so many tokens leaves no room for an answer."""
+        if length < self.max_model_len:
+            return
+        longer = {
+            "model": "; the model itself reads no more",
+            "max_model_len": f", or raise max_model_len (the model has {self.max_positions} positions)",
+            "memory": f", or give more memory (the model has {self.max_positions} positions)",
+        }
+        raise InvalidRequest(
+            f"the prompt has {length} tokens and the context {self.max_model_len}: shorten the prompt to at most "
+            f"{self.max_model_len - 1} tokens{longer[self.limit]}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

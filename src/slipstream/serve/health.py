@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.engine.loop import Pulse
+from slipstream.core.snapshot import Pulse
 
 Status = Literal["ok", "draining", "crowded", "stalled", "dead"]
 

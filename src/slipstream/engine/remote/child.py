@@ -23,8 +23,8 @@ from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import EngineDied, SlipstreamError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.responsive import responsive
+from slipstream.core.snapshot import Pulse
 from slipstream.engine.llm import LLM
-from slipstream.engine.loop import Pulse
 from slipstream.engine.remote.channel import CUT_OFF, Channel
 from slipstream.engine.remote.messages import (
     Beat,

@@ -10,8 +10,7 @@ from typing import Any
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import RequestError, SlipstreamError
 from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing
-from slipstream.core.snapshot import Snapshot
-from slipstream.engine.loop import Pulse
+from slipstream.core.snapshot import Pulse, Snapshot
 from slipstream.engine.requests import Loaded, Request
 
 # from the parent

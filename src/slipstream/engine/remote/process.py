@@ -26,8 +26,7 @@ from typing import Any
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import EngineDied, InvalidRequest, RequestError
 from slipstream.core.params import SamplingParams
-from slipstream.core.snapshot import Snapshot
-from slipstream.engine.loop import Pulse
+from slipstream.core.snapshot import Pulse, Snapshot
 from slipstream.engine.remote.channel import CUT_OFF, Sender, pickled
 from slipstream.engine.remote.messages import (
     Beat,
@@ -49,7 +48,6 @@ from slipstream.engine.remote.messages import (
 from slipstream.engine.remote.spawn import Spawned, spawn
 from slipstream.engine.requests import Prompt, Request, Requests
 from slipstream.engine.streams import Listeners, OutputStream
-from slipstream.models.load import load_tokenizer
 
 SILENCE_S = 3.0
 """A process that says nothing for so long is stuck: then the time since its last word counts."""
@@ -99,7 +97,11 @@ class EngineProcess:
         try:
             with suppress(OSError):  # it has ended already: that nothing is heard of it says so, and why
                 self._channel.send(Opening({"model": str(model), **options}, threads))
+            from transformers import AutoTokenizer  # noqa: F401  # which takes seconds, while the model is opened
+
             ready = self._opened(on_progress or (lambda _: None))
+            from slipstream.models.load import load_tokenizer
+
             self.tokenizer: Any = load_tokenizer(ready.model_path, bool(options.get("trust_remote_code")))
         except BaseException:
             self._end_process(0.0)
