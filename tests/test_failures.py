@@ -210,7 +210,7 @@ def test_an_engine_whose_device_failed_is_closed(
         why = "the engine broke: ValueError: not as it should be"
         assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("error", why)
         assert (llm.pulse().alive, llm.pulse().why) == (False, why)
-        with pytest.raises(EngineDied, match=why):
+        with pytest.raises(EngineDied, match=f"the engine is closed: .*{why}"):
             llm.generate([[1]], PARAMS[0])
 
 

@@ -125,7 +125,7 @@ class EngineLoop:
             self._thread.join(timeout)
 
     def _closed(self) -> RequestError:
-        return EngineDied(self._broke) if self._broke else RequestError(_CLOSED)
+        return EngineDied(f"{_CLOSED} ({self._broke})") if self._broke else RequestError(_CLOSED)
 
     def _tell_to_end(self) -> None:
         def end() -> None:

@@ -25,7 +25,7 @@ def judge(pulse: Pulse, *, draining: bool, crowded: str, stall_s: float) -> Heal
     if not pulse.alive:
         return Health("dead", f"{pulse.why or 'the engine has ended'}: start the server again")
     if pulse.busy_s > stall_s:
-        return Health("stalled", f"the engine has given no sign of progress for {pulse.busy_s:.0f} s")
+        return Health("stalled", f"the engine gave no sign of progress for {pulse.busy_s:.0f} s")
     if draining:
         return Health("draining", "the server is shutting down")
     if crowded:

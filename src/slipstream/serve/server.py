@@ -16,7 +16,7 @@ from slipstream.engine.host import EngineHost
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import log
-from slipstream.serve.protocol import HttpProtocol
+from slipstream.serve.protocol import Connections, HttpProtocol
 
 _BACKLOG = 2048
 _PARTING_S = 2.0
@@ -25,19 +25,21 @@ _QUIET, _AGAIN = 5, 600
 """Ticks, of a tenth of a second, without anybody inside, after which there is time to tidy up; and again after so many,
 for those who came and went between two of them."""
 _LOOK_S = 0.02
-_STALLS = 2
-"""Times `stall_s` without a sign of progress: then the engine is given up, and the server ends."""
+_TICKS_S = 10
+"""Of `on_tick`, a second. What hangs is told by ticks: after a pause of the whole machine the engine has its time."""
 
 
 class HttpServer(uvicorn.Server):
     """One engine behind one port. The socket is bound when it is made, so that its address is known."""
+
+    server_state: Connections
 
     def __init__(self, llm: EngineHost, config: ServeConfig) -> None:
         gate, self.service = make_gate(llm, config)
         self._llm = llm
         self._died = ""  # why the engine is no more, where nobody closed it
         self._quiet = 0  # ticks since somebody was inside
-        self._stalled = False  # and the log has it
+        self._stalled = 0  # ticks since the engine was found to hang
         super().__init__(
             uvicorn.Config(
                 gate,
@@ -86,12 +88,12 @@ class HttpServer(uvicorn.Server):
             self._died = pulse.why
             log.error("engine died", extra={"fields": {"why": pulse.why}})
             drain.hurry()
-        elif pulse.busy_s > _STALLS * self.service.config.stall_s:
-            self._llm.kill(f"the engine gave no sign of progress for {pulse.busy_s:.0f} s, and was killed")
         found = self.service.health()
-        if found.status == "stalled" and not self._stalled:
+        self._stalled = self._stalled + 1 if found.status == "stalled" else 0
+        if self._stalled == 1:
             log.error("engine stalled", extra={"fields": {"why": found.reason}})
-        self._stalled = found.status == "stalled"
+        elif self._stalled > _TICKS_S * self.service.config.stall_s:
+            self._llm.kill(f"{found.reason}, and was killed")
         if drain.begun:
             drain.watchers_end.set()
         if drain.due and (cut := drain.cut_off()):
