@@ -81,7 +81,7 @@ def process(tiny_target: Path) -> Iterator[EngineProcess]:
         yield made
 
 
-def answered(host: EngineHost, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
+def answered(host: EngineHost | LLM, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
     """All that a stream brings of requests that start together."""
 
     async def main() -> list[RequestOutput]:
