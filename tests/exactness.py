@@ -24,7 +24,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "logit_bias": FEW,
     },
     "logit_bias": {"logit_bias": FEW},
-    "allowed": {"allowed_token_ids": [10, 20, 30, 40, 255]},
+    "allowed": {"allowed_token_ids": [10, 20, 30, 40, 95]},
     "bad_words": {"bad_words": ["5?", "+I+", "??"], "logit_bias": FEW},
     "min_tokens": {"min_tokens": 7, "stop_token_ids": [10, 40], "logit_bias": FEW},
 }

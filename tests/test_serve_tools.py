@@ -161,6 +161,7 @@ def test_a_template_without_tools_gets_a_plain_prompt(tiny_target: Path) -> None
     assert text.count("<|system|>") == 1
     assert '<tool_call>\n{"name": "a", "arguments": {"now": true}}\n</tool_call>' in text
     assert "<tool_response>\ndone<eos>\n</tool_response>\n\nand?" in text
+    assert '"name": "a"' not in "".join(maker.conversation(chat(tool_choice="none")))
     eos = maker._tokenizer.eos_token_id
     assert maker.joined(maker.conversation(chat(messages=turns))).count(eos) == text.count("<eos>") - 1
 
