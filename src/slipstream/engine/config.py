@@ -158,7 +158,7 @@ def parse_share(size: str | int | float | None, key: str) -> int | float | None:
     part = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%", text)
     if part is not None and float(part[1]) <= 100:
         return float(part[1]) / 100
-    if re.fullmatch(r"0?\.[0-9]+|1\.0*|0", text):
+    if re.fullmatch(r"0?\.[0-9]+|1\.0*", text):
         return float(text)
     is_part = part is not None or re.fullmatch(r"[0-9]+\.[0-9]*", text)  # what has a point and no unit was meant as one
     with suppress(ConfigError):
