@@ -150,7 +150,7 @@ def test_speed_ups_come_from_sums_not_from_means_of_ratios() -> None:
     assert payload["all"]["ngram"]["speedup"] == 1.75
     assert list(payload["categories"]) == ["x", "y"]
     out = StringIO()
-    Console(file=out, width=80).print(report.table(summary))
+    Console(file=out, width=80).print(*report.tables(summary))
     assert "3.00x" in out.getvalue()
     assert "yes" in out.getvalue()
 
@@ -183,12 +183,12 @@ def test_a_mode_that_never_drafted_says_why(declined: int, said: str) -> None:
 
 def test_the_table_fits_80_columns() -> None:
     log: list[str] = []
-    units = [unit("code_editing", "p")]
+    units = [unit("code_editing", "p"), unit("summarization", "q")]
     stats = SpeculationStats(rounds=1, emitted=4, drafted=5, accepted=2)
     runners = [FakeRunner("plain", log), FakeRunner("transformers", log, [0.001], (5, 6), stats)]
     summary = report.summarize(units, list(bench.measure(units, runners)), ["plain", "transformers"])
     out = StringIO()
-    Console(file=out, width=80).print(report.table(summary))
+    Console(file=out, width=80).print(*report.tables(summary))
     assert "no: 0/1" in out.getvalue()
     assert "…" not in out.getvalue()
 

@@ -295,13 +295,13 @@ def test_real_traffic_is_told_and_recorded(
 ) -> None:
     record = tmp_path / "r.json"
     common = ("--model", str(tiny_target), "--prompts", str(prompts(tmp_path)), "--max-tokens", "8")
-    result = run(capsys, "bench", *common, "--rate", "200", "--requests", "5", "--record", str(record))
+    result = run(capsys, "bench", *common, "--rate", "200", "--requests", "5", "--record", str(record), "--json", "-")
     rows = result["rows"]
     assert isinstance(rows, list)
     assert [(row["requests"], row["rate"]) for row in rows] == [(5, 200.0)]
     recording = Recording.load(record)
     assert len(recording.traces) == 5
     assert all(0 < trace.output_tokens <= 8 for trace in recording.traces)
-    run(capsys, "bench", *common, "--record", str(record))
+    run(capsys, "bench", *common, "--record", str(record), "--json", "-")
     drafters = [trace.drafters for trace in Recording.load(record).traces]
     assert sorted(set(map(bool, drafters))) == [False, True], "plain, and with a drafter"

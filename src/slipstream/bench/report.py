@@ -170,30 +170,44 @@ def undrafted(row: Row) -> str:
     )
 
 
-def table(summary: Summary) -> Table:
-    """By category, narrow enough for 80 columns; the speed-up is against plain decoding of the same prompts."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    shown.title, shown.title_justify = "Tokens per second: with prompts, and decoding alone", "left"
-    shown.add_column("category", no_wrap=True)
+def tables(summary: Summary, concurrency: int = 1) -> list[Table]:
+    """All prompts in one table, and each task in another where there are several."""
+    tasks = list(dict.fromkeys(row.category for row in summary.rows if row.category != ALL))
+    whole = [row for row in summary.rows if row.category == ALL]
+    how = f"{whole[0].prompts} prompts, {concurrency} at a time"
+    found = [table(summary, [((), row) for row in whole], f"Plain decoding and drafts: {how}")]
+    if len(tasks) > 1:
+        rows = [((row.category,), row) for row in summary.rows if row.category != ALL]
+        found.append(table(summary, rows, "By task", ("task",)))
+    return found
+
+
+def table(summary: Summary, rows: Sequence[tuple[tuple[str, ...], Row]], title: str, keys: Sequence[str] = ()) -> Table:
+    """Narrow enough for 80 columns. keys: columns that say what a row is about, beside its mode; times are against
+    plain decoding of the same prompts.
+    """
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    for key in keys:
+        shown.add_column(key, no_wrap=True)
     shown.add_column("mode", overflow="fold", min_width=len("transformers"))
-    for column in ("tok/s", "decoding", "speed-up", "tau", "alpha", "same"):
+    for column in ("decoding\ntok/s", "times\nplain", "in all\ntok/s", "times\nplain", "tau", "same\ntokens"):
         shown.add_column(column, justify="right", no_wrap=True)
-    last = None
-    for row in summary.rows:
-        if last is not None and row.category != last:
+    last: tuple[str, ...] | None = None
+    for about, row in rows:
+        if last is not None and about != last:
             shown.add_section()
         same = "-" if not row.compared else "yes" if row.same == row.compared else f"no: {row.same}/{row.compared}"
         shown.add_row(
-            row.category if row.category != last else "",
+            *(about if about != last else ("",) * len(about)),
             row.mode,
-            f"{row.tokens_per_s:.1f}",
             f"{row.decode_tokens_per_s:.1f}",
+            f"{summary.decode_speedup(row):.2f}x",
+            f"{row.tokens_per_s:.1f}",
             f"{summary.speedup(row):.2f}x",
             f"{row.tau:.2f}" if row.rounds else "-",
-            f"{row.alpha:.2f}" if row.drafted else "-",
             same if row.mode != PLAIN else "",
         )
-        last = row.category
+        last = about
     return shown
 
 

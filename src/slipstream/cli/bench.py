@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -165,14 +164,16 @@ def bench(
             "--json",
             metavar="FILE",
             panel=OUTPUT,
-            help="Keep the JSON of the last line in a file too, with every single measurement.",
+            help="Everything as JSON too, with every single measurement. - writes it to stdout as the last line, "
+            "without them.",
         ),
     ] = None,
 ) -> None:
     """Measure what speculation brings on this machine.
 
-    Every drafter (repeat --drafter) and plain decoding answer the same prompts in turn. The table is for people; the
-    last line on stdout is JSON. After Ctrl-C they are about the prompts that all had answered by then.
+    Every drafter (repeat --drafter) and plain decoding answer the same prompts in turn. The first table has all
+    prompts, the second one each task; --json has the rest. After Ctrl-C they are about the prompts that all had
+    answered by then.
     """
     capacity = Capacity(
         simulate, rate, requests, replicas, traffic, latency_target, tuple(speculation or ()), plot, record, json_file
@@ -207,7 +208,7 @@ def bench(
 
     load = load_before()
     if long_prompts is not None:
-        beside_prompts(common, drafters, long_prompts, json_file)
+        beside_prompts(common, drafters, long_prompts, capacity)
         return
     use_threads(common.threads)
     imports = memory.rss_after_imports()
@@ -286,13 +287,11 @@ def bench(
         "prefill": None if prefill is None else prefill.to_json(),
         "memory": used.to_json(),
     }
-    console.print(report.table(summary))
+    for table in report.tables(summary, concurrency):
+        console.print(table)
     for line in closing_lines(summary, prefill, used, result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    print(json.dumps(result, ensure_ascii=False), flush=True)
-    if json_file is not None:
-        whole = {**result, "samples": report.samples_json(units, samples)}
-        json_file.write_text(json.dumps(whole, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    capacity.write_json(result, samples=report.samples_json(units, samples))
     if breaking.happened:
         asked = sum(len(unit.prompts) for unit in work.units)
         whole_run = len(work.units) * len(modes) * repeats
@@ -301,7 +300,7 @@ def bench(
         raise typer.Exit(130)
 
 
-def beside_prompts(common: Common, drafters: tuple[str, ...], length: int, json_file: Path | None) -> None:
+def beside_prompts(common: Common, drafters: tuple[str, ...], length: int, capacity: Capacity) -> None:
     """Streams while long prompts are read: one stream, then several."""
     found = []
     with loaded(common, drafters, max_num_seqs=STREAMS + 1, prefix_caching=False) as llm:
@@ -317,9 +316,7 @@ def beside_prompts(common: Common, drafters: tuple[str, ...], length: int, json_
                 flush=True,
             )
     result = {"command": ["slipstream", *sys.argv[1:]], "model": common.model, "hardware": hardware(), "rows": found}
-    print(json.dumps(result), flush=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    capacity.write_json(result)
 
 
 def measure_into(
@@ -362,10 +359,7 @@ def closing_lines(
 ) -> list[str]:
     lines = [*result.get("remarks", ())]
     if any(row.drafted for row in summary.rows):
-        lines.append(
-            "tau: tokens per round, the model's own included; alpha: share of guesses that stood, small in trees, "
-            "whose branches exclude each other"
-        )
+        lines.append("in all: with the reading of prompts; tau: tokens per pass, the model's own included")
     for row in summary.rows:
         if row.category == report.ALL and row.rounds:
             whole = row.draft_s + row.verify_s + row.host_s or 1.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from slipstream.bench.outcome import Speculation, Targets
 from slipstream.cli.options import Common
@@ -62,6 +63,14 @@ class Capacity:
     plot: Path | None
     record: Path | None
     json_file: Path | None
+
+    def write_json(self, result: Mapping[str, Any], **more: Any) -> None:
+        """What --json asks for: to stdout as its last line, or to a file with `more`."""
+        if self.json_file == Path("-"):
+            print(json.dumps(result, ensure_ascii=False), flush=True)
+        elif self.json_file is not None:
+            text = json.dumps({**result, **more}, ensure_ascii=False, indent=1)
+            self.json_file.write_text(text + "\n", encoding="utf-8")
 
     def check(self, common: Common, measuring: Mapping[str, bool]) -> None:
         """Refuse what can be seen to be wrong before anything is loaded.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -230,9 +229,7 @@ def tell(rows: Sequence[Row], capacity: Capacity, more: dict[str, Any]) -> None:
         capacity.plot.write_text(drawn(rows), encoding="utf-8")
         note(f"wrote {capacity.plot}")
     result = {**more, "latency_target": asdict(capacity.targets), "rows": [_json(row) for row in rows]}
-    print(json.dumps(result, ensure_ascii=False), flush=True)
-    if capacity.json_file is not None:
-        capacity.json_file.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    capacity.write_json(result)
 
 
 def full_lines(row: Row) -> list[str]:
