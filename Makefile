@@ -2,7 +2,9 @@
 
 PYTHON ?= $(shell for p in python3.11 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
+BASE := .venv/.base
 READY := .venv/.ready
+CPU_TORCH := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak clients format model browser
@@ -11,18 +13,31 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Some systems ship Python without ensurepip: their own pip then fills the environment.
-# torch comes first, alone and pinned, so that no other package can ask for one with CUDA.
-$(READY): pyproject.toml constraints.txt
+# torch comes first, alone and pinned, so that no other package can ask for one with CUDA. PyPI's for Linux on x86 brings
+# CUDA along: where there is no GPU, the one for CPUs is taken if its index can be reached.
+$(BASE): pyproject.toml constraints.txt
 	@echo "setting up .venv (once)"
 	@$(PYTHON) -m venv .venv || { \
 	    $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	@echo "installing torch: some hundred MB, this takes minutes"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	@echo "installing transformers and the rest"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve,grammar]'
+	@index=; what="for CPUs, 0.2 GB: half a minute at 100 Mbit/s"; \
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	    if ! command -v nvidia-smi >/dev/null && $(BIN)/python -c \
+	        'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' $(CPU_TORCH)/torch/ 2>/dev/null; \
+	    then index="--extra-index-url $(CPU_TORCH)"; \
+	    else what="with CUDA, 2.7 GB: some 4 minutes at 100 Mbit/s"; fi; \
+	fi; \
+	echo "1/2 downloading torch $$what"; \
+	$(BIN)/python -m pip install --constraint constraints.txt $$index torch
+	@echo "2/2 downloading transformers and the rest, 0.1 GB"
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[serve]'
 	@touch $@
 
-model: $(READY) ## fetch the default model once (93 MB)
+$(READY): $(BASE)
+	@echo "downloading what the checks need, 0.5 GB"
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,serve,grammar]'
+	@touch $@
+
+model: $(BASE) ## fetch the default model once (93 MB)
 	@$(BIN)/python -m slipstream.models.default
 
 # The page's tests run in a real Chromium. Debian's is installed where that can be done; elsewhere the tests say what is
@@ -38,7 +53,7 @@ browser:
 	        echo "without it the tests of the page fail"; \
 	    fi; }
 
-demo: $(READY) model ## the same answer with and without speculation, and the speed of each
+demo: $(BASE) model ## the same answer with and without speculation, and the speed of each
 	@$(BIN)/python -m slipstream.bench.demo
 
 # Two at a time with a thread each, since tiny models gain nothing by more; then what measures time, by itself.

@@ -400,7 +400,7 @@ def test_bench_prints_tables_and_keeps_json(run: Run, llm: FakeLLM, tmp_path: Pa
     assert "{" not in done.out
     assert run("bench", "--limit", "3", "--max-tokens", "8", "--json", "-").json.keys() == result.keys()
     first, second = done.out.split("By task")
-    assert [line.split()[0] for line in first.splitlines()[4:6]] == ["plain", "auto"], "what is looked for comes first"
+    assert [line.split()[0] for line in first.splitlines()[5:7]] == ["plain", "auto"], "what is looked for comes first"
     assert "code_editing" in second
     assert result["modes"] == ["plain", "auto"]
     assert list(result["categories"]) == ["chat", "code", "code_editing"]

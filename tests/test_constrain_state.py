@@ -180,7 +180,7 @@ def test_without_the_package_the_error_names_the_extra(open_llm: Any, monkeypatc
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(InvalidRequest, match=re.escape("slipstream-llm[grammar]")):
+    with pytest.raises(InvalidRequest, match=re.escape("pip install -e '.[grammar]' in the clone")):
         llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
     assert llm.generate("a", SamplingParams(max_tokens=2))[0].finished
 

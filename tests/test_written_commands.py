@@ -115,6 +115,12 @@ def test_commands_are_known(page: Path, known: dict[str, set[str]]) -> None:
             assert not command.options, f"{command}: there is no such command"
 
 
+def test_nobody_is_sent_to_a_package_index() -> None:
+    """Slipstream is on none: what is printed installs from a clone or from a wheel."""
+    texts = [*PAGES, *(ROOT / "src").rglob("*.py")]
+    assert [path for path in texts if "install 'slipstream-llm" in path.read_text(encoding="utf-8")] == []
+
+
 def test_pages_and_scripts_name_commands(known: dict[str, set[str]]) -> None:
     """Or nothing was looked at."""
     named = {command.program for page in PAGES for command in written(page.read_text(encoding="utf-8"))}

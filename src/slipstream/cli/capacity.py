@@ -22,7 +22,8 @@ NOT_SIMULATED = {
     **dict.fromkeys(
         (
             *("dtype", "device", "threads", "memory", "max_model_len", "enable_prefix_caching", "no_graphs"),
-            *("trust_remote_code", "force_pair", "max_draft_memory", "measure_costs", "warm_up", "verifier"),
+            *("trust_remote_code", "force_pair", "strict_drafter"),
+            *("max_draft_memory", "measure_costs", "warm_up", "verifier"),
         ),
         _RECORDED_ENGINE,
     ),

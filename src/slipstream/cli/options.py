@@ -299,8 +299,8 @@ class Common:
         option(
             metavar="N",
             panel=SAMPLING,
-            help="Same seed, same tokens, with or without speculation, such as 7. Default: a fresh one, which the "
-            "JSON output shows.",
+            help="Same seed, same tokens, with or without speculation, such as 7 (with --verifier rejection only while "
+            "the drafts are the same, too). Default: a fresh one, which the JSON output shows.",
         ),
     ] = None
     max_tokens: Annotated[

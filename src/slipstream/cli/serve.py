@@ -23,7 +23,7 @@ from slipstream.cli.panels import MODEL, OUTPUT, SPECULATION, option
 from slipstream.cli.shared import OF_REQUESTS, SAMPLING, with_common
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
-from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.errors import ConfigError, InvalidRequest, install
 from slipstream.core.reading import read_named
 from slipstream.core.vllm_names import from_vllm, from_vllm_flags
 from slipstream.drafters.places import naming
@@ -264,7 +264,7 @@ def serve(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"serve needs {error.name}: install the extra [serve], as the README has it") from error
+        raise ConfigError(f"serve needs {error.name}: {install('serve')}") from error
     drafters = () if common.no_speculation else common.drafters
     with hosted(common, drafters, max_num_seqs=max_num_seqs, warm_up=True, **more) as llm:
         from slipstream.serve.logs import set_up

@@ -22,7 +22,7 @@ from slipstream.constrain.matcher import WORD, Constraint, Rules, mask_words
 from slipstream.constrain.places import Places, Turns
 from slipstream.constrain.source import Source, source_of
 from slipstream.constrain.trials import WORKSHOP, Sample
-from slipstream.core.errors import InvalidRequest
+from slipstream.core.errors import InvalidRequest, install
 from slipstream.core.structured import StructuredOutputsParams
 
 _CACHE_BYTES = 64 << 20
@@ -133,9 +133,7 @@ class Grammars:
         try:
             import xgrammar
         except ImportError:
-            raise InvalidRequest(
-                "structured_outputs needs the package xgrammar: pip install 'slipstream-llm[grammar]'"
-            ) from None
+            raise InvalidRequest(f"structured_outputs needs the package xgrammar: {install('grammar')}") from None
         if not self._eos_ids:
             raise InvalidRequest("structured_outputs: this model has no end-of-text token to end such an answer with")
         try:

@@ -26,6 +26,11 @@ import re
 _OF_THE_DEVICE = re.compile(r"CUDA error:|Triton Error \[CUDA\]|CU(BLAS|DNN)_STATUS_")
 
 
+def install(extra: str) -> str:
+    """How to get the packages of an extra; Slipstream itself is on no package index."""
+    return f"pip install -e '.[{extra}]' in the clone, or pip install 'WHEEL[{extra}]' for a wheel that was built"
+
+
 class SlipstreamError(Exception):
     """The root of all errors raised on purpose."""
 

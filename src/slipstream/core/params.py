@@ -79,9 +79,14 @@ class SpeculationParams:
 class SamplingParams:
     """How one request is sampled and when it ends. Temperature 0 is greedy.
 
+<<<<<<< HEAD
     seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch.
         None draws a fresh one.
     allowed_token_ids: the only tokens that may be chosen, ends of the text included; None: all.
+=======
+    seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch; with
+        the verifier "rejection" only while the drafts are the same, too. None draws a fresh one.
+>>>>>>> e072cb2 (readme: say how to install from a clone or a wheel)
     logprobs: return the log probability of each token and of this many alternatives, from the raw model
         (before temperature, penalties and masks).
     max_tokens: longest answer; None goes on up to the context's end.

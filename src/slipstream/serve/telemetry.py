@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, install
 from slipstream.serve.record import Record
 
 _METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
@@ -25,7 +25,7 @@ class Tracer:
             from opentelemetry import propagate, trace
             from opentelemetry.trace import SpanKind, StatusCode
         except ImportError as error:
-            raise ConfigError("--otel needs OpenTelemetry: pip install 'slipstream-llm[otel]'") from error
+            raise ConfigError(f"--otel needs OpenTelemetry: {install('otel')}") from error
         _provide(trace)
         self._propagate = propagate
         self._tracer = trace.get_tracer("slipstream")
@@ -60,7 +60,7 @@ def _provide(trace: Any) -> None:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError("--otel needs an exporter: pip install 'slipstream-llm[otel]'") from error
+        raise ConfigError(f"--otel needs an exporter: {install('otel')}") from error
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
