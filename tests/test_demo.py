@@ -22,12 +22,10 @@ class DemoLLM:
     """Four tokens a second plainly, sixteen with speculation."""
 
     tokens_with: tuple[int, ...] = (1, 2, 3, 4, 5)
+    text: str = "class Rectangle"
     drafted_s: float = 1.25
     costs: MeasuredCosts | None = None
     tenants: list[str] = field(default_factory=list)
-
-    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        return [1, 2, 3]
 
     def generate(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
         drafts = params.speculation.enabled
@@ -35,7 +33,7 @@ class DemoLLM:
         tokens = list(self.tokens_with) if drafts else [1, 2, 3, 4, 5]
         timing = Timing(0.0, 1.0, self.drafted_s if drafts else 2.0)
         stats = SpeculationStats(rounds=2, emitted=5) if drafts else SpeculationStats(rounds=5, emitted=5)
-        answer = CompletionOutput(0, "class Rectangle", tokens, timing=timing, speculation=stats)
+        answer = CompletionOutput(0, self.text, tokens, timing=timing, speculation=stats)
         return [RequestOutput("0", None, [1, 2, 3], [answer], True)]
 
     def __enter__(self) -> DemoLLM:
@@ -57,6 +55,22 @@ def test_demo_compares_and_exits(
     assert "16.0 tok/s" in out
     assert "4.00x" in out
     assert "tau 2.50" in out
+
+
+@pytest.mark.parametrize(("text", "said"), [(demo.CODE, "right answer: yes"), ("class Rectangle", "right answer: no")])
+def test_demo_says_whether_the_answer_is_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    monkeypatch.setattr(demo, "load", lambda model, progress: DemoLLM(text=text))
+    assert demo.main([]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_default_model_gets_the_demo_right() -> None:
+    with demo.load("default", lambda line: None) as llm:
+        params = SamplingParams(temperature=0, max_tokens=256, stop="```")
+        assert llm.generate([demo.PROMPT], params)[0].outputs[0].text.strip() == demo.CODE.strip()
 
 
 def test_nobody_remembers_the_demos_answers() -> None:

