@@ -7,6 +7,7 @@ client takes what the server says; the words of a model of 135M do not. The tabl
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.metadata
 import json
@@ -430,7 +431,9 @@ def main() -> None:
     from slipstream import __version__
     from slipstream.models.default import default_model
 
-    wanted = sys.argv[1:] or list(CLIENTS)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("clients", nargs="*", help=f"of {', '.join(CLIENTS)}; default: all")
+    wanted = parser.parse_args().clients or list(CLIENTS)
     pythons = {name: python_of(CLIENTS[name][0]) for name in wanted}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -79,24 +79,19 @@ class SpeculationParams:
 class SamplingParams:
     """How one request is sampled and when it ends. Temperature 0 is greedy.
 
-    <<<<<<< HEAD
-        seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch.
-            None draws a fresh one.
-        allowed_token_ids: the only tokens that may be chosen, ends of the text included; None: all.
-    =======
-        seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch; with
-            the verifier "rejection" only while the drafts are the same, too. None draws a fresh one.
-    >>>>>>> e072cb2 (readme: say how to install from a clone or a wheel)
-        logprobs: return the log probability of each token and of this many alternatives, from the raw model
-            (before temperature, penalties and masks).
-        max_tokens: longest answer; None goes on up to the context's end.
-        prediction: text that the answer is likely to repeat; it is drafted from, never trusted.
-        structured_outputs: the form that the answer must have (JSON of a schema, a regular expression, …), or a mapping
-            with the fields of `StructuredOutputsParams`. None: any text.
-        output_kind: what each output of a stream holds: "cumulative" everything so far, "delta" only what is new since the
-            one before, "final_only" everything, once, at the end. Times and counts are always those so far.
-        cache_salt: prompts share cached pages only with those of the same salt and the same `speculation.tenant`.
-        timeout_s: seconds from its arrival after which it ends, with what it has by then and the reason "timeout".
+    seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch; with
+        the verifier "rejection" only while the drafts are the same, too. None draws a fresh one.
+    allowed_token_ids: the only tokens that may be chosen, ends of the text included; None: all.
+    logprobs: return the log probability of each token and of this many alternatives, from the raw model
+        (before temperature, penalties and masks).
+    max_tokens: longest answer; None goes on up to the context's end.
+    prediction: text that the answer is likely to repeat; it is drafted from, never trusted.
+    structured_outputs: the form that the answer must have (JSON of a schema, a regular expression, …), or a mapping
+        with the fields of `StructuredOutputsParams`. None: any text.
+    output_kind: what each output of a stream holds: "cumulative" everything so far, "delta" only what is new since the
+        one before, "final_only" everything, once, at the end. Times and counts are always those so far.
+    cache_salt: prompts share cached pages only with those of the same salt and the same `speculation.tenant`.
+    timeout_s: seconds from its arrival after which it ends, with what it has by then and the reason "timeout".
     """
 
     n: int = 1
