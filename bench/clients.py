@@ -2,7 +2,8 @@
 
 Every client runs in an environment of its own under `.venv-clients`, by this same file (`--client NAME URL MODEL`), so
 only the standard library is imported at the top. What counts is that the server takes what the client sends and the
-client takes what the server says; the words of a model of 135M do not. The table is written to `docs/clients.md`.
+client takes what the server says; the words of a model of 135M do not. The table is written to `docs/clients.md`. Some
+of them alone, without the table: `python bench/clients.py openai litellm`.
 """
 
 from __future__ import annotations

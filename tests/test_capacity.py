@@ -225,7 +225,7 @@ def test_every_option_is_heeded_or_refused_by_a_simulation() -> None:
     shared = {field.name for field in fields(Common)}
     assert shared == heeded | without_effect | (shared & set(NOT_SIMULATED))
     assert not (heeded | without_effect) & set(NOT_SIMULATED)
-    own = {"prompts", "limit", "category", "concurrency", "repeats", "peers", "startup", "record"}
+    own = {"prompts", "limit", "category", "concurrency", "repeats", "peers", "startup", "record", "long_prompts"}
     assert set(NOT_SIMULATED) - shared == own
 
 

@@ -243,6 +243,7 @@ SERVER: Mapping[str, Row] = {
     "ssl_keyfile": _none(_PROXY),
     "ssl_certfile": _none(_PROXY),
     "ssl_ca_certs": _none(_PROXY),
+    "allowed_origins": _ours(),
     "allow_credentials": _moot("keys come in a header, not in cookies", "false", values=0),
     "allowed_methods": _moot("methods and headers are those of the interface"),
     "allowed_headers": _moot("methods and headers are those of the interface"),
