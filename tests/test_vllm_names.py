@@ -244,6 +244,19 @@ def test_a_command_line_of_vllms(
 
 
 @pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        ("MODEL --api-key a b", "MODEL --api-key=a --api-key=b"),
+        ("--api-key a b --model m", "--api-key=a --api-key=b --model m"),
+        ("--api-key a MODEL", "--api-key=a MODEL"),
+        ("--port 1 --unknown x", "--port=1 --unknown x"),
+    ],
+)
+def test_a_model_is_never_taken_for_a_key(words: str, passed: str) -> None:
+    assert from_vllm_flags(words.split(), print) == passed.split()
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("somewhere --model elsewhere", "somewhere --model elsewhere: both name the model; give one of them"),

@@ -391,6 +391,8 @@ def from_vllm_flags(words: Sequence[str], tell: Tell) -> list[str]:
     """A command line of `vllm serve` as one of `slipstream serve`. What no row is about stays as it is."""
     table, left, found = {**SERVER, **ENGINE}, list(words), []
     parts: dict[str, dict[str, Any]] = {}  # of `--speculative-config.method ngram`
+    # `--api-key KEY MODEL` must not make a key of the model: more than one value only where that is named elsewhere
+    named = not words or not words[0].startswith("-") or any(w.split("=")[0] in ("--model", "-m") for w in words)
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
@@ -403,7 +405,7 @@ def from_vllm_flags(words: Sequence[str], tell: Tell) -> list[str]:
             found += _flags(table, name, on, flag, words, tell)
         else:
             values = [value] if equals else [left.pop(0)]
-            while table[name].values > 1 and left and not left[0].startswith("-"):
+            while table[name].values > 1 and named and left and not left[0].startswith("-"):
                 values.append(left.pop(0))
             if dot:
                 parts.setdefault(name, {})[key] = _json_or_text(values[0])
