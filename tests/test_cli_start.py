@@ -123,7 +123,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "serve --compile-trial 0": (2, "error: --compile-trial 0.0: must be above 0"),
         "serve --verifier rejection": (2, "error: --verifier: not for serve"),
         'serve --speculative-config {"method":"eagle3","model":"/nope"}': (
-            1,
+            2,
             """error: --speculative-config {"method":"eagle3","model":"/nope"}: --drafter eagle3:/nope: '/nope': no""",
         ),
         "generate Hi --regex a{": (2, "error: --regex a{: at character 1 it has a brace"),
@@ -136,25 +136,25 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "train medusa --out o": (2, "there is nothing to learn from"),
         "train medusa --out o --self-prompts 5 --set x": (2, "--set x: must be NAME=VALUE"),
         "train draft --out o --self-prompts 5 --rows 0": (2, "rows=0: must be a whole number of at least 1"),
-        "generate Hi --model /nope": (1, "'/nope': no such folder or file"),
-        "generate Hi --model=": (1, "'': no such folder or file"),
+        "generate Hi --model /nope": (2, "'/nope': no such folder or file"),
+        "generate Hi --model=": (2, "'': no such folder or file"),
         "bench --drafter model:/nope": (
-            1,
+            2,
             "error: --drafter model:/nope: '/nope': no such folder or file. Give NAME:PATH",
         ),
         "generate Hi --drafter eagle3:/nope?depth=2": (
-            1,
+            2,
             "error: --drafter eagle3:/nope?depth=2: '/nope': no such folder",
         ),
-        "generate Hi --drafter draft:org/name": (1, "error: --drafter draft:org/name: 'org/name': no such folder or"),
+        "generate Hi --drafter draft:org/name": (2, "error: --drafter draft:org/name: 'org/name': no such folder or"),
         "generate Hi --drafter eagle4": (
             2,
             "error: --drafter: drafter 'eagle4' is unknown: must be one of auto, draft",
         ),
-        "chat --model notes.txt": (1, "notes.txt: a file, but not a .gguf one"),
-        "bench --model broken.gguf": (1, "broken.gguf: not a GGUF file"),
-        "generate Hi --model empty": (1, "empty: not a model folder"),
-        "generate Hi --model org/name": (1, "'org/name': no such folder or file here"),  # after asking the (unset) hub
+        "chat --model notes.txt": (2, "notes.txt: a file, but not a .gguf one"),
+        "bench --model broken.gguf": (2, "broken.gguf: not a GGUF file"),
+        "generate Hi --model empty": (2, "empty: not a model folder"),
+        "generate Hi --model org/name": (2, "'org/name': no such folder or file here"),  # after asking the (unset) hub
     }
     code = (
         "import json, sys\nfrom slipstream.cli.main import main\n"

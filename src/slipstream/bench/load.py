@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
@@ -110,6 +108,8 @@ def at_a_rate(rate: float, count: int, length: int, max_tokens: int) -> list[Ask
 
 def summary(heard: Sequence[Heard]) -> dict[str, float]:
     """Milliseconds, and tokens a second of all requests together."""
+    import numpy as np  # the command line asks this file for its constants before anything heavy is there
+
     firsts, each = [one.first_s for one in heard], [one.token_s for one in heard]
     gaps = [gap for one in heard for gap in one.gaps] or [0.0]
     begun, ended = min(one.sent for one in heard), max(one.events[-1][0] for one in heard)
@@ -129,6 +129,7 @@ async def beside_long_prompts(
     send: Send, length: int, *, streams: int = 1, prompts: int = 1, vocab_size: int = VOCAB
 ) -> dict[str, float]:
     """Running streams while long prompts are read, one after the other; and both alone, for comparison."""
+    import numpy as np  # as above
 
     async def running(count: int, asking: Callable[[], Any]) -> tuple[list[Heard], Any]:
         """Streams that have begun, stopped when the asking is over."""
