@@ -223,22 +223,24 @@ def measure(family: str, options: argparse.Namespace, root: Path | None) -> dict
 
 
 def table(files: Sequence[Path]) -> str:
-    """Markdown: families down, devices across."""
-    runs = [json.loads(file.read_bytes()) for file in files]
+    """Markdown: families down, devices across. Results of one device and dtype share their columns."""
+    runs = {file: json.loads(file.read_bytes()) for file in files}
+    places: dict[str, dict[str, Any]] = {}
+    for run in runs.values():
+        places.setdefault(f"{run['device']} {run['dtype']}", {}).update({row["family"]: row for row in run["rows"]})
     head = ["family"]
-    for run in runs:
-        place = f"{run['device']} {run['dtype']}"
-        head += [f"{place}: drafts and none", f"{place}: alone and among {AT_ONCE}"]
+    for place in places:
+        head += [f"{place}: with drafts", f"{place}: among {AT_ONCE}"]
     lines = [head, ["---"] * len(head)]
     for family in FAMILIES:
-        rows = [next((row for row in run["rows"] if row["family"] == family), None) for run in runs]
-        if any(rows):
-            lines.append([family, *(cell for row in rows for cell in _cells(row))])
+        if any(family in rows for rows in places.values()):
+            lines.append([family, *(cell for rows in places.values() for cell in _cells(rows.get(family)))])
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = [
         f"* {run['device']} {run['dtype']}: {run['shapes']}, {run['requests']} prompts at T = 0 and T = 1, "
-        f"{run['max_tokens']} tokens each ({run['date']}, torch {run['torch']}; `{run['command']}`)"
-        for run in runs
+        f"{run['max_tokens']} tokens each ({run['date']}, torch {run['torch']}; `{run['command']}`; "
+        f"[JSON](results/{file.name}))"
+        for file, run in runs.items()
     ]
     return "\n".join((text, "", *notes))
 
@@ -248,7 +250,10 @@ def _cells(row: dict[str, Any] | None) -> tuple[str, str]:
         return "not run", "not run"
     if "refused" in row:
         return "refused", "refused"
-    return tuple("**same**" if same == of else f"{same} of {of}" for same, of in (row["drafts"], row["company"]))  # type: ignore[return-value]
+    return tuple(
+        "**same**" if same == of else f"{same} of {of}"
+        for same, of in (row["drafts"], min(row["company"], row["both"]))
+    )  # type: ignore[return-value]
 
 
 def write_table(files: Sequence[Path], document: Path) -> None:
