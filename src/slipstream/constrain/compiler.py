@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 
 from slipstream.constrain.limits import CompileLimits
-from slipstream.constrain.matcher import WORD, Constraint, Rules, mask_words
+from slipstream.constrain.matcher import WORD, Aside, Constraint, Rules, mask_words
 from slipstream.constrain.places import Places, Turns
 from slipstream.constrain.source import Source, source_of
+from slipstream.constrain.trial_process import LONGEST_PART
 from slipstream.constrain.trials import WORKSHOP, Sample
-from slipstream.core.errors import InvalidRequest, install
+from slipstream.core.errors import InvalidRequest, QueueFull, install
 from slipstream.core.structured import StructuredOutputsParams
 
 _CACHE_BYTES = 64 << 20
 _KNOWN_TEXTS = 4096
 _KNOWN_FORMS = 1024
 _AT_ONCE = 2
+_MOST_STUCK = 2
+"""Threads that follow grammars which were given up: while there are more, no form that may be slow is taken in."""
 
 
 class Grammars:
@@ -41,9 +44,11 @@ class Grammars:
         self._lock = threading.Lock()
         self._made: Any = None
         self._no_text: frozenset[int] = frozenset()
+        self._texts: Sequence[bytes] = ()  # of each token
         self._in_json: Tensor | None = None  # [W]: tokens that JSON may have at all
         self._sample: Sample | None = None
         self._counting = threading.Lock()
+        self._aside = Aside()
         self._places = Places()  # of forms that are tried or compiled, or wait for it
         self._trying = Turns(_AT_ONCE)
         self._compiling = Turns(_AT_ONCE)
@@ -61,14 +66,19 @@ class Grammars:
         where the form is complete, others are text. Raises `InvalidRequest` where no answer can have the form, and
         where compiling it goes beyond the limits; None: it may take as long as it takes. tenant: who asks, since what
         takes long is shared out by tenant."""
+        source = source_of(form)
+        slow = not source.light and limits is not None
         rules = Rules(
-            self._compiled(form, limits, tenant),
+            self._compiled(form, source, limits, tenant),
             tuple(sorted(self._eos_ids.union(_special_ids(self._tokenizer).intersection(stop_ids)))),
             self._vocab_size,
+            self._texts,
             self._encode,
             getattr(self._tokenizer, "eos_token_id", None),
             self._in_json if form.kind.startswith("json") else None,
             self._no_text,
+            self._aside if slow else None,
+            partial(self._learn, (form, limits.trial_s)) if slow and limits is not None else lambda _: None,
         )
         found = Constraint(rules)
         if not found.possible:
@@ -81,11 +91,14 @@ class Grammars:
         assert self._sample is not None
         WORKSHOP.warm(self._sample)
 
-    def _compiled(self, form: StructuredOutputsParams, limits: CompileLimits | None, tenant: str) -> Any:
+    def _compiled(
+        self, form: StructuredOutputsParams, source: Source, limits: CompileLimits | None, tenant: str
+    ) -> Any:
         compiler = self._compiler()
-        source = source_of(form)
         if source.light or limits is None:
             return self._made_of(form, source, compiler)
+        if self._aside.stuck >= _MOST_STUCK:
+            raise QueueFull("structured_outputs: grammars of others hold up the server's CPU; try again", 5.0)
         with self._places.taken(tenant, limits.waiting):
             self._try_out(form, source, limits, tenant)
             with self._compiling.turn(tenant):
@@ -115,13 +128,21 @@ class Grammars:
             if outcome.reason is not None:
                 wrong = _impossible(form, outcome.reason)
             elif not outcome.fine:
-                wrong = f"structured_outputs.{form.kind}: would take too long to compile; {_SIMPLER[form.kind]}"
-            with self._counting:
-                self._tried[known] = wrong
-                while len(self._tried) > _KNOWN_FORMS:
-                    del self._tried[next(iter(self._tried))]
+                longest_ms = 1000 * LONGEST_PART * limits.trial_s
+                wrong = (
+                    f"structured_outputs.{form.kind}: would take too long to compile or to follow: more than "
+                    f"{limits.trial_s:g} s of a CPU when tried out, or {longest_ms:g} ms for one token; "
+                    f"{_SIMPLER[form.kind]}"
+                )
+            self._learn(known, wrong)
         if (wrong := self._tried.get(known)) is not None:
             raise InvalidRequest(wrong)
+
+    def _learn(self, form: tuple[StructuredOutputsParams, float], wrong: str | None) -> None:
+        with self._counting:
+            self._tried[form] = wrong
+            while len(self._tried) > _KNOWN_FORMS:
+                del self._tried[next(iter(self._tried))]
 
     def _compiler(self) -> Any:
         with self._lock:
@@ -145,7 +166,7 @@ class Grammars:
                 f"structured_outputs: not with this model's tokenizer: {_reason(str(error))}"
             ) from None
         self._no_text = frozenset(info.special_token_ids)
-        vocabulary = info.decoded_vocab
+        self._texts = vocabulary = info.decoded_vocab
         self._in_json = _without_controls(vocabulary, self._vocab_size)
         self._sample = Sample.of(vocabulary)
         threads = max(1, min(8, (os.cpu_count() or 1) // 2))  # the rest is for those who run

@@ -6,10 +6,13 @@ that the state is the same afterwards; what the verdict keeps of the draft is fo
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -24,12 +27,72 @@ MASK_S = 0.005
 """Seconds that the grammar of one answer may take: so many in all, and so many more for each mask. One that takes
 longer holds up everybody: the answer ends. It is this thread's own time, not that of others who have the CPU. Masks are
 counted, and not rounds, so that a draft is never what ends an answer; a slow grammar has small ones (`most_nodes`)."""
+LONGEST_S = 0.05
+"""Seconds of a CPU that the engine's thread waits for one call of a grammar that may be slow."""
+_WALL = 40
+"""Times that by the clock, where others need the CPU as well."""
+
+_MOST_BEGINNINGS = 32
+"""Tokens that may come next where the text is forced: all beginnings of one word. More are a choice."""
 
 _ALL, _NONE = -1, 0
 
 
 def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD)
+
+
+class Aside:
+    """Another thread for grammars that may be slow. The library cannot be interrupted, but it lets other threads run:
+    where a call takes too long, its caller goes on, and a new thread takes the next calls."""
+
+    def __init__(self) -> None:
+        self._given_up: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._done: SimpleQueue[None] = SimpleQueue()
+
+    @property
+    def stuck(self) -> int:
+        """Threads that are still at a call that was given up."""
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        return len(self._given_up)
+
+    def does(self, call: Callable[[], object]) -> bool:
+        """Has it been done? False: it was given up. The call must not raise."""
+        if self._thread is None:
+            self._calls, self._done = SimpleQueue(), SimpleQueue()
+            self._thread = threading.Thread(target=_work, args=(self._calls, self._done), name="grammar", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._calls.put, None)
+        used, began = _cpu_clock(self._thread), time.monotonic()
+        until = used() + LONGEST_S
+        self._calls.put(call)
+        while True:
+            try:
+                self._done.get(timeout=LONGEST_S)
+            except Empty:
+                if used() < until and time.monotonic() < began + _WALL * LONGEST_S:
+                    continue
+                self._given_up.append(self._thread)
+                self._thread = None
+                self._calls.put(None)
+                return False
+            return True
+
+
+def _work(calls: SimpleQueue[Callable[[], object] | None], done: SimpleQueue[None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it holds an answer
+        done.put(None)
+
+
+def _cpu_clock(thread: threading.Thread) -> Callable[[], float]:
+    """What the thread has used of a CPU, in seconds; the time where a system does not tell."""
+    if hasattr(time, "pthread_getcpuclockid") and thread.ident is not None:
+        return partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident))
+    return time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +102,15 @@ class Rules:
     compiled: Any  # xgrammar's
     end_ids: tuple[int, ...]
     vocab_size: int
+    texts: Sequence[bytes]  # of each token
     encode: Callable[[str], Sequence[int]] = lambda _: ()
     usual_end: int | None = None
     also: Tensor | None = None  # [W] int32: a mask that holds everywhere, besides
     never: frozenset[int] = frozenset()  # tokens that are no text; asked about one, xgrammar writes to the terminal
+    aside: Aside | None = None  # for those that may be slow
+    condemn: Callable[[str], None] = lambda _: None  # told what was wrong with a form that was too slow
+    left_out: tuple[str, ...] = ()  # of a schema, with places
+    fault: Callable[[str], str | None] = lambda _: None  # what a finished answer breaks of that
 
 
 class Constraint:
@@ -73,6 +141,15 @@ class Constraint:
         return Constraint(self._rules)
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the grammar does not hold of the form."""
+        return self._rules.left_out
+
+    def fault(self, text: str) -> str | None:
+        """What of that a finished answer breaks."""
+        return self._rules.fault(text)
+
+    @property
     def possible(self) -> bool:
         """Is there a token that may come next?"""
         self._fill(self._next, 0)
@@ -91,21 +168,13 @@ class Constraint:
 
     def advance(self, tokens: Sequence[int], begin: int) -> None:
         """Follow the answer up to its end: `tokens[begin:]`, of which the first may have been followed before."""
-        with self._failing():
-            for token in tokens[begin + self._seen :]:
-                if self.failure is not None or self._ended:
-                    return
-                if not self._accept(token):
-                    self.failure = f"token {token} was chosen against the grammar of structured_outputs"
-                    return
-                self._seen += 1
-                self._ended = token in self._ends
+        if fresh := tokens[begin + self._seen :]:
+            self._do(partial(self._follow, fresh))
 
     def legal(self, tree: Tree) -> list[bool]:
         """Of each node of a draft, whether the grammar allows it and all that is above it."""
         kept = [False] * len(tree)
-        with self._failing():
-            self._walk(tree, kept.__setitem__)
+        self._do(lambda: self._walk(tree, kept.__setitem__))
         return kept
 
     def masks(self, tree: Tree, out: Tensor, row: int) -> None:
@@ -113,75 +182,100 @@ class Constraint:
 
         Behind a node that is not allowed anything may follow: nobody gets there.
         """
+        rows = out[row : row + 1 + len(tree)]
         if self.failure is None:
-            out[row : row + 1 + len(tree)] = _ALL
-            with self._failing():
-                self._fill(out, row)
-                if tree.tokens:
-                    self._walk(tree, lambda node, _: self._fill(out, row + 1 + node, tree.tokens[node]))
+            filled = torch.full_like(rows, _ALL)  # of its own: a call that was given up may write for a while
+            self._do(partial(self._fill_all, tree, filled))
+            rows.copy_(filled)
         if self.failure is not None:
-            out[row : row + 1 + len(tree)] = _NONE
+            rows.fill_(_NONE)
         elif self._spent_s > GRACE_S + MASK_S * self._masks:  # these masks are right; the next allow nothing
-            spent = f"{self._spent_s:.2f} s for {self._masks} masks"
-            self.failure = f"structured_outputs: the grammar is too ambiguous: {spent}; make it simpler"
+            self._too_slow(f"{self._spent_s:.2f} s for {self._masks} masks")
 
     def forced(self, most: int) -> list[int]:
         """What comes next whatever the model says, as the tokens that its tokenizer makes of it; at most so many.
 
-        The text is certain, the tokens are the likeliest: the model may cut the same text in another way.
+        It is read off as many masks at most: some grammars force text without end. It is a guess as any other, since
+        the model may cut the same text in another way.
         """
-        with self._failing():
-            if self.failure is None and not self._ended:
-                return self._forced(most)
-        return []
+        found: list[int] = []
+        if not self._ended:
+            self._do(lambda: found.extend(self._forced(most)))
+        return found if self.failure is None else []
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._ended:
+                return
+            if not self._accept(token):
+                self.failure = f"token {token} was chosen against the grammar of structured_outputs"
+                return
+            self._seen += 1
+            self._ended = token in self._ends
+
+    def _fill_all(self, tree: Tree, rows: Tensor) -> None:
+        self._fill(rows, 0)
+        if tree.tokens:
+            self._walk(tree, lambda node, _: self._fill(rows, 1 + node, tree.tokens[node]))
 
     def _forced(self, most: int) -> list[int]:
-        tokens: list[int] = []
-        for token in self._rules.encode(self._forced_text())[:most]:
-            if token in self._ends or not self._accept(token):
-                break
-            tokens.append(token)
+        path: list[int] = []
         end: list[int] = []
-        while len(tokens) < most and not end:
+        while len(path) < most and not end:
             only = self._only_token()
             if only in self._ends and only is not None:
                 end.append(only)
             elif only is not None and self._accept(only):
-                tokens.append(only)
+                path.append(only)
             else:
                 break
-        self._rollback(len(tokens))
-        return tokens + end
-
-    def _forced_text(self) -> str:
-        try:
-            return str(self._matcher.find_jump_forward_string())
-        except UnicodeDecodeError:  # in the middle of a character
-            return ""
+        self._rollback(len(path))
+        text = b"".join([self._rules.texts[token] for token in path])
+        likely = self._rules.encode(text.decode(errors="ignore"))
+        same = b"".join([self._rules.texts[token] for token in likely]) == text
+        return [*(likely if same else path), *end][:most]
 
     def _only_token(self) -> int | None:
-        """The one token that may come next; of several that all end the answer, the usual one; None: a choice."""
+        """The longest of the tokens that may come next, if the others are beginnings of it; of several that all end
+        the answer, the usual one; None: a choice."""
         self._fill(self._next, 0)
         if torch.equal(self._next, self._only_ends):
             return self._usual_end
         words = self._next[0].nonzero()[:, 0].tolist()  # [w]
-        bits = int(self._next[0, words[0]]) % (1 << WORD) if len(words) == 1 else 0
-        return words[0] * WORD + bits.bit_length() - 1 if bits.bit_count() == 1 else None
+        if len(words) > _MOST_BEGINNINGS:
+            return None
+        bits = ((word, int(self._next[0, word]) % (1 << WORD)) for word in words)
+        tokens = [word * WORD + bit for word, held in bits for bit in range(held.bit_length()) if held >> bit & 1]
+        texts = [self._rules.texts[token] for token in tokens if token < self._rules.vocab_size]
+        longest = max(texts, key=len, default=b"")
+        return tokens[texts.index(longest)] if longest and all(map(longest.startswith, texts)) else None
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _do(self, call: Callable[[], object]) -> None:
+        """On another thread, if it may be slow. Nothing is done for an answer that failed."""
+        if self.failure is not None:
+            return
+        if self._rules.aside is None:
+            self._timed(call)
+        elif not self._rules.aside.does(partial(self._timed, call)):
+            self._too_slow(f"more than {LONGEST_S:g} s for one token")
+
+    def _timed(self, call: Callable[[], object]) -> None:
         """What goes wrong in the library is this answer's failure, and nobody else's; the time is its own, too."""
         started = time.thread_time()
         try:
-            yield
+            call()
         except Exception as error:
             self.failure = f"the grammar of structured_outputs failed: {type(error).__name__}: {error}"
         finally:
             self._spent_s += time.thread_time() - started
 
+    def _too_slow(self, spent: str) -> None:
+        self.failure = f"structured_outputs: the grammar is too ambiguous: {spent} of a CPU; make it simpler"
+        self._rules.condemn(self.failure)
+
     def _walk(self, tree: Tree, enter: Callable[[int, bool], None]) -> None:
         """Enter each allowed node with the state behind it. The state is as before at the end."""
-        if self.failure is not None or self._ended:
+        if self._ended:
             return
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents):

@@ -1,4 +1,4 @@
-"""A process of its own in which forms are tried out: it may be killed where a thread may not.
+"""A process of its own in which forms are tried out, compiled and followed: it may be killed where a thread may not.
 
 `python -m slipstream.constrain.trial_process` reads lines of JSON: vocabularies, and forms to be compiled with them.
 Each form is compiled in a fork, which the system ends when its time is over; so nothing is started anew, and what
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,10 @@ _WALL = 20
 """Times its time on a CPU that a form may take by the clock: others may need the CPU too."""
 _LONGEST_REASON = 1000
 """Bytes: a line of less than 4,096 is written as a whole, whoever writes at the same time."""
+LONGEST_PART = 0.01
+"""Of its time on a CPU that one token of a text may take; with all tokens masks take about twenty times as long."""
+_TEXTS, _LENGTH = 4, 32
+"""Texts of the form that are followed, and tokens of each."""
 FINE, WRONG, DEAR = "fine", "wrong", "dear"
 
 
@@ -94,12 +100,38 @@ def _data_bytes() -> int:
 
 def _try(asked: dict[str, Any], compiler: Any) -> dict[str, str]:
     try:
-        Source(asked["kind"], asked["text"], asked["free"]).compile(compiler)
+        compiled = Source(asked["kind"], asked["text"], asked["free"]).compile(compiler)
+        slowest = max(_follow(compiled, random.Random(text)) for text in range(_TEXTS))
+        return {"outcome": FINE if slowest <= LONGEST_PART * asked["cpu_s"] else DEAR}
     except MemoryError:
         return {"outcome": DEAR}
     except Exception as error:  # whatever the compiler does not like
         return {"outcome": WRONG, "reason": str(error)[-_LONGEST_REASON:]}
-    return {"outcome": FINE}
+
+
+def _follow(compiled: Any, dice: random.Random) -> float:
+    """Seconds of a CPU that the slowest token of a text of this form takes, drawn by chance."""
+    import xgrammar
+
+    matcher = xgrammar.GrammarMatcher(compiled)
+    mask = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+    slowest = 0.0
+    matcher.fill_next_token_bitmask(mask)  # what a fork touches for the first time takes longer
+    for _ in range(_LENGTH):
+        began = time.thread_time()
+        matcher.fill_next_token_bitmask(mask)
+        taken = time.thread_time() - began
+        words = [(at, word) for at, word in enumerate(mask[0].tolist()) if word]
+        if not words:
+            break
+        at, word = dice.choice(words)
+        token = at * 32 + dice.choice([bit for bit in range(32) if word >> bit & 1])
+        began = time.thread_time()
+        going = matcher.accept_token(token) and not matcher.is_terminated()
+        slowest = max(slowest, taken + time.thread_time() - began)
+        if not going:
+            break
+    return slowest
 
 
 if __name__ == "__main__":
