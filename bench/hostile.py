@@ -140,6 +140,8 @@ def unknown(form: dict[str, Any]) -> dict[str, Any]:
             return {"regex": f"(?:{pattern})"}
         case {"grammar": grammar}:
             return {"grammar": f"{grammar}\n# once more"}
+        case {"structural_tag": tag}:
+            return {"structural_tag": json.dumps(tag, indent=1)}
         case _:
             return {"choice": list(reversed(form["choice"]))}
 

@@ -18,7 +18,7 @@ def _nested(levels: int) -> Any:
     return schema
 
 
-def _object(required: bool = True, **properties: Any) -> Form:
+def _object(required: bool = True, /, **properties: Any) -> Form:
     return {"type": "object", "properties": properties, "required": list(properties) if required else []}
 
 
@@ -147,10 +147,26 @@ GRAMMARS: dict[str, str] = {
     "sums without brackets": 'root ::= e\ne ::= e "+" e | e "*" e | e e | [a-z0-9]+',
 }
 
+
+def _tagged(schema: Any, tags: int = 1, **more: Any) -> Form:
+    parts = [
+        {"type": "tag", "begin": f"<t{i}>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</t>"}
+        for i in range(tags)
+    ]
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<t"], "tags": parts, **more}}
+
+
+TAGS: dict[str, Form] = {
+    "a call of its own kind": _tagged(SCHEMAS["a required property of its own kind"], at_least_one=True),
+    "128 calls of 7 properties": _tagged(_object(**{f"p{i}": {"type": "string"} for i in range(7)}), 128),
+    "3,000 triggers": _tagged({}, triggers=["<t", *(f"<{'a' * (i % 9)}{i}" for i in range(3000))]),
+}
+
 FORMS: dict[str, Form] = {
     **{f"json: {name}": {"json": schema} for name, schema in SCHEMAS.items()},
     **{f"regex: {name}": {"regex": pattern} for name, pattern in PATTERNS.items()},
     **{f"grammar: {name}": {"grammar": grammar} for name, grammar in GRAMMARS.items()},
+    **{f"structural_tag: {name}": {"structural_tag": tag} for name, tag in TAGS.items()},
     "choice: 1,000 that part late": {"choice": ["a" * 50 + str(i) for i in range(1000)]},
 }
 
