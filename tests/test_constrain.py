@@ -26,7 +26,6 @@ class TestSchemas:
         ("schema", "message"),
         [
             ({"not": {"type": "string"}}, "'not' cannot be followed"),
-            ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
             ({"if": {}, "then": {}}, "'if'"),
             ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
             ({"properties": {"a": {"type": "string", "nullable": True}}}, "#/properties/a: 'nullable'"),
@@ -35,10 +34,11 @@ class TestSchemas:
             ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {}}}, "'.ref' beside 'minimum'"),
             ({"$ref": "https://elsewhere/schema"}, "place in this document"),
             ({"$ref": "#anchor"}, "place in this document"),
-            ({"$ref": "#/$defs/gone"}, "cannot be followed"),
+            ({"$ref": "#/$defs/gone"}, "cannot be followed: nothing is there"),
+            ({"$ref": "#"}, "leads back to itself"),
+            ({"type": "array", "minItems": 2**31}, "at most 2147483647"),
+            ({"type": "integer", "maximum": 10**300}, "maximum .* must be within"),
             ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "nothing tells schemas 0 and 1 apart"),
-            ({"type": "string", "pattern": "^a$", "maxLength": 3}, "together cannot be followed"),
-            ({"type": "string", "format": "zip"}, "format"),
             ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
             ({"type": "string", "pattern": 'a"b'}, "a quote"),
             ({"type": "string", "pattern": r"a\\b"}, "escape must be"),
@@ -46,7 +46,6 @@ class TestSchemas:
             ({"type": "string", "pattern": r"\""}, "escape must be"),
             ({"type": "string", "pattern": r"[\"a]"}, "escape must be"),
             ({"type": "string", "pattern": "\\\n"}, "escape must be"),
-            ({"type": "number", "multipleOf": 0.1}, "multipleOf"),
             ({"type": "integer", "multipleOf": 5000}, "multipleOf"),
             ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "no number of at most 6 decimals"),
             ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "no number of at most 6 decimals"),
@@ -92,7 +91,7 @@ class TestSchemas:
 
     def test_no_text_at_all(self, grammars: Grammars) -> None:
         with pytest.raises(InvalidRequest, match="no text at all"):
-            start(grammars, json={"$ref": "#"})
+            start(grammars, grammar='root ::= root "a"')
 
     def test_what_is_required_is_described(self) -> None:
         schema = {"required": ["x"], "additionalProperties": {"type": "null"}}

@@ -171,6 +171,8 @@ def generate(
     for answer in answers:
         if not as_json:
             note(" · ".join((summary(answer), *remarks)))
+            if answer.violation is not None:
+                note(f"the answer breaks its schema: {answer.violation}")
         if answer.error is not None:
             raise RequestError(answer.error)
 

@@ -83,6 +83,8 @@ def answer_json(answer: CompletionOutput) -> dict[str, Any]:
         payload["error"] = answer.error
     if answer.logprobs is not None:
         payload["logprobs"] = logprobs_json(answer.logprobs, answer.token_ids)
+    if answer.unenforced:
+        payload |= {"unenforced": list(answer.unenforced), "violation": answer.violation}
     return payload
 
 

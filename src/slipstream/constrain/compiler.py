@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.constrain.leftover import Checker
 from slipstream.constrain.limits import CompileLimits
 from slipstream.constrain.matcher import WORD, Aside, Constraint, Rules, mask_words
 from slipstream.constrain.places import Places, Turns
@@ -79,6 +80,8 @@ class Grammars:
             self._no_text,
             self._aside if slow else None,
             partial(self._learn, (form, limits.trial_s)) if slow and limits is not None else lambda _: None,
+            source.left_out,
+            Checker(form.rule).fault if source.left_out and form.kind == "json" else lambda _: None,
         )
         found = Constraint(rules)
         if not found.possible:

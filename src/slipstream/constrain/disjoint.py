@@ -22,7 +22,7 @@ class Comparer:
 
     def disjoint(self, one: Any, other: Any) -> bool:
         """True where it is plain to see: types, values, or a property that tells them apart."""
-        left, right = self._resolved(one), self._resolved(other)
+        left, right = self.resolved(one), self.resolved(other)
         if not isinstance(left, dict) or not isinstance(right, dict):
             return False
         if self._values(left) is not None and self._values(right) is not None:
@@ -35,7 +35,7 @@ class Comparer:
         return any(self._told_apart(name, left, right) for name in _names(left) & _names(right))
 
     def _told_apart(self, name: str, left: dict[str, Any], right: dict[str, Any]) -> bool:
-        mine, theirs = (self._resolved(side["properties"][name]) for side in (left, right))
+        mine, theirs = (self.resolved(side["properties"][name]) for side in (left, right))
         return self._of_other_values(mine, theirs)
 
     def _of_other_values(self, left: Any, right: Any) -> bool:
@@ -51,7 +51,7 @@ class Comparer:
             self._listed[id(node)] = _values(node)
         return self._listed[id(node)]
 
-    def _resolved(self, node: Any) -> Any:
+    def resolved(self, node: Any) -> Any:
         """Where references lead to; None where that is nowhere."""
         for _ in range(_JUMPS):
             if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
@@ -109,5 +109,6 @@ def _types(node: dict[str, Any]) -> set[str]:
 def _target(place: str, document: Any) -> Any:
     found = document
     for step in place.removeprefix("#").strip("/").split("/") if place != "#" else ():
+        step = step.replace("~1", "/").replace("~0", "~")
         found = found.get(step) if isinstance(found, dict) else None
     return found

@@ -1,8 +1,9 @@
-"""JSON schemas that can be followed to the letter: what would be ignored is refused by name, the rest is put in order.
+"""JSON schemas that can be followed: what would be ignored is refused by name, the rest is put in order.
 
 The compiler knows most of JSON Schema and leaves the rest out without an error; an answer would then break its schema.
 So every keyword is looked at here. Where a schema can be written in another way that the compiler does follow, it is;
-the answers that remain are some of those that the schema allows, never others.
+the answers that remain are some of those that the schema allows. A few rules that most answers keep by themselves are
+left out by name, and looked at in the finished answer (`leftover.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
+from slipstream.constrain import leftover
 from slipstream.constrain.disjoint import Comparer, type_names
 from slipstream.constrain.patterns import MAX_JSON_WEIGHT, check_pattern
 from slipstream.core.errors import InvalidRequest
@@ -34,6 +36,8 @@ _ENUM_WEIGHT = 256
 """By how much to divide the step of a multiple, and the characters of an enum, for what they weigh."""
 _DECIMALS = 6
 """Most that the compiler writes where numbers have bounds."""
+_WIDEST = 10**18
+_MOST_ITEMS = 2**31 - 1
 _LONG = 512
 """Longer lengths take no longer."""
 _AGAIN = 2
@@ -46,17 +50,21 @@ FORMATS = frozenset(
     )
 )  # fmt: skip
 
+_MAYBE_EMPTY = frozenset(("uri-reference", "uri-template"))
 Schema = dict[str, Any]
 _ANNOTATIONS = frozenset(
-    ["title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly"]
-)
+    (
+        "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly",
+        "writeOnly", "discriminator", "contentMediaType", "contentEncoding", "contentSchema",
+    )
+)  # fmt: skip
 _DEFINITIONS = ("$defs", "definitions")
 _NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 _KEYWORDS: Mapping[str, frozenset[str]] = {
     "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
     "integer": _NUMBER,
     "number": _NUMBER,
-    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
+    "array": frozenset(["items", "prefixItems", "minItems", "maxItems", "uniqueItems"]),
     "object": frozenset(
         (
             "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
@@ -72,10 +80,12 @@ _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 
 @dataclass(frozen=True, slots=True)
 class ReadSchema:
-    """A schema in the form in which the compiler follows all of it. light: that takes 0.2 s at most."""
+    """A schema in the form in which the compiler follows all of it. light: that takes 0.2 s at most. left_out: rules
+    that it is without, each with its place."""
 
     schema: Schema | bool
     light: bool
+    left_out: tuple[str, ...] = ()
 
 
 def read_schema(text: str) -> ReadSchema:
@@ -89,7 +99,8 @@ def read_schema(text: str) -> ReadSchema:
         schema = reader.read(given, "#", 0)
     except RecursionError:  # values, not schemas: those are counted
         raise InvalidRequest("structured_outputs.json: a value in it is nested too deep; make it simpler") from None
-    return ReadSchema(schema, reader.weight <= _LIGHT_WEIGHT and reader.count <= _LIGHT_SUBSCHEMAS)
+    light = reader.weight <= _LIGHT_WEIGHT and reader.count <= _LIGHT_SUBSCHEMAS
+    return ReadSchema(schema, light, tuple(reader.left_out))
 
 
 def lawful_schema(text: str) -> Schema | bool:
@@ -105,6 +116,7 @@ class _Reader:
     count: int = 0
     texts: set[Any] = field(default_factory=set)  # patterns and lengths so far
     weight: int = 0  # … of all of them
+    left_out: list[str] = field(default_factory=list)
     comparer: Comparer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,8 +133,6 @@ class _Reader:
         if self.count > MAX_SUBSCHEMAS:
             raise _wrong(at, f"there are more than {MAX_SUBSCHEMAS} schemas in it")
         known = _ANNOTATIONS | _OF_TYPES | {"type", *_COMBINED, *_DEFINITIONS}
-        if node.get("uniqueItems") is False:
-            node = {key: value for key, value in node.items() if key != "uniqueItems"}
         for key in node:
             if key not in known:
                 raise _wrong(at, f"{key!r} cannot be followed; leave it out")
@@ -154,6 +164,8 @@ class _Reader:
         target = node["$ref"]
         if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
             raise _wrong(at, f"$ref {_shown(target)} must be a place in this document, such as #/$defs/name")
+        if self.comparer.resolved(node) is None:
+            raise _wrong(at, f"$ref {target!r} cannot be followed: nothing is there, or it leads back to itself")
         return {"$ref": target}
 
     def _any_of(self, node: Schema, at: str, depth: int) -> Schema:
@@ -214,28 +226,43 @@ class _Reader:
             self._string(made, at)
         if "multipleOf" in made:
             self._multiple(made, types, at)
+        for key in _NUMBER:
+            if key in made and not -_WIDEST < made[key] < _WIDEST if isinstance(made.get(key), int) else False:
+                raise _wrong(at, f"{key} {_shown(made[key])} must be within ±{_WIDEST:.0e}")
         if "number" in types and not _room_for_number(made):
             raise _wrong(at, f"no number of at most {_DECIMALS} decimals is within its bounds; widen them")
+        if made.get("format") == "ipvanyaddress" and types == {"string"}:
+            return {"anyOf": [{"type": "string", "format": one} for one in ("ipv4", "ipv6")]}
         if "array" in types:
             self._array(made, at, depth)
         if "object" in types:
             self._object(made, at, depth)
         return made
 
+    def _leave_out(self, made: Schema, key: str, at: str, told: str = "") -> None:
+        del made[key]
+        self.left_out.append(f"{key} at {at}{told}")
+
     def _string(self, made: Schema, at: str) -> None:
-        rules: list[str] = [key for key in ("pattern", "format") if key in made]
-        rules += ["minLength/maxLength"] if "minLength" in made or "maxLength" in made else []
-        if len(rules) > 1:
-            raise _wrong(at, f"{' and '.join(rules)} together cannot be followed; put all of it into one pattern")
+        if "pattern" in made and not isinstance(made["pattern"], str):
+            raise _wrong(at, f"pattern {_shown(made['pattern'])} must be a text")
+        if "format" in made and not isinstance(made["format"], str):
+            raise _wrong(at, f"format {_shown(made['format'])} must be a text")
+        least, most = (_count(made, key, at) for key in ("minLength", "maxLength"))
+        form = made.get("format")
+        if form is not None and (form not in (*FORMATS, "ipvanyaddress") or "pattern" in made):
+            self._leave_out(made, "format", at, "" if form in leftover.FORMATS else f": {form} is not checked")
+        if "pattern" in made or "format" in made:  # that is all that is followed of a string
+            if least <= 1 and made.get("format") in FORMATS - _MAYBE_EMPTY:
+                made.pop("minLength", None)
+            for key in ("minLength", "maxLength"):
+                if key in made:
+                    self._leave_out(made, key, at)
         if "pattern" in made:
-            if not isinstance(made["pattern"], str):
-                raise _wrong(at, f"pattern {_shown(made['pattern'])} must be a text")
             self._weigh_pattern(at, "pattern", made["pattern"])
         if "minLength" in made or "maxLength" in made:
-            least, most = (min(_count(made, key, at), _LONG) for key in ("minLength", "maxLength"))
+            least, most = min(least, _LONG), min(most, _LONG)
             self._weigh(at, (least, most), 2 * least + most // 3)
-        if "format" in made and made["format"] not in FORMATS:
-            raise _wrong(at, f"format {_shown(made['format'])} must be one of {', '.join(sorted(FORMATS))}")
 
     def _weigh_pattern(self, at: str, key: str, pattern: str) -> None:
         self._weigh(at, pattern, check_pattern(f"structured_outputs.json: at {at}: {key}", pattern, in_json=True))
@@ -250,18 +277,28 @@ class _Reader:
         if self.weight > MAX_TEXT_WEIGHT:
             raise _wrong(
                 at,
-                "patterns and lengths of strings, multiples, enums and names beside free ones are too dear together; "
-                "use fewer, simpler or equal ones",
+                "patterns and lengths of strings, multiples, enums and names beside free ones are too dear together, "
+                f"more than {MAX_TEXT_WEIGHT}; use fewer, simpler or equal ones",
             )
 
     def _multiple(self, made: Schema, types: set[str], at: str) -> None:
         step = made["multipleOf"]
-        whole = isinstance(step, int) and not isinstance(step, bool) and 1 <= step <= MAX_MULTIPLE
-        if not whole or "number" in types:
-            raise _wrong(at, f"multipleOf {_shown(step)} must be 1 to {MAX_MULTIPLE}, of type integer")
-        self._add(at, step // _MULTIPLE_WEIGHT)
+        if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step <= MAX_MULTIPLE:
+            raise _wrong(at, f"multipleOf {_shown(step)} must be above 0, and {MAX_MULTIPLE} at most")
+        if isinstance(step, float) or "number" in types:
+            self._leave_out(made, "multipleOf", at)
+        else:
+            self._add(at, step // _MULTIPLE_WEIGHT)
 
     def _array(self, made: Schema, at: str, depth: int) -> None:
+        for key in ("minItems", "maxItems"):
+            if _count(made, key, at) > _MOST_ITEMS:
+                raise _wrong(at, f"{key} {made[key]} must be at most {_MOST_ITEMS}")
+        if "uniqueItems" in made:
+            if made["uniqueItems"] is False:
+                del made["uniqueItems"]
+            else:
+                self._leave_out(made, "uniqueItems", at)
         if "items" in made:
             made["items"] = self.read(made["items"], f"{at}/items", depth + 1)
         if "prefixItems" in made:

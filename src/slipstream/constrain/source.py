@@ -43,6 +43,7 @@ class Source:
     text: str
     free: bool = False  # of JSON: white space is the model's own
     light: bool = False  # takes 0.2 s at most
+    left_out: tuple[str, ...] = ()  # of a schema: what is looked at in the finished answer
 
     def compile(self, compiler: Any) -> Any:
         """By xgrammar. Raises whatever it raises."""
@@ -76,12 +77,13 @@ def source_of(form: StructuredOutputsParams) -> Source:
     if form.kind == "json_object":
         return Source("json", '{"type": "object", "additionalProperties": true}', free, light=True)
     read = read_schema(form.rule)
-    return Source("json", json.dumps(read.schema, ensure_ascii=False), free, read.light)
+    return Source("json", json.dumps(read.schema, ensure_ascii=False), free, read.light, read.left_out)
 
 
 def _tagged(key: str, rule: str) -> Source:
     """The format of a structural tag, its schemas and patterns checked."""
     seen: list[ReadSchema | None] = []  # of each schema; None: a pattern
+    left_out: list[str] = []
 
     def read(node: Any, at: str) -> Any:
         kind = node.get("type") if isinstance(node, dict) else None
@@ -109,6 +111,7 @@ def _tagged(key: str, rule: str) -> Source:
             except InvalidRequest as error:
                 raise InvalidRequest(f"{key}: at {at}{str(error).removeprefix('structured_outputs.json')}") from None
             made["json_schema"] = found.schema
+            left_out.extend(f"{rule} of {at}, not checked" for rule in found.left_out)
         return made
 
     try:
@@ -122,7 +125,7 @@ def _tagged(key: str, rule: str) -> Source:
     except RecursionError:
         raise InvalidRequest(f"{key}: it is nested too deep; make it simpler") from None
     light = len(seen) <= _LIGHT_TAGS and all(one is None or one.light for one in seen)
-    return Source("structural_tag", json.dumps(format, ensure_ascii=False), light=light)
+    return Source("structural_tag", json.dumps(format, ensure_ascii=False), False, light, tuple(left_out))
 
 
 def _with_grammars(format: Any) -> Any:

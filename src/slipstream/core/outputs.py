@@ -116,6 +116,8 @@ class CompletionOutput:
 
     text, token_ids, logprobs and origins are all so far; in a stream of `output_kind="delta"` only what is new, and
     timing and speculation, which go on changing until then, are those of the answer when it has ended.
+    unenforced: rules of its schema that a grammar cannot hold, with their places. violation: what the finished
+    answer breaks of them.
     """
 
     index: int
@@ -128,6 +130,8 @@ class CompletionOutput:
     timing: Timing = field(default_factory=Timing)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     origins: list[Origin] | None = None  # by token, where `SpeculationParams.origins` asks for them
+    unenforced: Sequence[str] = ()
+    violation: str | None = None
 
 
 @dataclass(slots=True)

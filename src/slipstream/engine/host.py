@@ -23,6 +23,9 @@ class Prepared(Protocol):
     def prediction(self) -> Sequence[int]: ...
     @property
     def material(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def unenforced(self) -> Sequence[str]:
+        """Rules of its form that no grammar holds."""
 
 
 class EngineHost(Protocol):

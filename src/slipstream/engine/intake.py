@@ -62,6 +62,7 @@ class Intake:
                     sample,
                     logprobs=None if params.logprobs is None else [],
                     origins=[] if params.speculation.origins else None,
+                    unenforced=() if constraint is None else constraint.left_out,
                 ),
                 prediction=request.prediction,
                 material=request.material,

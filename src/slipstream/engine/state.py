@@ -150,6 +150,8 @@ class Answer:
         except Exception as broken:  # a tokenizer that cannot decode its own tokens: the ids are right all the same
             self.output.error = self.output.error or f"the text is incomplete: {type(broken).__name__}: {broken}"
         self.output.text = self.text.visible
+        if reason == "stop" and self.output.unenforced and self.constraint is not None:
+            self.output.violation = self.constraint.fault(self.output.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,10 @@ class Job:
     @property
     def prediction(self) -> Sequence[int]:
         return self.answers[0].prediction
+
+    @property
+    def unenforced(self) -> Sequence[str]:
+        return self.answers[0].output.unenforced
 
     @property
     def material(self) -> Sequence[Sequence[int]]:

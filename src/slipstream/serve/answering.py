@@ -207,6 +207,7 @@ class EngineResponse(Response):
                     text[whole:],
                     finish_reason=piece.finish_reason,
                     stop_reason=piece.stop_reason,
+                    violation=piece.violation,
                     report=piece.report,
                 )
             )

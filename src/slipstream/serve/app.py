@@ -18,7 +18,7 @@ from slipstream.engine.host import EngineHost
 from slipstream.serve.complaints import from_validation
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, for_log, from_exception
-from slipstream.serve.gate import IGNORED_FIELDS, Gate
+from slipstream.serve.gate import IGNORED_FIELDS, UNENFORCED, Gate
 from slipstream.serve.live import LiveView
 from slipstream.serve.metrics import CONTENT_TYPE
 from slipstream.serve.page import add_page
@@ -133,7 +133,7 @@ def make_gate(llm: EngineHost, config: ServeConfig) -> tuple[ASGIApp, Service]:
     max_body = config.limits.body_for(llm.max_model_len)
     gate: ASGIApp = Gate(app, config, service.admission, service.drain, max_body=max_body, ended=ended)
     if config.allowed_origins:  # around the gate: a browser's preflight has no key
-        told = ("X-Request-Id", IGNORED_FIELDS, "Retry-After")
+        told = ("X-Request-Id", IGNORED_FIELDS, UNENFORCED, "Retry-After")
         origins = config.allowed_origins
         gate = CORSMiddleware(gate, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=told)
     return gate, service

@@ -7,6 +7,7 @@ stream sends goes through untouched.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Callable
@@ -30,6 +31,8 @@ _NO_HEAD = frozenset({"/live"})
 _REQUEST_ID = re.compile(rb"[\w.:@/+=-]{1,128}")
 WORK = frozenset({"/v1/completions", "/v1/chat/completions"})
 IGNORED_FIELDS = "X-Slipstream-Ignored-Fields"
+UNENFORCED = "X-Slipstream-Unenforced"
+_LONGEST_HEADER = 2000
 GONE = 499
 """nginx' status for clients that went away before they were answered; it is seen in logs and metrics only."""
 
@@ -78,6 +81,9 @@ class Gate:
                 more = [(b"x-request-id", (record.asked_id or record.id).encode())]
                 if record.ignored:
                     more.append((IGNORED_FIELDS.lower().encode(), ", ".join(record.ignored).encode()))
+                if record.unenforced:
+                    told = json.dumps("; ".join(record.unenforced))[1:-1]  # names of properties may be anything
+                    more.append((UNENFORCED.lower().encode(), told[:_LONGEST_HEADER].encode()))
                 if self._drain.begun:
                     more.append((b"connection", b"close"))  # whoever asks again should find another server
                 message["headers"] = [*message.get("headers", ()), *more]

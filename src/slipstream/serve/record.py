@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.types import Scope, Send
@@ -35,6 +36,7 @@ class Record:
     error: str | None = None
     asked_id: str = ""  # the client's own name for the request
     ignored: list[str] = field(default_factory=list)  # fields that nothing here knows
+    unenforced: Sequence[str] = ()  # rules of a schema that its grammar does not hold
     send: Send | None = None
     """The server's own way to the client, for what a stream sends often: past those who only look at how it begins."""
 

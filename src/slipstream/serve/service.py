@@ -287,6 +287,7 @@ class Service:
         streaming = params.output_kind == "delta"
         name = f"{record.id}-{index}"
         job = self.llm.prepare(ids, params, request_id=name, streaming=streaming, compiling=self.config.compiling)
+        record.unenforced = job.unenforced
         self._check_length("prediction", len(job.prediction), "tokens", 1)
         self._check_length("speculation.material", sum(map(len, job.material)), "tokens", 1)
         return job

@@ -34,6 +34,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     origins: list[Origin] | None = None
+    violation: str | None = None  # with the end: what the answer breaks of its schema
     report: Mapping[str, Any] | None = None  # with the end: what speculation did
 
     @classmethod
@@ -47,6 +48,7 @@ class Piece:
             output.finish_reason,
             output.stop_reason,
             output.origins,
+            output.violation,
         )
 
     @property
@@ -68,6 +70,7 @@ class Piece:
             self.origins = [*(self.origins or ()), *output.origins]
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+        self.violation = output.violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +193,16 @@ def ending_of(piece: Piece, reason: str | None = None) -> str:
     if piece.finish_reason is None:
         return '"finish_reason":null'
     stopped = f',"stop_reason":{json.dumps(piece.stop_reason)}' if piece.stop_reason is not None else ""
-    return f'"finish_reason":"{reason or piece.finish_reason}"{stopped}'
+    broken = f',"violation":{quoted(piece.violation)}' if piece.violation is not None else ""
+    return f'"finish_reason":"{reason or piece.finish_reason}"{stopped}{broken}'
 
 
 def reason_json(piece: Piece, reason: str | None = None) -> dict[str, Any]:
     told: dict[str, Any] = {"finish_reason": reason or piece.finish_reason}
     if piece.stop_reason is not None:
         told["stop_reason"] = piece.stop_reason
+    if piece.violation is not None:
+        told["violation"] = piece.violation
     return told
 
 

@@ -189,8 +189,10 @@ class Child:
         with suppress(OSError):
             self._channel.send(News([refusal(number, error)]))
 
-    def _compile(self, number: int, request: Request, limits: CompileLimits | None) -> None:
-        self._compiled[number] = self._opened.job_of(request, limits)
+    def _compile(self, number: int, request: Request, limits: CompileLimits | None) -> Sequence[str]:
+        """What no grammar holds of its form."""
+        job = self._compiled[number] = self._opened.job_of(request, limits)
+        return job.unenforced
 
     def _answer(self, number: int, make: Callable[[], Any]) -> None:
         try:

@@ -61,10 +61,11 @@ _CLOSED = "the engine is closed"
 class RemoteJob:
     """A request that was checked. compiled: the other process has made its job, and keeps it under this number."""
 
-    def __init__(self, number: int, request: Request, *, compiled: bool) -> None:
+    def __init__(self, number: int, request: Request, *, compiled: bool, unenforced: Sequence[str] = ()) -> None:
         self.number, self.request, self.compiled = number, request, compiled
         self.id, self.prompt_ids = request.id, request.prompt_ids
         self.prediction, self.material = request.prediction, request.material
+        self.unenforced = unenforced
 
 
 class EngineProcess:
@@ -132,8 +133,8 @@ class EngineProcess:
         number = next(self._numbers)
         if params.structured_outputs is None:
             return RemoteJob(number, request, compiled=False)
-        self._asked(number, Compile(number, request, compiling)).result()
-        job = RemoteJob(number, request, compiled=True)
+        unenforced = self._asked(number, Compile(number, request, compiling)).result()
+        job = RemoteJob(number, request, compiled=True, unenforced=unenforced)
         # it may never be started. Garbage is found in the middle of anything, a message perhaps: so no message is sent
         weakref.finalize(job, self._forgotten.append, number).atexit = False
         return job

@@ -1,0 +1,141 @@
+"""What a schema says that no grammar holds, looked at in the finished answer.
+
+Everything that the grammar does hold is looked at as well, apart from patterns and formats: it says which of several
+schemas a value is meant for. Whoever asks writes both the schema and, nearly, the answer: so the work is counted.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+from collections.abc import Callable, Mapping
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
+from fractions import Fraction
+from typing import Any
+
+from slipstream.constrain.disjoint import Comparer, type_names
+
+MOST_STEPS = 5_000
+"""Values that are compared with schemas: about 20 ms."""
+_MOST_DIGITS = 400
+_EXACT = Context(prec=10_000, Emax=MAX_EMAX, Emin=MIN_EMIN)
+
+FORMATS: Mapping[str, Callable[[str], object]] = {
+    **{f"ip{which}address": ipaddress.ip_address for which in ("", "vany")},
+    **{f"ip{which}network": ipaddress.ip_network for which in ("", "vany", "v4", "v6")},
+    **{f"ip{which}interface": ipaddress.ip_interface for which in ("", "vany", "v4", "v6")},
+    "base64": base64.b64decode,
+}
+"""Formats that are no grammar's, and what raises `ValueError` where a text has another."""
+
+
+class Checker:
+    """Checks answers against one schema document."""
+
+    def __init__(self, rule: str) -> None:
+        self._schema = json.loads(rule)
+        self._comparer = Comparer(self._schema)
+        self._left = MOST_STEPS
+
+    def fault(self, text: str) -> str | None:
+        """What the answer breaks, and where; None: nothing."""
+        self._left = MOST_STEPS
+        try:
+            return self._fault(self._schema, json.loads(text, parse_float=Decimal), "$")
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            return f"it was not checked: {error}"
+
+    def _fault(self, node: Any, value: Any, at: str) -> str | None:
+        self._left -= 1
+        if self._left < 0:
+            raise ArithmeticError(f"it would take more than {MOST_STEPS:,} steps")
+        node = self._comparer.resolved(node)
+        if not isinstance(node, dict):
+            return f"{at}: nothing may stand here" if node is False else None
+        for key in ("anyOf", "oneOf", "allOf"):
+            if key in node:
+                faults = [self._fault(part, value, at) for part in node[key]]
+                return None if None in faults else max((fault for fault in faults if fault), key=_depth)
+        if "const" in node or "enum" in node:
+            values = node.get("enum", [node.get("const")])
+            return None if _key(value) in map(_key, values) else f"{at}: is none of the values"
+        kinds = type_names(float(value) if isinstance(value, Decimal) else value)
+        wanted = node.get("type")
+        if wanted is not None and kinds.isdisjoint([wanted] if isinstance(wanted, str) else wanted):
+            return f"{at}: is not of type {wanted}"
+        if isinstance(value, str):
+            return _text_fault(node, value, at)
+        if isinstance(value, list):
+            return self._list_fault(node, value, at)
+        if isinstance(value, dict):
+            return self._object_fault(node, value, at)
+        return _number_fault(node, Decimal(value), at) if "number" in kinds else None
+
+    def _list_fault(self, node: Any, value: list[Any], at: str) -> str | None:
+        if not node.get("minItems", 0) <= len(value) <= node.get("maxItems", len(value)):
+            return f"{at}: has {len(value)} items"
+        if node.get("uniqueItems") and len({_key(part) for part in value}) < len(value):
+            return f"{at}: its items are not all different"
+        first = node.get("prefixItems", [])
+        for i, part in enumerate(value):
+            if fault := self._fault(first[i] if i < len(first) else node.get("items", True), part, f"{at}[{i}]"):
+                return fault
+        return None
+
+    def _object_fault(self, node: Any, value: dict[str, Any], at: str) -> str | None:
+        named = node.get("properties", {})
+        for name in node.get("required", ()):
+            if name not in value:
+                return f"{at}: {name!r} is missing"
+        others = next(iter(node.get("patternProperties", {}).values()), node.get("additionalProperties", True))
+        for name, part in value.items():
+            if fault := self._fault(named.get(name, others), part, f"{at}.{name}"):
+                return fault
+        return None
+
+
+def _text_fault(node: Any, value: str, at: str) -> str | None:
+    if not node.get("minLength", 0) <= len(value) <= node.get("maxLength", len(value)):
+        return f"{at}: has {len(value)} characters"
+    try:
+        FORMATS.get(node.get("format"), str)(value)
+    except ValueError:
+        return f"{at}: is no {node['format']}"
+    return None
+
+
+def _number_fault(node: Any, value: Decimal, at: str) -> str | None:
+    bounds = {key: Decimal(repr(node[key])) for key in _BOUNDS if key in node}
+    if any(not holds(value, bounds[key]) for key, holds in _BOUNDS.items() if key in bounds):
+        return f"{at}: {value} is out of bounds"
+    if (step := node.get("multipleOf")) is not None:
+        if abs(value.adjusted()) > _MOST_DIGITS:  # as a fraction it would take a lot of memory
+            raise ArithmeticError("a number is too long")
+        if (Fraction(value) / Fraction(repr(step))).denominator != 1:
+            return f"{at}: {value} is no multiple of {step}"
+    return None
+
+
+_BOUNDS: Mapping[str, Callable[[Decimal, Decimal], bool]] = {
+    "minimum": Decimal.__ge__,
+    "maximum": Decimal.__le__,
+    "exclusiveMinimum": Decimal.__gt__,
+    "exclusiveMaximum": Decimal.__lt__,
+}
+
+
+def _key(value: Any) -> Any:
+    """Equal for equal values of JSON: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, list):
+        return "list", tuple(map(_key, value))
+    if isinstance(value, dict):
+        return "object", frozenset((name, _key(part)) for name, part in value.items())
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return "number", Decimal(repr(value) if isinstance(value, float) else value).normalize(_EXACT)
+    return type(value).__name__, value
+
+
+def _depth(fault: str) -> int:
+    """How far into the value the fault lies: of several schemas the one that fits longest was meant."""
+    return fault.partition(": ")[0].count(".") + fault.partition(": ")[0].count("[")
