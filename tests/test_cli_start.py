@@ -106,6 +106,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
     (tmp_path / "torn.json").write_text("{")
     (tmp_path / "bad.json").write_text('{"properties": {"a": {"not": {}}}}')
     (tmp_path / "no-keys").write_text("# nobody yet\n")
+    (tmp_path / "bad-keys").write_text("ann=good\nbob=a secret\n")
     expected = {
         "generate Hi --drafter bogus": (2, "drafter 'bogus' is unknown"),
         "generate Hi --memory lots": (2, "error: --memory lots: must be a part such as 0.2 or 20%, or a size such"),
@@ -130,7 +131,9 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "generate Hi --json-schema bad.json": (2, "error: --json-schema bad.json: at #/properties/a: 'not' cannot be"),
         "generate Hi --json-schema torn.json": (2, "error: --json-schema torn.json is no JSON: Expecting"),
         "serve --api-key =": (2, "API key: must be printable ASCII"),
-        "serve --api-key-file no-keys": (2, "no-keys: has no key"),
+        "serve --api-keys no-keys": (2, "error: --api-keys no-keys: has no key"),
+        "serve --api-keys bad-keys": (2, "error: --api-keys bad-keys: line 2: API key: must be printable ASCII"),
+        "serve --api-keys /nope": (2, "error: --api-keys /nope: there is no file /nope"),
         "train eagle3": (2, "--out: name the folder of the run"),
         "train bogus --out o": (2, "recipe 'bogus' is unknown: must be one of eagle3, medusa, draft"),
         "train medusa --out o": (2, "there is nothing to learn from"),

@@ -22,7 +22,10 @@ from serving import MODEL, serving
 from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import HostDrafter
-from slipstream.serve.config import Limits
+from slipstream.serve.admission import Admission
+from slipstream.serve.config import ApiKey, Limits, ServeConfig
+from slipstream.serve.drain import Drain
+from slipstream.serve.errors import ApiError
 from slipstream.serve.server import HttpServer
 from test_async import Gate, everything_is_free
 
@@ -42,6 +45,82 @@ def llm(open_llm: Callable[..., LLM]) -> LLM:
 
 def post(server: HttpServer, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
     return httpx.post(f"{server.url}{path}", json=body, timeout=60, **more)
+
+
+def test_the_wait_follows_how_fast_answers_leave() -> None:
+    now = 100.0
+    door = Admission(2, ServeConfig(max_queue=4), Drain(1.0), clock=lambda: now)
+    for _ in range(6):
+        door.enter("", 1)
+
+    def wait() -> int:
+        with pytest.raises(ApiError) as refused:
+            door.enter("", 1)
+        assert refused.value.status == 429
+        assert f"try again in {refused.value.headers['Retry-After']} s" in refused.value.message
+        return int(refused.value.headers["Retry-After"])
+
+    assert wait() == 1
+    now += 12  # nothing has left for so long
+    assert wait() == 12
+    for _ in range(10):  # one in eight seconds, while all places are taken
+        now += 8
+        door.leave("", 1)
+        door.enter("", 1)
+    assert wait() == 10  # with the twelve before
+    for _ in range(100):
+        now += 2
+        door.leave("", 1)
+        door.enter("", 1)
+    assert wait() == 2
+    for _ in range(5):
+        door.leave("", 1, ran=False)
+    now += 1000  # with places to spare, answers leave as they come
+    for _ in range(5):
+        door.enter("", 1)
+    assert wait() == 2
+    door.leave("", 1)
+    with pytest.raises(ApiError), door.brief("other"), door.brief("other"):
+        raise AssertionError("there is room for one only")
+    assert door.inside == 5
+
+
+def test_the_flood_of_one_key_leaves_the_queue_to_others(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm(max_num_seqs=2)
+    gate = Gate(llm)
+    keys = tuple(ApiKey.of(f"{name}={name}-key") for name in ("ann", "bob", "cy"))
+    with serving(llm, max_queue=8, keys=keys) as server:
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+                def ask(name: str, path: str = "/v1/completions", **more: Any) -> asyncio.Task[httpx.Response]:
+                    body = {**LONG, **more} if path == "/v1/completions" else {"prompt": "a"}
+                    headers = {"Authorization": f"Bearer {name}-key"}
+                    return asyncio.create_task(client.post(path, json=body, headers=headers))
+
+                async def fill(name: str, count: int) -> list[asyncio.Task[httpx.Response]]:
+                    before = server.service.admission.inside
+                    asked = [ask(name) for _ in range(count)]
+                    while server.service.admission.inside < before + count:
+                        await asyncio.sleep(0)
+                    return asked
+
+                inside = await fill("ann", 4)  # two run, and a quarter of the queue waits
+                for path in ("/v1/completions", "/tokenize"):
+                    refused = await ask("ann", path)
+                    assert refused.status_code == 429
+                    assert "4 answers of yours run or wait" in refused.json()["error"]["message"]
+                    assert int(refused.headers["retry-after"]) >= 1
+                assert (await ask("bob", "/tokenize")).status_code == 200
+                inside += await fill("bob", 4)
+                inside += await fill("cy", 2)
+                assert "the queue is full" in (await ask("cy")).json()["error"]["message"]
+                gate.open.set()
+                assert {answer.status_code for answer in await asyncio.gather(*inside)} == {200}
+
+        asyncio.run(asyncio.wait_for(main(), 120))
+    everything_is_free(llm)
 
 
 @pytest.mark.alone
@@ -244,6 +323,8 @@ async def writes(url: str, body: dict[str, Any]) -> list[int]:
 def test_a_server_that_is_told_to_end_lets_answers_finish(roomy: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream", "serve", "--model", str(roomy), "--port", "0", "--device", "cpu"]
     command += ["--served-model-name", MODEL, "--memory", "64MiB", "--log-format", "json"]
+    (keys := tmp_path / "keys").write_text("ann=a-good-key\n")
+    command += ["--api-keys", str(keys)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
@@ -254,9 +335,15 @@ def test_a_server_that_is_told_to_end_lets_answers_finish(roomy: Path, tmp_path:
                 break
         url = next(word for word in lines[-1].split() if word.startswith("http")).removesuffix("/v1")
         asked = {**LONG, "max_tokens": 1500, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as stream:
+        headers = {"Authorization": "Bearer a-good-key"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60, headers=headers) as stream:
             events = stream.iter_lines()
             assert next(events).startswith("data: {")
+            keys.write_text("ann=a-new-key\n")
+            process.send_signal(signal.SIGHUP)
+            until = time.monotonic() + 30
+            while httpx.get(f"{url}/v1/models", headers=headers).status_code == 200:  # the key that it had
+                assert time.monotonic() < until
             process.send_signal(signal.SIGTERM)
             rest = [line for line in events if line]
         assert rest[-1] == "data: [DONE]"
@@ -264,7 +351,11 @@ def test_a_server_that_is_told_to_end_lets_answers_finish(roomy: Path, tmp_path:
         said = process.stderr.read()
         assert process.wait(60) == 0
     logged = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert [entry["event"] for entry in logged] == ["draining", "request"]
-    assert logged[1]["completion_tokens"] == 1500
+    assert [entry["event"] for entry in logged if entry.get("path") != "/v1/models"] == [
+        "keys read",
+        "draining",
+        "request",
+    ]
+    assert logged[-1]["completion_tokens"] == 1500
     assert "abc" not in said
     assert "leaked" not in said, "what libraries were loaded is taken down in order"

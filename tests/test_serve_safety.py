@@ -57,11 +57,12 @@ class TestKeys:
         for key in ("one-kez", "ann=one-key", "one-key "[:-2], "x" * 10_000):
             with client_of(server, key) as client, pytest.raises(openai.AuthenticationError, match="not known here"):
                 client.completions.create(model=MODEL, prompt="a", max_tokens=2)
-        assert [r.status_code for r in (httpx.get(f"{server.url}{p}") for p in ("/metrics", "/live", "/version"))] == [
-            401
-        ] * 3
-        assert httpx.get(f"{server.url}/openapi.json").status_code == 401
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        for path in ("/live", "/openapi.json", "/v1/models", "/tokenize"):
+            assert httpx.get(f"{server.url}{path}").status_code == 401
+        for path in ("/health", "/ping", "/version", "/metrics"):  # what watches a server has no key
+            seen = httpx.get(f"{server.url}{path}")
+            assert seen.status_code == 200
+            assert "ann" not in seen.text
         fields = [getattr(record, "fields", {}) for record in caplog.records]
         assert [f["tenant"] for f in fields if f.get("status") == 200][:2] == ["ann", "bob"]
         assert not any("-key" in str(f) and "key-" not in str(f) for f in fields)
@@ -78,6 +79,55 @@ class TestKeys:
         for key in ("one-key", "other-key"):
             post(server, {"model": MODEL, "prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
         assert seen == ["ann", "bob"]
+
+
+def test_keys_of_a_file_are_read_again(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is wrong with a new file leaves the old keys, and the log never has any."""
+    caplog.set_level(logging.INFO, "slipstream.serve")
+    keys = tmp_path / "keys"
+    keys.write_text("# of ours\nann=one-key\n\nbob=other-key\n")
+    with serving(llm, keys=(ApiKey.of("root=given-key"),), key_file=keys) as server:
+
+        def known() -> list[str]:
+            names = ("given", "one", "other", "new")
+            headers = [{"Authorization": f"Bearer {name}-key"} for name in names]
+            answers = [httpx.get(f"{server.url}/v1/models", headers=header) for header in headers]
+            return [name for name, answer in zip(names, answers, strict=True) if answer.status_code == 200]
+
+        def read(event: str) -> None:
+            caplog.clear()
+            server.read_keys()
+            until = time.monotonic() + 30
+            while event not in [record.getMessage() for record in caplog.records]:
+                assert time.monotonic() < until
+
+        assert known() == ["given", "one", "other"]
+        keys.write_text("ann=new-key\n")
+        read("keys read")
+        assert known() == ["given", "new"]
+        for wrong in (b"", b"# none\n", b"bob=new-key\nann=new-key\n", b"an/n=other-key\n", b"\xff\xfe", None):
+            keys.unlink()
+            if wrong is not None:
+                keys.write_bytes(wrong)
+            read("keys not changed")
+            why = "".join(str(getattr(record, "fields", "")) for record in caplog.records)
+            assert f"--api-keys {keys}" in why
+            assert "-key" not in why.replace("--api-keys", "")
+            assert known() == ["given", "new"]
+            keys.touch()
+
+
+def test_metrics_may_have_a_port_of_their_own(llm: LLM) -> None:
+    with serving(llm, metrics_port=0, keys=(ApiKey.of("a-good-key"),)) as server:
+        apart = f"http://127.0.0.1:{server.service.config.metrics_port}"
+        assert "slipstream:num_requests_running" in httpx.get(f"{apart}/metrics").text
+        assert httpx.get(f"{apart}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        headers = {"Authorization": "Bearer a-good-key", "Host": apart.removeprefix("http://")}
+        for address in (f"{server.url}/metrics", f"{apart}/v1/models", f"{apart}/", f"{apart}/live"):
+            answer = httpx.get(address, headers=headers)
+            assert answer.status_code == 404
+            assert "not on this port" in answer.json()["error"]["message"]
 
 
 def test_keys_as_base64_writes_them() -> None:

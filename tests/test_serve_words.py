@@ -222,10 +222,13 @@ def test_a_byte_that_is_spelt_as_such() -> None:
 
 
 def test_bodies_that_are_no_objects(server: HttpServer) -> None:
+    expected = 'send a JSON object such as {"model": "…"}, with content-type application/json'
     for content, message in (
-        (b"[1]", "the body must be a JSON object"),
+        (b"[1]", f"the body is a list, not a JSON object: {expected}"),
+        (b'"a"', f"the body is a text, not a JSON object: {expected}"),
+        (b"null", "the body is null, not a JSON object"),
         (b"{", "the body is not JSON"),
-        (b'{"model": ,}', "the body is not JSON: Expecting value at character 11"),
+        (b'{"model": ,}', f"the body is not JSON: Expecting value at character 11; {expected}"),
         (b'{"colour": 1}', "messages: required field is missing"),
         (b"", "the body is missing"),
         (b'{"model": 3, "messages": []}', "model=3: must be a text"),

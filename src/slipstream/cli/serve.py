@@ -37,6 +37,8 @@ _OPTIONS = {
     "models": "--served-model-name",
     "request_s": "--request-timeout",
     "allowed_origins": "--allowed-origins",
+    "metrics_port": "--metrics-port",
+    "max_queue_per_key": "--max-queue-per-key",
     "chunk_chars": "--stream-chunk-chars",
     "drain_s": "--drain-timeout",
     "stall_s": "--stall-timeout",
@@ -77,6 +79,16 @@ def serve(
     port: Annotated[
         int, option("--port", metavar="PORT", min=0, max=65535, panel=SERVER, help="0 takes any free one.")
     ] = _USUAL.port,
+    metrics_port: Annotated[
+        int | None,
+        option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            panel=SERVER,
+            help="Serve /metrics here, beside /health, /ping and /version, and not on --port.",
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         option(metavar="NAME", panel=SERVER, help="What clients call the model; may be repeated. Default: --model."),
@@ -90,9 +102,13 @@ def serve(
             f"this machine can read it here: better in a file, or in the variable {KEY_VARIABLE}.",
         ),
     ] = None,
-    api_key_file: Annotated[
+    api_keys: Annotated[
         Path | None,
-        option(metavar="FILE", panel=SERVER, help="Keys, one [TENANT=]KEY a line; # begins a comment."),
+        option(
+            metavar="FILE",
+            panel=SERVER,
+            help="Keys, one [TENANT=]KEY a line; # begins a comment. SIGHUP has the file read again.",
+        ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -156,6 +172,15 @@ def serve(
         int,
         option(metavar="N", min=0, panel=LIMITS, help="Answers that may wait for their turn; then clients get 429."),
     ] = _USUAL.max_queue,
+    max_queue_per_key: Annotated[
+        int | None,
+        option(
+            metavar="N",
+            min=0,
+            panel=LIMITS,
+            help="Answers of one tenant that may wait. Default: of several tenants a quarter of --max-queue.",
+        ),
+    ] = None,
     max_body: Annotated[
         int | None,
         option(
@@ -237,7 +262,8 @@ def serve(
         common = _with_config(common, config)
     if speculative_config is not None:
         common = _with_speculative_config(common, speculative_config)
-    keys = _keys(api_key or (), api_key_file)
+    variable = os.environ.get(KEY_VARIABLE)
+    keys = tuple(map(ApiKey.of, [*(api_key or ()), *(variable.split(",") if variable else ())]))
     template = None if chat_template is None else read_named(chat_template, "--chat-template")
     more = {} if max_num_batched_tokens is None else {"max_num_batched_tokens": max_num_batched_tokens}
     with _naming_options():
@@ -245,12 +271,15 @@ def serve(
             models=tuple(served_model_name or (common.model,)),
             host=host,
             port=port,
+            metrics_port=metrics_port,
             keys=keys,
+            key_file=api_keys,
             allowed_hosts=tuple(allowed_host or ()),
             allowed_origins=_origins(allowed_origins),
             strict_fields=strict_fields,
             limits=Limits(body_bytes=max_body, request_s=request_timeout),
             max_queue=max_queue,
+            max_queue_per_key=max_queue_per_key,
             chunk_chars=stream_chunk_chars,
             drain_s=drain_timeout,
             stall_s=stall_timeout,
@@ -276,9 +305,9 @@ def serve(
         server = HttpServer(llm, settings)
         with suppress(InvalidRequest, OSError):  # without the extra [grammar] a request that needs it will hear of it
             llm.expect_forms()
-        if not settings.keys and host not in ("127.0.0.1", "::1", "localhost"):
+        if not settings.asks_for_keys and host not in ("127.0.0.1", "::1", "localhost"):
             note(
-                f"{host}: anybody who reaches this machine may use it; --api-key-file FILE asks for keys",
+                f"{host}: anybody who reaches this machine may use it; --api-keys FILE asks for keys",
                 style="yellow",
             )
         note(f"serving {settings.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
@@ -351,17 +380,3 @@ def _origins(written: str) -> tuple[str, ...]:
         if isinstance(found, list) and all(isinstance(origin, str) for origin in found):
             return tuple(found)
     raise ConfigError(f"--allowed-origins {written}: must be a JSON list of origins, such as '[\"https://a.example\"]'")
-
-
-def _keys(given: Any, file: Path | None) -> tuple[ApiKey, ...]:
-    """All that were given, in any way. Who names a place for keys wants some: none there would open the server."""
-    found = [*given]
-    if variable := os.environ.get(KEY_VARIABLE):
-        found += variable.split(",")
-    if file is not None:
-        lines = [line.strip() for line in read_named(file, "--api-key-file").splitlines()]
-        kept = [line for line in lines if line and not line.startswith("#")]
-        if not kept:
-            raise ConfigError(f"--api-key-file {file}: has no key; write one [TENANT=]KEY a line")
-        found += kept
-    return tuple(map(ApiKey.of, found))

@@ -92,6 +92,7 @@ def make_app(service: Service) -> FastAPI:
         return await service.detokenize(asked, Record.of(request.scope))
 
     @app.get("/health", responses=_ERRORS)
+    @app.get("/ping", responses=_ERRORS)
     async def health() -> JSONResponse:
         found = service.health()
         return JSONResponse({"status": found.status, "reason": found.reason}, found.http_status)
@@ -131,7 +132,7 @@ def make_gate(llm: EngineHost, config: ServeConfig) -> tuple[ASGIApp, Service]:
         service.metrics.answered(endpoint, record.status)
 
     max_body = config.limits.body_for(llm.max_model_len)
-    gate: ASGIApp = Gate(app, config, service.admission, service.drain, max_body=max_body, ended=ended)
+    gate: ASGIApp = Gate(app, config, service.keys, service.admission, service.drain, max_body=max_body, ended=ended)
     if config.allowed_origins:  # around the gate: a browser's preflight has no key
         told = ("X-Request-Id", IGNORED_FIELDS, UNENFORCED, "Retry-After")
         origins = config.allowed_origins

@@ -5,28 +5,54 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
+from pathlib import Path
 
-from slipstream.serve.config import ApiKey
+from slipstream.core.errors import ConfigError
+from slipstream.serve.config import ApiKey, read_keys
 from slipstream.serve.errors import ApiError
+from slipstream.serve.logs import log
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
-def tenant_of(authorization: str | None, keys: Sequence[ApiKey]) -> str:
-    """Whose request it is; "" where nobody is asked for a key. Raises 401.
+class Keyring:
+    """The keys that are valid now: those given at start, and those of a file, which `reload` reads again."""
 
-    Hashes are compared, and with every key there is: how long it takes tells nothing.
-    """
-    if not keys:
-        return ""
-    scheme, _, given = (authorization or "").partition(" ")
-    digest = hashlib.sha256(given.strip().encode("utf-8", "replace")).digest()
-    found = ""
-    for key in keys:
-        if hmac.compare_digest(digest, key.digest):
-            found = key.tenant
-    if not found or scheme.lower() != "bearer":
-        missing = "no API key was given" if not given else "the API key is not known here"
-        remedy = "send it as `Authorization: Bearer KEY`"
-        raise ApiError(401, f"{missing}; {remedy}", code="invalid_api_key", headers=_CHALLENGE)
-    return found
+    def __init__(self, given: Sequence[ApiKey] = (), file: Path | None = None) -> None:
+        self._given, self._file = tuple(given), file
+        self._keys = read_keys(self._given, self._file)
+
+    def reload(self) -> None:
+        """Read the file again. Where it is wrong, the keys stay as they are and the log says why."""
+        try:
+            self._keys = read_keys(self._given, self._file)
+        except ConfigError as error:
+            log.error("keys not changed", extra={"fields": {"why": str(error)}})
+        else:
+            log.info(
+                "keys read", extra={"fields": {"keys": len(self._keys), "tenants": ",".join(sorted(self.tenants))}}
+            )
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Their names; none where nobody is asked for a key."""
+        return frozenset(key.tenant for key in self._keys)
+
+    def tenant_of(self, authorization: str | None) -> str:
+        """The tenant of a request; "" where nobody is asked for a key. Raises 401.
+
+        Hashes are compared, and with every key there is: how long it takes tells nothing.
+        """
+        if not self._keys:
+            return ""
+        scheme, _, given = (authorization or "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode("utf-8", "replace")).digest()
+        found = ""
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.digest):
+                found = key.tenant
+        if not found or scheme.lower() != "bearer":
+            missing = "no API key was given" if not given else "the API key is not known here"
+            remedy = "send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, f"{missing}; {remedy}", code="invalid_api_key", headers=_CHALLENGE)
+        return found

@@ -11,6 +11,8 @@ from slipstream.serve.errors import ApiError
 from slipstream.serve.schemas import UNSUPPORTED
 
 _SHOWN = 60
+_BODY = 'send a JSON object such as {"model": "…"}, with content-type application/json'
+_NAMES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -63,13 +65,14 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
     if first["type"] == "json_invalid":
         what, at = first.get("ctx", {}).get("error", "it cannot be read"), first["loc"][-1]
         where = f" at character {at + 1}" if isinstance(at, int) else ""
-        return ApiError(400, f"the body is not JSON: {what}{where}", code="invalid_json")
+        return ApiError(400, f"the body is not JSON: {what}{where}; {_BODY}", code="invalid_json")
     if first["type"] == "missing" and len(first["loc"]) <= 1:
-        return ApiError(400, "the body is missing: send JSON, with content-type application/json")
+        return ApiError(400, f"the body is missing: {_BODY}", code="invalid_json")
     found = [_complaint(error, body) for error in errors]
     meant = max(found, key=lambda one: one.depth)  # of equals the first
     if not meant.path:
-        return ApiError(400, "the body must be a JSON object; send one, with content-type application/json")
+        kind = _NAMES.get(type(meant.value), "text that is not declared as JSON")
+        return ApiError(400, f"the body is {kind}, not a JSON object: {_BODY}", code="invalid_json")
     param = ".".join(map(str, meant.path))
     if meant.told is not None:
         return ApiError(400, f"{param}{meant.told}", param=param, code=meant.code)

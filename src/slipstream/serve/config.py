@@ -6,13 +6,17 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError
+from slipstream.core.reading import read_named
 
 LogFormat = Literal["text", "json"]
 ToolFormat = Literal["auto", "hermes", "llama3_json"]
+_MOST_KEYS = 10_000
+"""Each request is compared with all of them."""
 _PADDED = 16
 """Characters that a key has at least which ends with `=`; what is shorter is a tenant whose key was left out."""
 
@@ -40,6 +44,26 @@ class ApiKey:
             raise ConfigError("API key: must be printable ASCII without spaces, alone or as TENANT=KEY")
         digest = hashlib.sha256(key.encode()).digest()
         return cls(tenant or f"key-{digest.hex()[:8]}", digest)
+
+
+def read_keys(given: Sequence[ApiKey], file: Path | None) -> tuple[ApiKey, ...]:
+    """The keys that were given and those of a file. Raises `ConfigError`, which never says what a key is."""
+    found, where = list(given), ""
+    if file is not None:
+        where = f"--api-keys {file}: "
+        for number, line in enumerate(read_named(file, "--api-keys").splitlines(), 1):
+            if line.strip() and not line.strip().startswith("#"):
+                try:
+                    found.append(ApiKey.of(line))
+                except ConfigError as error:
+                    raise ConfigError(f"{where}line {number}: {error}") from None
+        if len(found) == len(given):  # a file that is named and empty must not open the server
+            raise ConfigError(f"{where}has no key; write one [TENANT=]KEY a line")
+    if len(found) > _MOST_KEYS:
+        raise ConfigError(f"{where}API keys: {len(found)} are too many; give at most {_MOST_KEYS}")
+    if len({key.digest for key in found}) < len(found):
+        raise ConfigError(f"{where}API keys: one is there twice; give each tenant a key of its own")
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +104,13 @@ class ServeConfig:
     """A server around one engine.
 
     models: the names under which clients ask for the model; the first is shown in answers.
-    keys: who may come in; nobody is asked where there are none.
+    keys: who may come in; nobody is asked where there are none, and no file of them.
+    key_file: more of them, one [TENANT=]KEY a line.
     allowed_hosts: names that clients may reach it by, beside those of this machine ("*": any). Where none is
         given, they are checked only on a server for this machine that asks for no key.
     max_queue: answers that may wait for a place in the engine; more are refused with 429.
+    max_queue_per_key: answers of one tenant that may wait; None: of several tenants a quarter of max_queue.
+    metrics_port: serve /metrics on this port (0: any free one) instead of the main one.
     chunk_chars: characters of every event of a stream, all events padded to one size; None: what a round brought.
     strict_fields: refuse unknown fields instead of ignoring them.
     allowed_origins: pages from elsewhere that browsers let ask this server ("*": any).
@@ -97,12 +124,15 @@ class ServeConfig:
     models: Sequence[str] = ("default",)
     host: str = "127.0.0.1"
     port: int = 8000
+    metrics_port: int | None = None
     keys: tuple[ApiKey, ...] = ()
+    key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     strict_fields: bool = False
     limits: Limits = Limits()
     max_queue: int = 256
+    max_queue_per_key: int | None = None
     chunk_chars: int | None = None
     drain_s: float = 60.0
     stall_s: float = 120.0
@@ -113,21 +143,27 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self._check("models", bool(self.models) and all(self.models), "one name or more")
-        digests = [key.digest for key in self.keys]
-        if len({*digests}) < len(digests):
-            raise ConfigError("API keys: one is there twice; give each tenant a key of its own")
+        read_keys(self.keys, self.key_file)
         named = all(re.fullmatch(r"\*|[\w.-]+|[\da-fA-F:.]*:[\da-fA-F:.]*:[\da-fA-F.]*", h) for h in self.allowed_hosts)
         self._check("allowed_hosts", named, 'names or addresses without a port, or "*"')
         origins = all(re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin) for origin in self.allowed_origins)
         self._check("allowed_origins", origins, 'origins such as "https://chat.example.com", or "*"')
         self._check("port", 0 <= self.port <= 65535, "0 (any free one) to 65535")
+        apart = self.metrics_port is None or 0 <= self.metrics_port <= 65535
+        self._check("metrics_port", apart, "0 (any free one) to 65535, or None: on the main port")
         self._check("max_queue", self.max_queue >= 0, "0 or more")
+        own = self.max_queue_per_key is None or self.max_queue_per_key >= 0
+        self._check("max_queue_per_key", own, "0 or more, or None")
         self._check("chunk_chars", self.chunk_chars is None or 1 <= self.chunk_chars <= 4096, "1 to 4096, or None")
         self._check("drain_s", self.drain_s >= 0, "0 or more")
         self._check("stall_s", self.stall_s > 0, "above 0")
         formats = get_args(ToolFormat)
         self._check("tool_format", self.tool_format in formats, f"one of {', '.join(formats)}")
         self._check("log_format", self.log_format in get_args(LogFormat), f"one of {', '.join(get_args(LogFormat))}")
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self.keys) or self.key_file is not None
 
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.admission import Admission
-from slipstream.serve.auth import tenant_of
+from slipstream.serve.auth import Keyring
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, for_log, from_exception
@@ -24,12 +24,15 @@ from slipstream.serve.logs import log, log_failure, log_request
 from slipstream.serve.page import PATHS
 from slipstream.serve.record import Record
 
-OPEN = frozenset({"/health", *PATHS})
-"""Paths that need no key: whoever starts and stops servers has none, and the page has to be there to ask for one."""
+METRICS = "/metrics"
+WATCHED = frozenset({METRICS, "/health", "/ping", "/version"})
+"""Paths for operators. They show nothing of any client."""
+OPEN = WATCHED.union(PATHS)
+"""Paths that need no key: those that start, stop and watch servers have none, and the page has to ask for one."""
+WORK = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 _NO_HEAD = frozenset({"/live"})
 """Paths whose answer may have no end: everywhere else HEAD is GET without the body, which uvicorn leaves out."""
 _REQUEST_ID = re.compile(rb"[\w.:@/+=-]{1,128}")
-WORK = frozenset({"/v1/completions", "/v1/chat/completions"})
 IGNORED_FIELDS = "X-Slipstream-Ignored-Fields"
 UNENFORCED = "X-Slipstream-Unenforced"
 _LONGEST_HEADER = 2000
@@ -44,6 +47,7 @@ class Gate:
         self,
         app: ASGIApp,
         config: ServeConfig,
+        keys: Keyring,
         admission: Admission,
         drain: Drain,
         *,
@@ -52,6 +56,7 @@ class Gate:
     ) -> None:
         self._app = app
         self._config = config
+        self._keys = keys
         self._admission = admission
         self._drain = drain
         self._max_body = max_body
@@ -115,11 +120,20 @@ class Gate:
         """The body of a request that may come in; None: its client went away."""
         headers = dict(scope["headers"])
         check_host(headers, self._names)
+        self._check_port(scope, record.path)
         if record.path not in OPEN:
-            record.tenant = tenant_of(headers.get(b"authorization", b"").decode("latin-1"), self._config.keys)
+            record.tenant = self._keys.tenant_of(headers.get(b"authorization", b"").decode("latin-1"))
         if record.path in WORK:
-            self._admission.check()
+            self._admission.check(record.tenant)
         return await self._read(receive, _length(headers.get(b"content-length")))
+
+    def _check_port(self, scope: Scope, path: str) -> None:
+        """Where metrics have a port of their own, there is nothing else on it, and they are nowhere else."""
+        apart = self._config.metrics_port
+        at_metrics = apart is not None and (scope.get("server") or ("", None))[1] == apart
+        if path not in WATCHED if at_metrics else apart is not None and path == METRICS:
+            where = "this port has the metrics alone" if at_metrics else "the metrics have a port of their own"
+            raise ApiError(404, f"{path[:200]}: not on this port: {where}", code="not_found")
 
     async def _read(self, receive: Receive, announced: int) -> bytes | None:
         limit, patience_s = self._max_body, self._config.limits.body_s

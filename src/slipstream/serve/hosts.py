@@ -22,7 +22,7 @@ def checked_names(config: ServeConfig) -> frozenset[str] | None:
     """
     if ANY in config.allowed_hosts:
         return None
-    if not config.allowed_hosts and (config.keys or not is_local(config.host)):
+    if not config.allowed_hosts and (config.asks_for_keys or not is_local(config.host)):
         return None
     return frozenset({config.host.lower(), *(name.lower() for name in config.allowed_hosts)})
 

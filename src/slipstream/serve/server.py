@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -35,11 +38,17 @@ class HttpServer(uvicorn.Server):
     server_state: Connections
 
     def __init__(self, llm: EngineHost, config: ServeConfig) -> None:
+        self.socket = _bound(config.host, config.port)
+        self._sockets = [self.socket]
+        if config.metrics_port is not None:
+            self._sockets.append(_bound(config.host, config.metrics_port))
+            config = replace(config, metrics_port=self._sockets[1].getsockname()[1])
         gate, self.service = make_gate(llm, config)
         self._llm = llm
         self._died = ""  # why the engine is no more, where nobody closed it
         self._quiet = 0  # ticks since somebody was inside
         self._stalled = 0  # ticks since the engine was found to hang
+        self._keys_changed = False
         super().__init__(
             uvicorn.Config(
                 gate,
@@ -57,14 +66,17 @@ class HttpServer(uvicorn.Server):
         allowed, room = llm.max_num_seqs + config.max_queue, self.server_state.most
         if allowed > room:
             log.warning("few descriptors", extra={"fields": {"limit": self.server_state.limit, "answers": allowed}})
-        self.socket = _bound(config.host, config.port)
         host, port = self.socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def serve_forever(self) -> None:
         """Until SIGTERM or SIGINT; then what runs has time to end. Raises `EngineDied` where the engine ended first."""
-        with self.socket, responsive():
-            self.run(sockets=[self.socket])
+        with ExitStack() as stack, responsive():
+            for bound in self._sockets:
+                stack.enter_context(bound)
+            if self.service.config.key_file is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGHUP, lambda *_: self.read_keys())
+            self.run(sockets=self._sockets)
         if self._died:
             raise EngineDied(self._died)
 
@@ -78,6 +90,10 @@ class HttpServer(uvicorn.Server):
         """Take nobody in any more, end when those inside have their answers."""
         if self.service.drain.begin():
             log.info("draining", extra={"fields": {"answers": self.service.admission.inside}})
+
+    def read_keys(self) -> None:
+        """Read the file of keys again. Any thread, or a signal."""
+        self._keys_changed = True
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: is it time to end?"""
@@ -98,6 +114,9 @@ class HttpServer(uvicorn.Server):
             drain.watchers_end.set()
         if drain.due and (cut := drain.cut_off()):
             log.warning("cut off", extra={"fields": {"requests": cut, "drain_s": round(drain.lasted_s, 1)}})
+        if self._keys_changed:
+            self._keys_changed = False
+            self.service.keys.reload()
         self._quiet = 0 if inside else self._quiet + 1
         if self._quiet % _AGAIN == _QUIET:
             tidy()

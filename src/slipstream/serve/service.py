@@ -16,6 +16,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.engine.host import EngineHost, Prepared
 from slipstream.serve.admission import Admission
 from slipstream.serve.answering import EngineResponse, Work
+from slipstream.serve.auth import Keyring
 from slipstream.serve.chat import ChatWording
 from slipstream.serve.completions import CompletionWording
 from slipstream.serve.config import ServeConfig
@@ -68,7 +69,8 @@ class Service:
         self.prompts = PromptMaker(llm.tokenizer)
         self.drain = Drain(config.drain_s)
         self.connections = Connections()
-        self.admission = Admission(llm.max_num_seqs, config.max_queue, self.drain)
+        self.keys = Keyring(config.keys, config.key_file)
+        self.admission = Admission(llm.max_num_seqs, config, self.drain, lambda: len(self.keys.tenants) > 1)
         self.metrics = Metrics(llm, config.models[0], self.admission)
         self.started = int(time.time())
         self._named: set[str] = set()  # unknown fields that the log has
@@ -143,7 +145,8 @@ class Service:
                 return self._conversation(asked)
             return self.prompts.encode(asked.prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens)
 
-        ids = await self._prepared(make, record)
+        with self.admission.brief(record.tenant):
+            ids = await self._prepared(make, record)
         told: dict[str, Any] = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         return {**told, "token_strs": self.prompts.spellings(ids) if asked.return_token_strs else None}
 
@@ -153,7 +156,8 @@ class Service:
         size = self.prompts.size
         if any(token >= size for token in asked.tokens):
             raise refused("tokens", f"must be token ids, 0 to {size - 1}")
-        return {"prompt": await self._prepared(lambda: self.prompts.decode(asked.tokens), record)}
+        with self.admission.brief(record.tenant):
+            return {"prompt": await self._prepared(lambda: self.prompts.decode(asked.tokens), record)}
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._model(name) for name in self.config.models]}
@@ -316,18 +320,17 @@ class Service:
             raise refused("speculation.origins", "this server's streams do not show how many guesses stood")
         if asked.stream and chunk_chars is not None and asked.return_token_ids:
             raise refused("return_token_ids", "this server's streams do not show how many tokens an event has")
-        self.admission.enter(answers)
-        entered = time.perf_counter()
+        self.admission.enter(record.tenant, answers)
 
         def done(record: Record) -> None:
-            self.admission.leave(answers, time.perf_counter() - entered)
+            self.admission.leave(record.tenant, answers)
             self.metrics.observe(record)
 
         try:
             slow = params.structured_outputs is not None  # it may have to be compiled
             jobs, wording = await self._prepared(make, record, slow=slow)
         except BaseException:
-            self.admission.leave(answers, 0.0)
+            self.admission.leave(record.tenant, answers, ran=False)
             raise
         streamed = bool(asked.stream)
         work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
