@@ -143,7 +143,7 @@ class Told(Planner):
 
 def fake() -> Answer:
     answer = object.__new__(Answer)
-    answer.id, answer.drafters, answer.copied = "a/0", ("suffix",), None
+    answer.id, answer.drafters, answer.copied, answer.tenant = "a/0", ("suffix",), None, ""
     answer.decided = {"suffix": Decision(1, 8, 1.5)}
     return answer
 

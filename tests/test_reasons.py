@@ -13,6 +13,7 @@ from slipstream.core.params import SpeculationParams
 from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.guard import Proposals
 from slipstream.engine.fates import LATE, SILENT, UNASKED
+from slipstream.engine.reasons import RESTING
 from slipstream.plan.cost import PassCost
 from slipstream.plan.decisions import Decision
 from slipstream.plan.planner import Planner
@@ -35,6 +36,7 @@ class Weighing(Planner):
     """Takes what there is, for the first of those who have something, and says how many decoded."""
 
     def __init__(self, *, asks: bool = True) -> None:
+        self.off: str | None = None
         self._asks, self._decided = asks, None if asks else Decision(9, 5, 2.0)
 
     def asks(self, drafter: str, rows: int) -> bool:
@@ -56,8 +58,11 @@ class Weighing(Planner):
     def decision(self, drafter: str) -> Decision | None:
         return self._decided
 
-    def words(self, drafter: str, decision: Decision) -> str:
-        return f"{decision.requests} at once: {decision.text(drafter, PassCost(0.1))}"
+    def words(self, drafter: str, decision: Decision, *, shared: bool = True) -> str:
+        return f"{decision.requests if shared else 'own'} at once: {decision.text(drafter, PassCost(0.1))}"
+
+    def why(self, request_id: str, drafter: str | None = None) -> str | None:
+        return self.off
 
 
 def params(tokens: int = 12, **speculation: Any) -> SamplingParams:
@@ -84,6 +89,21 @@ def test_what_was_decided_for_others_is_not_said(open_llm: Open) -> None:
     alone, other = plans(llm, [ODD, EVEN], [params(6), params()])
     assert alone["odd"].startswith("2 at once")
     assert other == {"odd": SILENT}
+
+
+def test_a_tenant_hears_nothing_of_others(open_llm: Open) -> None:
+    planner = Weighing()
+    llm = opened(open_llm, planner)
+    assert plans(llm, [ODD], params(tenant="ann"))[0]["odd"].startswith("own at once")
+    planner.off = "off: drafts made requests of its kind (code, 7 requests) 0.90x as fast as none"
+    assert plans(llm, [ODD], params())[0]["odd"] == planner.off
+    assert plans(llm, [ODD], params(tenant="ann"))[0]["odd"] == RESTING
+    full, cost = Decision(7, 0, 0.5), PassCost(0.1)
+    cost.about = lambda rows: float(rows)  # type: ignore[method-assign]  # arithmetic is used up
+    assert "batch 7" in full.text("odd", cost, "9 of 10 right")
+    private = full.text("odd", cost, shared=False)
+    assert "the batch leaves no spare arithmetic" in private
+    assert "7" not in private
 
 
 def test_a_plan_of_others_only_is_said_to_be_theirs(open_llm: Open) -> None:

@@ -341,6 +341,9 @@ def test_metrics(client: OpenAI, server: HttpServer) -> None:
         "spec_decode_gain",
         "spec_decode_drafts_ahead_total",
         "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "inter_token_latency_seconds_sum",
+        'spec_decode_drafter_memory_bytes{drafter="ngram"',
         "request_success_total",
     ):
         assert f"slipstream:{name}" in text

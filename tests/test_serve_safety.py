@@ -81,6 +81,48 @@ class TestKeys:
         assert seen == ["ann", "bob"]
 
 
+def test_a_key_sees_its_own_requests_alone(llm: LLM) -> None:
+    keys = tuple(ApiKey.of(f"{name}={name}-key") for name in ("zoe", "bob"))
+    with serving(llm, keys=keys) as server:
+        headers = {name: {"Authorization": f"Bearer {name}-key"} for name in ("zoe", "bob")}
+
+        def live(name: str) -> dict[str, Any]:
+            answer = httpx.get(f"{server.url}/live", headers=headers[name])
+            assert ("bob" if name == "zoe" else "zoe") not in answer.text
+            return answer.json()["engine"]
+
+        asked = {**LONG, "max_tokens": 30, "speculation": {"report": True}}
+        told = post(server, asked, headers=headers["zoe"]).json()["choices"][0]["speculation"]
+        own, other = live("zoe"), live("bob")
+        assert own["generated_tokens"] == 30
+        assert (own["prompt_tokens"], own["finished"]) == (3, {"length": 1})
+        assert (own["rounds"], own["draft_tokens"]) == (told["rounds"], told["drafted"])
+        assert own["plan"] == told["plan"]
+        assert not any(value for name, value in other.items() if name not in ("drafters", "decisions"))
+        assert not any(count for counts in other["drafters"].values() for count in counts.values())
+        assert own["pages"] == own["pages_used"] == 0  # they belong to all
+        stream = {**LONG, "max_tokens": 200, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=stream, headers=headers["bob"]) as events:
+            lines = events.iter_lines()
+            while live("bob")["generated_tokens"] == 0:
+                next(lines)
+        with httpx.stream("GET", f"{server.url}/live?stream=true&every=0.1", headers=headers["zoe"]) as events:
+            lines = events.iter_lines()
+            next(lines)
+            server.service.keys._keys = server.service.keys._keys[1:]  # zoe's is not known any more
+            assert len(list(lines)) < 20
+
+
+def test_requests_that_met_their_times_are_counted(llm: LLM) -> None:
+    for slo, met in (({"slo_ttft_ms": 1e6, "slo_tpot_ms": 1e6}, "yes"), ({"slo_tpot_ms": 1e-6}, "no")):
+        with serving(llm, **slo) as server:
+            assert post(server, {**LONG, "max_tokens": 5}).status_code == 200
+            text = httpx.get(f"{server.url}/metrics").text
+        assert f'slipstream:slo_requests_total{{met="{met}",model_name="{MODEL}"}} 1.0' in text
+    with pytest.raises(ConfigError, match=r"slo_ttft_ms=0: must be milliseconds, above 0, or None"):
+        ServeConfig(slo_ttft_ms=0)
+
+
 def test_keys_of_a_file_are_read_again(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What is wrong with a new file leaves the old keys, and the log never has any."""
     caplog.set_level(logging.INFO, "slipstream.serve")

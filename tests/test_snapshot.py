@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -51,8 +52,32 @@ def test_counts_are_those_of_the_requests(
     assert seen.decisions["off"] == seen.decisions["failed"] == 0
     assert seen.verify_s > 0
     assert seen.verify_s == pytest.approx(sum(s.verify_s for s in stats))
+    assert sum(seen.token_gaps) == seen.generated_tokens - len(outputs)
+    assert seen.token_gaps[0] >= seen.accepted_tokens - len(outputs)  # those of one round come together
+    waited = sum(output.timing.total_s - output.timing.first_token_s for output in outputs)
+    assert 0 < seen.token_gaps_s <= waited
+    assert seen.tenants == {}
     assert (seen.running, seen.waiting, seen.pages_used, seen.refused) == (0, 0, 0, 0)
     assert seen.pages_free == seen.pages == llm.engine.pool.num_pages
+
+
+def test_the_memory_of_drafters(open_llm: Callable[..., LLM], tiny_target: Path) -> None:
+    llm = open_llm(drafter=("ngram", "suffix", f"model:{tiny_target}"))
+    before = llm.snapshot().drafter_bytes
+    plan = llm.memory_plan
+    assert before["ngram"] == 0
+    assert before["model"] >= plan.draft_weights_bytes + plan.draft_cache_bytes > 0
+    for name in ("ngram", "suffix"):
+        params = replace(PARAMS, max_tokens=40, speculation=SpeculationParams(drafter=name, tenant="ann"))
+        stream = llm.stream(list(range(100)), params)
+        next(stream)
+        seen = llm.between_rounds(lambda engine: engine.snapshot())
+        assert seen.drafter_bytes[name] > before[name]
+        assert seen.tenants == {"ann": (1, 0)}
+        stream.close()
+        llm.between_rounds(lambda engine: None)
+    assert llm.snapshot().drafter_bytes["ngram"] == 0
+    assert llm.snapshot().drafter_bytes["suffix"] > before["suffix"], "the store remembers the answer"
 
 
 def test_failures_are_counted(open_llm: Callable[..., LLM]) -> None:

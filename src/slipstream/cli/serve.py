@@ -39,6 +39,8 @@ _OPTIONS = {
     "allowed_origins": "--allowed-origins",
     "metrics_port": "--metrics-port",
     "max_queue_per_key": "--max-queue-per-key",
+    "slo_ttft_ms": "--slo-ttft-ms",
+    "slo_tpot_ms": "--slo-tpot-ms",
     "chunk_chars": "--stream-chunk-chars",
     "drain_s": "--drain-timeout",
     "stall_s": "--stall-timeout",
@@ -242,6 +244,16 @@ def serve(
     log_format: Annotated[
         str, option(metavar="FORMAT", panel=OUTPUT, help="text, or json for programs: a line a request, on stderr.")
     ] = "text",
+    slo_ttft_ms: Annotated[
+        float | None,
+        option(
+            metavar="MS", panel=OUTPUT, help="Have /metrics count requests whose first token came within this time."
+        ),
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None,
+        option(metavar="MS", panel=OUTPUT, help="The same for the mean time of each later token; both must be met."),
+    ] = None,
     otel: Annotated[
         bool,
         option(
@@ -272,6 +284,8 @@ def serve(
             host=host,
             port=port,
             metrics_port=metrics_port,
+            slo_ttft_ms=slo_ttft_ms,
+            slo_tpot_ms=slo_tpot_ms,
             keys=keys,
             key_file=api_keys,
             allowed_hosts=tuple(allowed_host or ()),

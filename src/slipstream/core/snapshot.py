@@ -19,6 +19,10 @@ was not expected to pay; it had none; the request, the memory for drafts or the 
 context ends here; no page was free; it was late; it had failed before. `docs/serving.md` has a table of them."""
 
 
+GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+"""Upper bounds of the classes in which times between tokens are counted; longer ones have a class of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Answers, pages, tokens, drafts and seconds. One request with `n` answers counts `n` times."""
@@ -56,6 +60,14 @@ class Snapshot:
     decisions: Mapping[str, int] = field(default_factory=dict)
     """By drafter and round: how often it drafted for an answer ("drafted"), and why it did not (`Undrafted`)."""
 
+    token_gaps: tuple[int, ...] = ()
+    """Times between a token and the one before it in its answer, by class. Tokens of one round come together: of those
+    only the first has waited."""
+    token_gaps_s: float = 0.0  # all of them together
+    drafter_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By drafter: memory that it holds, of the device or the host: weights, its part of the cache, workspace, texts."""
+    tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By tenant: answers that run and that wait."""
     plan: Mapping[str, str] = field(default_factory=dict)
     """By drafter: what was decided last, in words."""
     gains: Mapping[str, float] = field(default_factory=dict)

@@ -138,6 +138,10 @@ class Drafter(ABC):
         """What it needs besides, where so many requests may run at a time."""
         return 0
 
+    def held_bytes(self) -> int:
+        """What it has gathered by now, in the host's memory. Any thread may ask, while the drafter works on."""
+        return 0
+
     def attach(self, services: Services) -> None:  # noqa: B027
         """The engine is built: what it lends is ready. Called once, before any request."""
 

@@ -6,6 +6,7 @@ Looking that up costs microseconds and no weights. See docs/drafters/ngram.md.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _STATE = [
 ]
 
 _NOTHING = Tree()
+_ENTRY = 2 * sys.getsizeof(2**40)
+"""Bytes of a key and a value, beside a table that points to them."""
 
 
 class GramIndex:
@@ -44,6 +47,10 @@ class GramIndex:
         self._key: int | None = None  # hash of the text's last gram: the next token will be its continuation
         self.latest = -1  # where the last gram was followed by something before, most recently; -1 for nowhere
         self.earlier = array("q", [-1] * n)  # continuation -> the one before it of the same gram, -1 for none
+
+    @property
+    def nbytes(self) -> int:
+        return sys.getsizeof(self._latest) + len(self._latest) * _ENTRY + sys.getsizeof(self.earlier)
 
     def grow(self, tokens: Sequence[int]) -> None:
         """Take in what stands behind the part already seen."""
@@ -92,6 +99,9 @@ class NgramDrafter(HostDrafter):
     bounded: ClassVar[bool] = True
     source: ClassVar[str] = "text"
     default_draft_tokens: ClassVar[int] = 16
+
+    def held_bytes(self) -> int:
+        return sum([text.short.nbytes + text.long.nbytes for text in list(self._texts.values())])
 
     def __init__(self, min_match: int = 2, long_match: int = 6, candidates: int = 32) -> None:
         if not 1 <= min_match <= LONGEST_MATCH:

@@ -99,6 +99,9 @@ class SuffixDrafter(HostDrafter):
             opening.say("compiling what the suffix drafter runs (once): some seconds")
         return cls()
 
+    def held_bytes(self) -> int:
+        return self.store.nbytes + sum([text.index.data.nbytes for text in list(self._texts.values())])
+
     def start(self, request: DraftRequest) -> None:
         self.stop(request.id)
         text = self._texts[request.id] = self._new(request)

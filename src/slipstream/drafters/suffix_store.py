@@ -120,6 +120,10 @@ class SuffixStore:
         self._by_use: OrderedDict[int, _Kept] = OrderedDict()  # by id(); the one unused for longest first
         self._used: list[tuple[str, int]] = []  # tenants and places that `_by_use` does not know of yet
 
+    @property
+    def nbytes(self) -> int:
+        return sum([known.index.data.nbytes for known in list(self._tenants.values())])
+
     def index(self, tenant: str) -> SuffixIndex | None:
         """The tenant's texts; None where it has none."""
         known = self._tenants.get(tenant)

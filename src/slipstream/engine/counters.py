@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import accumulate
 
 from slipstream.core.draft import MAX_NODES
+from slipstream.core.snapshot import GAP_BOUNDS_S
 
 
 class Counters:
@@ -22,12 +24,20 @@ class Counters:
         self.draft_tokens = 0
         self.unrecorded: dict[str, int] = {}  # by device drafter: loops of it that are no graphs
         self.ahead_taken = self.ahead_wasted = 0  # drafts begun before their round was planned
+        self.gaps, self.gaps_s = [0] * (len(GAP_BOUNDS_S) + 1), 0.0  # as in `Snapshot.token_gaps`
         self._accepted = [0] * (MAX_NODES + 1)  # drafts of which so many nodes were accepted
 
     def draft(self, drafted: int, accepted: int) -> None:
         """What became of one draft."""
         self.draft_tokens += drafted
         self._accepted[accepted] += 1
+
+    def tokens(self, count: int, waited_s: float | None) -> None:
+        """So many tokens of an answer came together; waited_s: since those before them, None: they are its first."""
+        if waited_s is not None:
+            self.gaps[bisect_left(GAP_BOUNDS_S, waited_s)] += 1
+            self.gaps_s += waited_s
+        self.gaps[0] += count - 1
 
     def end(self, reason: str) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1

@@ -30,6 +30,7 @@ from slipstream.engine.emit import emit
 from slipstream.engine.followers import Followers
 from slipstream.engine.listening import RoundListener, RoundTimes
 from slipstream.engine.logprobs import Emitting, LogprobReader
+from slipstream.engine.memory import drafter_bytes
 from slipstream.engine.packing import PackedPass, pack
 from slipstream.engine.planning import make_planner
 from slipstream.engine.requests import MemoryPlan
@@ -130,6 +131,7 @@ class Engine:
             taps = drafter.taps if isinstance(drafter, DeviceDrafter) else None
             view = TapView.of(taps, target.taps, features) if taps and features is not None else None
             drafter.attach(replace(services, taps=view))
+        self._drafter_bytes = {name: drafter_bytes(target, one, plan, config) for name, one in drafters.items()}
 
     def _chunk_rule(self, config: EngineConfig) -> ChunkRule:
         return ChunkRule(config.step_tokens(self.target.device.type))
@@ -162,7 +164,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Where it stands, and what it has done so far. Any thread may ask, while the engine works on."""
-        return take_snapshot(self.scheduler, self.drafting, self.counters, self.admission)
+        return take_snapshot(self.scheduler, self.drafting, self.counters, self.admission, self._drafter_bytes)
 
     def abort(self, job_id: str) -> None:
         """End a job now, wherever it stands. Unknown ids are ended jobs: nothing to do."""
@@ -264,11 +266,16 @@ class Engine:
         """Give out what each answer got, up to where it ends; how many tokens each of them kept."""
         logprobs = self._logprobs.read(packed, told, logits)
         kept: list[int] = []
+        now = time.perf_counter()
         for answer, verdict, rows in zip(packed.emitting, told, logprobs, strict=True):
             usable = verdict.usable
             before = answer.generated - len(usable)
             emit(answer, verdict, rows, self.plan.max_model_len)
-            kept.append(answer.generated - before)
+            count = answer.generated - before
+            kept.append(count)
+            if count:
+                last, answer.last_token_at = answer.last_token_at, now
+                self.counters.tokens(count, None if last is None else now - last)
             if usable != verdict.tokens and not answer.ended:
                 if answer.table is not None:  # siblings share some of its pages
                     if self.prefixes is not None:

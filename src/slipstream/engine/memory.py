@@ -67,6 +67,12 @@ def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig)
     )
 
 
+def drafter_bytes(target: Runner, drafter: Drafter, plan: MemoryPlan, config: EngineConfig) -> int:
+    """What one drafter has of the planned memory. Hidden states that several read count for each of them."""
+    page = _page_bytes(target, [drafter], config) - _page_bytes(target, (), config)
+    return drafter.weights_bytes + plan.num_pages * page + drafter.workspace_bytes(config.max_num_seqs + 1)
+
+
 def _places(config: EngineConfig, pages: int, page: int, drafts_page: int) -> int | None:
     """Places for guesses, behind what drafters keep for themselves. Raises where that alone is too much."""
     wanted = config.max_draft_memory

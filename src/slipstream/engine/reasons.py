@@ -22,6 +22,7 @@ _READ = 2048
 _ROLES = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user|<start_of_turn>user|<\|user\|>|\[INST\]", re.I)
 """How the chat templates that are around begin what a user says."""
 
+RESTING = "off: drafts made requests of its kind slower; tried again later"
 SWITCHED_OFF = "off: switched off for everybody (LLM.speculates)"
 
 Decode = Callable[[list[int]], str]
@@ -53,6 +54,9 @@ def _why(answer: Answer, drafter: str, planner: Planner, room: DraftRoom) -> str
     if isinstance(decided, str) and decided not in PASSING:  # its own limits come before what is known of others
         return decided
     off = planner.why(answer.id, drafter) or (SHORT if room.is_short(answer) else None)
+    if answer.tenant:  # which sees nothing of others
+        off = RESTING if off and off != SHORT else off
+        return off or (planner.words(drafter, decided, shared=False) if isinstance(decided, Decision) else decided)
     return off or (planner.words(drafter, decided) if isinstance(decided, Decision) else decided)
 
 

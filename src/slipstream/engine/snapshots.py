@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from slipstream.core.snapshot import Snapshot
@@ -13,8 +15,15 @@ from slipstream.engine.room import SHORT
 from slipstream.engine.scheduler import Scheduler
 
 
-def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, admission: Admission) -> Snapshot:
+def take_snapshot(
+    scheduler: Scheduler,
+    drafting: Drafting,
+    counters: Counters,
+    admission: Admission,
+    drafter_bytes: Mapping[str, int],
+) -> Snapshot:
     pool, prefixes = scheduler.pool, scheduler.prefixes
+    running, waiting = Counter([answer.tenant for answer in list(scheduler.running)]), scheduler.waiting.lengths()
     drafts, *by_position = counters.accepted
     return Snapshot(
         running=len(scheduler.running),
@@ -45,6 +54,10 @@ def take_snapshot(scheduler: Scheduler, drafting: Drafting, counters: Counters, 
         ahead_wasted=counters.ahead_wasted,
         dropped={name: guard.dropped.why for name, guard in drafting.guards.items() if guard.dropped is not None},
         drops={name: dict(reasons) for name, reasons in drafting.drops.items() if reasons},
+        token_gaps=tuple(counters.gaps),
+        token_gaps_s=counters.gaps_s,
+        drafter_bytes={name: planned + drafting.drafters[name].held_bytes() for name, planned in drafter_bytes.items()},
+        tenants={name: (running[name], waiting.get(name, 0)) for name in {*running, *waiting}},
         plan=_plan(drafting),
         gains=drafting.planner.gains(),
         decisions={

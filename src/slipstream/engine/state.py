@@ -77,6 +77,7 @@ class Answer:
     decided: dict[str, Decision | str] = field(default_factory=dict)
     """By drafter: the last plan of guesses that this answer could have had, or why there was nothing to plan."""
     turn: int | None = None  # its place among those that were started; None: it never was
+    last_token_at: float | None = None  # by time.perf_counter
     charge: int = 0  # tokens that its tenant was charged with when it was taken from the line
     queued: int = 0  # rounds in the making whose results the host has not seen
     coming: int = 0  # tokens that these may add at most

@@ -41,8 +41,11 @@ class Decision(NamedTuple):
         """The same, for a request that got nothing of it."""
         return self._replace(is_others=True) if self.nodes else self
 
-    def text(self, drafter: str, cost: PassCost, acceptance: str = "", min_gain: float = 1.0) -> str:
-        """In words. acceptance: how often its guesses are right, in words as well."""
+    def text(
+        self, drafter: str, cost: PassCost, acceptance: str = "", min_gain: float = 1.0, *, shared: bool = True
+    ) -> str:
+        """In words. acceptance: how often its guesses are right, in words as well. shared: with how many requests the
+        round had."""
         if self.nodes and self.is_others:
             return f"off: guesses for others were worth more ({self.gain:.2f}x expected)"
         if self.nodes:
@@ -62,7 +65,6 @@ class Decision(NamedTuple):
         if two > _DEAR:
             if self.requests == 1:
                 return f"off: a pass has no spare arithmetic here (a second row costs {two:.0%} more{share})"
-            return (
-                f"off: batch {self.requests} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
-            )
+            batch = f"batch {self.requests}" if shared else "the batch"
+            return f"off: {batch} leaves no spare arithmetic (a row more each costs {two:.0%} more{share})"
         return f"off: {best}{share}"

@@ -69,9 +69,10 @@ class KnowingPlanner(HostPlans):
     def decision(self, drafter: str) -> Decision | None:
         return self._decided.get(drafter)
 
-    def words(self, drafter: str, decision: Decision) -> str:
-        estimate = self._acceptance.get(drafter)
-        return decision.text(drafter, self._cost, "" if estimate is None else estimate.told(), self._min_gain)
+    def words(self, drafter: str, decision: Decision, *, shared: bool = True) -> str:
+        estimate = self._acceptance.get(drafter) if shared else None
+        acceptance = "" if estimate is None else estimate.told()
+        return decision.text(drafter, self._cost, acceptance, self._min_gain, shared=shared)
 
     def assume(self, drafter: str, chances: Acceptance) -> None:
         """Take these to be the chances of its guesses."""

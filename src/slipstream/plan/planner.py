@@ -244,8 +244,8 @@ class Planner:
         """The last plan of its guesses; None: nothing was weighed."""
         return None
 
-    def words(self, drafter: str, decision: Decision) -> str:
-        """Such a plan of its guesses, as people read it."""
+    def words(self, drafter: str, decision: Decision, *, shared: bool = True) -> str:
+        """Such a plan of its guesses, as people read it. shared: with what is known from requests of others."""
         return ""
 
     def why(self, request_id: str, drafter: str | None = None) -> str | None:

@@ -47,6 +47,9 @@ class Admission:
     def inside(self) -> int:
         return self._inside.total()
 
+    def inside_of(self, tenant: str) -> int:
+        return self._inside[tenant]
+
     def check(self, tenant: str, answers: int = 1) -> None:
         """Raise 429 or 503 where so many more cannot come in."""
         if self._drain.begun:

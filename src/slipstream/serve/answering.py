@@ -60,6 +60,11 @@ class EngineResponse(Response):
         self._held = [""] * count  # text that waits for a whole chunk
         self._around = [work.wording.around_text(index) for index in range(count)] if work.streamed else []
 
+    @property
+    def tokens(self) -> int:
+        """Of its answers, as far as they were told."""
+        return sum(self._tokens)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, work = Record.of(scope), self._work
         record.streamed = work.streamed

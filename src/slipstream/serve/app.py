@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
@@ -19,7 +20,7 @@ from slipstream.serve.complaints import from_validation
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, for_log, from_exception
 from slipstream.serve.gate import IGNORED_FIELDS, UNENFORCED, Gate
-from slipstream.serve.live import LiveView
+from slipstream.serve.live import LiveView, Seen
 from slipstream.serve.metrics import CONTENT_TYPE
 from slipstream.serve.page import add_page
 from slipstream.serve.record import Record
@@ -60,12 +61,20 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     _add_errors(app)
-    view = LiveView(
-        service.llm.snapshot,
-        lambda: service.admission.inside,
-        lambda: service.health().status,
-        service.drain.watchers_end,
-    )
+
+    begun = Seen(time.perf_counter())
+
+    @functools.cache
+    def view_of(tenant: str) -> LiveView:
+        made = LiveView(
+            lambda: service.snapshot(tenant),
+            lambda: service.admission.inside_of(tenant),
+            lambda: service.health().status,
+            service.drain.watchers_end,
+            lambda: not tenant or tenant in service.keys.tenants,
+        )
+        made.begun = begun
+        return made
 
     @app.post("/v1/completions", response_class=Response, responses=_ANSWERS)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -103,8 +112,11 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/live", response_class=Response, responses=_ANSWERS)
     async def live(
-        stream: bool = False, every: Annotated[float, Query(ge=0.1, le=60, description="seconds")] = 1.0
+        request: Request,
+        stream: bool = False,
+        every: Annotated[float, Query(ge=0.1, le=60, description="seconds")] = 1.0,
     ) -> Response:
+        view = view_of(Record.of(request.scope).tenant)
         if stream:
             return StreamingResponse(view.watch(every), media_type="text/event-stream")
         return Response(view.view(view.begun)[0].json, media_type="application/json")

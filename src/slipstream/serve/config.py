@@ -110,6 +110,7 @@ class ServeConfig:
         given, they are checked only on a server for this machine that asks for no key.
     max_queue: answers that may wait for a place in the engine; more are refused with 429.
     max_queue_per_key: answers of one tenant that may wait; None: of several tenants a quarter of max_queue.
+    slo_ttft_ms, slo_tpot_ms: what a first token and each later one may take for /metrics to count a request as good.
     metrics_port: serve /metrics on this port (0: any free one) instead of the main one.
     chunk_chars: characters of every event of a stream, all events padded to one size; None: what a round brought.
     strict_fields: refuse unknown fields instead of ignoring them.
@@ -125,6 +126,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     metrics_port: int | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
     keys: tuple[ApiKey, ...] = ()
     key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -151,6 +154,8 @@ class ServeConfig:
         self._check("port", 0 <= self.port <= 65535, "0 (any free one) to 65535")
         apart = self.metrics_port is None or 0 <= self.metrics_port <= 65535
         self._check("metrics_port", apart, "0 (any free one) to 65535, or None: on the main port")
+        for key in ("slo_ttft_ms", "slo_tpot_ms"):
+            self._check(key, getattr(self, key) is None or getattr(self, key) > 0, "milliseconds, above 0, or None")
         self._check("max_queue", self.max_queue >= 0, "0 or more")
         own = self.max_queue_per_key is None or self.max_queue_per_key >= 0
         self._check("max_queue_per_key", own, "0 or more, or None")

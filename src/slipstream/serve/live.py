@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
+from slipstream.core.outputs import DrafterStats, SpeculationStats
 from slipstream.core.snapshot import Snapshot
 from slipstream.serve.errors import ApiError
+from slipstream.serve.record import Record, add_stats
 
 PACES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 """Who wants another has the next slower: each pace is a look at the engine of its own."""
@@ -38,6 +41,63 @@ class Live:
         return json.dumps(asdict(self), ensure_ascii=False)
 
 
+@dataclass(slots=True)
+class Own:
+    """What one tenant's requests came to, of all that a server does. Answers under way count with the tokens that were
+    told, and with the rest when they end.
+    """
+
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def note(self, record: Record) -> None:
+        """A request is over."""
+        self.prompt_tokens += record.prompt_tokens
+        self.cached_tokens += record.cached_tokens
+        self.generated_tokens += record.completion_tokens
+        for answer in record.answers:
+            self.finished[str(answer.finish_reason)] += 1
+            add_stats(self.stats, answer.speculation)
+            self.stats.plan = answer.speculation.plan or self.stats.plan
+
+    def snapshot(self, running: int, waiting: int, told: int, names: Iterable[str]) -> Snapshot:
+        """told: tokens of answers under way; names: of the drafters there are.
+
+        What belongs to all tenants together, such as pages, is 0 or empty.
+        """
+        stats, drafters = self.stats, self.stats.by_drafter.values()
+        drafts, declined = sum([one.drafts for one in drafters]), sum([one.declined for one in drafters])
+        return Snapshot(
+            running=running,
+            waiting=waiting,
+            pages=0,
+            pages_used=0,
+            pages_cached=0,
+            prefix_queries=self.prompt_tokens,
+            prefix_hits=self.cached_tokens,
+            preemptions=0,
+            refused=0,
+            finished=dict(self.finished),
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens + told,
+            rounds=stats.rounds,
+            turns=stats.rounds,
+            draft_s=stats.draft_s,
+            verify_s=stats.verify_s,
+            host_s=stats.host_s,
+            drafts=drafts,
+            draft_tokens=stats.drafted,
+            accepted_tokens=stats.accepted,
+            accepted_by_position=(),
+            drafters={name: stats.by_drafter.get(name) or DrafterStats() for name in names},
+            decisions={"drafted": drafts, "declined": declined},
+            plan=stats.plan,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """An earlier look at the engine."""
@@ -49,7 +109,8 @@ class Seen:
 
 
 class LiveView:
-    """look: the engine's counts; inside: answers taken in; health: in a word; ended: set when the server drains."""
+    """look: the engine's counts; inside: answers taken in; health: in a word; ended: set when the server drains;
+    may_look: whether the watchers' key is still known."""
 
     def __init__(
         self,
@@ -57,11 +118,13 @@ class LiveView:
         inside: Callable[[], int],
         health: Callable[[], str],
         ended: asyncio.Event | None = None,
+        may_look: Callable[[], bool] = lambda: True,
     ) -> None:
         self._look = look
         self._inside = inside
         self._health = health
         self._ended = ended or asyncio.Event()
+        self._may_look = may_look
         self._beats: dict[float, _Beat] = {}  # by pace
         self.begun = Seen(time.perf_counter())
 
@@ -102,7 +165,7 @@ class LiveView:
         beat.listeners += 1
         try:
             yield _event(beat.last)
-            while not self._ended.is_set():
+            while not self._ended.is_set() and self._may_look():
                 yield _event(await beat.next())
         finally:
             beat.listeners -= 1

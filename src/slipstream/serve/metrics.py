@@ -7,18 +7,21 @@ watching costs a round nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from slipstream.core.outputs import DrafterStats
-from slipstream.core.snapshot import Snapshot
+from slipstream.core.snapshot import GAP_BOUNDS_S, Snapshot
 from slipstream.engine.host import EngineHost
 from slipstream.serve.admission import Admission
-from slipstream.serve.record import Record
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.record import AnswerRecord, Record
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (
@@ -42,7 +45,6 @@ _SECONDS = (
     60.0,
     120.0,
 )
-_PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 DECISIONS = (
     "Rounds of an answer by drafter. drafted: it had a draft. Else why not: off: no drafter, or all switched off; "
     "plain: to compare with, or drafts slow down its kind; declined: not expected to pay; no_guess: it had none; "
@@ -55,13 +57,14 @@ _TOKENS = tuple(float(2**n) for n in range(18))
 class Metrics:
     """One engine's. Its registry is its own, so that several servers can live in one process."""
 
-    def __init__(self, llm: EngineHost, model: str, admission: Admission) -> None:
+    def __init__(self, llm: EngineHost, config: ServeConfig, admission: Admission) -> None:
+        model, self._slo = config.models[0], (config.slo_ttft_ms, config.slo_tpot_ms)
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(llm, model, admission))
         self._model = model
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._each = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time of a token after the first, by answer.", _PER_TOKEN
+            "request_time_per_output_token_seconds", "Mean time of a token after the first, by answer.", GAP_BOUNDS_S
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
         self._queued = self._histogram("request_queue_time_seconds", "From arrival to the first pass.", _SECONDS)
@@ -73,9 +76,18 @@ class Metrics:
             ["model_name", "path", "status"],
             registry=self.registry,
         )
+        self._good = Counter(
+            "slipstream:slo_requests",
+            "Ended requests by whether they met --slo-ttft-ms and --slo-tpot-ms; the rate of yes is the goodput.",
+            ["model_name", "met"],
+            registry=self.registry,
+        )
 
     def observe(self, record: Record) -> None:
         """A request's answers ended."""
+        if self._slo != (None, None) and not record.disconnected:
+            met = bool(record.answers) and all(map(self._meets_slo, record.answers))
+            self._good.labels(self._model, "yes" if met else "no").inc()
         for answer in record.answers:
             self._first.observe(answer.timing.first_token_s)
             self._whole.observe(answer.timing.total_s)
@@ -85,6 +97,12 @@ class Metrics:
                 self._each.observe((answer.timing.total_s - answer.timing.first_token_s) / (answer.tokens - 1))
         if record.answers:
             self._prompt.observe(record.prompt_tokens)
+
+    def _meets_slo(self, answer: AnswerRecord) -> bool:
+        (first_ms, each_ms), timing, later = self._slo, answer.timing, answer.tokens - 1
+        soon = first_ms is None or timing.first_token_s * 1e3 <= first_ms
+        fast = each_ms is None or later < 1 or (timing.total_s - timing.first_token_s) * 1e3 <= each_ms * later
+        return answer.finish_reason in ("stop", "length") and soon and fast
 
     def answered(self, path: str, status: int) -> None:
         """An HTTP request was answered, whatever it asked for."""
@@ -106,7 +124,7 @@ class _EngineCollector(Collector):
         self._model = model
         self._admission = admission
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         now = self._llm.snapshot()
         yield self._gauge("num_requests_running", "Answers in the making.", now.running)
         yield self._gauge("num_requests_waiting", "Answers that wait for their turn.", now.waiting)
@@ -118,6 +136,22 @@ class _EngineCollector(Collector):
         )
         yield self._count("prefix_cache_queries", "Prompt tokens looked for in the cache.", now.prefix_queries)
         yield self._count("prefix_cache_hits", "Prompt tokens found in the cache.", now.prefix_hits)
+        gaps = HistogramMetricFamily(
+            "slipstream:inter_token_latency_seconds",
+            "From a token to the next of its answer; those of one round come together.",
+            labels=["model_name"],
+        )
+        bounds = [*map(str, GAP_BOUNDS_S), "+Inf"]
+        gaps.add_metric([self._model], [*zip(bounds, accumulate(now.token_gaps), strict=True)], now.token_gaps_s)
+        yield gaps
+        memory = GaugeMetricFamily(
+            "slipstream:spec_decode_drafter_memory_bytes",
+            "Memory that a drafter holds: weights, its part of the cache, workspace, texts.",
+            labels=["model_name", "drafter"],
+        )
+        for name, held in now.drafter_bytes.items():
+            memory.add_metric([self._model, name], held)
+        yield memory
         yield self._count("num_preemptions", "Answers that had to give back their pages.", now.preemptions)
         refused = now.refused + self._admission.refused
         yield self._count("requests_refused", "Requests answered with 429.", refused)
@@ -129,7 +163,7 @@ class _EngineCollector(Collector):
         parts = (("draft", now.draft_s), ("verify", now.verify_s), ("host", now.host_s))
         yield self._by("round_seconds", "Time of rounds, by part.", "part", parts)
 
-    def _speculation(self, now: Snapshot) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def _speculation(self, now: Snapshot) -> Iterator[Metric]:
         yield self._count("spec_decode_num_drafts", "Drafts.", now.drafts)
         yield self._count("spec_decode_num_draft_tokens", "Tokens drafted.", now.draft_tokens)
         yield self._count("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", now.accepted_tokens)

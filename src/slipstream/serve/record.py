@@ -86,5 +86,5 @@ def add_stats(total: SpeculationStats, more: SpeculationStats) -> None:
         setattr(total, key, getattr(total, key) + getattr(more, key))
     for name, theirs in more.by_drafter.items():
         mine = total.by_drafter.setdefault(name, DrafterStats())
-        for key in ("drafts", "drafted", "accepted", "failures"):
+        for key in ("drafts", "drafted", "accepted", "failures", "declined"):
             setattr(mine, key, getattr(mine, key) + getattr(theirs, key))

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from slipstream.core.params import SamplingParams
+from slipstream.core.snapshot import Snapshot
 from slipstream.engine.host import EngineHost, Prepared
 from slipstream.serve.admission import Admission
 from slipstream.serve.answering import EngineResponse, Work
@@ -24,6 +26,7 @@ from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, about, refused
 from slipstream.serve.forms import naming_form
 from slipstream.serve.health import Health, judge
+from slipstream.serve.live import Own
 from slipstream.serve.logs import log
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.nesting import check_nesting
@@ -71,9 +74,11 @@ class Service:
         self.connections = Connections()
         self.keys = Keyring(config.keys, config.key_file)
         self.admission = Admission(llm.max_num_seqs, config, self.drain, lambda: len(self.keys.tenants) > 1)
-        self.metrics = Metrics(llm, config.models[0], self.admission)
+        self.metrics = Metrics(llm, config, self.admission)
         self.started = int(time.time())
         self._named: set[str] = set()  # unknown fields that the log has
+        self._own: defaultdict[str, Own] = defaultdict(Own)  # by tenant
+        self._under_way: dict[str, tuple[str, EngineResponse]] = {}  # by request: its tenant, and its answers
         self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
         self._parser = parser_for(config.tool_format, self.prompts.template)
         if self.prompts.template is not None and not self.prompts.takes_tools:
@@ -82,6 +87,15 @@ class Service:
     def health(self) -> Health:
         crowded = self.connections.crowded
         return judge(self.llm.pulse(), draining=self.drain.begun, crowded=crowded, stall_s=self.config.stall_s)
+
+    def snapshot(self, tenant: str) -> Snapshot:
+        """What a tenant may see of the engine: its own requests; where nobody is asked for a key, everything."""
+        now = self.llm.snapshot()
+        if not tenant:
+            return now
+        told = sum([response.tokens for owner, response in self._under_way.values() if owner == tenant])
+        running, waiting = now.tenants.get(tenant, (0, 0))
+        return self._own[tenant].snapshot(running, waiting, told, now.drafters)
 
     async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
         self._note_unknown(asked, record)
@@ -325,6 +339,9 @@ class Service:
         def done(record: Record) -> None:
             self.admission.leave(record.tenant, answers)
             self.metrics.observe(record)
+            if record.tenant:
+                self._own[record.tenant].note(record)
+            self._under_way.pop(record.id, None)
 
         try:
             slow = params.structured_outputs is not None  # it may have to be compiled
@@ -334,7 +351,9 @@ class Service:
             raise
         streamed = bool(asked.stream)
         work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
-        return EngineResponse(self.llm, work, self.drain)
+        response = EngineResponse(self.llm, work, self.drain)
+        self._under_way[record.id] = record.tenant, response
+        return response
 
     async def _prepared(self, make: Callable[[], Made], record: Record, *, slow: bool = False) -> Made:
         """What takes long is made on another thread: the event loop has others to serve."""

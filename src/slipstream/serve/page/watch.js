@@ -50,7 +50,10 @@ function say(state, words) {
 function show() {
   const now = views.at(-1);
   if (!now) return;
-  say(now.health === "ok" ? "ok" : "bad", now.health === "ok" ? `up ${duration(now.uptime_s)}` : now.health);
+  const whole = now.engine.pages > 0; // else it is the view of one key, without figures of others
+  const up = `up ${duration(now.uptime_s)}${whole ? "" : " · requests of this key"}`;
+  say(now.health === "ok" ? "ok" : "bad", now.health === "ok" ? up : now.health);
+  for (const part of document.querySelectorAll(".whole")) part.hidden = !whole;
   const grown = growth(now);
   showTiles(now, grown);
   showRounds();
