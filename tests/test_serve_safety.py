@@ -62,7 +62,7 @@ class TestKeys:
         for path in ("/health", "/ping", "/version", "/metrics"):  # what watches a server has no key
             seen = httpx.get(f"{server.url}{path}")
             assert seen.status_code == 200
-            assert "ann" not in seen.text
+            assert "bob" not in seen.text
         fields = [getattr(record, "fields", {}) for record in caplog.records]
         assert [f["tenant"] for f in fields if f.get("status") == 200][:2] == ["ann", "bob"]
         assert not any("-key" in str(f) and "key-" not in str(f) for f in fields)
