@@ -137,7 +137,7 @@ class Told(Planner):
     def __init__(self, words: str) -> None:
         self._words = words
 
-    def words(self, drafter: str, decision: Decision) -> str:
+    def words(self, drafter: str, decision: Decision, *, shared: bool = True) -> str:
         return self._words
 
 
@@ -203,7 +203,7 @@ class Kind(Planner):
     def decision(self, drafter: str) -> Decision:
         return Decision(1, 3, 1.1)
 
-    def words(self, drafter: str, decision: Decision) -> str:
+    def words(self, drafter: str, decision: Decision, *, shared: bool = True) -> str:
         return "ngram 3: 1.10x expected"
 
 

@@ -19,6 +19,7 @@ from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, parse_merged
 from slipstream.engine.remote.process import EngineProcess
 from slipstream.serve.admission import Admission
+from slipstream.serve.config import ServeConfig
 from slipstream.serve.drain import Drain
 from slipstream.serve.metrics import Metrics
 from test_remote import answered
@@ -109,7 +110,8 @@ def test_a_drafter_that_raises_in_the_engines_process_is_told(
     file.write_text(file.read_text().replace("follows, text = ", "raise KeyError(17)\n        follows, text = "))
     with engine_process(tiny_target, drafter=f"{file}:FollowersDrafter", planner="fixed") as process:
         answer = answered(process, ("abcabc", SamplingParams(max_tokens=8)))[-1].outputs[0]
-        metrics = Metrics(process, "tiny", Admission(2, 0, Drain(0))).text().decode()
+        config = ServeConfig(models=("tiny",))
+        metrics = Metrics(process, config, Admission(2, config, Drain(0))).text().decode()
     assert "raise KeyError(17)" in caplog.text
     assert answer.speculation.why == "off: it raised KeyError"
     labels = 'drafter="FollowersDrafter",model_name="tiny",reason="raised"'

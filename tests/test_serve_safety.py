@@ -89,7 +89,7 @@ def test_a_key_sees_its_own_requests_alone(llm: LLM) -> None:
         def live(name: str) -> dict[str, Any]:
             answer = httpx.get(f"{server.url}/live", headers=headers[name])
             assert ("bob" if name == "zoe" else "zoe") not in answer.text
-            return answer.json()["engine"]
+            return dict(answer.json()["engine"])
 
         asked = {**LONG, "max_tokens": 30, "speculation": {"report": True}}
         told = post(server, asked, headers=headers["zoe"]).json()["choices"][0]["speculation"]

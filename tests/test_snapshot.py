@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_the_memory_of_drafters(open_llm: Callable[..., LLM], tiny_target: Path)
     assert before["model"] >= plan.draft_weights_bytes + plan.draft_cache_bytes > 0
     for name in ("ngram", "suffix"):
         params = replace(PARAMS, max_tokens=40, speculation=SpeculationParams(drafter=name, tenant="ann"))
-        stream = llm.stream(list(range(100)), params)
+        stream: Any = llm.stream(list(range(100)), params)
         next(stream)
         seen = llm.between_rounds(lambda engine: engine.snapshot())
         assert seen.drafter_bytes[name] > before[name]
