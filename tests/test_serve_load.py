@@ -110,7 +110,7 @@ def test_the_flood_of_one_key_leaves_the_queue_to_others(open_llm: Callable[...,
                 for path in ("/v1/completions", "/tokenize"):
                     refused = await ask("ann", path)
                     assert refused.status_code == 429
-                    assert "4 answers of yours run or wait" in refused.json()["error"]["message"]
+                    assert "4 answers of this key run or wait" in refused.json()["error"]["message"]
                     assert int(refused.headers["retry-after"]) >= 1
                 assert (await ask("bob", "/tokenize")).status_code == 200
                 inside += await fill("bob", 4)

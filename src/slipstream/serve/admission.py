@@ -61,7 +61,8 @@ class Admission:
             return
         self.refused += 1
         wait = max(self._wait_s(too_many), self._wait_s(too_many_own * len(self._inside)))
-        why = f"{own} answers of yours run or wait" if too_many_own >= too_many else "the queue is full"
+        whose = " of this key" if tenant else ""
+        why = f"{own} answers{whose} run or wait" if too_many_own >= too_many else "the queue is full"
         raise ApiError(
             429,
             f"too many requests: {why}; try again in {wait} s",
