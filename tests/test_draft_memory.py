@@ -144,7 +144,7 @@ class Told(Planner):
 def fake() -> Answer:
     answer = object.__new__(Answer)
     answer.id, answer.drafters, answer.copied, answer.tenant = "a/0", ("suffix",), None, ""
-    answer.decided = {"suffix": Decision(1, 8, 1.5)}
+    answer.decided, answer.refused = {"suffix": Decision(1, 8, 1.5)}, {}
     return answer
 
 
