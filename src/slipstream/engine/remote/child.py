@@ -105,29 +105,34 @@ class Child:
         os._exit(0)  # Python would look through all of torch for garbage once more, for seconds
 
     def _open(self, opening: Opening) -> None:
+        """And tell how the engine is doing until the end. Whatever goes wrong, the parent hears of it."""
         _forward_logs(self._channel)
-        if opening.threads is not None:
-            torch.set_num_threads(opening.threads)
-        with suppress(OSError):  # nobody is there any more
-            try:
-                llm = HostedLLM(**opening.options, on_progress=lambda text: self._channel.send(Progress(text)))
-            except BaseException as error:
-                self._channel.send(Failed(_not_opened(error)))
-                return
+        try:
+            if opening.threads is not None:
+                torch.set_num_threads(opening.threads)
+            llm = HostedLLM(**opening.options, on_progress=lambda text: self._channel.send(Progress(text)))
             self._llm = llm
             llm.tell_after_turns(self._tell)
             with responsive():
                 beat = self._look()
                 self._channel.send(Ready(llm.model_path, llm.loaded, llm.max_num_seqs, llm.speculates, beat))
                 self._keep_telling(beat)
+        except BaseException as error:
+            if self._llm is None or not isinstance(error, OSError):  # else the parent is gone, and `run` ends
+                self._break(_not_opened(error))
+
+    def _break(self, error: SlipstreamError) -> None:
+        """End this process, and say why."""
+        with suppress(OSError):
+            self._channel.send(Failed(error))
+        sys.stderr.flush()
+        os._exit(1)
 
     def _tell(self) -> None:
         """On the engine's thread, after each turn. An engine that broke ends its process: what is wrong with a device
         ends with it."""
         if why := self._opened.pulse().why:
-            with suppress(OSError):
-                self._channel.send(Failed(EngineDied(why)))
-            os._exit(1)
+            self._break(EngineDied(why))
         self._outbox.flush()
 
     def _keep_telling(self, told: Beat) -> None:
