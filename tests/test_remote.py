@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -81,7 +81,7 @@ def process(tiny_target: Path) -> Iterator[EngineProcess]:
         yield made
 
 
-def answered(host: EngineHost | LLM, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
+def answered(host: EngineHost, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
     """All that a stream brings of requests that start together."""
 
     async def main() -> list[RequestOutput]:
@@ -186,7 +186,7 @@ def test_answers_are_the_librarys(process: EngineProcess, llm: LLM) -> None:
         ("xy", replace(EVERYTHING, speculation=replace(EVERYTHING.speculation, verifier="exact"))),
     ]
     for prompt, params in asked:
-        here, there = answered(llm, (prompt, params)), answered(process, (prompt, params))
+        here, there = answered(cast(EngineHost, llm), (prompt, params)), answered(process, (prompt, params))
         for index in range(params.n):
             ours, theirs = ([p for o in outputs for p in o.outputs if p.index == index] for outputs in (here, there))
             if params.output_kind == "delta":
