@@ -331,7 +331,7 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
         LLM(tmp_path, device="cpu")
     with pytest.raises(type(ours.value), match=f"^{re.escape(str(ours.value))}$"):
         EngineProcess(tmp_path, device="cpu")
-    with pytest.raises(EngineDied, match="the engine could not be opened: TypeError"):
+    with pytest.raises(EngineDied, match="the engine could not be opened: RuntimeError"):
         EngineProcess(tmp_path, threads="two")  # type: ignore[arg-type]
 
 
