@@ -80,6 +80,15 @@ def check(runner: Runner, found: Reads, batch: PassBatch) -> None:
         torch.testing.assert_close(mine[:, :TRASH], theirs[:, :TRASH], rtol=1e-5, atol=1e-5)
 
 
+def test_a_piece_of_a_prompt_that_has_pages_for_all_of_it(
+    runner: Runner, found: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are more than the keys that the piece reads, and than the captured size has places for."""
+    monkeypatch.setattr(reads, "_KEYS", (2 * PAGE, 64 * PAGE))
+    piece = prompts(2 * PAGE)
+    check(runner, found, replace(piece, pages=(tuple(range(8)),)))
+
+
 @torch.inference_mode()
 def test_the_same_logits_and_the_same_cache(runner: Runner, found: Reads) -> None:
     """Sizes that fit, that are filled up, and that come again after larger ones."""

@@ -33,8 +33,8 @@ WIDE_ROWS = 256
 """A prompt with more rows than these computes more than it reads, and is worth other products, in a pass of its own.
 Fewer are launched faster than they could be computed otherwise, as a captured pass."""
 
-SHARED_ROWS = 1536
-"""Rows of shorter prompts that share a pass."""
+SHARED_ROWS = 512
+"""Rows of shorter prompts that share a pass: passes up to this size are captured at start (`models/reads.py`)."""
 
 WIDE_SIZES = range(384, 2048 + 1, 128)
 """Rows of passes that wide prompts may share: they are filled up to the next of these. In smaller ones cuBLAS adds up

@@ -77,7 +77,8 @@ class _Read:
         self.slots[rows:] = self._trash_slot
         self.starts[: requests + 1].copy_(layout.starts)
         self.starts[requests + 1 :] = batch.row_starts[-1]  # requests that bring no rows
-        self.pages[:requests, : layout.pages.shape[1]].copy_(layout.pages)
+        columns = min(self.pages.shape[1], layout.pages.shape[1])  # a request may have more pages than the pass reads
+        self.pages[:requests, :columns].copy_(layout.pages[:, :columns])
         assert batch.logit_rows is not None
         self.logit_rows[: batch.logit_rows.shape[0]].copy_(batch.logit_rows)
 
