@@ -12,4 +12,4 @@ acceptance, exact, figures, first_tokens, kept, offers, play, replay, ship, simu
 simulated_held, suffix_speed = map(import_module, ("simulated_held", "suffix_speed"))
 hostile_forms = import_module("hostile_forms")
 tiles, tiles_list, tiles_work = map(import_module, ("tiles", "tiles_list", "tiles_work"))
-shapes = import_module("shapes")
+beside, shapes = map(import_module, ("beside", "shapes"))

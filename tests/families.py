@@ -5,16 +5,18 @@ Not a test file: the tests that compare our passes with transformers share it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from slipstream.kernels.compiled import can_compile
 from slipstream.models.batch import PassBatch
+from slipstream.models.fuse import FusedTrunk
 from slipstream.models.runner import Runner
 
 VOCAB = 97
@@ -27,6 +29,17 @@ PAGE = 4
 def same_numbers(ours: Tensor, theirs: Tensor) -> bool:
     """To the bit where layers and products are compiled; where they cannot be, up to the rounding of fp32."""
     return torch.equal(ours, theirs) if can_compile() else torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@contextmanager
+def in_torch(model: nn.Module) -> Iterator[None]:
+    """Inside, fused layers run one by one, by operations of torch, as where nothing can be compiled."""
+    (trunk,) = (module for module in model.modules() if isinstance(module, FusedTrunk))
+    compiled, trunk.compiled = trunk.compiled, None
+    try:
+        yield
+    finally:
+        trunk.compiled = compiled
 
 
 _BASE: dict[str, Any] = {

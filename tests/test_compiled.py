@@ -13,6 +13,7 @@ from torch import Tensor
 from families import (
     CPU,
     Passes,
+    in_torch,
     load_reference,
     path_to,
     plain_logits,
@@ -23,8 +24,8 @@ from families import (
 )
 from slipstream.drafters import suffix_compile
 from slipstream.kernels import compiled as code
-from slipstream.kernels.compiled import MOST_ROWS, can_compile
-from slipstream.models.fuse import FusedTrunk, in_torch
+from slipstream.kernels.compiled import can_compile
+from slipstream.models.fuse import FusedTrunk
 from slipstream.models.runner import Runner, open_unchecked
 
 FAMILIES = ["llama", "llama-yarn", "mistral", "qwen2", "qwen2-slides", "qwen3", "seed-oss"]
@@ -50,7 +51,7 @@ def trunk(runner: Runner) -> FusedTrunk:
 
 
 def story(runner: Runner) -> list[Tensor]:
-    """Prompts of two requests, plain steps, chains, a tree beside a chain, and more rows than a compiled pass takes."""
+    """Prompts of two requests, plain steps, chains, a tree beside a chain, and many rows of a prompt."""
     passes = Passes(runner, pages_each=40)
     first, second = random_tokens(90, 1), random_tokens(60, 2)
     return [
@@ -59,7 +60,7 @@ def story(runner: Runner) -> list[Tensor]:
         passes.run([(0, first[11:12]), (1, second[6:14])]),
         passes.run([(0, random_tokens(len(TREE), 3)), (1, second[14:16])], parents=TREE),
         passes.run([(0, first[12:15]), (1, second[16:17])], rows=[2, 3]),
-        passes.run([(0, first[15 : 15 + MOST_ROWS + 1])]),
+        passes.run([(0, first[15:80])]),
         passes.run([(0, first[80:84]), (1, second[17:18])]),
         passes.cache.keys(2).clone(),
         passes.cache.values(2).clone(),
@@ -97,16 +98,31 @@ def test_a_row_has_the_same_bits_in_any_company(runner_of: Callable[[str], Runne
         assert same_numbers(plain.cache.keys(layer), chain.cache.keys(layer))
 
 
-def test_one_thread_or_two_give_the_same_bits(runner_of: Callable[[str], Runner]) -> None:
-    runner, before = runner_of("qwen3"), torch.get_num_threads()
+@pytest.mark.parametrize("family", ["llama", "qwen2-slides", "qwen3"])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(runner_of: Callable[[str], Runner], family: str) -> None:
+    """In one piece, in several, beside another prompt, and token by token."""
+    runner, prompt = runner_of(family), random_tokens(90, 4)
+    whole, beside, parts, steps = (Passes(runner, pages_each=30) for _ in range(4))
+    wanted = whole.run([(0, prompt)])
+    assert same_numbers(beside.run([(0, prompt), (1, random_tokens(75, 5))])[:90], wanted)
+    assert same_numbers(torch.cat([parts.run([(0, prompt[at : at + 40])]) for at in (0, 40, 80)]), wanted)
+    assert same_numbers(torch.cat([steps.run([(0, [token])]) for token in prompt]), wanted)
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_any_number_of_threads_gives_the_same_bits(runner_of: Callable[[str], Runner], threads: int) -> None:
+    """Also more than there are cores, so that some are not running when their pieces are wanted."""
+    runner, before, found = runner_of("qwen3"), torch.get_num_threads(), []
     try:
-        torch.set_num_threads(1)
-        alone = Passes(runner).run([(0, random_tokens(9, 1)), (1, random_tokens(4, 2))])
-        torch.set_num_threads(2)
-        together = Passes(runner).run([(0, random_tokens(9, 1)), (1, random_tokens(4, 2))])
+        for team in (1, threads, threads):
+            torch.set_num_threads(team)
+            passes = Passes(runner, pages_each=40)
+            found.append(passes.run([(0, random_tokens(150, 1)), (1, random_tokens(4, 2))]))
+            found[-1] = torch.cat((found[-1], passes.run([(0, [5]), (1, random_tokens(4, 3))])))
     finally:
         torch.set_num_threads(before)
-    assert same_numbers(alone, together)
+    assert same_numbers(found[0], found[1])
+    assert same_numbers(found[0], found[2])
 
 
 def test_another_cache_is_noticed(runner_of: Callable[[str], Runner]) -> None:

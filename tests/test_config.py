@@ -65,11 +65,10 @@ def test_what_is_wrong_explains_itself(key: str, value: Any, remedy: str) -> Non
 @pytest.mark.parametrize(
     ("options", "device", "step", "single"),
     [
-        ({}, "cpu", 192, 192),
+        ({}, "cpu", 512, 512),
         ({}, "cuda", 8192, 2048),
-        ({"max_num_seqs": 96}, "cpu", 192, 192),
-        ({"max_num_seqs": 97}, "cpu", 194, 194),
         ({"max_num_seqs": 256}, "cpu", 512, 512),
+        ({"max_num_seqs": 257}, "cpu", 514, 514),
         ({"max_num_seqs": 256, "max_num_batched_tokens": 256}, "cpu", 256, 256),
         ({"max_num_batched_tokens": 1024}, "cuda", 1024, 1024),
         ({"max_num_batched_tokens": 16384}, "cuda", 16384, 2048),

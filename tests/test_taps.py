@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from families import CPU, PAGE, Passes, load_reference, path_to, random_tokens, save_random, tiny_config
+from families import CPU, PAGE, Passes, in_torch, load_reference, path_to, random_tokens, save_random, tiny_config
 from slipstream.core.errors import DrafterError
 from slipstream.kernels.compiled import can_compile
 from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.kv.pages import PageCopy
-from slipstream.models.fuse import FusedTrunk, fuse, in_torch
+from slipstream.models.fuse import FusedTrunk, fuse
 from slipstream.models.gpu import install
 from slipstream.models.runner import Runner, open_unchecked
 from slipstream.models.taps import Taps, TapView

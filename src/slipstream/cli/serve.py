@@ -149,7 +149,7 @@ def serve(
             min=1,
             panel=MODEL,
             help="Most prompt tokens that a step reads. Beside running answers it reads fewer, by their measured time. "
-            "Default: 192 on a CPU, 8192 on a GPU.",
+            "Default: 512 on a CPU, 8192 on a GPU.",
         ),
     ] = None,
     speculative_config: Annotated[

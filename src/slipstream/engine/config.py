@@ -13,7 +13,7 @@ PlannerName = Literal["adaptive", "fixed"]
 RoundsName = Literal["queued", "eager"]
 
 _DRAFT_ROWS = 256
-_STEP_TOKENS = {"cpu": 192, "cuda": 8192}
+_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 _PASS_TOKENS = 2048
 _FEW_BYTES = 1024
 """Fewer than any page has."""
@@ -30,7 +30,7 @@ class EngineConfig:
     max_model_len: longest prompt plus answer; None: as long as the model and the memory allow.
     max_num_seqs: most requests that run at once.
     max_num_batched_tokens: most prompt tokens that one step reads. Beside requests that decode it reads fewer, by their
-        measured time; None: 192 on a CPU, 8192 on a GPU, or two for each of max_num_seqs.
+        measured time; None: 512 on a CPU, 8192 on a GPU, or two for each of max_num_seqs.
     max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests; None: 256, or one for
         each of max_num_seqs.
     page_size: tokens of a page of the cache.

@@ -11,6 +11,7 @@ the low halves, the others in the high ones), as in GGUF's Q4_0 and Q4_1; or 32 
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +21,13 @@ LANES = 16
 """Numbers that compiled products take at once: a row of a weight must be a multiple of it."""
 TILE = 4
 """Rows of a weight that compiled products take at once: a weight must be a multiple of it."""
+
+QUERIES = 6 if platform.machine() == "x86_64" else 2
+"""Queries of one head of keys that compiled attention takes together: the sums of more do not fit the registers."""
+PANEL = 1 << 16
+"""Numbers of a weight that are decoded together, if 4 rows have no more: they have to stay in a core's second cache."""
+STAGE = 64
+"""Bytes in which the threads of a team count what they have done of one stage of their work, zero before."""
 
 
 def block_bytes(bits: int) -> int:
@@ -41,6 +49,3 @@ class Codes:
     @property
     def k(self) -> int:
         return self.data.shape[1] * BLOCK
-
-    def rows(self, some: slice) -> Codes:
-        return Codes(self.data[some], self.bits)

@@ -17,9 +17,7 @@ import platform
 import stat
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -31,15 +29,11 @@ from torch import Tensor
 
 from slipstream.core import interpreter
 from slipstream.kernels.arena import Arena
-from slipstream.kernels.codes import BLOCK, TILE, Codes, block_bytes
-from slipstream.kernels.crew import Crew
+from slipstream.kernels.codes import BLOCK, PANEL, STAGE, TILE, Codes, block_bytes
 
-MOST_ROWS = 64
-"""Passes of more rows are prompts: torch's products win there, and what lies between them does not matter."""
-_NOTHING = torch.empty(0)
 _PATIENCE_S = 120
 """How long compiling may take in a process of its own."""
-_SYMBOLS = {"wait": "GOMP_barrier", "member": "omp_get_thread_num", "size": "omp_get_num_threads"}
+_SYMBOLS = {"member": "omp_get_thread_num", "size": "omp_get_num_threads"}
 
 
 class Compiled:
@@ -57,27 +51,23 @@ class Compiled:
             self._code = cpu_pass.load(folder)  # keeps the machine code alive
         except Exception:  # a folder that cannot be written, or holds rubbish: do without it
             self._code = cpu_pass.load(None)
-        self._scratch = threading.local()
-        self._crew = Crew()
         self._parallel: Any = gomp.GOMP_parallel
         self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self._parallel.restype = None
 
-    def run_pass(self, stretches: Iterable[np.ndarray[Any, np.dtype[np.void]]], rows: int) -> None:
-        """A pass of so many rows through all layers, by records `PASS`, each of some layers in a row."""
-        threads, begun = self._crew.size(), time.perf_counter()
-        for job in stretches:
-            self._parallel(self._code.run_pass, job.ctypes.data, threads, 0)
-        self._crew.observe(threads, rows, time.perf_counter() - begun)
+    def run_pass(self, job: np.ndarray[Any, np.dtype[np.void]]) -> None:
+        """A pass through some layers in a row, by a record `PASS`."""
+        self._parallel(self._code.run_pass, job.ctypes.data, torch.get_num_threads(), 0)
 
     def linear(self, x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:  # [M, K] -> [M, N]
-        """What `F.linear` gives; x lies in order, M is at most `MOST_ROWS`; `tiled.py` says which weights [N, K]."""
-        (n, k), bits = _shape(weight), bits_of(weight)
-        out = torch.empty((x.shape[0], n), dtype=torch.float32)
-        panels = self._room("panels", torch.get_num_threads() * TILE * k)
-        addresses = x.data_ptr(), x.shape[0], out.data_ptr(), panels.data_ptr()
-        given = address(weight), bits, 0 if bias is None else bias.data_ptr(), n, k, *addresses
-        self._run(self._code.run_product, *given, threads=self._crew.size())
+        """What `F.linear` gives; x lies in order; `tiled.py` says which weights [N, K]."""
+        n, k = (weight.n, weight.k) if isinstance(weight, Codes) else weight.shape
+        out, stage = torch.empty((x.shape[0], n), dtype=torch.float32), (ctypes.c_int64 * (STAGE // 8))()
+        size = panel_size(weight)
+        panels = torch.empty(torch.get_num_threads() * size)
+        addresses = x.data_ptr(), x.shape[0], out.data_ptr(), panels.data_ptr(), size, ctypes.addressof(stage)
+        given = address(weight), bits_of(weight), 0 if bias is None else bias.data_ptr(), n, k
+        self._run(self._code.run_product, *given, *addresses)
         return out
 
     def encode(self, weights: Sequence[Tensor], arena: Arena) -> Codes | None:
@@ -94,41 +84,23 @@ class Compiled:
             arena.take_back(data)
         return None
 
-    def decode(self, codes: Codes) -> Tensor:  # [N, K] fp32
-        """The weight that the codes stand for, in memory that the thread's next call uses again.
-
-        Fresh memory of this size is given out page by page, which takes as long as the decoding.
-        """
-        size = codes.n * codes.k
-        out = self._room("numbers", size)[:size].view(codes.n, codes.k)
-        self._run(self._code.run_decode, out.data_ptr(), codes.n, codes.k, codes.bits, codes.data.data_ptr(), 0)
-        return out
-
-    def _room(self, name: str, size: int) -> Tensor:
-        """At least so many numbers of scratch memory, of this name and the calling thread."""
-        room: Tensor = getattr(self._scratch, name, _NOTHING)
-        if room.numel() < size:
-            room = torch.empty(size)
-            setattr(self._scratch, name, room)
-        return room
-
     def _encode(self, weight: Tensor, bits: int, out: Tensor) -> bool:
         failed = torch.zeros(torch.get_num_threads(), dtype=torch.int64)
         given = weight.data_ptr(), *weight.shape, bits, out.data_ptr(), failed.data_ptr()
         self._run(self._code.run_encode, *given)
         return not failed.any()
 
-    def _run(self, function: int, *record: int, threads: int | None = None) -> None:
-        threads = torch.get_num_threads() if threads is None else threads
-        self._parallel(function, (ctypes.c_int64 * len(record))(*record), threads, 0)
+    def _run(self, function: int, *record: int) -> None:
+        self._parallel(function, (ctypes.c_int64 * len(record))(*record), torch.get_num_threads(), 0)
 
 
 def address(weight: Tensor | Codes) -> int:
     return weight.data.data_ptr() if isinstance(weight, Codes) else weight.data_ptr()
 
 
-def _shape(weight: Tensor | Codes) -> tuple[int, int]:
-    return (weight.n, weight.k) if isinstance(weight, Codes) else (weight.shape[0], weight.shape[1])
+def panel_size(weight: Tensor | Codes) -> int:
+    """Numbers of scratch that each thread needs for a product with this weight."""
+    return max(PANEL, TILE * weight.k) if isinstance(weight, Codes) else 0
 
 
 def bits_of(weight: Tensor | Codes) -> int:

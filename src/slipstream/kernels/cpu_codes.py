@@ -1,4 +1,4 @@
-"""Into codes and back (`codes.py`), compiled: at load every weight is tried, and it must not be felt."""
+"""Into codes (`codes.py`), compiled: at load every weight is tried, and it must not be felt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from numba.extending import intrinsic
 
 from slipstream.kernels.codes import BLOCK
 from slipstream.kernels.cpu_address import bytes_at, floats, inner, integers
-from slipstream.kernels.cpu_products import decode, share_start
+from slipstream.kernels.cpu_products import share_start
 
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _HALF_BLOCK = BLOCK // 2
-_AHEAD = np.int64(4096)
-"""Bytes of codes to ask for in advance."""
 
 
 @intrinsic
@@ -78,12 +76,3 @@ def encode(weight: int, n: int, k: int, bits: int, codes: int, failed: int, memb
         if not _encode_block(weight + i * BLOCK * 4, bits, codes + i * size):
             integers(failed)[member] = 1
             return
-
-
-@inner()
-def decode_all(codes: int, n: int, k: int, bits: int, weight: int, member: int, team: int) -> None:
-    """The weight [n, k] that the codes stand for."""
-    size = 8 + BLOCK * bits // 8
-    first, last = share_start(n * k // BLOCK, member, team), share_start(n * k // BLOCK, member + 1, team)
-    if first < last:
-        decode(codes + first * size, last - first, bits, weight + first * BLOCK * 4, _AHEAD)

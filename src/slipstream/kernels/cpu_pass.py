@@ -14,79 +14,102 @@ import numba
 import numpy as np
 from numba import carray, cfunc, types
 
-from slipstream.kernels.codes import TILE
+from slipstream.kernels.codes import LANES, QUERIES, STAGE
 from slipstream.kernels.cpu_address import anything, inner, integers
-from slipstream.kernels.cpu_codes import decode_all, encode
-from slipstream.kernels.cpu_glue import add_and_norm, attend_head, silu_times, turn_and_keep, visible_keys
-from slipstream.kernels.cpu_products import product, share_start
-from slipstream.kernels.cpu_records import CODES, LAYER, PASS, PRODUCT
+from slipstream.kernels.cpu_codes import encode
+from slipstream.kernels.cpu_glue import add_and_norm, attend, list_keys, silu_times, turn_and_keep
+from slipstream.kernels.cpu_products import product
+from slipstream.kernels.cpu_records import CODES, LAYER, PASS, PRODUCT, STAGES
+from slipstream.kernels.cpu_team import piece_of, shared
 
-_wait = types.ExternalFunction("slipstream_team_wait", types.void())
 _member = types.ExternalFunction("slipstream_team_member", types.int32())
 _team = types.ExternalFunction("slipstream_team_size", types.int32())
 
+_ROWS = 16
+"""Rows of a prompt whose attention is one piece: they share the list of their keys."""
+_LEAST = 32
+"""Heads to turn, or vectors of numbers, below which a piece would cost more than it brings."""
 
-@inner(inline="always")
-def _attend(job: Any, layer: Any, member: int, team: int) -> None:
-    """Attention of one layer. A member takes neighbouring (row, head) pairs, and lists a row's keys once."""
-    heads, head_dim, stride = job.heads, job.head_dim, job.kv_heads * job.head_dim
-    group, width = heads // job.kv_heads, (heads + 2 * job.kv_heads) * head_dim
-    row_starts, prefixes, page_starts, trees = (
-        integers(job.row_starts),
-        integers(job.prefixes),
-        integers(job.page_starts),
-        integers(job.trees),
-    )
-    seen, scores = job.seen + member * job.longest * 8, job.scores + member * job.longest * 4
-    listed, count, request = -1, 0, 0
-    for unit in range(share_start(job.rows * heads, member, team), share_start(job.rows * heads, member + 1, team)):
-        row, head = unit // heads, unit % heads
-        if row != listed:
+
+@inner()
+def _attend(first: int, last: int, job: Any, layer: Any, member: int, size: int, heads: int) -> None:
+    """Attention of one layer, pieces `first` to `last`: each is `heads` heads of one head of keys, for `size` rows."""
+    head_dim, stride = job.head_dim, job.kv_heads * job.head_dim
+    group, width = job.heads // job.kv_heads, (job.heads + 2 * job.kv_heads) * head_dim
+    row_starts, prefixes, trees = integers(job.row_starts), integers(job.prefixes), integers(job.trees)
+    page_starts, position = integers(job.page_starts), integers(job.positions)
+    seen = job.seen + member * job.longest * 8
+    scores = job.scores + member * QUERIES * (job.longest + 2 * head_dim) * 4
+    blocks = (job.rows + size - 1) // size
+    for piece in range(first, last):
+        head = piece // blocks * heads
+        row = (blocks - 1 - piece % blocks) * size  # the rows that see most come first
+        block_end = min(row + size, job.rows)
+        request = 0
+        while row < block_end:
             while row_starts[request + 1] <= row:
                 request += 1
-            count = visible_keys(
-                row,
-                row_starts[request],
-                row_starts[request + 1],
+            start, end = row_starts[request], min(row_starts[request + 1], block_end)
+            oldest = position[row] - layer.window + 1 if layer.window > 0 else 0
+            sees = 0
+            if trees[request] != 0:
+                sees = integers(job.masks)[row]
+            if sees != 0 or (layer.window > 0 and position[end - 1] >= layer.window):
+                end = row + 1  # sees other keys than the next one
+            count = list_keys(
+                start,
+                row_starts[request + 1] if sees != 0 else end,
+                sees,
                 prefixes[request],
+                oldest,
                 job.pages + page_starts[request] * 8,
                 job.page_size,
-                trees[request],
-                job.masks,
                 job.positions,
                 job.slots,
-                layer.window,
                 seen,
             )
-            listed = row
-        side = head // group * head_dim * 4
-        attend_head(
-            job.qkv + (row * width + head * head_dim) * 4,
-            layer.keys + side,
-            layer.values + side,
-            stride,
-            head_dim,
-            seen,
-            count,
-            layer.scaling,
-            scores,
-            job.attended + unit * head_dim * 4,
-        )
+            attend(
+                end - row,
+                heads,
+                head_dim,
+                job.qkv + (row * width + head * head_dim) * 4,
+                width,
+                layer.keys + head // group * head_dim * 4,
+                layer.values + head // group * head_dim * 4,
+                stride,
+                seen,
+                count,
+                layer.scaling,
+                scores,
+                job.longest,
+                job.attended + (row * job.heads + head) * head_dim * 4,
+                job.heads * head_dim,
+            )
+            row = end
 
 
-@inner(inline="always")
-def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
+_norm_all, _turn_all, _silu_all, _attend_all = (
+    shared(work) for work in (add_and_norm, turn_and_keep, silu_times, _attend)
+)
+
+
+@inner()
+def _layer(job: Any, layer: Any, delta: int, stages: int, member: int, team: int) -> None:
     """One decoder layer; `delta` is what the layer before still has to add to x, and job.delta is what this one has."""
     rows, hidden, inner = job.rows, job.hidden, job.inner
     panel = job.panels + member * job.panel_size * 4
     heads_size, width = job.heads * job.head_dim, (job.heads + 2 * job.kv_heads) * job.head_dim
-    add_and_norm(job.x, delta, layer.input_norm, rows, hidden, layer.input_eps, job.normed, member, team)
-    _wait()
-    product(layer.qkv, layer.qkv_bits, layer.qkv_bias, width, hidden, job.normed, rows, job.qkv, panel, member, team)
-    _wait()
-    turn_and_keep(
+    one, some_rows = np.int64(1), piece_of(rows, np.int64(1), team)
+    _norm_all(stages, rows, some_rows, job.x, delta, layer.input_norm, hidden, layer.input_eps, job.normed)
+    product(
+        stages + STAGE, team, layer.qkv, layer.qkv_bits, layer.qkv_bias, width, hidden, job.normed, rows, job.qkv, panel
+    )
+    units = rows * (job.heads + 2 * job.kv_heads)
+    _turn_all(
+        stages + 2 * STAGE,
+        units,
+        piece_of(units, np.int64(_LEAST), team),
         job.qkv,
-        rows,
         job.heads,
         job.kv_heads,
         job.head_dim,
@@ -100,17 +123,32 @@ def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
         job.slots,
         layer.keys,
         layer.values,
-        member,
-        team,
     )
-    _wait()
-    _attend(job, layer, member, team)
-    _wait()
-    product(layer.o, layer.o_bits, layer.o_bias, hidden, heads_size, job.attended, rows, job.delta, panel, member, team)
-    _wait()
-    add_and_norm(job.x, job.delta, layer.post_norm, rows, hidden, layer.post_eps, job.normed, member, team)
-    _wait()
+    heads = job.heads // job.kv_heads
+    if rows * job.kv_heads < team:
+        heads = one
+    size = min(piece_of(rows, one, team), _ROWS)
+    pieces = (rows + size - 1) // size * (job.heads // heads)
+    _attend_all(stages + 3 * STAGE, pieces, one, job, layer, member, size, heads)
     product(
+        stages + 4 * STAGE,
+        team,
+        layer.o,
+        layer.o_bits,
+        layer.o_bias,
+        hidden,
+        heads_size,
+        job.attended,
+        rows,
+        job.delta,
+        panel,
+    )
+    _norm_all(
+        stages + 5 * STAGE, rows, some_rows, job.x, job.delta, layer.post_norm, hidden, layer.post_eps, job.normed
+    )
+    product(
+        stages + 6 * STAGE,
+        team,
         layer.gate_up,
         layer.gate_up_bits,
         layer.gate_up_bias,
@@ -120,16 +158,22 @@ def _layer(job: Any, layer: Any, delta: int, member: int, team: int) -> None:
         rows,
         job.gate_up,
         panel,
-        member,
-        team,
     )
-    _wait()
-    silu_times(job.gate_up, rows, inner, job.active, member, team)
-    _wait()
+    units = rows * (inner // LANES)
+    _silu_all(stages + 7 * STAGE, units, piece_of(units, np.int64(_LEAST), team), job.gate_up, inner, job.active)
     product(
-        layer.down, layer.down_bits, layer.down_bias, hidden, inner, job.active, rows, job.delta, panel, member, team
+        stages + 8 * STAGE,
+        team,
+        layer.down,
+        layer.down_bits,
+        layer.down_bias,
+        hidden,
+        inner,
+        job.active,
+        rows,
+        job.delta,
+        panel,
     )
-    _wait()
 
 
 def _run_pass(address: Any) -> None:
@@ -138,26 +182,22 @@ def _run_pass(address: Any) -> None:
     layers = carray(anything(job.layers), job.num_layers, dtype=LAYER)
     delta = np.int64(0)  # not a literal: those get a version of their own compiled
     for i in range(job.num_layers):
-        _layer(job, layers[i], delta, member, team)
+        _layer(job, layers[i], delta, job.stages + i * STAGES * STAGE, member, team)
         delta = job.delta
-    add_and_norm(job.x, delta, job.last_norm, job.rows, job.hidden, job.last_eps, job.normed, member, team)
+    last, size = job.stages + job.num_layers * STAGES * STAGE, piece_of(job.rows, np.int64(1), team)
+    _norm_all(last, job.rows, size, job.x, delta, job.last_norm, job.hidden, job.last_eps, job.normed)
 
 
 def _run_product(address: Any) -> None:
     job = carray(address, 1, dtype=PRODUCT)[0]
-    member, team = np.int64(_member()), np.int64(_team())
-    panel = job.panels + member * TILE * job.k * 4
-    product(job.weight, job.bits, job.bias, job.n, job.k, job.x, job.rows, job.out, panel, member, team)
+    panel = job.panels + np.int64(_member()) * job.panel_size * 4
+    team = np.int64(_team())
+    product(job.stage, team, job.weight, job.bits, job.bias, job.n, job.k, job.x, job.rows, job.out, panel)
 
 
 def _run_encode(address: Any) -> None:
     job = carray(address, 1, dtype=CODES)[0]
     encode(job.weight, job.n, job.k, job.bits, job.codes, job.failed, np.int64(_member()), np.int64(_team()))
-
-
-def _run_decode(address: Any) -> None:
-    job = carray(address, 1, dtype=CODES)[0]
-    decode_all(job.codes, job.n, job.k, job.bits, job.weight, np.int64(_member()), np.int64(_team()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +207,6 @@ class Code:
     run_pass: int
     run_product: int
     run_encode: int
-    run_decode: int
     functions: Any
 
 
@@ -178,10 +217,10 @@ def load(folder: Path | None) -> Code:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies there is loaded as code
         numba.config.CACHE_DIR = str(folder)
     try:
-        bodies = (_run_pass, _run_product, _run_encode, _run_decode)
+        bodies = (_run_pass, _run_product, _run_encode)
         signature = types.void(types.voidptr)
         functions = [cfunc(signature, cache=folder is not None, error_model="numpy")(body) for body in bodies]
     finally:
         numba.config.CACHE_DIR = before
-    run_pass, run_product, run_encode, run_decode = (function.address for function in functions)
-    return Code(run_pass, run_product, run_encode, run_decode, functions)
+    run_pass, run_product, run_encode = (function.address for function in functions)
+    return Code(run_pass, run_product, run_encode, functions)

@@ -10,6 +10,8 @@ def _record(integers: str, reals: str = "") -> np.dtype[np.void]:
     return np.dtype(fields)
 
 
+STAGES = 9
+"""Stages of a layer, each of which begins when the one before is done."""
 LAYER = _record(
     # weights [n, k], the bits of their numbers, and biases [n]; 0 where there is none
     "qkv qkv_bits qkv_bias o o_bits o_bias gate_up gate_up_bits gate_up_bias down down_bits down_bias "
@@ -26,9 +28,10 @@ PASS = _record(
     "cos sin "  # [rows, rotary]
     "slots positions masks "  # [rows]; masks is 0 where no request brings a tree
     "row_starts prefixes page_starts trees pages page_size "  # by request; `pages` of all requests end to end
-    "seen scores longest "  # scratch of each thread: `longest` slots (int64) and scores (fp32)
-    "panels panel_size",  # and `panel_size` numbers: 4 rows of any weight
+    "seen scores longest "  # scratch of each thread: `longest` slots, and what `cpu_glue.attend` asks for
+    "panels panel_size "  # and `panel_size` numbers for decoded rows of a weight
+    "stages",  # what the threads have done of each layer's stages and of the last norm: `cpu_team.STAGE` zeros each
     "last_eps",
 )
-PRODUCT = _record("weight bits bias n k x rows out panels")
+PRODUCT = _record("weight bits bias n k x rows out panels panel_size stage")
 CODES = _record("weight n k bits codes failed")  # `failed` [threads] int64: 1 where a part has no such codes

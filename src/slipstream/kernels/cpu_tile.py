@@ -1,7 +1,7 @@
 """The inner loops of a CPU product, in vectors of 16 numbers: 4 rows of the weight times up to 6 rows of the input.
 
-A weight in codes is decoded in registers for a handful of input rows. For more of them it is decoded once, into a
-panel of 4 rows that stays in the core's first cache, and taken from there. Same numbers, same order: same bits.
+A weight in codes is decoded in registers for some input rows. For many it is decoded once, into a panel that stays in
+the core's second cache, and taken from there. Same numbers, same order: same bits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from numba.extending import intrinsic
 from slipstream.kernels.codes import BLOCK, LANES, block_bytes
 from slipstream.kernels.cpu_vectors import F32, LOOKS_UP, NARROW, STRIP, SUM, VECTOR, WIDE, Vectors, body, number, zeros
 
+_NEAR_BYTES = 512
+"""How far ahead of the weights used now those of the second cache are asked for."""
 
-def tile(height: int, rows: int, bits: int) -> Any:
+
+def tile(height: int, rows: int, bits: int, near: bool = False) -> Any:
     """A function for compiled code: (weight, input, k, out, ld_out, ahead) with addresses and sizes, all int64.
 
     out[m, n] = sum over k of weight[n, k] * input[m, k], for `height` rows n and `rows` rows m; `ld_out` numbers lie
     between two rows of `out`. bits: 32 for a plain weight, k being a multiple of 16; 4 or 8 for codes (`codes.py`).
     Each sum is added up in the same order whatever height, rows and bits are.
     ahead: bytes from the weights used now to those to ask for; 0 where they were asked for already.
+    near: the weight is in the second cache: what follows is asked for into the first.
     """
     vectors = 1 if bits == 32 else BLOCK // LANES  # of weights that one step takes from a row
     step_bytes = 4 * LANES if bits == 32 else block_bytes(bits)
@@ -37,7 +41,7 @@ def tile(height: int, rows: int, bits: int) -> Any:
             grown = list(sums)
             at, x_at = b.mul(step, number(step_bytes)), b.mul(step, number(4 * LANES * vectors))
             for address in weights:
-                v.ask_for(b.add(b.add(address, at), ahead))
+                v.ask_for(b.add(b.add(address, at), number(_NEAR_BYTES) if near else ahead), near=near)
             decoded = [_strips(v, b.add(address, at), bits) for address in weights]
             for part in range(vectors * LANES // STRIP):
                 taken = [strips(part) for strips in decoded]

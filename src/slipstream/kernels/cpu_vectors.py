@@ -22,7 +22,7 @@ WIDE = ir.VectorType(I32, LANES)
 NARROW = ir.VectorType(ir.IntType(8), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
 _BYTES = ir.IntType(8).as_pointer()
-_READ, _SECOND_CACHE, _DATA = 0, 2, 1
+_READ, _FIRST_CACHE, _SECOND_CACHE, _DATA = 0, 3, 2, 1
 
 LOOKS_UP = MASKS = platform.machine() == "x86_64"
 """Has the machine instructions that look 16 numbers up in a register, and that load some lanes of a vector? Without the
@@ -99,10 +99,10 @@ class Vectors:
         permute = self._declared("llvm.x86.avx512.permvar.sf.512", VECTOR, [VECTOR, WIDE])
         return self.b.call(permute, [table, indices])
 
-    def ask_for(self, address: ir.Value) -> None:
-        """Begin to bring what lies there into the core's second cache."""
+    def ask_for(self, address: ir.Value, *, near: bool = False) -> None:
+        """Begin to bring what lies there into the core's second cache; near: the first."""
         prefetch = self._declared("llvm.prefetch.p0", ir.VoidType(), [_BYTES, I32, I32, I32])
-        hints = [ir.Constant(I32, hint) for hint in (_READ, _SECOND_CACHE, _DATA)]
+        hints = [ir.Constant(I32, hint) for hint in (_READ, _FIRST_CACHE if near else _SECOND_CACHE, _DATA)]
         self.b.call(prefetch, [self.b.inttoptr(address, _BYTES), *hints])
 
     def strips(self, vector: ir.Value) -> list[ir.Value]:

@@ -1,7 +1,4 @@
-"""Products by our own compiled loop, with a weight that lies in huge pages: plain, or in the codes that it came from.
-
-For the few rows of a decoding pass only: with more, torch's product is the better one, and gets the plain weight.
-"""
+"""Products by our own compiled loop, with a weight in huge pages: plain, or in the codes that it came from."""
 
 from __future__ import annotations
 
@@ -9,19 +6,16 @@ import platform
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.kernels.arena import Arena
 from slipstream.kernels.codes import LANES, TILE, Codes
-from slipstream.kernels.compiled import MOST_ROWS, Compiled, compiled
+from slipstream.kernels.compiled import Compiled, compiled
 from slipstream.kernels.linear import PackedLinear, joined_bias
 
 CODES_PAY = platform.machine() == "x86_64"
 """Is it faster to read codes than numbers? Where they cannot be looked up in a register, decoding takes longer than
 reading five times as much."""
-_SLAB = 4096
-"""Rows of a weight that are turned from codes to numbers at a time."""
 
 
 def tiler(*weights: Tensor) -> Compiled | None:
@@ -40,7 +34,7 @@ def tiler(*weights: Tensor) -> Compiled | None:
 class TiledLinear(PackedLinear):
     """The product for CPUs where compiled code runs. Takes several weights of one input over, rows end to end.
 
-    As with packed weights, a row comes out the same to the bit whatever the number of rows, up to the 64 of a pass.
+    A row comes out the same to the bit whatever the number of rows.
     """
 
     def __init__(self, code: Compiled, weights: Sequence[Tensor], bias: Tensor | None, arena: Arena) -> None:
@@ -56,18 +50,7 @@ class TiledLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 2:
             return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-        if 0 < x.shape[0] <= MOST_ROWS:
-            return self.code.linear(x.contiguous(), self.tiles, self.bias)
-        if isinstance(self.tiles, Tensor):
-            return F.linear(x, self.tiles, self.bias)
-        if self.out_features <= _SLAB:
-            return F.linear(x, self.code.decode(self.tiles), self.bias)
-        out = x.new_empty(x.shape[0], self.out_features)
-        for start in range(0, self.out_features, _SLAB):
-            slab = slice(start, start + _SLAB)
-            bias = None if self.bias is None else self.bias[slab]
-            out[:, slab] = F.linear(x, self.code.decode(self.tiles.rows(slab)), bias)
-        return out
+        return self.code.linear(x.contiguous(), self.tiles, self.bias)
 
     def refill(self, weight: Tensor) -> None:  # [out, in]
         if isinstance(self.tiles, Tensor):

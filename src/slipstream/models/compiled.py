@@ -1,14 +1,14 @@
-"""All layers of a decoding pass in one compiled call (`kernels/cpu_pass.py`), for a trunk of fused layers.
+"""All layers of a pass in one compiled call (`kernels/cpu_pass.py`), for a trunk of fused layers.
 
 On the CPU a plain step is some 500 calls of torch around 120 products, and the calls cost half as much as the
 products. Here the trunk's tensors are gathered as addresses once, the pass's own as it comes, and the team of threads
-runs through all layers without coming back to Python. Prompts, which bring more rows, take the way of `FusedTrunk`.
+runs through all layers without coming back to Python.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.codes import LANES, TILE
-from slipstream.kernels.compiled import MOST_ROWS, Compiled, address, bits_of
-from slipstream.kernels.cpu_records import LAYER, PASS
+from slipstream.kernels.codes import LANES, QUERIES, STAGE
+from slipstream.kernels.compiled import Compiled, address, bits_of, panel_size
+from slipstream.kernels.cpu_records import LAYER, PASS, STAGES
 from slipstream.kernels.tiled import TiledLinear
 from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext
@@ -43,19 +43,18 @@ class CompiledTrunk:
         self._cache: weakref.ref[KVCache] | None = None  # the one whose addresses the layers have
         hidden, inner = first.qkv.in_features, first.down.in_features
         self._job = np.zeros((), PASS)
-        widths = {
+        self._widths = {
             "qkv": first.qkv.out_features,
             "attended": first.o.in_features,
             "delta": hidden,
             "gate_up": 2 * inner,
             "active": inner,
         }
-        self._scratch = {name: torch.empty(MOST_ROWS, width) for name, width in widths.items()}
-        self._seen, self._scores = torch.empty(0, 0, dtype=torch.int64), torch.empty(0, 0)  # [threads, longest]
-        self._panels = torch.empty(0)  # [threads, panel_size]
-        self._panel_size = TILE * max(
-            product.in_features for product in (first.qkv, first.o, first.gate_up, first.down)
-        )
+        self._scratch: dict[str, Tensor] = {}  # by name: [rows, width]
+        self._seen, self._scores = torch.empty(0, 0, dtype=torch.int64), torch.empty(0)  # [threads, longest]
+        size = max(panel_size(getattr(layer, name).tiles) for layer in layers for name in _PRODUCTS)
+        self._panels = torch.empty(0, size)  # [threads, panel_size]
+        self._stages = np.zeros((len(layers) * STAGES + 1) * STAGE, np.uint8)
         _fill(
             self._job,
             hidden=hidden,
@@ -65,7 +64,7 @@ class CompiledTrunk:
             head_dim=first.head_dim,
             last_norm=last.weight.data_ptr(),
             last_eps=float(last.eps),
-            **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
+            stages=self._stages.ctypes.data,
         )
 
     @staticmethod
@@ -77,12 +76,8 @@ class CompiledTrunk:
         return CompiledTrunk(product.code, layers, last) if isinstance(product, TiledLinear) else None
 
     def serves(self, current: PassContext) -> bool:
-        """Is it a pass of the size that this is made for?"""
-        return (
-            type(current) is PassContext
-            and 0 < current.batch.num_rows <= MOST_ROWS
-            and current.cache.dtype == torch.float32
-        )
+        """Is it a pass that this is made for?"""
+        return type(current) is PassContext and current.batch.num_rows > 0 and current.cache.dtype == torch.float32
 
     def run(self, x: Tensor, current: PassContext, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:  # [N, D]
         """The trunk's last hidden state. Writes K and V as every pass does; x [N, D], the embedded tokens, is lost."""
@@ -93,7 +88,7 @@ class CompiledTrunk:
         x = x.contiguous()
         out = torch.empty_like(x)
         requests = _requests(batch)  # [5, B + 1] in parts: kept alive here, as everything whose address is taken
-        self._make_room(max(batch.prefix_lengths) + batch.num_rows + 2 * LANES)  # scores come in whole vectors
+        self._make_room(batch.num_rows, max(batch.prefix_lengths) + batch.num_rows + 2 * LANES)  # whole vectors
         job = self._job
         at, width = requests.ctypes.data, 8 * (batch.num_requests + 1)
         _fill(
@@ -114,12 +109,12 @@ class CompiledTrunk:
             pages=at + 4 * width,
             page_size=cache.page_size,
         )
-        self._code.run_pass(self._stretches(current, x), batch.num_rows)
+        self._run_layers(current, x)
         current.keep(len(self._layers), x)
         current.keep_normed(out)
         return out
 
-    def _stretches(self, current: PassContext, x: Tensor) -> Iterator[np.ndarray[Any, np.dtype[np.void]]]:
+    def _run_layers(self, current: PassContext, x: Tensor) -> None:
         """The pass from one layer whose hidden states are kept to the next: mostly all layers at once.
 
         A stretch ends as the pass does: everything is added to x, and its norm is made, which the next overwrites.
@@ -130,7 +125,8 @@ class CompiledTrunk:
         for first, end in pairwise((0, *wanted, size)):
             at = self._layers.ctypes.data + first * self._layers.itemsize
             _fill(self._job, layers=at, num_layers=end - first)
-            yield self._job
+            self._stages.fill(0)
+            self._code.run_pass(self._job)
             if end < size:
                 current.keep(end, x)
 
@@ -139,15 +135,18 @@ class CompiledTrunk:
             record["keys"], record["values"] = cache.keys(layer).data_ptr(), cache.values(layer).data_ptr()
         self._cache = weakref.ref(cache)
 
-    def _make_room(self, longest: int) -> None:
+    def _make_room(self, rows: int, longest: int) -> None:
         threads = torch.get_num_threads()
+        if not self._scratch or len(self._scratch["qkv"]) < rows:
+            self._scratch = {name: torch.empty(max(rows, 64), width) for name, width in self._widths.items()}
+            _fill(self._job, **{name: tensor.data_ptr() for name, tensor in self._scratch.items()})
         if self._seen.shape[0] < threads or self._seen.shape[1] < longest:
             longest = max(1024, 2 * longest)
             self._seen = torch.empty(threads, longest, dtype=torch.int64)
-            self._scores = torch.empty(threads, longest)
-            self._panels = torch.empty(threads, self._panel_size)
+            self._scores = torch.empty(threads * QUERIES * (longest + 2 * int(self._job["head_dim"])))
+            self._panels = torch.empty(threads, self._panels.shape[1])
+            _fill(self._job, panels=self._panels.data_ptr(), panel_size=self._panels.shape[1])
             _fill(self._job, seen=self._seen.data_ptr(), scores=self._scores.data_ptr(), longest=longest)
-            _fill(self._job, panels=self._panels.data_ptr(), panel_size=self._panel_size)
 
 
 def _requests(batch: PassBatch) -> np.ndarray[Any, np.dtype[np.int64]]:

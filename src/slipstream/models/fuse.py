@@ -8,8 +8,7 @@ embedding), so a swap stays only where `parity.py` finds the same logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -138,20 +137,6 @@ def prepare(progress: Progress | None = None) -> None:
         progress("compiling for this CPU (once): 10 seconds to a minute")
     make_apart()
     compiled()
-
-
-@contextmanager
-def in_torch(model: nn.Module) -> Iterator[None]:
-    """Inside, passes of every size take the way of long prompts: layer by layer, by operations of torch."""
-    trunks = [module for module in model.modules() if isinstance(module, FusedTrunk)]
-    before = [trunk.compiled for trunk in trunks]
-    try:
-        for trunk in trunks:
-            trunk.compiled = None
-        yield
-    finally:
-        for trunk, way in zip(trunks, before, strict=True):
-            trunk.compiled = way
 
 
 def fuse(model: nn.Module, traits: Mapping[int, AttentionTraits]) -> int:

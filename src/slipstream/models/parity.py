@@ -28,7 +28,7 @@ from slipstream.kernels.compiled import can_compile
 from slipstream.kernels.jit import has_kernels, triton
 from slipstream.models import attention
 from slipstream.models.batch import PassBatch
-from slipstream.models.fuse import in_torch, prepare
+from slipstream.models.fuse import prepare
 from slipstream.models.load import names_model
 from slipstream.models.paths import Progress, cache_folder
 from slipstream.models.runner import Parity, Runner, open_unchecked
@@ -81,8 +81,7 @@ def open_model(
         )
     runner.swap(fused=True)
     usual, runner.wide_rows = runner.wide_rows, 0
-    with in_torch(runner.model):  # the way of long prompts, on the CPU and on a GPU
-        long = judge.verdict(_swapped(runner))
+    long = judge.verdict(_swapped(runner))  # the way of long prompts on a GPU
     runner.wide_rows = usual
     runner.parity = judge.verdict(_swapped(runner))
     if long.holds and runner.parity.holds:
