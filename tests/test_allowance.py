@@ -22,12 +22,14 @@ class Clock:
 
     chunks: ChunkRule
     row_s: float
-    allowance: PromptAllowance | None = field(default_factory=lambda: PromptAllowance(LONGEST_S))
+    longest_s: float | None = LONGEST_S  # None: steps are not shared by time
     own_passes: bool = False
     now: float = 100.0
     gaps: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        bounded = self.longest_s is not None
+        self.allowance = PromptAllowance(self.longest_s, lambda: self.now) if bounded else None  # type: ignore[arg-type]
         self.world = World(pages=4000, chunks=self.chunks, allowance=self.allowance)
 
     def add(self, prompt: int) -> Answer:
@@ -63,8 +65,8 @@ GPU = {"chunks": OwnChunks(1024, 256, 1536, 2048, 16, 8192), "row_s": 2.3e-5, "o
 
 
 def clock(kind: str, *, bounded: bool = True) -> Clock:
-    allowance = PromptAllowance(LONGEST_S if kind == "cpu" else 0.04) if bounded else None
-    return Clock(**(CPU if kind == "cpu" else GPU), allowance=allowance)  # type: ignore[arg-type]
+    longest_s = (LONGEST_S if kind == "cpu" else 0.04) if bounded else None
+    return Clock(**(CPU if kind == "cpu" else GPU), longest_s=longest_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
@@ -73,7 +75,7 @@ def test_a_long_prompt_halves_a_stream_at_most(kind: str) -> None:
     busy = clock(kind)
     stream = busy.add(8)
     busy.until_first(stream)
-    for _ in range(20):
+    for _ in range(40):  # for longer than a burst
         busy.step()
     before, began = stream.generated, busy.now
     busy.gaps.clear()
@@ -86,13 +88,28 @@ def test_a_long_prompt_halves_a_stream_at_most(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_requests_that_arrive_together_do_not_hold_each_other_up(kind: str) -> None:
-    """Streams that began after a prompt arrived have no claim: only their own steps come between."""
+    """Streams of the same burst have no claim, also where they began before the last of it arrived."""
     times = []
     for bounded in (False, True):
         burst = clock(kind, bounded=bounded)
-        answers = [burst.add(512) for _ in range(4)]
+        first = burst.add(8)
+        burst.until_first(first)
+        answers = [burst.add(128) for _ in range(3)]
         times.append(max(burst.until_first(answer) for answer in answers))
     assert times[1] <= 1.3 * times[0]
+
+
+def test_a_stream_that_began_just_before_a_long_prompt_is_not_left_to_it() -> None:
+    busy = clock("cpu")
+    stream = busy.add(8)
+    busy.until_first(stream)
+    busy.step()
+    long = busy.add(PROMPT)
+    while busy.now < long.job.arrived + 2:
+        busy.step()
+    before, began = stream.generated, busy.now
+    busy.until_first(long)
+    assert (stream.generated - before) / (busy.now - began) >= 0.5 / DECODE_S
 
 
 def test_a_short_prompt_passes_one_whose_pieces_fill_a_step() -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 ANSWER_S = 300.0
 """An answer that takes longer is an error of the server."""
 STREAMS = 8
+SETTLED_S = 1.0
+"""Streams have run for this long when a long prompt arrives."""
 LONG_EVERY_S = 1.0
 """Pause between long prompts, counted from the first token of one to the sending of the next."""
 VOCAB = 20_000
@@ -135,6 +137,7 @@ async def beside_long_prompts(
         """Streams that have begun, stopped when the asking is over."""
         heard = [Heard(Ask(prompt_of(16, vocab_size), length)) for _ in range(count)]
         tasks = [asyncio.create_task(_endless(send, one)) for one in heard]
+        await asyncio.sleep(SETTLED_S)
         while not all(len(one.events) > 8 for one in heard):
             await asyncio.sleep(0.01)
             for task in tasks:
