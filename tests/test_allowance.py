@@ -30,7 +30,7 @@ class Clock:
     def __post_init__(self) -> None:
         bounded = self.longest_s is not None
         self.allowance = PromptAllowance(self.longest_s, lambda: self.now) if bounded else None  # type: ignore[arg-type]
-        self.world = World(pages=4000, chunks=self.chunks, allowance=self.allowance)
+        self.world = World(pages=12000, chunks=self.chunks, allowance=self.allowance, seats=40)
 
     def add(self, prompt: int) -> Answer:
         job = self.world.add(make_job(prompt))
@@ -61,7 +61,7 @@ class Clock:
 
 
 CPU = {"chunks": ChunkRule(192), "row_s": 0.0025}
-GPU = {"chunks": OwnChunks(1024, 256, 1536, 2048, 16, 8192), "row_s": 2.3e-5, "own_passes": True}
+GPU = {"chunks": OwnChunks(1024, 256, 512, 2048, 16, 8192), "row_s": 2.3e-5, "own_passes": True}
 
 
 def clock(kind: str, *, bounded: bool = True) -> Clock:
@@ -97,6 +97,36 @@ def test_requests_that_arrive_together_do_not_hold_each_other_up(kind: str) -> N
         answers = [burst.add(128) for _ in range(3)]
         times.append(max(burst.until_first(answer) for answer in answers))
     assert times[1] <= 1.3 * times[0]
+
+
+@pytest.mark.parametrize("streams", [1, 10])
+def test_streams_beside_a_backlog_of_older_prompts_keep_a_third(streams: int) -> None:
+    busy = clock("cpu")
+    began = [busy.add(8) for _ in range(streams)]
+    for _ in range(20):
+        busy.add(2000)
+    for one in began:
+        busy.until_first(one)
+    while busy.now < began[0].job.arrived + 2:
+        busy.step()
+    busy.gaps.clear()
+    before, start = began[0].generated, busy.now
+    while busy.now < start + 10:
+        busy.step()
+    assert (began[0].generated - before) / 10 >= 0.3 / DECODE_S
+    assert max(busy.gaps) <= 0.3
+
+
+def test_a_stall_is_no_price() -> None:
+    """After one step that hung for 10 s a prompt is read nearly as soon as ever."""
+    busy = clock("cpu")
+    busy.until_first(busy.add(8))
+    for _ in range(40):
+        busy.step()
+    usual_s = busy.until_first(busy.add(600))
+    assert busy.allowance is not None
+    busy.allowance.observe(88, 10.0, None, decodes=True)
+    assert busy.until_first(busy.add(600)) <= 3 * usual_s
 
 
 def test_a_stream_that_began_just_before_a_long_prompt_is_not_left_to_it() -> None:

@@ -61,6 +61,7 @@ class World:
         allowance: PromptAllowance | None = None,
         seats: int = SEATS,
     ) -> None:
+        self.seats = seats
         self.pool = PagePool(pages, PAGE, most_kept)
         self.prefixes = PrefixStore(self.pool)
         self.cache: dict[int, int] = {}
@@ -81,7 +82,7 @@ class World:
     def on_admit(self, answer: Answer) -> None:
         assert answer not in self.admitted
         assert answer.table is not None
-        assert 0 <= answer.slot < SEATS
+        assert 0 <= answer.slot < self.seats
         self.admitted.add(answer)
         if self.refuses(answer):
             raise ZeroDivisionError("not this one")

@@ -134,7 +134,7 @@ class Engine:
         self._drafter_bytes = {name: drafter_bytes(target, one, plan, config) for name, one in drafters.items()}
 
     def _chunk_rule(self, config: EngineConfig) -> ChunkRule:
-        return ChunkRule(config.step_tokens(self.target.device.type))
+        return ChunkRule(config.pass_tokens(self.target.device.type))
 
     @property
     def busy(self) -> bool:

@@ -111,13 +111,9 @@ class Scheduler:
         reading = [answer for answer in reading if answer.phase is Phase.RUNNING]
         room = self._chunks.room(len(plan.decodes))
         if self.allowance is not None and plan.decodes:
-            room = min(room, self.allowance.rows(self._chunks.least))
-            reading = [answer for answer in reading if self._may_read(answer, plan)]
+            room = min(room, self.allowance.rows(self._chunks.least)) if self.allowance.may_read(plan.decodes) else 0
         self._share(plan, reading, room)
         return plan
-
-    def _may_read(self, answer: Answer, plan: Schedule) -> bool:
-        return self.allowance is None or self.allowance.may_read(answer, plan.decodes)
 
     def _share(self, plan: Schedule, reading: Sequence[Answer], room: int) -> None:
         """Divide the room of a step among prompts, so that a long one neither delays the others nor waits for them.
@@ -126,6 +122,8 @@ class Scheduler:
         others leave. Where one piece of it fills the step, it leaves every second step to the others. Of these come
         first those that will be done, the shortest before the others, and then the waiting ones.
         """
+        if room <= 0:
+            return
         oldest, others = reading[:1], reading[1:]
         kept = self._chunks.first(oldest[0], room) if oldest else 0
         self._yielded = bool(room <= kept < oldest[0].pending and (others or self.waiting)) and not self._yielded
@@ -202,9 +200,6 @@ class Scheduler:
                     passed_over.append(answer)  # its prompt is being computed by its sibling
                     continue
                 admitted = self._fork(answer, answer.leader)
-            elif not self._may_read(answer, plan):
-                passed_over.append(answer)
-                break
             else:
                 admitted = self._start(answer)
             if not admitted:

@@ -253,7 +253,8 @@ def _row_flops(model: PreTrainedModel, config: PreTrainedConfig) -> float:
     words = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     sizes = {name: p.numel() for name, p in model.named_parameters() if id(p) not in words}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    count = count or getattr(config, "n_routed_experts", None) or 1
     active = min(1.0, (getattr(config, "num_experts_per_tok", None) or count) / count)
     return 2.0 * (sum(sizes.values()) - (1 - active) * experts)
 
