@@ -204,7 +204,7 @@ def test_a_matcher_that_raises_while_it_looks_ahead_ends_its_answer(
     def broken() -> None:
         raise RuntimeError("a bug in there")
 
-    monkeypatch.setattr(constraint, "_only_token", broken)
+    monkeypatch.setattr(constraint, "_only_byte", broken)
     assert constraint.forced(5) == []
     assert "a bug in there" in str(constraint.failure)
     assert allowed(constraint) == [set()]

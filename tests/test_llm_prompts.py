@@ -150,7 +150,7 @@ class TestLengths:
         with pytest.raises(CapacityError, match="max_model_len=257: the model has only 256 positions"):
             open_llm(max_model_len=257)
 
-    @pytest.mark.parametrize("memory", [1, "1MB"])
+    @pytest.mark.parametrize("memory", [2048, "1MB"])
     def test_too_little_memory(self, open_llm: Callable[..., LLM], memory: str | int) -> None:
         with pytest.raises(CapacityError, match=r"bytes: a context of 256 tokens needs .* give memory=1MiB or more"):
             open_llm(memory=memory, max_model_len=256)

@@ -96,7 +96,7 @@ class TestArgumentsFromOtherEngines:
 
     def test_one_device(self, open_llm: OpenLLM) -> None:
         open_llm(tensor_parallel_size=1)
-        with pytest.raises(ConfigError, match="tensor_parallel_size=2: must be 1, a model runs on one device"):
+        with pytest.raises(ConfigError, match="tensor_parallel_size=2: a model runs on one device; leave it out"):
             open_llm(tensor_parallel_size=2)
 
     def test_a_wrong_precision_is_refused_before_anything_is_fetched(

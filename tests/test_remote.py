@@ -46,6 +46,7 @@ EVERYTHING = SamplingParams(
     frequency_penalty=0.2,
     repetition_penalty=1.1,
     logit_bias={65: 1.5},
+    allowed_token_ids=[65, 66],
     bad_words=["zz"],
     min_tokens=3,
     max_tokens=30,

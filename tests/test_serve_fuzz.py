@@ -25,6 +25,7 @@ PATHS = (
     "/tokenize",
     "/detokenize",
     "/health",
+    "/ping",
     "/metrics",
     "/live",
     "/version",

@@ -210,7 +210,7 @@ def test_what_is_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("load", "warned"), [(1000.0, True), (0.0, False), (None, False)])
-@pytest.mark.parametrize("command", ["tune --concurrency 1", "bench --rate 200 --requests 2"])
+@pytest.mark.parametrize("command", ["tune --concurrency 1", "bench --rate 200 --requests 2 --json -"])
 def test_a_busy_machine_is_warned_of(
     command: str,
     load: float | None,

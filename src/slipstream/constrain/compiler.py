@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.constrain.leftover import Checker
 from slipstream.constrain.limits import CompileLimits
-from slipstream.constrain.matcher import WORD, Aside, Constraint, Rules, mask_words
+from slipstream.constrain.matcher import WORD, Aside, Constraint, Rules, Texts, mask_words
 from slipstream.constrain.places import Places, Turns
 from slipstream.constrain.source import Source, source_of
 from slipstream.constrain.trial_process import LONGEST_PART
@@ -45,7 +45,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._made: Any = None
         self._no_text: frozenset[int] = frozenset()
-        self._texts: Sequence[bytes] = ()  # of each token
+        self._texts = Texts()
         self._in_json: Tensor | None = None  # [W]: tokens that JSON may have at all
         self._sample: Sample | None = None
         self._counting = threading.Lock()
@@ -169,7 +169,8 @@ class Grammars:
                 f"structured_outputs: not with this model's tokenizer: {_reason(str(error))}"
             ) from None
         self._no_text = frozenset(info.special_token_ids)
-        self._texts = vocabulary = info.decoded_vocab
+        vocabulary = info.decoded_vocab
+        self._texts = Texts(vocabulary)
         self._in_json = _without_controls(vocabulary, self._vocab_size)
         self._sample = Sample.of(vocabulary)
         threads = max(1, min(8, (os.cpu_count() or 1) // 2))  # the rest is for those who run

@@ -15,6 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +33,8 @@ LONGEST_S = 0.05
 _WALL = 40
 """Times that by the clock, where others need the CPU as well."""
 
-_MOST_BEGINNINGS = 32
-"""Tokens that may come next where the text is forced: all beginnings of one word. More are a choice."""
+_TOKEN_BYTES = 4
+"""Bytes of forced text that are looked for, for each token that there is room for."""
 
 _ALL, _NONE = -1, 0
 
@@ -95,6 +96,15 @@ def _cpu_clock(thread: threading.Thread) -> Callable[[], float]:
     return time.monotonic
 
 
+class Texts:
+    """The bytes of each token, and what they begin with."""
+
+    def __init__(self, texts: Sequence[bytes] = ()) -> None:
+        self.texts = texts
+        self.first = np.array([text[0] if text else -1 for text in texts], dtype=np.int16)  # [V]
+        self.single = {text[0]: token for token, text in enumerate(texts) if len(text) == 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What answers of one form have in common."""
@@ -102,7 +112,7 @@ class Rules:
     compiled: Any  # xgrammar's
     end_ids: tuple[int, ...]
     vocab_size: int
-    texts: Sequence[bytes]  # of each token
+    texts: Texts
     encode: Callable[[str], Sequence[int]] = lambda _: ()
     usual_end: int | None = None
     also: Tensor | None = None  # [W] int32: a mask that holds everywhere, besides
@@ -219,10 +229,12 @@ class Constraint:
             self._walk(tree, lambda node, _: self._fill(rows, 1 + node, tree.tokens[node]))
 
     def _forced(self, most: int) -> list[int]:
+        """The text, byte by byte, in the tokens that the tokenizer would cut it into."""
+        texts = self._rules.texts.texts
         path: list[int] = []
         end: list[int] = []
-        while len(path) < most and not end:
-            only = self._only_token()
+        while len(path) < _TOKEN_BYTES * most and not end:
+            only = self._only_byte()
             if only in self._ends and only is not None:
                 end.append(only)
             elif only is not None and self._accept(only):
@@ -230,25 +242,24 @@ class Constraint:
             else:
                 break
         self._rollback(len(path))
-        text = b"".join([self._rules.texts[token] for token in path])
-        likely = self._rules.encode(text.decode(errors="ignore"))
-        same = b"".join([self._rules.texts[token] for token in likely]) == text
+        text = b"".join([texts[token] for token in path])
+        try:
+            likely = self._rules.encode(text.decode())
+        except UnicodeDecodeError:  # it begins or ends in the middle of a character
+            likely = path
+        same = b"".join([texts[token] for token in likely]) == text
         return [*(likely if same else path), *end][:most]
 
-    def _only_token(self) -> int | None:
-        """The longest of the tokens that may come next, if the others are beginnings of it; of several that all end
-        the answer, the usual one; None: a choice."""
+    def _only_byte(self) -> int | None:
+        """The token of one byte that all tokens begin with that may come next; the usual end, if only ends may come;
+        None: a choice."""
         self._fill(self._next, 0)
         if torch.equal(self._next, self._only_ends):
             return self._usual_end
-        words = self._next[0].nonzero()[:, 0].tolist()  # [w]
-        if len(words) > _MOST_BEGINNINGS:
-            return None
-        bits = ((word, int(self._next[0, word]) % (1 << WORD)) for word in words)
-        tokens = [word * WORD + bit for word, held in bits for bit in range(held.bit_length()) if held >> bit & 1]
-        texts = [self._rules.texts[token] for token in tokens if token < self._rules.vocab_size]
-        longest = max(texts, key=len, default=b"")
-        return tokens[texts.index(longest)] if longest and all(map(longest.startswith, texts)) else None
+        texts = self._rules.texts
+        allowed = np.unpackbits(self._next[0].numpy().view(np.uint8), bitorder="little")[: len(texts.first)]
+        first = texts.first[allowed.view(bool)]
+        return texts.single.get(int(first[0])) if len(first) and (first == first[0]).all() else None
 
     def _do(self, call: Callable[[], object]) -> None:
         """On another thread, if it may be slow. Nothing is done for an answer that failed."""

@@ -250,7 +250,9 @@ def open_unchecked(
 
 def _row_flops(model: PreTrainedModel, config: PreTrainedConfig) -> float:
     """What the products of all layers compute for one row. Of experts only those count that a row is sent to."""
-    words = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    words = {
+        id(getattr(part, "weight", None)) for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
     sizes = {name: p.numel() for name, p in model.named_parameters() if id(p) not in words}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
