@@ -166,6 +166,25 @@ def test_a_template_without_tools_gets_a_plain_prompt(tiny_target: Path) -> None
     assert maker.joined(maker.conversation(chat(messages=turns))).count(eos) == text.count("<eos>") - 1
 
 
+def test_a_conversation_without_tools_is_the_templates_own(tiny_target: Path) -> None:
+    """Messages of one role stay apart, and thoughts stay, whatever the template makes of them."""
+    tokenizer = load_tokenizer(tiny_target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    )
+    turns = [
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "three", "reasoning_content": "why"},
+        {"role": "assistant", "content": "four", "reasoning_content": "how"},
+        {"role": "user", "content": "five"},
+    ]
+    expected = tokenizer.apply_chat_template(turns, tokenize=False)
+    maker = PromptMaker(tokenizer)
+    assert "".join(maker.conversation(chat(messages=turns, tools=None))) == expected
+    assert "".join(maker.conversation(chat(messages=turns, tool_choice="none"))) == expected
+
+
 def form(parser: type[ToolParser] = HermesParser, **fields: Any) -> Any:
     found = form_of(chat(**fields), 32, parser)
     return None if found is None else json.loads(found.rule)["format"]

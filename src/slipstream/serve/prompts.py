@@ -56,7 +56,9 @@ class PromptMaker:
         tools = _mapped(tools, lambda text: _cut(text, self._controls, mark))
         if not self.takes_tools:
             none = isinstance(asked, ChatRequest) and asked.tool_choice == "none"
-            messages, tools = _plainly(messages, [] if none else tools), []
+            tools = [] if none else tools
+            if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+                messages, tools = _plainly(messages, tools), []
         if (
             asked.continue_final_message
             and asked.add_generation_prompt
