@@ -26,6 +26,7 @@ from slipstream.serve.tools import HermesParser, LlamaParser, ToolParser, parser
 TOOL = {"type": "function", "function": {"name": "b"}}
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich <b>"}}\n</tool_call>'
 TIME = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+QUOTING = rf'<tool_call>{{"name": "time", "arguments": {{"zone": "</tool_call>\"\\<tool_call>"}}}}</tool_call>{TIME}'
 LLAMA = '{"name": "weather", "parameters": {"city": "Bern"}}'
 
 
@@ -46,6 +47,8 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, An
         ('<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
         ('<tool_call>{"name": ["time"]}</tool_call>', '<tool_call>{"name": ["time"]}</tool_call>', []),
         ('<tool_call>{"name": "time", "arguments": {}}', "", [("time", {})]),  # the end is missing, the call is whole
+        (QUOTING, "", [("time", {"zone": '</tool_call>"\\<tool_call>'}), ("time", {})]),
+        (f'<tool_call>no "JSON</tool_call>{TIME}', '<tool_call>no "JSON</tool_call>', [("time", {})]),
         ('<tool_call>{"name": "time", "argu', '<tool_call>{"name": "time", "argu', []),
     ],
 )

@@ -93,6 +93,37 @@ class ToolParser(ABC):
         return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
+class _Scan:
+    """Braces outside strings, in JSON that comes in pieces, and where its end is marked. No character is looked at
+    twice."""
+
+    def __init__(self, close: str = "") -> None:
+        self._marks = re.compile(r'["\\{}]' + (f"|{re.escape(close)}" if close else ""))
+        self.reset()
+
+    def reset(self) -> None:
+        """What comes next is another text."""
+        self.depth = 0  # of braces; there are no strings outside them
+        self._quoted = self._escaped = False  # the text so far ended in a string, and there behind a backslash
+
+    def marks(self, text: str, begin: int, end: int) -> Iterator[tuple[int, str]]:
+        """Places in the next piece, `text[begin:end]`, and what is there: `depth` counts it already."""
+        skip = begin if self._escaped else -1
+        for found in self._marks.finditer(text, begin, end):
+            at, mark = found.start(), found[0]
+            if at == skip:
+                continue
+            if self._quoted:
+                self._quoted = mark != '"'
+                skip = at + 1 if mark == "\\" else -1
+            elif mark == '"':
+                self._quoted = self.depth > 0
+            elif mark != "\\" and (mark != "}" or self.depth):
+                self.depth += {"{": 1, "}": -1}.get(mark, 0)
+                yield at, mark
+        self._escaped = self._quoted and skip == end
+
+
 class HermesParser(ToolParser):
     """No character is looked at twice, however long a call goes on: what is inside one waits in `_parts`."""
 
@@ -102,6 +133,7 @@ class HermesParser(ToolParser):
     def __init__(self, names: Collection[str], most: int = MAX_CALLS, *, quiet: bool = False) -> None:
         super().__init__(names, most, quiet=quiet)
         self._inside = False
+        self._scan = _Scan(self._CLOSE)
         self._held = ""  # the end of the text, where it may be the beginning of a mark
 
     @staticmethod
@@ -115,8 +147,9 @@ class HermesParser(ToolParser):
         calls: list[Call] = []
         while True:
             mark = self._CLOSE if self._inside else self._OPEN
-            place = rest.find(mark, at)
-            until = place if place >= 0 else len(rest) - (0 if last else _overlap(rest, at, mark))
+            certain = len(rest) - (0 if last else _overlap(rest, at, mark))
+            place = self._end(rest, at, certain) if self._inside else rest.find(mark, at)
+            until = place if place >= 0 else certain
             (self._parts if self._inside else shown).append(rest[at:until])
             at = until if place < 0 else place + len(mark)
             if self._inside and (place >= 0 or last):
@@ -130,6 +163,13 @@ class HermesParser(ToolParser):
         self._held = rest[at:]
         said = "".join(shown)
         return Parsed(said if said.strip() or not calls else "", tuple(calls))
+
+    def _end(self, text: str, begin: int, end: int) -> int:
+        """Where the call's closing mark is, which a string may hold as well; -1: not in this piece."""
+        found = next((at for at, mark in self._scan.marks(text, begin, end) if mark == self._CLOSE), -1)
+        if found >= 0:
+            self._scan.reset()
+        return found
 
     def _close(self, shown: list[str], calls: list[Call], mark: str) -> None:
         """What was inside is a call, or it was text after all."""
@@ -145,15 +185,13 @@ class LlamaParser(ToolParser):
     looked at twice."""
 
     _TAG = "<|python_tag|>"
-    _MARKS = re.compile(r'["\\{}]')
     begin, end, separator = '{"name": "%s", "parameters": ', "}", "; "
 
     def __init__(self, names: Collection[str], most: int = MAX_CALLS, *, quiet: bool = False) -> None:
         super().__init__(names, most, quiet=quiet)
         self._said: list[str] = []  # the whole text, until a call was told
         self._opened = self._called = False  # an object has begun; a call was told
-        self._depth = 0  # of braces
-        self._quoted = self._escaped = False  # the text so far ended in a string, and there behind a backslash
+        self._scan = _Scan()
 
     @staticmethod
     def among_text(calls: dict[str, Any]) -> dict[str, Any]:
@@ -187,26 +225,14 @@ class LlamaParser(ToolParser):
 
     def _objects(self, text: str) -> Iterator[str]:
         """The objects that this piece completes. The part of one that is not yet whole waits in `_parts`."""
-        begin, skip = 0, 0 if self._escaped else -1
-        for found in self._MARKS.finditer(text):
-            at, mark = found.start(), found[0]
-            if at == skip:
-                continue
-            if self._quoted:
-                self._quoted = mark != '"'
-                skip = at + 1 if mark == "\\" else -1
-            elif mark == '"':
-                self._quoted = self._depth > 0
-            elif mark == "{":
-                begin = begin if self._depth else at
-                self._depth += 1
-            elif mark == "}" and self._depth:
-                self._depth -= 1
-                if not self._depth:
-                    self._parts.append(text[begin : at + 1])
-                    yield self._whole()
-        self._escaped = self._quoted and skip == len(text)
-        if self._depth:
+        begin = 0
+        for at, mark in self._scan.marks(text, 0, len(text)):
+            if mark == "{" and self._scan.depth == 1:
+                begin = at
+            elif not self._scan.depth:
+                self._parts.append(text[begin : at + 1])
+                yield self._whole()
+        if self._scan.depth:
             self._parts.append(text[begin:])
 
     def _no_call(self) -> Parsed:
