@@ -28,6 +28,7 @@ import jsonschema
 from hostile_forms import FORMS
 
 PROMPT = "Write a long story about a lighthouse keeper who counts the ships that pass before the fog comes in."
+HEADERS = {"Content-Type": "application/json"}
 ORDINARY = {"regex": "[a-z ]{400}"}
 STREAMS = 4
 LEAST_SPEED = 0.7
@@ -59,7 +60,9 @@ class Streams:
         while not self.over:
             with suppress(OSError, http.client.HTTPException):
                 link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
-                link.request("POST", "/v1/completions", json.dumps({"model": "default", "prompt": PROMPT, **asked}))
+                link.request(
+                    "POST", "/v1/completions", json.dumps({"model": "default", "prompt": PROMPT, **asked}), HEADERS
+                )
                 for line in link.getresponse():
                     self.tokens += line.startswith(b"data: {")
                     if self.over:
@@ -69,7 +72,7 @@ class Streams:
 
 def ask(port: int, **fields: Any) -> tuple[int, Any]:
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    link.request("POST", "/v1/completions", json.dumps({"model": "default", "prompt": PROMPT, **fields}))
+    link.request("POST", "/v1/completions", json.dumps({"model": "default", "prompt": PROMPT, **fields}), HEADERS)
     answer = link.getresponse()
     status, body = answer.status, json.loads(answer.read() or b"{}")
     link.close()

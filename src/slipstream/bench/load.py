@@ -51,6 +51,8 @@ class Heard:
     ask: Ask
     sent: float = 0.0
     events: list[tuple[float, int]] = field(default_factory=list)  # seconds on the clock, new tokens
+    whole: bool = False
+    ended: float = 0.0
 
     @property
     def first_s(self) -> float:
@@ -62,7 +64,8 @@ class Heard:
 
     @property
     def tokens(self) -> int:
-        return sum(count for _, count in self.events)
+        """An answer of a server that was heard to its end has what was asked for, however few events brought it."""
+        return self.ask.max_tokens if self.whole else sum(count for _, count in self.events)
 
     @property
     def token_s(self) -> float:
@@ -84,6 +87,7 @@ async def hear(send: Send, ask: Ask, begun: float) -> Heard:
     async with asyncio.timeout(ANSWER_S):
         async for count in send(ask):
             heard.events.append((time.perf_counter(), count))
+    heard.whole = True
     if not heard.events:
         raise RuntimeError("an answer came without a token")
     return heard
@@ -144,6 +148,8 @@ async def beside_long_prompts(
                 if task.done():
                     task.result()
         told = await asking()
+        for one in heard:
+            one.ended = time.perf_counter()  # the gap that is open then counts
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -188,7 +194,7 @@ async def beside_long_prompts(
 
 
 def _apart(heard: Heard) -> Iterator[tuple[float, float]]:
-    return itertools.pairwise([at for at, _ in heard.events])
+    return itertools.pairwise([*(at for at, _ in heard.events), heard.ended])
 
 
 async def _endless(send: Send, heard: Heard) -> None:
@@ -237,6 +243,8 @@ class Server:
                 if b" 200 " not in (line := await reader.readline()):
                     raise RuntimeError(f"{line!r} {await reader.read(2000)!r}")
                 while line := await reader.readline():
+                    if line.startswith(b'data: {"error"') or b'"finish_reason":"error"' in line:
+                        raise RuntimeError(f"the answer failed: {line[:500]!r}")
                     if line.startswith(b"data: {") and b'"choices":[]' not in line:
                         yield 1
             finally:
