@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from bench_scripts import hostile_forms
 from conftest import VOCAB
@@ -60,6 +61,17 @@ def test_it_is_refused_or_followed(name: str, grammars: Grammars) -> None:
             break
         constraint.advance(tokens, 0)
     assert constraint.failure is None or "too ambiguous" in constraint.failure
+
+
+@torch.inference_mode()
+def test_a_heavy_form_is_followed_in_inference_mode(grammars: Grammars) -> None:
+    """As in the engine's thread: the other thread fills masks that were made here."""
+    form = StructuredOutputsParams(json={"type": "integer", "multipleOf": 997})
+    constraint = grammars.constraint(form, limits=LIMITS)
+    masks = torch.zeros((1, matcher.mask_words(VOCAB)), dtype=torch.int32)
+    constraint.masks(Tree(), masks, 0)
+    assert constraint.failure is None
+    assert masks.any()
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ class Aside:
             return True
 
 
+@torch.inference_mode()  # as the engine's thread, whose masks it fills
 def _work(calls: SimpleQueue[Callable[[], object] | None], done: SimpleQueue[None]) -> None:
     while (call := calls.get()) is not None:
         call()
