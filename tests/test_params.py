@@ -75,6 +75,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("logit_bias", {3: math.inf}, "by token id"),
     ("logit_bias", {3: "much"}, "by token id"),
     ("logit_bias", {3: True}, "by token id"),
+    ("allowed_token_ids", [], "one at least"),
+    ("allowed_token_ids", 3, "a list of token ids"),
+    ("allowed_token_ids", [[1]], "a list of token ids"),
+    ("allowed_token_ids", ["1"], "a list of token ids"),
     ("output_kind", "all", "one of cumulative, delta, final_only"),
     ("ignore_eos", "no", "True or False"),
     ("skip_special_tokens", 1, "True or False"),
@@ -121,6 +125,8 @@ def test_what_was_given_is_kept_in_one_shape() -> None:
     assert params.stop_token_ids == (5,)
     assert params.top_k == 0
     assert SamplingParams(bad_words="word").bad_words == ("word",)  # one word, not its letters
+    once: Any = (token for token in [1, 2, 1])
+    assert SamplingParams(allowed_token_ids=once).allowed_token_ids == (1, 2)
 
 
 def test_what_follows_from_it() -> None:

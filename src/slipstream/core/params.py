@@ -172,9 +172,10 @@ class SamplingParams:
         self._check("bad_words", all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings")
         self._check_form()
         if self.allowed_token_ids is not None:
-            listed = isinstance(self.allowed_token_ids, Iterable) and bool(tuple(self.allowed_token_ids))
-            self._check("allowed_token_ids", listed, "a list of token ids, one at least, or None")
-            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
+            ids = tuple(self.allowed_token_ids) if isinstance(self.allowed_token_ids, Iterable) else ()
+            right = bool(ids) and all(map(_whole, ids))
+            self._check("allowed_token_ids", right, "a list of token ids, one at least, or None")
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(ids)))
         biases = all(_moderate(b) for b in self.logit_bias.values())
         self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
 
