@@ -22,6 +22,7 @@ from slipstream.models.load import (
     load_config,
     load_tokenizer,
     load_weights,
+    naming_model,
     pick_device,
     pick_dtype,
     quiet_transformers,
@@ -218,6 +219,29 @@ def test_quiet_transformers_puts_things_back() -> None:
     with quiet_transformers():
         assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (40, False)  # 40: errors only
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("No module named 'mamba_ssm'"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Found no NVIDIA driver on your system"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})("shared memory"),
+    ],
+)
+def test_what_the_machine_fails_at_is_not_blamed_on_the_model(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, naming_model(tmp_path):
+        raise error
+    assert caught.value is error
+
+
+def test_what_else_fails_names_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"cannot be built or run .*KeyError: 'rope'"), naming_model(tmp_path):
+        raise KeyError("rope")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ transformers fills tensors that a checkpoint lacks with random numbers and says 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
 from pathlib import Path
@@ -15,7 +16,14 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.core.errors import CapacityError, ConfigError, ModelError, SlipstreamError, UnsupportedModel
+from slipstream.core.errors import (
+    CapacityError,
+    ConfigError,
+    ModelError,
+    SlipstreamError,
+    UnsupportedModel,
+    device_failed,
+)
 from slipstream.models.headers import DTYPES, has_pickles, read_header, weight_files, weights_bytes
 from slipstream.models.names import check_device_name, check_dtype_name
 
@@ -41,13 +49,19 @@ _DTYPES = {
 }
 
 
+_MACHINE = re.compile(r"can't allocate memory|not enough memory|NVIDIA driver|CUDA driver|Triton Error")
+"""In a `RuntimeError` of torch: it is the machine's."""
+
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
 @contextlib.contextmanager
 def naming_model(path: Path) -> Iterator[None]:
-    """Inside, whatever a model's files make transformers or us stumble over becomes a `ModelError` that names them."""
+    """Inside, whatever a model's files make transformers or us stumble over becomes a `ModelError` that names them.
+
+    What the machine fails at stays as it is: other files would not help.
+    """
     try:
         yield
     except ModelError as error:
@@ -57,11 +71,22 @@ def naming_model(path: Path) -> Iterator[None]:
     except (SlipstreamError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if _of_the_machine(error):
+            raise
         why = " ".join(str(error).split())[:300]
         raise UnsupportedModel(
             f"{path}: the model cannot be built or run as its config.json says ({type(error).__name__}: {why}). "
             "Correct or fetch config.json again; if transformers runs the model, use transformers"
         ) from error
+
+
+def _of_the_machine(error: Exception) -> bool:
+    """A missing package, too little memory, a failing driver, GPU or kernel compiler."""
+    if isinstance(error, ImportError | MemoryError) or device_failed(error):
+        return True
+    if type(error).__module__.partition(".")[0] == "triton":
+        return True
+    return isinstance(error, RuntimeError) and _MACHINE.search(str(error)) is not None
 
 
 def names_model(
