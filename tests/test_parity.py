@@ -148,6 +148,27 @@ def test_a_swap_that_cannot_run_is_undone(folder_of: Callable[[str], Path]) -> N
     assert "fused" not in open_model(folder_of("ernie4.5"), torch.bfloat16, CPU).swaps
 
 
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("error", [Exception("out of resource: shared memory"), RuntimeError("CUDA error: assert")])
+def test_a_kernel_that_cannot_compile_is_undone_and_a_lost_device_is_not(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Triton's errors are no RuntimeErrors; and nothing runs on a device after it failed."""
+    true = parity._ours
+
+    def ours(runner: Runner) -> Tensor:
+        if "fused" in runner.swaps:
+            raise error
+        return true(runner)
+
+    monkeypatch.setattr(parity, "_ours", ours)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            open_model(folder_of("llama"), FP32, CPU)
+    else:
+        assert "fused" not in open_model(folder_of("llama"), FP32, CPU).swaps
+
+
 # --- what is refused
 
 

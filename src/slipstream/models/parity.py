@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.core.errors import ModelError, UnsupportedModel
+from slipstream.core.errors import ModelError, UnsupportedModel, device_failed
 from slipstream.kernels.compiled import can_compile
 from slipstream.kernels.jit import has_kernels, triton
 from slipstream.models import attention
@@ -101,12 +101,17 @@ def open_model(
 
 
 def _swapped(runner: Runner) -> Tensor:
-    """Our logits with swaps in place; NaN where a swapped module cannot even run (Ernie's rotary angles are fp32)."""
+    """Our logits with swaps in place; NaN where a swapped module cannot even run (Ernie's rotary angles are fp32).
+
+    Triton's own errors, of a kernel that it cannot compile or that needs too much of the GPU, are no RuntimeErrors.
+    """
     try:
         return _ours(runner)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         raise
-    except RuntimeError:
+    except Exception as error:
+        if device_failed(error):
+            raise
         return torch.full((sum(_PARTS), 1), torch.nan, device=runner.device)
 
 
