@@ -247,6 +247,36 @@ def test_in_a_line_each_tenant_has_its_own_order(steps: list[tuple[str, int, int
     assert line.take() is new
 
 
+def test_tokens_that_nobody_else_wanted_are_no_debt() -> None:
+    """One long answer on an idle machine, then another tenant's flood: the next request has its turn soon."""
+    line = WaitingLine()
+
+    def came(tenant: str) -> Answer:
+        line.add(answer := make_job(10, tenant=tenant).answers[0])
+        return answer
+
+    def over(answer: Answer, length: int = 100) -> None:
+        answer.tokens += [0] * length
+        line.settle(answer)
+
+    long = came("a")
+    assert line.take() is long
+    came("b")
+    over(line.take())
+    over(long, 100_000)
+    for _ in range(1000):
+        came("b")
+    for _ in range(5):
+        over(line.take())
+    again = came("a")
+    before = 0
+    while (taken := line.take()) is not again:
+        over(taken)
+        before += 1
+    assert before <= 4
+    assert line.take().tenant == "b", "and what it has now counts"
+
+
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=40, max_size=120), st.integers(1, 4))
 def test_two_tenants_that_wait_have_the_same_tokens(sizes: list[tuple[int, int]], seats: int) -> None:
     """Whatever their requests are like, and whatever they ask for: the difference does not grow with their number."""

@@ -38,7 +38,8 @@ class WaitingLine:
     """Answers by tenant. One that was preempted keeps its place: it comes before all that never ran.
 
     A tenant that comes anew begins with the fewest finished tokens of those who wait. So absence earns nothing, and its
-    first request waits for one request of each other tenant at most.
+    first request waits for one request of each other tenant at most. Nor does it cost: what a tenant had while nobody
+    else wanted it is no debt, so that one whose answers are all over begins at most one request later than that.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class WaitingLine:
             insort(self._returned, answer, key=turn_of)
             return
         if answer.tenant not in self._lines:
-            self._open(answer.tenant)
+            self._open(answer)
         self._lines[answer.tenant][answer] = None
 
     def take(self) -> Answer:
@@ -82,7 +83,7 @@ class WaitingLine:
         if not self._lines[tenant]:
             del self._lines[tenant]
         self._last = self._accounts[tenant]
-        answer.charge = _read(answer) + min(answer.params.max_tokens, int(self._usual))
+        answer.charge = self._expected(answer)
         self._last.coming += answer.charge
         return answer
 
@@ -110,14 +111,20 @@ class WaitingLine:
         account.done += _read(answer) + answer.generated
         self._usual += _NEWS * (answer.generated - self._usual)
 
-    def _open(self, tenant: str) -> None:
-        accounts = self._accounts
+    def _expected(self, answer: Answer) -> int:
+        """Tokens that it will take, as answers go lately."""
+        return _read(answer) + min(answer.params.max_tokens, int(self._usual))
+
+    def _open(self, answer: Answer) -> None:
+        accounts, tenant = self._accounts, answer.tenant
         if len(accounts) > _REMEMBERED + 2 * len(self._lines):
             accounts = {name: one for name, one in accounts.items() if one.coming or name in self._lines}
             self._accounts = accounts
         least = min((accounts[name].done for name in self._lines), default=self._last.done)
         account = accounts.setdefault(tenant, _Account(least))
         account.done = max(account.done, least)
+        if not account.coming:
+            account.done = min(account.done, least + self._expected(answer))
         self._lines[tenant] = OrderedDict()
 
 
