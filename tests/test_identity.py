@@ -17,7 +17,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.errors import DrafterError
 from slipstream.drafters.shipped import HEADS
 from slipstream.models.default import default_model
-from slipstream.models.identity import IDENTITY, TRAINED_FOR, identity_of, record_base
+from slipstream.models.identity import IDENTITY, TRAINED_FOR, check_pair, identity_of, larger_draft, record_base
 
 
 def copied(folder: Path, to: Path, dtype: torch.dtype, **config: object) -> Path:
@@ -62,6 +62,47 @@ def test_a_head_of_another_model_is_refused_unless_forced(
     assert open_llm(drafter=f"medusa:{head}").remarks == ()
     twin = copied(tiny_target, tmp_path / "twin", torch.bfloat16, **{IDENTITY: identity_of(tiny_target)})
     assert open_llm(twin, drafter=f"medusa:{head}").remarks == ()
+
+
+def test_the_refusal_says_what_a_rounded_copy_may_write(tiny_target: Path, tmp_path: Path) -> None:
+    head = tiny_medusa(tmp_path / "head")
+    record_base(head, tiny_target)
+    copy = copied(tiny_target, tmp_path / "bf16", torch.bfloat16)
+    with pytest.raises(DrafterError, match=IDENTITY) as caught:
+        check_pair(head, copy)
+    written = json.loads("{" + str(caught.value).partition("may say so: ")[2] + "}")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **written}))
+    assert check_pair(head, copy) == ""
+
+
+def test_another_tokenizer_over_the_same_weights_is_told_of(tiny_target: Path, tmp_path: Path) -> None:
+    head = tiny_medusa(tmp_path / "head")
+    record_base(head, tiny_target)
+    padded = copied(tiny_target, tmp_path / "padded", torch.float32)
+    tokenizer = json.loads((padded / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10**6, "content": "<pad>"})
+    (padded / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "padded's weights with another tokenizer (tokenizer " in check_pair(head, padded)
+
+
+def test_weights_that_cannot_be_compared_are_told_of(tiny_target: Path, tmp_path: Path) -> None:
+    head = tiny_medusa(tmp_path / "head")
+    record_base(head, tiny_target)
+    pickled = copied(tiny_target, tmp_path / "pickled", torch.float32)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    assert check_pair(head, pickled).startswith("head could not be compared with pickled: ")
+
+
+def test_where_weights_cannot_be_counted_bytes_are_compared(tiny_target: Path, tmp_path: Path) -> None:
+    pickled = copied(tiny_target, tmp_path / "pickled", torch.float32)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    narrow = copied(tiny_target, tmp_path / "narrow", torch.bfloat16)
+    assert larger_draft(narrow, pickled) == ""
+    assert "MB; the weights of one cannot be counted" in larger_draft(pickled, narrow)
+    half = copied(tiny_target, tmp_path / "half", torch.float16)
+    (half / "model.safetensors").rename(half / "pytorch_model.bin")
+    assert larger_draft(half, tiny_target) == ""  # fewer bytes, though more than the target has weights
 
 
 def test_a_head_that_does_not_say_is_told_of(open_llm: Callable[..., LLM], tmp_path: Path) -> None:

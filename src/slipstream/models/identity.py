@@ -42,6 +42,7 @@ def record_base(drafter: Path, target: Path) -> None:
 def check_pair(drafter: Path, target: Path, *, force: bool = False, whole: bool = False) -> str:
     """Raise `DrafterError` where a drafter was trained for another model; a remark where that is not known.
 
+    Weights decide. A tokenizer of one more token is another one too, and the drafter may guess as well with it.
     force: go on with a remark all the same. Its guesses may be wrong, and the tokens are the target's anyway.
     whole: it is a model of its own, which need not have been trained for any other.
     """
@@ -54,31 +55,47 @@ def check_pair(drafter: Path, target: Path, *, force: bool = False, whole: bool 
         )
     own = identity_of(target)
     other = [key for key in ("weights", "tokenizer") if base.get(key) and own[key] and base[key] != own[key]]
-    if not other:
-        return ""
     differs = "; ".join(f"{key} {base[key]}, and this target's are {own[key]}" for key in other)
+    if "weights" not in other:
+        if not (base.get("weights") and own["weights"]):
+            also = f", and its tokenizer differs ({differs})" if other else ""
+            return (
+                f"{drafter.name} could not be compared with {target.name}: one of the models has no safetensors to "
+                f"know it by{also}. The first requests show if its guesses stand"
+            )
+        if other:
+            return (
+                f"{drafter.name} was trained for {target.name}'s weights with another tokenizer ({differs}): the first "
+                "requests show if its guesses stand"
+            )
+        return ""
     if force:
         return f"{drafter.name} was trained for another model than {target.name}: expect few right guesses ({differs})"
+    named = json.dumps({IDENTITY: {key: base.get(key) for key in ("weights", "tokenizer")}})[1:-1]
     raise DrafterError(
         f"{drafter}: it was trained for another model than {target} ({differs}). Use a drafter of this target, train "
-        "one (slipstream train), or go on with --force-pair (force_pair=True): the tokens stay the target's"
+        "one (slipstream train), or go on with --force-pair (force_pair=True): the tokens stay the target's. If the "
+        f"target is a rounded copy of the drafter's model, its config.json may say so: {named}"
     )
 
 
 def larger_draft(draft: Path, target: Path) -> str:
-    """A remark where a draft model has more weights than its target; else empty."""
-    sizes = [_size(folder) for folder in (draft, target)]
+    """A remark where a draft model has more weights than its target, or more bytes where one's cannot be counted."""
+    counts = [_count(folder) for folder in (draft, target)]
+    counted = all(counts)
+    sizes = counts if counted else [weights_bytes(folder) for folder in (draft, target)]
     if sizes[0] <= sizes[1]:
         return ""
+    unit = "M weights" if counted else " MB; the weights of one cannot be counted"
     return (
-        f"the draft model {draft.name} is larger than its target {target.name} ({sizes[0] / 1e6:,.0f}M against "
-        f"{sizes[1] / 1e6:,.0f}M weights): drafting with it cannot pay"
+        f"the draft model {draft.name} is larger than its target {target.name} ({sizes[0] / 1e6:,.0f} against "
+        f"{sizes[1] / 1e6:,.0f}{unit}): drafting with it cannot pay"
     )
 
 
-def _size(folder: Path) -> int:
-    """Weights, or bytes where they cannot be counted."""
-    return (summarize(folder).parameters if weight_files(folder) else None) or weights_bytes(folder)
+def _count(folder: Path) -> int:
+    """Weights; 0 where they cannot be counted: they are packed, or pickled."""
+    return (summarize(folder).parameters if weight_files(folder) else None) or 0
 
 
 def _config(folder: Path) -> dict[str, Any]:
