@@ -10,6 +10,7 @@ import time
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.server import ServerState
 
@@ -18,6 +19,11 @@ from slipstream.serve.logs import log
 
 _RESERVE = 64
 """File descriptors that are no connections: the engine's channel, logs, models that are being read."""
+_PROBES = 16
+"""Of the reserve: connections beyond the limit that may still ask how the server is doing."""
+_PROBE_S = 5.0
+"""How long one of those may stay."""
+_PROBED = frozenset({"/health", "/ping"})
 _MOST = 1 << 20
 """Descriptors are not asked for beyond these: some systems name no limit at all."""
 _AFTER_S = 10.0
@@ -83,21 +89,46 @@ def _whole(error: ApiError) -> bytes:
 
 
 _UNREADABLE = _whole(ApiError(400, "this is no HTTP request that can be read; mend its first line and headers"))
-_FULL = _whole(
-    ApiError(503, "too many connections; try again", code="too_many_connections", headers={"retry-after": "5"})
-)
+_NO_ROOM = ApiError(503, "too many connections; try again", code="too_many_connections", headers={"retry-after": "5"})
+_FULL = _whole(_NO_ROOM)
+
+
+def _only_probes(app: ASGIApp) -> ASGIApp:
+    """For a connection beyond the limit: whoever watches the server hears how it is, and would start it again if not;
+    everybody else is refused. Then it is over."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        if scope["type"] == "http" and scope["path"] in _PROBED:
+            await app(scope, receive, closing)
+            return
+        told = {"content-type": "application/json", "content-length": str(len(_NO_ROOM.json)), **_NO_ROOM.headers}
+        headers = [(key.encode(), value.encode()) for key, value in told.items()]
+        await closing({"type": "http.response.start", "status": _NO_ROOM.status, "headers": headers})
+        await send({"type": "http.response.body", "body": _NO_ROOM.json})
+
+    return answer
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # whichever parser is installed
     transport: asyncio.Transport
+    app: ASGIApp
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         state: Connections = self.server_state
         if len(self.connections) > state.most:
             state.note(f"{state.most} connections are open, and the limit is {state.limit} file descriptors")
-            transport.write(_FULL)
-            transport.close()
+            if len(self.connections) <= state.most + _PROBES:
+                self.app = _only_probes(self.app)
+                self.loop.call_later(_PROBE_S, transport.close)
+            else:
+                transport.write(_FULL)
+                transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Called where the parser gave up: no request has begun, so there is nobody else to answer."""
