@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,6 @@ class Heard:
     sent: float = 0.0
     events: list[tuple[float, int]] = field(default_factory=list)  # seconds on the clock, new tokens
     whole: bool = False
-    ended: float = 0.0
 
     @property
     def first_s(self) -> float:
@@ -134,52 +133,48 @@ def summary(heard: Sequence[Heard]) -> dict[str, float]:
 async def beside_long_prompts(
     send: Send, length: int, *, streams: int = 1, prompts: int = 1, vocab_size: int = VOCAB
 ) -> dict[str, float]:
-    """Running streams while long prompts are read, one after the other; and both alone, for comparison."""
-    import numpy as np  # as above
+    """Running streams while long prompts are read, one after the other; and both alone, for comparison.
 
-    async def running(count: int, asking: Callable[[], Any]) -> tuple[list[Heard], Any]:
-        """Streams that have begun, stopped when the asking is over."""
-        heard = [Heard(Ask(prompt_of(16, vocab_size), length)) for _ in range(count)]
-        tasks = [asyncio.create_task(_endless(send, one)) for one in heard]
-        await asyncio.sleep(SETTLED_S)
-        while not all(len(one.events) > 8 for one in heard):
-            await asyncio.sleep(0.01)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        told = await asking()
-        for one in heard:
-            one.ended = time.perf_counter()  # the gap that is open then counts
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return heard, told
-
-    async def reading() -> list[Heard]:
-        read = []
-        for _ in range(prompts):
-            read.append(await hear(send, asked(), 0.0))
-            await asyncio.sleep(LONG_EVERY_S if prompts > 1 else 0.0)
-        return read
-
-    async def waiting() -> tuple[float, float]:
-        begun = time.perf_counter()
-        await asyncio.sleep(1.5)
-        return begun, time.perf_counter()
+    A stream slows down as its text grows, so its speed alone is the mean of what it was before the prompts and behind.
+    """
+    import numpy as np  # the command line imports this module before anything heavy is loaded
 
     def asked() -> Ask:
         return Ask(prompt_of(length, vocab_size), 1)
 
-    await hear(send, asked(), 0.0)  # whatever comes for the first time
+    async def alone() -> tuple[float, float]:
+        begun = time.perf_counter()
+        await asyncio.sleep(1.5)
+        return begun, time.perf_counter()
+
+    await hear(send, asked(), 0.0)  # compile and record
     alone_s = float(np.median([(await hear(send, asked(), 0.0)).first_s for _ in range(3)]))
-    plain, span = await running(streams, waiting)
-    both, read = await running(streams, reading)
+    heard = [Heard(Ask(prompt_of(16, vocab_size), length)) for _ in range(streams)]
+    tasks = [asyncio.create_task(_endless(send, one)) for one in heard]
+    await asyncio.sleep(SETTLED_S)
+    while not all(len(one.events) > 8 for one in heard):
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            if task.done():
+                task.result()
+    spans_alone = [await alone()]
+    read = []
+    for _ in range(prompts):
+        read.append(await hear(send, asked(), 0.0))
+        await asyncio.sleep(LONG_EVERY_S if prompts > 1 else 0.0)
+    spans_alone.append(await alone())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     spans = [(one.sent, one.events[0][0]) for one in read]
     gaps = [
-        late - early for one in both for early, late in _apart(one) if any(a < late and early < b for a, b in spans)
+        late - early
+        for one in heard
+        for (early, _), (late, _) in itertools.pairwise(one.events)
+        if any(begin < late and early < end for begin, end in spans)
     ]
-    alone_rate = float(np.mean([one.rate(*span) for one in plain]))
-    kept = [one.rate(*part) / alone_rate for one in both for part in spans]
+    alone_rate = float(np.mean([one.rate(*span) for one in heard for span in spans_alone]))
+    kept = [one.rate(*span) / alone_rate for one in heard for span in spans]
     return {
         "prompt_tokens": length,
         "streams": streams,
@@ -191,10 +186,6 @@ async def beside_long_prompts(
         "first_ms": round(1e3 * float(np.median([one.first_s for one in read])), 1),
         "first_times_alone": round(float(np.median([one.first_s for one in read])) / alone_s, 2),
     }
-
-
-def _apart(heard: Heard) -> Iterator[tuple[float, float]]:
-    return itertools.pairwise([*(at for at, _ in heard.events), heard.ended])
 
 
 async def _endless(send: Send, heard: Heard) -> None:
