@@ -18,9 +18,9 @@ LONGEST_S = {"cpu": 0.22, "cuda": 0.04}
 """Seconds of a step that go to prompts beside streams: with the step's own part, a gap of 0.3 s and 50 ms."""
 SETTLED_S = 0.5
 """Requests of one burst arrive within this time."""
-_NEWER, _OLDER = 0.43, 0.7
-"""Part of the time that prompts get beside streams that are older than they, and beside streams that are not. At 0.42 a
-prompt would take 2.4 times its time alone, and at 0.5 a stream would lose half of its speed."""
+_NEWER, _OLDER = 0.5, 0.7
+"""Part of the time that prompts get beside streams that are older than they, and beside streams that are not. Steps
+that read also bring each stream a token, so at 0.5 streams keep more than half of their speed."""
 _FADE = 0.8
 """Weight of what was measured before, at each new measurement: the machine may be busy only for a while."""
 _OUTLIER = 3.0

@@ -26,7 +26,7 @@ _member = types.ExternalFunction("slipstream_team_member", types.int32())
 _team = types.ExternalFunction("slipstream_team_size", types.int32())
 
 _ROWS = 16
-"""Rows of a prompt whose attention is one piece: they share the list of their keys."""
+"""Rows of a prompt at most whose attention is one piece: they share the list of their keys."""
 _LEAST = 32
 """Heads to turn, or vectors of numbers, below which a piece would cost more than it brings."""
 
@@ -127,8 +127,9 @@ def _layer(job: Any, layer: Any, delta: int, stages: int, member: int, team: int
     heads = job.heads // job.kv_heads
     if rows * job.kv_heads < team:
         heads = one
-    size = min(piece_of(rows, one, team), _ROWS)
-    pieces = (rows + size - 1) // size * (job.heads // heads)
+    groups = job.heads // heads
+    size = min(piece_of(rows * groups, one, team), _ROWS)
+    pieces = (rows + size - 1) // size * groups
     _attend_all(stages + 3 * STAGE, pieces, one, job, layer, member, size, heads)
     product(
         stages + 4 * STAGE,
