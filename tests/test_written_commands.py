@@ -115,8 +115,33 @@ def test_commands_are_known(page: Path, known: dict[str, set[str]]) -> None:
             assert not command.options, f"{command}: there is no such command"
 
 
-def test_nobody_is_sent_to_a_package_index() -> None:
-    """Slipstream is on none: what is printed installs from a clone or from a wheel."""
+DOCUMENTS = [page for page in PAGES if page.suffix == ".md"]
+_LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_SOURCE = re.compile(r"`((?:\w+/)+\w+\.py)`")
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in _LINK.findall(text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+            if anchor:
+                assert anchor[1:] in _anchors(page.parent / target), f"{target}{anchor}"
+    for name in _SOURCE.findall(text):
+        if (name.partition("/")[0]) != "path":
+            assert (ROOT / name).exists() or (ROOT / "src" / "slipstream" / name).exists(), name
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = _HEADING.findall(_FENCED.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_no_page_installs_from_a_package_index() -> None:
+    """Slipstream is on none: it installs from a clone or from a wheel."""
     texts = [*PAGES, *(ROOT / "src").rglob("*.py")]
     assert [path for path in texts if "install 'slipstream-llm" in path.read_text(encoding="utf-8")] == []
 
