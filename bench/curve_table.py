@@ -156,16 +156,16 @@ def filled(document: str, tables: str, name: str = "curve") -> str:
 
 
 def picture(results: Mapping[str, Any]) -> str:
-    """Tokens per second and times our plain decoding, by requests at once, as SVG."""
+    """Tokens per second over our plain decoding, by requests at once, as SVG. Modes with one size are left out."""
     from slipstream.train.plot import Panel, draw
 
-    named = lines(results, GREEDY)
+    named = {name: points for name, points in lines(results, GREEDY).items() if len(points) > 1}
     sizes = sorted({int(size) for points in named.values() for size in points})
     ticks = {math.log2(size): str(size) for size in sizes}
-    rates, times = {}, {}
-    for name, points in named.items():
-        pairs = [(math.log2(size), points[str(size)]["tok_s"], str(size)) for size in sizes if str(size) in points]
-        rates[name] = [(x, rate) for x, rate, _ in pairs]
-        times[name] = [(x, rate / plain) for x, rate, size in pairs if (plain := plain_rate(results, GREEDY, size))]
-    panels = [Panel("tokens/s", rates, ticks), Panel("times our plain decoding", times, ticks)]
-    return draw(panels, "by requests at once, temperature 0")
+    plain = {size: rate for size in sizes if (rate := plain_rate(results, GREEDY, str(size)))}
+    times = {
+        name: [(math.log2(size), points[str(size)]["tok_s"] / plain[size]) for size in plain if str(size) in points]
+        for name, points in named.items()
+    }
+    panel = Panel("times our plain decoding, by requests at once", times, ticks, from_zero=True)
+    return draw([panel], f"{results.get('device', '')}, {results.get('date', '')}, temperature 0".lstrip(", "))

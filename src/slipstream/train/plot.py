@@ -1,23 +1,24 @@
-"""Curves as a picture, drawn as SVG: any browser shows it, and nothing has to be installed for it."""
+"""Line diagrams as SVG, which any browser shows, without a plotting library."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_WIDTH, _HEIGHT, _EDGE = 380, 260, 50
+_WIDTH, _HEIGHT, _EDGE, _NAMES = 460, 260, 50, 120
 _COLOURS = ("#1f6feb", "#d1572a", "#2a8f4f", "#8957c2", "#b58900", "#0f8b8d", "#c2417c", "#6a737d")
 _TICKS = 4
-_LARGE = 1000
-"""From here on numbers are written out instead of in powers of ten."""
+_LINE = 12.0  # pixels between names
+_LARGE = 1000  # numbers from here on are written in full
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram: lines by name, each of (x, y) points. ticks: what stands under which x; None: numbers, evenly.
+    """A diagram: named lines of (x, y) points.
 
-    from_zero: y begins at 0, so that what is twice as much stands twice as high.
+    ticks: labels by x; None: evenly spaced numbers. from_zero: the y axis begins at 0.
     """
 
     title: str
@@ -43,11 +44,13 @@ def _panel(panel: Panel, left: int) -> str:
     if points:
         low_x, high_x = _span([x for x, _ in points])
         low_y, high_y = _span([y for _, y in points] + [0.0] * panel.from_zero)
-        if panel.from_zero:  # nothing was below it, though all may have been it
+        if panel.from_zero:
             low_y = 0.0
+        rungs = _round_steps(low_y, high_y)
+        low_y, high_y = rungs[0], rungs[-1]
 
         def place(x: float, y: float) -> tuple[float, float]:
-            across = _EDGE + (x - low_x) / (high_x - low_x) * (_WIDTH - _EDGE - 20)
+            across = _EDGE + (x - low_x) / (high_x - low_x) * (_WIDTH - _EDGE - _NAMES)
             down = _HEIGHT - 30 - (y - low_y) / (high_y - low_y) * (_HEIGHT - 60)
             return round(across, 1), round(down, 1)
 
@@ -55,20 +58,38 @@ def _panel(panel: Panel, left: int) -> str:
         for x, name in marks.items():
             at_x, bottom = place(x, low_y)
             out.append(f'<text x="{at_x}" y="{bottom + 14}" text-anchor="middle">{escape(name)}</text>')
-        for y in _evenly(low_y, high_y):
+        for y in rungs:
             edge, at_y = place(low_x, y)
             label = f"{y:,.0f}" if high_y >= _LARGE else f"{y:.3g}"
             out.append(f'<text x="{edge - 5}" y="{at_y + 4}" text-anchor="end">{label}</text>')
-            out.append(f'<line x1="{edge}" x2="{_WIDTH - 20}" y1="{at_y}" y2="{at_y}" stroke="#ddd"/>')
-        for number, (name, line) in enumerate(panel.lines.items()):
-            colour = _COLOURS[number % len(_COLOURS)]
-            path = " ".join("{},{}".format(*place(x, y)) for x, y in line)
-            out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-            if line:
-                x, y = place(*line[-1])
-                out.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>')
-                out.append(f'<text x="{x - 4}" y="{y - 5}" text-anchor="end" fill="{colour}">{escape(name)}</text>')
+            out.append(f'<line x1="{edge}" x2="{_WIDTH - _NAMES}" y1="{at_y}" y2="{at_y}" stroke="#ddd"/>')
+        colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(panel.lines)}
+        ends = {name: place(*line[-1]) for name, line in panel.lines.items() if line}
+        for name, (x, y) in ends.items():
+            path = " ".join("{},{}".format(*place(*point)) for point in panel.lines[name])
+            out.append(f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="1.5"/>')
+            out.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colours[name]}"/>')
+        for name, y in _apart({name: y for name, (_, y) in ends.items()}).items():
+            x = ends[name][0] + 7
+            out.append(f'<text x="{x}" y="{round(y + 4, 1)}" fill="{colours[name]}">{escape(name)}</text>')
     return "".join(out) + "</g>"
+
+
+def _apart(heights: Mapping[str, float]) -> dict[str, float]:
+    """The heights of names, moved down where they would overlap."""
+    placed: dict[str, float] = {}
+    lowest = -_LINE
+    for name, height in sorted(heights.items(), key=lambda one: one[1]):
+        lowest = placed[name] = max(height, lowest + _LINE)
+    return placed
+
+
+def _round_steps(low: float, high: float) -> list[float]:
+    """Round numbers at equal distances from below `low` to above `high`."""
+    power = 10.0 ** math.floor(math.log10((high - low) / _TICKS))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * _TICKS >= high - low)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * i for i in range(first, last + 1)]
 
 
 def _evenly(low: float, high: float) -> list[float]:
