@@ -392,6 +392,10 @@ class _BadHost(_Bad, HostDrafter):
         return [Tree.chain([7] * nodes) for nodes in budget]
 
 
+class _BadThread(_BadHost):
+    bounded = False
+
+
 @pytest.mark.parametrize("where", ["start", "observe", "stop", "propose", "nowhere"])
 def test_a_device_drafter_that_raises_is_dropped(
     open_llm: Callable[..., LLM], where: str, caplog: pytest.LogCaptureFixture
@@ -419,8 +423,8 @@ def test_a_device_drafter_that_raises_is_dropped(
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
-@pytest.mark.parametrize("where", ["start", "observe", "propose"])
-@pytest.mark.parametrize("kind", [_BadHost, _BadDevice])
+@pytest.mark.parametrize("where", ["start", "observe", "propose", "stop"])
+@pytest.mark.parametrize("kind", [_BadHost, _BadThread, _BadDevice])
 def test_a_strict_engine_raises_what_a_drafter_raises(
     open_llm: Callable[..., LLM], kind: type[Any], where: str, rounds: str
 ) -> None:

@@ -28,6 +28,7 @@ LATE_SHARE = 0.1  # of a round
 LATE_AT_LEAST_S = 0.010  # below this the thread switch itself would be late
 LATE_IN_A_ROW = 3
 BACKLOG = 1024  # notes that a drafter may leave unread
+SETTLE_S = 1.0  # longest wait of a strict engine for a drafter to handle the end of a request
 
 _log = logging.getLogger(__name__)
 _BAD_CODE = (Exception, SystemExit)
@@ -57,7 +58,7 @@ class FailureLog:
 
     def __init__(self, *, strict: bool = False) -> None:
         self.error: DrafterError | None = None
-        self._strict = strict
+        self.strict = strict
         self._told: set[tuple[str, str, int]] = set()
 
     def note(self, name: str, failure: Failure, error: BaseException | None = None, stack: str = "") -> None:
@@ -67,7 +68,7 @@ class FailureLog:
         if cause not in self._told:
             self._told.add(cause)
             _log.warning("%s (more of this is only counted)%s", text, stack, exc_info=error)
-        if self._strict and self.error is None:
+        if self.strict and self.error is None:
             self.error = DrafterError(text if error is None else f"{text}: {error}")
             self.error.__cause__ = error
 
@@ -161,6 +162,11 @@ class DrafterGuard:
 
     def stop(self, request_id: str) -> None:
         self._post(lambda: self._stop(request_id))
+
+    def settle(self) -> None:
+        """Wait until the drafter has handled what lies in its mailbox; no longer than a late draft of a slow step."""
+        if self._mailbox is not None and self.dropped is None:
+            self._run(lambda: None, SETTLE_S)
 
     def close(self) -> None:
         """Let the thread end when it has done what lies in its mailbox. The guard drafts no more."""

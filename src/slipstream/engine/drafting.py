@@ -70,7 +70,7 @@ class Drafting:
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
         self._fates = Fates(self.undrafted, self.totals)
         self.drops = {name: Counter[str]() for name in drafters}  # by reason: answers that went on without it
-        self.raised: DrafterError | None = None  # … what a strict engine raised last
+        self.raised: DrafterError | None = None  # the last error of a drafter that failed requests of a strict engine
         self._log = FailureLog(strict=strict)
         hosts = {n: d for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self.guards = {name: DrafterGuard(drafter, vocab_size, self._log) for name, drafter in hosts.items()}
@@ -170,7 +170,7 @@ class Drafting:
 
     def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
         """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
-        self._check()
+        self.check()
         foreseen = self._foresight.take(decodes, self.planner)
         if foreseen is None:
             self._next_round(decodes)
@@ -224,10 +224,10 @@ class Drafting:
         """A device drafter failed inside a round: it drafts for none of these any more."""
         name = str(failed)
         self.drop([answer for answer in answers if name in answer.drafters], name, failed.__cause__ or failed)
-        self._check()
+        self.check()
 
     def drop(self, answers: Sequence[Answer], name: str, error: BaseException) -> None:
-        """A drafter raised. A strict engine raises it in the next round, where nothing is half done."""
+        """A drafter raised. A strict engine raises it between two steps, where nothing is half done."""
         failure = Failure.of(error)
         self._log.note(name, failure, error)
         for answer in answers:
@@ -336,7 +336,7 @@ class Drafting:
         ask = functools.partial(drafter.propose_trees, levels=size.levels) if size.levels else drafter.propose
         started = time.perf_counter()
         draft = self._guarded(size.drafter, answers, lambda: ask(views, budgets))
-        self._check()
+        self.check()
         self.observe_draft(size, time.perf_counter() - started, sum(1 for nodes in budgets if nodes))
         return None if draft is None else self.constraining.lawful_chains(answers, draft)
 
@@ -380,7 +380,7 @@ class Drafting:
         if (dropped := self.guards[name].dropped) is not None:
             for answer in answers:
                 self._refuse(answer, name, dropped)
-        self._check()
+        self.check()
         if name in self._wholes:
             trees = self.planner.take(name, ids, proposals.trees, rows)
         else:
@@ -417,7 +417,20 @@ class Drafting:
             self.totals[name].failures += 1
             self.drops[name][failure.reason] += 1
 
-    def _check(self) -> None:
+    def failure(self) -> DrafterError | None:
+        """The error that `check` will raise in a strict engine. Waits for drafters that have threads of their own."""
+        if self._log.strict:
+            for guard in self.guards.values():
+                guard.settle()
+        self.raised = self._log.error or self.raised
+        return self._log.error
+
+    def forget_failure(self) -> None:
+        """All requests that it could concern have failed."""
+        self.failure()
+        self._log.error = None
+
+    def check(self) -> None:
         """Raise what a drafter did wrong since the last call, if the engine is strict."""
         if (error := self._log.error) is not None:
             self.raised, self._log.error = error, None

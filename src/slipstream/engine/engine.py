@@ -50,6 +50,7 @@ from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
 from slipstream.verify.mixed import mixed_choices
 
+_FAILED = "the engine failed: {}: {}"
 _NOTHING_USABLE = "the model gave no usable logits (NaN, or every token masked)"
 _NOTHING_LEFT = (
     "structured_outputs: no token is left that the form and the other parameters allow (or the model gave NaN); change "
@@ -189,7 +190,8 @@ class Engine:
     def fail_all(self, error: BaseException) -> None:
         """Something broke that is no request's fault: end everything, and be ready for what comes next."""
         for job in list(self.jobs.values()):
-            self._end(job, "error", RequestError(f"the engine failed: {type(error).__name__}: {error}"))
+            self._end(job, "error", RequestError(_FAILED.format(type(error).__name__, error)))
+        self.drafting.forget_failure()
         if self.prefixes is not None:
             self.prefixes.clear()  # who knows what is in them
 
@@ -370,7 +372,10 @@ class Engine:
 
     def _close(self, job: Job) -> None:
         self.jobs.pop(job.id, None)
+        error = self.drafting.failure()
         for answer in job.answers:
+            if error is not None and answer.output.finish_reason in ("stop", "length"):
+                answer.end("error", error=RequestError(_FAILED.format(type(error).__name__, error)))
             self.counters.end(answer.output.finish_reason or "error")
         job.report()
         job.part()

@@ -204,6 +204,7 @@ class EngineLoop:
                 if self.engine.busy and self._inbox.empty():
                     self._turn_began = time.perf_counter()
                     self.engine.step()
+                    self.engine.drafting.check()
                 else:
                     self._turn_began = None
                     action = self._next()
