@@ -80,10 +80,6 @@ class TestWhoStandsIn:
         assert large.rows == 16
         assert large.does(shape([1, 1]))
 
-    def test_except_for_those_that_a_small_model_does_in_one_launch(self) -> None:
-        assert shape([1]).rows == 2
-        assert not shape([12]).does(shape([1]))
-
     def test_nor_where_each_place_for_a_node_costs_a_vocabulary(self) -> None:
         rejecting = Features(sampled=True, rejection=True)
         large, small = (shape([nodes, nodes], features=rejecting) for nodes in (20, 12))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.kernels.paged import SPLIT_KEYS
-from slipstream.kernels.relay import MOST_ROWS as RELAYED_ROWS
 from slipstream.plan.cost import SIZES
 from slipstream.sampling.table import Features
 
@@ -70,8 +69,6 @@ class RoundShape(NamedTuple):
         if self.features.rejection or not other.width or self.width < other.width or self.is_tree < other.is_tree:
             return False
         if not other.rows <= self.rows <= max(2 * other.rows, _CHEAP_ROWS):
-            return False
-        if not other.is_tree and other.rows <= RELAYED_ROWS < self.rows:  # a small model's are one launch
             return False
         return other._replace(width=self.width, rows=self.rows, is_tree=self.is_tree) == self
 

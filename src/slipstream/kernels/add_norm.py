@@ -17,9 +17,9 @@ def plus(x: tl.tensor, delta: tl.tensor, kind: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def squares(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """Their sum in fp64: in whatever order it is added up, nothing that fp32 can hold is lost (see `relay.py`)."""
-    return tl.sum((x * x).to(tl.float64), AXIS)
+def squares(x: tl.tensor) -> tl.tensor:
+    """The sum of squares in fp64, so that the order of the sum does not show in fp32."""
+    return tl.sum((x * x).to(tl.float64), 0)
 
 
 @jit
@@ -65,7 +65,7 @@ def _add_norm_kernel(
             delta += tl.load(delta_ptr + (s * M + row) * D + at, mask=real, other=0.0)
         x = plus(x, delta, kind)
         tl.store(sum_ptr + to * D + at, x.to(kind), mask=real)
-    tl.store(out_ptr + to * D + at, normed(x, norm_scale(squares(x, 0), D, eps), weight, kind), mask=real)
+    tl.store(out_ptr + to * D + at, normed(x, norm_scale(squares(x), D, eps), weight, kind), mask=real)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:

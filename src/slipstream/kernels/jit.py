@@ -72,13 +72,6 @@ def shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024))
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def room_for(requests: int) -> int:
     """16, 64, 256 or a larger power of two that has room for so many: for each of them kernels are compiled anew,
     perhaps while somebody waits for an answer, so they are few."""
@@ -113,7 +106,6 @@ __all__ = [
     "has_triton",
     "is_recording",
     "jit",
-    "multiprocessors",
     "on_gpu",
     "recording",
     "room_for",

@@ -58,8 +58,8 @@ def _join_feature_kernel(
     feature = tl.load(feature_ptr + source * D + at, mask=real, other=0.0).to(tl.float32)
     beside = feature.to(kind)
     if NORMS:
-        token = normed(token, norm_scale(squares(token, 0), D, eps), token_weight, kind)
-        feature = normed(feature, norm_scale(squares(feature, 0), D, eps), feature_weight, kind)
+        token = normed(token, norm_scale(squares(token), D, eps), token_weight, kind)
+        feature = normed(feature, norm_scale(squares(feature), D, eps), feature_weight, kind)
         if NORMED_BESIDE:
             beside = feature
     tl.store(beside_ptr + row * D + at, beside, mask=real)

@@ -7,43 +7,6 @@ from slipstream.kernels.softmax import add_block
 
 
 @jit
-def _touch(pointers: tl.tensor, real: tl.tensor) -> None:
-    """Have these close by when they are read; nobody waits for them."""
-    address = tl.where(real, pointers.to(tl.int64), 0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u64 p, $1, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l",
-        [address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@jit
-def touch_pages(
-    keys: tl.tensor,  # of a head
-    values: tl.tensor,
-    pages: tl.tensor,  # of a request
-    begin: tl.tensor,
-    end: tl.tensor,
-    H_KV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    INDEX: tl.constexpr,
-) -> None:
-    """Have these keys and values close by when they are read; nobody waits for them."""
-    for key in range(begin, end, BLOCK_KEYS):
-        at = key + tl.arange(0, BLOCK_KEYS)
-        page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(INDEX)
-        place = (page * PAGE + at % PAGE) * (H_KV * D)
-        for d in tl.static_range(0, D, 128 // keys.dtype.element_ty.primitive_bitwidth * 8):
-            _touch(keys + place + d, at < end)
-            _touch(values + place + d, at < end)
-
-
-@jit
 def read_pages(
     q: tl.tensor,  # [Q, D]
     keys: tl.tensor,  # [1, D]: of a head

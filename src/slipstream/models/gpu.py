@@ -1,4 +1,4 @@
-"""The fused trunk on a GPU: eight kernels a layer, row-independent, ready to be captured in a graph; or one for all.
+"""The fused trunk on a GPU: eight row-independent kernels a layer, which a CUDA graph can capture.
 
 Between two products stands one kernel: the runs of a split product are summed, the residual added and normed in it. The
 residual itself is only ever touched there, so a layer hands its last product on unsummed, and the next layer adds it.
@@ -18,7 +18,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from slipstream.kernels.add_norm import add_norm
 from slipstream.kernels.linear import PackedLinear
 from slipstream.kernels.narrow import widened
-from slipstream.kernels.relay import RelayShape
 from slipstream.kernels.rotary_write import rotary_write
 from slipstream.kernels.row_linear import row_linear, splits_of
 from slipstream.kernels.silu_mul import silu_mul
@@ -26,7 +25,6 @@ from slipstream.kernels.trust import sizes_agree
 from slipstream.models.attention import running_pass
 from slipstream.models.device_pass import DevicePass
 from slipstream.models.fuse import FusedLayer, FusedTrunk
-from slipstream.models.relayed import Relayed
 from slipstream.models.traits import AttentionTraits
 
 WIDE_ROWS = 256
@@ -93,26 +91,8 @@ class GpuLayer:
         )
 
     @property
-    def is_plain(self) -> bool:
-        """Nothing but products, RMS norms and attention over the whole context."""
-        special = (self.q_norm, self.traits.window, self.traits.softcap, self.traits.sinks)
-        return all(thing is None for thing in (*special, *(product.bias for product in self.products)))
-
-    @property
     def products(self) -> tuple[Product, ...]:
         return self.qkv, self.o, self.gate_up, self.down
-
-    @property
-    def relay_shape(self) -> RelayShape:
-        width, query = self.o.weight.shape
-        head_dim = query // self.heads
-        return RelayShape(
-            width=width,
-            heads=self.heads,
-            kv_heads=(self.qkv.weight.shape[0] // head_dim - self.heads) // 2,
-            head_dim=head_dim,
-            inner=self.down.weight.shape[1],
-        )
 
     def run(
         self,
@@ -203,35 +183,19 @@ class GpuTrunk(nn.Module):
         weight = cast(Tensor, self.embed_tokens.weight)
         cos, sin = trunk.rotary_emb(weight[:1, None], torch.arange(max_positions, device=weight.device)[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [positions, R]
-        self._relayed = Relayed.of(self._layers, self.cos, self.sin)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = cast(DevicePass, running_pass())
         overlap = not current.wide  # a prompt's kernels are long: there is little to hide
         current.prepare(self._heads)
         x = self.embed_tokens(input_ids[0])
-        way = self._by_layers
-        relayed = None if not overlap or self._reads_inside(current) else self._relayed
-        if relayed is not None and relayed.takes(x.shape[0], current.layout, way):
-            current.keep(0, x)
-            way = relayed.run
-        x, delta = way(x, current, position_ids[0])
+        delta: Tensor | None = None
+        for layer in self._layers:
+            delta = layer.run(x, delta, current, position_ids[0], self.cos, self.sin, overlap)
         hidden = add_norm(x, delta, self.norm.weight, self._norm_eps, overlap=overlap)
         current.keep(len(self._layers), x)
         current.keep_normed(hidden)
         return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, hidden[None]))
-
-    def _reads_inside(self, current: DevicePass) -> bool:
-        """Does somebody want hidden states of inner layers? A relay gives none before its end."""
-        return any(0 < depth < len(self._layers) for depth in current.taps.layers)
-
-    def _by_layers(self, x: Tensor, current: DevicePass, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows after all layers, and the last product's runs, still to be added to them."""
-        delta: Tensor | None = None
-        for layer in self._layers:
-            delta = layer.run(x, delta, current, positions, self.cos, self.sin, not current.wide)
-        assert delta is not None
-        return x, delta
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
