@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -233,9 +234,18 @@ def test_quiet_transformers_puts_things_back() -> None:
         type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})("shared memory"),
     ],
 )
-def test_what_the_machine_fails_at_is_not_blamed_on_the_model(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, naming_model(tmp_path):
+def test_what_the_machine_fails_at_is_not_blamed_on_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
+
+    with pytest.raises(type(error)) as caught, naming_model(folder):
+        fail()
+    assert caught.value is error
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(type(error)) as caught:
+        load(folder)
     assert caught.value is error
 
 

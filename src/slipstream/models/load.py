@@ -189,6 +189,8 @@ def load_weights(
                 "model, a narrower dtype or another device"
             ) from error
         except Exception as error:
+            if _of_the_machine(error):
+                raise
             raise ModelError(f"{path}: its weights cannot be loaded ({type(error).__name__}: {error})") from error
     info["missing_keys"] = set(info["missing_keys"]) - set(lent)
     _check_complete(path, model.config, info)
