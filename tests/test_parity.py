@@ -217,6 +217,9 @@ def test_in_16_bits_one_row_may_stray_but_not_a_part() -> None:
     assert not judge(FP32, 0).verdict(one).holds
     assert not judge(torch.bfloat16, 0.1).verdict(part).holds
     assert judge(torch.bfloat16, 0.15).verdict(part).holds
+    uneven = torch.full((len(exact),), 0.01)
+    uneven[: parity._PARTS[0]] = 1
+    assert not parity._Judge(exact, torch.bfloat16, uneven).verdict(part).holds  # errors elsewhere are no excuse
     assert not judge(torch.bfloat16, 0.015).verdict(exact * 1.05).holds  # SmolLM3's shape on a GPU, wrongly fused
     assert not judge(torch.bfloat16, 0.2).verdict(exact * float("nan")).holds
 
