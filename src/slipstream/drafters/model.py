@@ -28,6 +28,7 @@ from slipstream.models.batch import PassBatch, sent
 from slipstream.models.headers import stored_names
 from slipstream.models.heads.kinds import check_kind
 from slipstream.models.reads import READ_ROWS
+from slipstream.models.resolve import shown_name
 from slipstream.models.runner import Runner
 from slipstream.models.shared import shares_embeddings
 from slipstream.sampling.choose import choose, processed
@@ -89,7 +90,7 @@ class ModelDrafter(DeviceDrafter):
             return cls(runner)
         drafter = TranslatedDrafter(runner, own, opening.tokenizer, target.vocab_size)
         how = "ids are mapped" if drafter.alike else "it drafts through the text"
-        drafter.remark = f"{folder.name} has another vocabulary than the target: {how}"
+        drafter.remark = f"{shown_name(folder)} has another vocabulary than the target: {how}"
         opening.say(drafter.remark)
         return drafter
 

@@ -36,7 +36,7 @@ from slipstream.models.identity import check_pair, larger_draft
 from slipstream.models.load import load_config, load_tokenizer, naming_model, pick_device, pick_dtype
 from slipstream.models.parity import open_model
 from slipstream.models.paths import Progress
-from slipstream.models.resolve import resolve
+from slipstream.models.resolve import resolve, shown_name
 from slipstream.models.runner import Runner, max_positions_of
 from slipstream.models.support import SHARES, check_supported
 
@@ -94,7 +94,7 @@ def build(
     choices = [with_shipped(one, path) if isinstance(one, DrafterSpec) else one for one in named]
 
     def open_runner(folder: Path, beside: Runner | None = None) -> Runner:
-        say(f"loading {folder.name}")
+        say(f"loading {shown_name(folder)}")
         own = load_config(folder, trust_remote_code)
         shares = beside if getattr(own, SHARES, False) else None
         return open_model(

@@ -1,8 +1,7 @@
-"""Which model a trained drafter belongs to: a head that fits another target by its shapes alone guesses at random.
+"""Checks that a drafter was trained for the target: a head of another model may fit by its shapes and guess at random.
 
-A model's identity is a hash of some blocks of its weights, as numbers before any rounding, and one of its tokenizer's
-vocabulary. What `train` makes names the identity of its base in config.json (`TRAINED_FOR`). A rounded copy of a model
-names its base's there (`IDENTITY`), so that heads of the base fit it too.
+A model's identity is a hash of some blocks of its weights, as numbers, and a hash of its tokenizer's vocabulary.
+`slipstream train` writes the identity of its target into the drafter's config.json, under `TRAINED_FOR`.
 """
 
 from __future__ import annotations
@@ -16,43 +15,39 @@ import torch
 
 from slipstream.core.errors import DrafterError
 from slipstream.models.headers import read_header, summarize, weight_files, weights_bytes
+from slipstream.models.resolve import shown_name
 
-TRAINED_FOR, IDENTITY = "slipstream_trained_for", "slipstream_identity"
+TRAINED_FOR = "slipstream_trained_for"
 _TENSORS, _BLOCK = 8, 1024
 _KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Identity = dict[str, str | None]
-"""Of `weights` and `tokenizer`; None: there is nothing to tell it by."""
+"""The hashes `weights` and `tokenizer`; None where the folder has no file to hash."""
 
 
 def identity_of(folder: Path) -> Identity:
-    """The model's own, or that of the base that it is a rounded copy of."""
-    known = _config(folder).get(IDENTITY)
-    if isinstance(known, dict):
-        return {key: str(known[key]) if known.get(key) else None for key in ("weights", "tokenizer")}
     return {"weights": _weights(folder), "tokenizer": _tokenizer(folder)}
 
 
 def record_base(drafter: Path, target: Path) -> None:
-    """Write into a drafter's config.json for which model it was trained."""
+    """Write the target's identity into the drafter's config.json."""
     config = {**_config(drafter), TRAINED_FOR: identity_of(target)}
     (drafter / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def check_pair(drafter: Path, target: Path, *, force: bool = False, whole: bool = False) -> str:
-    """Raise `DrafterError` where a drafter was trained for another model; a remark where that is not known.
+    """Raise `DrafterError` if the drafter was trained for another model; return a remark if that is unknown.
 
-    Weights decide. A tokenizer of one more token is another one too, and the drafter may guess as well with it.
-    force: go on with a remark all the same. Its guesses may be wrong, and the tokens are the target's anyway.
-    whole: it is a model of its own, which need not have been trained for any other.
+    Only the weights decide: with another tokenizer the drafter may still guess well.
+    force: return a remark instead of raising. Only the speed is at stake: the tokens are the target's either way.
+    whole: the drafter is a complete model, which need not have been trained for any target.
     """
+    name, target_name = shown_name(drafter), shown_name(target)
     base = _config(drafter).get(TRAINED_FOR)
     if not isinstance(base, dict):
         if whole:
             return ""
-        return (
-            f"{drafter.name} does not say for which model it was trained: the first requests show if its guesses stand"
-        )
+        return f"{name} does not say for which model it was trained: the first requests show if its guesses stand"
     own = identity_of(target)
     other = [key for key in ("weights", "tokenizer") if base.get(key) and own[key] and base[key] != own[key]]
     differs = "; ".join(f"{key} {base[key]}, and this target's are {own[key]}" for key in other)
@@ -60,27 +55,26 @@ def check_pair(drafter: Path, target: Path, *, force: bool = False, whole: bool 
         if not (base.get("weights") and own["weights"]):
             also = f", and its tokenizer differs ({differs})" if other else ""
             return (
-                f"{drafter.name} could not be compared with {target.name}: one of the models has no safetensors to "
-                f"know it by{also}. The first requests show if its guesses stand"
+                f"{name} could not be compared with {target_name}: one of the models has no safetensors to hash{also}. "
+                "The first requests show if its guesses stand"
             )
         if other:
             return (
-                f"{drafter.name} was trained for {target.name}'s weights with another tokenizer ({differs}): the first "
+                f"{name} was trained for {target_name}'s weights with another tokenizer ({differs}): the first "
                 "requests show if its guesses stand"
             )
         return ""
     if force:
-        return f"{drafter.name} was trained for another model than {target.name}: expect few right guesses ({differs})"
-    named = json.dumps({IDENTITY: {key: base.get(key) for key in ("weights", "tokenizer")}})[1:-1]
+        return f"{name} was trained for another model than {target_name}: expect few right guesses ({differs})"
     raise DrafterError(
         f"{drafter}: it was trained for another model than {target} ({differs}). Use a drafter of this target, train "
-        "one (slipstream train), or go on with --force-pair (force_pair=True): the tokens stay the target's. If the "
-        f"target is a rounded copy of the drafter's model, its config.json may say so: {named}"
+        "one (slipstream train), or go on with --force-pair (force_pair=True), as for a rounded copy of the drafter's "
+        "target: the tokens stay the target's"
     )
 
 
 def larger_draft(draft: Path, target: Path) -> str:
-    """A remark where a draft model has more weights than its target, or more bytes where one's cannot be counted."""
+    """A remark if a draft model has more weights than its target, or more bytes if either cannot be counted."""
     counts = [_count(folder) for folder in (draft, target)]
     counted = all(counts)
     sizes = counts if counted else [weights_bytes(folder) for folder in (draft, target)]
@@ -88,26 +82,26 @@ def larger_draft(draft: Path, target: Path) -> str:
         return ""
     unit = "M weights" if counted else " MB; the weights of one cannot be counted"
     return (
-        f"the draft model {draft.name} is larger than its target {target.name} ({sizes[0] / 1e6:,.0f} against "
-        f"{sizes[1] / 1e6:,.0f}{unit}): drafting with it cannot pay"
+        f"the draft model {shown_name(draft)} is larger than its target {shown_name(target)} ({sizes[0] / 1e6:,.0f} "
+        f"against {sizes[1] / 1e6:,.0f}{unit}): drafting with it cannot pay"
     )
 
 
 def _count(folder: Path) -> int:
-    """Weights; 0 where they cannot be counted: they are packed, or pickled."""
+    """The number of weights; 0 if they cannot be counted (packed or pickled)."""
     return (summarize(folder).parameters if weight_files(folder) else None) or 0
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):  # what it holds is for others to judge
+    except (OSError, ValueError):  # the loader reports what is wrong with it
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _weights(folder: Path) -> str | None:
-    """Of blocks of matrices from all depths, as fp32: a copy in another float that holds them exactly is the same."""
+    """Hash blocks of matrices from all depths, as fp32: an exact copy in a wider dtype has the same hash."""
     found: dict[str, tuple[Path, dict[str, Any], int]] = {}
     for file in weight_files(folder):
         with file.open("rb") as handle:

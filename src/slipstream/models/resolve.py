@@ -26,6 +26,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # no pickles: they run code when loaded
 _HUB_CODE = ["*.py"]  # only where the user trusts it: a model's own code is run when it is loaded
 _HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
+_HUB_FOLDER = "models--"  # before an id in the Hugging Face cache
 WAYS = "Give `default`, a model folder, a .gguf file or a Hugging Face hub id such as org/name"
 
 
@@ -75,6 +76,28 @@ def find_local(name: str, ways: str = WAYS) -> Path | None:
     return None
 
 
+def shown_name(folder: Path) -> str:
+    """What people call the model in `folder`: `default`, a hub id, a GGUF file's name, or the folder's own name."""
+    if folder == default_folder():
+        return DEFAULT
+    snapshots = folder.parent
+    if snapshots.name == "snapshots" and snapshots.parent.name.startswith(_HUB_FOLDER):  # its own name is a hash
+        return _hub_id(snapshots.parent)
+    source = _converted_from(folder)
+    return folder.name if source is None else source.name
+
+
+def _hub_id(repository: Path) -> str:
+    return repository.name.removeprefix(_HUB_FOLDER).replace("--", "/")
+
+
+def _converted_from(folder: Path) -> Path | None:
+    """The GGUF file that `folder` was converted from; None if it is no conversion, or its note cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return Path(json.loads((folder / ORIGIN).read_bytes())["source"])
+    return None
+
+
 def local_models() -> list[LocalModel]:
     """The models on this machine: the default if it was fetched, converted GGUF files, the Hugging Face cache."""
     found = []
@@ -94,21 +117,15 @@ def _local_paths() -> Iterator[tuple[str, Path]]:
     if default.is_dir():
         yield DEFAULT, default
     for origin in sorted(models_folder().glob(f"[!.]*/{ORIGIN}")):
-        name = str(origin.parent)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a broken note costs only the short name
-            source = Path(json.loads(origin.read_bytes())["source"])
-            if source.is_file() and converted_folder(source) == origin.parent:
-                name = str(source)
-        yield name, origin.parent
+        source = _converted_from(origin.parent)
+        current = source is not None and source.is_file() and converted_folder(source) == origin.parent
+        yield str(source if current else origin.parent), origin.parent
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    for repository in sorted(Path(HF_HUB_CACHE).glob("models--*")):
+    for repository in sorted(Path(HF_HUB_CACHE).glob(f"{_HUB_FOLDER}*")):
         main = repository / "refs" / "main"
         if main.is_file():
-            yield (
-                repository.name.removeprefix("models--").replace("--", "/"),
-                (repository / "snapshots" / main.read_text().strip()),
-            )
+            yield _hub_id(repository), repository / "snapshots" / main.read_text().strip()
 
 
 def _check_folder(folder: Path, ways: str = WAYS) -> None:
