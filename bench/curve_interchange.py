@@ -16,8 +16,7 @@ from gpu_tokens import CONTEXT, PEER_DEPTH, encode
 
 from slipstream import LLM
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
-from slipstream.models.heads.layouts import read_eagle
-from slipstream.models.heads.save import save_eagle3
+from slipstream.models.heads.eagle_files import read_eagle, save_eagle3
 from slipstream.models.load import load_config
 
 AT_ONCE = 48

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.kernels.jit import recording
+from slipstream.kernels.gpu.jit import recording
 
 Work = Callable[[], object]
 Clock = Callable[[Mapping[str, Work], int], dict[str, float]]

@@ -18,11 +18,11 @@ from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRound, Services
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.engine.round_shape import RoundShape
-from slipstream.kernels.pack_rows import RECENT
+from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.pages import PagePool, PageTable
 from slipstream.models.heads.base import Weights
 from slipstream.models.heads.eagle import EagleHead
-from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
+from slipstream.models.heads.eagle_files import EagleCheckpoint, EagleShape
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps, TapView
 from slipstream.sampling.table import Features, SamplingTable

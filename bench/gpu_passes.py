@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.engine.round_shape import RoundShape
-from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows, pack_rows
+from slipstream.kernels.gpu.jit import has_kernels
+from slipstream.kernels.gpu.rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache
-from slipstream.models import attention, gpu
+from slipstream.models import attention, build
 from slipstream.models.runner import Runner
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rows import SampleRows
@@ -263,5 +263,5 @@ def set_vocabulary(runner: Runner, size: int) -> None:
     head.requires_grad_(False)
     runner.model.lm_head = head
     if has_kernels(runner.device):
-        gpu.install(runner.model, runner.max_positions)
+        build.install(runner.model, runner.max_positions)
     runner.vocab_size = size

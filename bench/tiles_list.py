@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.kernels.row_linear import Tile, splits_of
+from slipstream.kernels.gpu.row_linear import Tile, splits_of
 
 HEAD = "head "
 """What the names of a head's products begin with."""

@@ -14,11 +14,10 @@ from gpu_clock import Clock
 from tiles_list import Product, candidates, name_of
 from torch import Tensor
 
-from slipstream.kernels.add_norm import add_norm
-from slipstream.kernels.jit import TensorDescriptor, recording, shared_bytes
-from slipstream.kernels.narrow import narrowed, widened
-from slipstream.kernels.row_linear import Tile, row_linear, tile_of
-from slipstream.kernels.silu_mul import silu_mul
+from slipstream.kernels.gpu.jit import TensorDescriptor, recording, shared_bytes
+from slipstream.kernels.gpu.norms import add_norm
+from slipstream.kernels.gpu.row_linear import Tile, row_linear, silu_mul, tile_of
+from slipstream.kernels.linear import narrowed, widened
 
 REPEATS = 15
 IN_TURN_BYTES = 300 << 20

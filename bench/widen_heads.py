@@ -29,15 +29,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from widen import TOKENIZER_FILES
 
+from slipstream.models.describe import SHARES
 from slipstream.models.headers import HEAD_PICKLES, HEAD_SAFETENSORS, has_head
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
-from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
-from slipstream.models.heads.layouts import read_eagle
-from slipstream.models.heads.save import save_eagle3
+from slipstream.models.heads.eagle_files import EagleCheckpoint, EagleShape, read_eagle, save_eagle3
 from slipstream.models.identity import record_base
+from slipstream.models.load import EMBEDDING, LM_HEAD, shares_embeddings
 from slipstream.models.resolve import resolve
-from slipstream.models.shared import EMBEDDING, LM_HEAD, shares_embeddings
-from slipstream.models.support import SHARES
 
 _NOISE = 0.02
 _NOTE = "widened.json"

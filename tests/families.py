@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from slipstream.kernels.compiled import can_compile
+from slipstream.kernels.cpu.compiled import can_compile
 from slipstream.models.batch import PassBatch
-from slipstream.models.fuse import FusedTrunk
+from slipstream.models.fused import FusedTrunk
 from slipstream.models.runner import Runner
 
 VOCAB = 97

@@ -16,8 +16,7 @@ import torch
 
 from conftest import VOCAB
 from medusa_checkpoints import head_tensors, save_heads
-from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
-from slipstream.models.heads.save import save_eagle3
+from slipstream.models.heads.eagle_files import EagleCheckpoint, EagleShape, save_eagle3
 from slipstream.models.taps import Taps
 
 ROOT_FOLDER = Path(__file__).parent.parent

@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.kernels.grow_tree import _PART, _RANKED, _grow_kernel, _tree_kernel
-from slipstream.kernels.row_linear import Tile, _linear_kernel, splits_of
+from slipstream.kernels.gpu.grow_tree import _PART, _RANKED, _grow_kernel, _tree_kernel
+from slipstream.kernels.gpu.row_linear import Tile, _linear_kernel, splits_of
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 8

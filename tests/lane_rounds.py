@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
-from slipstream.kernels import accept as accepting
-from slipstream.kernels import compact as compacting
-from slipstream.kernels import pack_rows as packing
-from slipstream.kernels.accept import PathMoves, Told
-from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows
+from slipstream.kernels.gpu import accept as accepting
+from slipstream.kernels.gpu import rows as packing
+from slipstream.kernels.gpu.accept import PathMoves, Told
+from slipstream.kernels.gpu.rows import RECENT, LaneState, PassRows
 
 CPU = torch.device("cpu")
 """Where kernels run here: for real, or by Triton's interpreter (see conftest.py)."""
@@ -210,7 +209,7 @@ def packed(round_: Round, device: torch.device = CPU, *, kernel: bool = False) -
     """The rows of a round, by the twin or by the kernel."""
     framed = Framed()
     state, out = round_.state(device), framed.rows(round_, device)
-    lay_out = packing._launch if kernel else packing._twin
+    lay_out = packing._launch_pack if kernel else packing._twin_pack
     lay_out(state, round_.lane_of(device), round_.draft(device), out, round_.page_size, round_.trash_slot)
     framed.check()
     assert_same(_fields(state), _fields(round_.state(device)))
@@ -221,7 +220,7 @@ def accepted(round_: Round, device: torch.device = CPU, *, kernel: bool = False)
     """The verdicts on a round, by the twin or by the kernel; its rows are laid out by the twin."""
     framed = Framed()
     state, told, moves = round_.state(device), framed.told(round_, device), framed.moves(round_, device)
-    follow = accepting._launch if kernel else accepting._twin
+    follow = accepting._launch_accept if kernel else accepting._twin_accept
     follow(round_.chosen(device), round_.draft(device), packed(round_, device), state, told, moves)
     framed.check()
     return Outcome(told, moves, state)
@@ -243,8 +242,8 @@ def compare_compaction(round_: Round, device: torch.device, dtype: torch.dtype, 
     assert moves is not None
     planes = numbered_planes(round_.trash_slot + 1, dtype, heads, dim)
     ours = planes.to(device, copy=True)
-    compacting._launch(ours, moves.src.to(device), moves.dst.to(device))
-    compacting._twin(planes, moves.src, moves.dst)
+    accepting._launch_compact(ours, moves.src.to(device), moves.dst.to(device))
+    accepting._twin_compact(planes, moves.src, moves.dst)
     assert_same([ours], [planes])
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from interpreted import DEVICE
-from slipstream.kernels import paged, paged_wide
-from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.paged import attend_twin
+from slipstream.kernels.gpu import paged, paged_wide
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.paged import attend_twin
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

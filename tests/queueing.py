@@ -15,7 +15,7 @@ from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Ho
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.state import Job
 from slipstream.engine.tickets import Ticket
-from slipstream.kernels.pack_rows import RECENT
+from slipstream.kernels.gpu.rows import RECENT
 from stepping import Stepper
 
 OFF = SpeculationParams(enabled=False)

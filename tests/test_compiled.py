@@ -23,9 +23,9 @@ from families import (
     tiny_config,
 )
 from slipstream.drafters import suffix_compile
-from slipstream.kernels import compiled as code
-from slipstream.kernels.compiled import can_compile
-from slipstream.models.fuse import FusedTrunk
+from slipstream.kernels.cpu import compiled as code
+from slipstream.kernels.cpu.compiled import can_compile
+from slipstream.models.fused import FusedTrunk
 from slipstream.models.runner import Runner, open_unchecked
 
 FAMILIES = ["llama", "llama-yarn", "mistral", "qwen2", "qwen2-slides", "qwen3", "seed-oss"]

@@ -17,7 +17,7 @@ from slipstream import SamplingParams, SpeculationParams
 from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs
 from slipstream.engine.queued import QueuedEngine
-from slipstream.kernels.pack_rows import RECENT, ring
+from slipstream.kernels.gpu.rows import RECENT, ring
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.cost import PassCost
 from slipstream.plan.planner import Levels, TreeSeen

@@ -16,9 +16,7 @@ import eagle_scenes
 from eagle_scenes import DRAFT_VOCAB, VOCAB, H, Stored
 from slipstream.core.errors import ConfigError, DrafterError, ModelError, SlipstreamError, UnsupportedModel
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
-from slipstream.models.heads.eagle_shape import EagleCheckpoint
-from slipstream.models.heads.layouts import read_eagle
-from slipstream.models.heads.save import Layout, save_eagle3
+from slipstream.models.heads.eagle_files import EagleCheckpoint, Layout, read_eagle, save_eagle3
 
 TARGET = TargetShape(hidden=H, vocab=VOCAB, layers=8, max_positions=128)
 

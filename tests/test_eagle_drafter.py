@@ -26,11 +26,10 @@ from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.eagle import EagleDrafter, EagleOptions, parse_options
 from slipstream.engine import draft_loops
 from slipstream.engine.queued import QueuedEngine
-from slipstream.kernels.grow_tree import Growth, Level
-from slipstream.kernels.last_rows import LastRows, last_rows
-from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.pack_rows import LaneState
-from slipstream.models import reads
+from slipstream.kernels.gpu.grow_tree import Growth, Level
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.rows import LaneState, LastRows, last_rows
+from slipstream.models import graphs
 from slipstream.models.batch import PassBatch
 
 HEADS: dict[str, Callable[[], Stored]] = {
@@ -91,13 +90,13 @@ def test_what_is_read_in_static_tensors_is_read_alike(
 ) -> None:
     """Prompts, and what was missed, as a GPU has them captured: filled up with rows that are nobody's."""
     sizes: list[int] = []
-    load = reads._Read.load
+    load = graphs._Read.load
 
-    def noted(read: reads._Read, batch: PassBatch, layout: RowLayout) -> None:
+    def noted(read: graphs._Read, batch: PassBatch, layout: RowLayout) -> None:
         sizes.append(batch.num_rows)
         load(read, batch, layout)
 
-    monkeypatch.setattr(reads._Read, "load", noted)
+    monkeypatch.setattr(graphs._Read, "load", noted)
     found = []
     for captures in (False, True):
         llm = open_llm(drafter=f"eagle:{heads['eagle3']}?width=3&depth=3", planner="fixed", rounds="queued")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 import eagle_scenes
 from eagle_scenes import DRAFT_VOCAB, VOCAB, ByHand, H, Stored
-from slipstream.kernels.layout import RowLayout
+from slipstream import LLM, SamplingParams
+from slipstream.kernels.gpu.layout import RowLayout
 from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
-from slipstream.models.device_pass import DevicePass
-from slipstream.models.heads.base import HeadStates
+from slipstream.models.gpu import DevicePass
+from slipstream.models.heads import eagle
+from slipstream.models.heads.base import HeadStates, Weights
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle import EagleHead
-from slipstream.models.heads.layouts import read_eagle
+from slipstream.models.heads.eagle_files import read_eagle
 from slipstream.models.taps import Taps
 
 TARGET = TargetShape(hidden=H, vocab=VOCAB, layers=8, max_positions=128)
@@ -138,7 +140,7 @@ def test_a_pass_laid_out_on_the_device_gives_the_same(scene: Scene) -> None:
 def test_the_way_of_the_gpu_gives_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels' twins: the residual in place, norms and rotary with the cache write in one."""
     usual = Scene(HEADS[name], tmp_path / "usual")
-    monkeypatch.setattr("slipstream.kernels.tiled.tiler", lambda *weights: None)
+    monkeypatch.setattr("slipstream.kernels.cpu.tiled.tiler", lambda *weights: None)
     monkeypatch.setattr("slipstream.kernels.linear.packs", lambda weight: False)
     monkeypatch.setattr("slipstream.models.heads.eagle.has_kernels", lambda device: True)
     scene = Scene(HEADS[name], tmp_path / "scene")
@@ -161,7 +163,7 @@ def test_the_way_of_the_gpu_gives_the_same(name: str, tmp_path: Path, monkeypatc
 def test_rows_read_the_features_named_and_tell_what_is_wanted(
     name: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.kernels.tiled.tiler", lambda *weights: None)
+    monkeypatch.setattr("slipstream.kernels.cpu.tiled.tiler", lambda *weights: None)
     monkeypatch.setattr("slipstream.kernels.linear.packs", lambda weight: False)
     monkeypatch.setattr("slipstream.models.heads.eagle.has_kernels", lambda device: kernels)
     scene = Scene(HEADS[name], tmp_path)
@@ -228,3 +230,57 @@ def test_a_head_says_what_it_keeps(tmp_path: Path) -> None:
     assert [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in head.layers] == [(2, 8, 8)] * 2
     assert head.max_positions == TARGET.max_positions  # its own 64 are where training stopped
     assert head.weights_bytes == 4 * sum(tensor.numel() for tensor in eagle_scenes.eagle1(layers=2).tensors.values())
+
+
+@pytest.fixture(params=["eagle1", "eagle3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    stored = eagle_scenes.eagle1(embeds=False) if request.param == "eagle1" else eagle_scenes.eagle3()
+    return stored.write(tmp_path / "head")
+
+
+def in_bits(folder: Path, kept: Weights) -> EagleHead:
+    torch.manual_seed(11)
+    embedding, lm_head = nn.Embedding(VOCAB, H), nn.Linear(H, VOCAB, bias=False)
+    checkpoint = read_eagle(HeadFiles.read(folder), TARGET)
+    return EagleHead(checkpoint, embedding.requires_grad_(False), lm_head.requires_grad_(False), kept)
+
+
+@torch.inference_mode()
+def test_a_head_in_eight_bits_takes_less_and_says_nearly_the_same(folder: Path) -> None:
+    plain, narrow = in_bits(folder, "plain"), in_bits(folder, "fp8")
+    assert not plain.narrow
+    assert narrow.narrow
+    assert not in_bits(folder, "auto").narrow  # small, and no kernels here
+    assert narrow.weights_bytes < 0.45 * plain.weights_bytes  # fp32 here
+    read = torch.randn(6, H)
+    assert (narrow.logits(read) - plain.logits(read)).norm() <= 0.06 * plain.logits(read).norm()
+    taps = torch.randn(6, plain.taps.width(H))
+    assert (narrow.combine(taps) - plain.combine(taps)).norm() <= 0.06 * plain.combine(taps).norm()
+
+
+@torch.inference_mode()
+def test_large_heads_have_eight_bits_where_there_are_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large by what every level reads: a table of embeddings of its own is not among that."""
+    folders = [eagle_scenes.eagle3(embeds=own).write(tmp_path / str(own)) for own in (False, True)]
+    products = in_bits(folders[0], "plain").weights_bytes
+    assert in_bits(folders[1], "plain").weights_bytes > products
+    monkeypatch.setattr(eagle, "has_kernels", lambda _: True)
+    monkeypatch.setattr(eagle, "_Kernels", lambda _: None)
+    for large, narrow in ((products, True), (products + 1, False)):
+        monkeypatch.setattr(eagle, "_LARGE", large)
+        assert [in_bits(folder, "auto").narrow for folder in folders] == [narrow, narrow]
+        assert not in_bits(folders[0], "plain").narrow
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_plain_decodings(
+    tmp_path: Path, open_llm: Callable[..., LLM], rounds: str, temperature: float
+) -> None:
+    path = eagle_scenes.eagle3().write(tmp_path / "head")
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
+    (want,) = open_llm().generate([[5, 6, 7]], params)
+    llm = open_llm(drafter=f"eagle3:{path}?depth=3&width=3&weights=fp8", planner="fixed", rounds=rounds)
+    (output,) = llm.generate([[5, 6, 7]], params)
+    assert output.outputs[0].token_ids == want.outputs[0].token_ids
+    assert output.outputs[0].speculation.drafted

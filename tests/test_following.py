@@ -13,7 +13,7 @@ from slipstream.engine.draft_loops import DraftLoop, DraftSize, LoopShape
 from slipstream.engine.following import Following
 from slipstream.engine.plans import Plan, Share
 from slipstream.engine.round_shape import RoundShape
-from slipstream.kernels.pack_rows import RECENT
+from slipstream.kernels.gpu.rows import RECENT
 from slipstream.sampling.table import Features
 
 DRAFTS = (DraftSize("model", 5),)

@@ -25,7 +25,7 @@ from gpu_bench import (
     write_prompts,
 )
 from slipstream.drafters import features
-from slipstream.kernels.last_rows import last_rows
+from slipstream.kernels.gpu.rows import last_rows
 from slipstream.models.runner import Runner, open_unchecked
 
 

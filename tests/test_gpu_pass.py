@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from families import CPU, save_random, tiny_config
 from slipstream.kv.cache import KVCache
-from slipstream.models import fuse, gpu, parity
+from slipstream.models import build, parity
 from slipstream.models.batch import PassBatch
-from slipstream.models.device_pass import DevicePass, layout_of
-from slipstream.models.gpu import GpuTrunk, RowLinear
+from slipstream.models.fused import FusedTrunk
+from slipstream.models.gpu import DevicePass, GpuTrunk, RowLinear, layout_of
 from slipstream.models.runner import Runner, open_unchecked
 
 CLOSE = 1e-4
@@ -38,7 +38,7 @@ def opened(folder: Path, family: str) -> OnDevice:
 @pytest.fixture
 def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights as they lie on a GPU: in no form that only a CPU can use."""
-    monkeypatch.setattr("slipstream.kernels.tiled.tiler", lambda *weights: None)
+    monkeypatch.setattr("slipstream.kernels.cpu.tiled.tiler", lambda *weights: None)
     monkeypatch.setattr("slipstream.kernels.linear.packs", lambda weight: False)
 
 
@@ -55,11 +55,11 @@ def test_its_own_trunk(tmp_path: Path, family: str) -> None:
     """Runs of split products, the residual in place, norms, biases, rotary and cache write in one."""
     runner = opened(tmp_path, family)
     reference = parity._reference(runner)
-    assert fuse.fuse(runner.model, runner._traits) == 3
-    assert gpu.install(runner.model, runner.max_positions) == 1
+    assert build.fuse(runner.model, runner._traits) == 3
+    assert build.install(runner.model, runner.max_positions) == 1
     kinds = {type(module) for module in runner.model.modules()}
     assert {GpuTrunk, RowLinear} <= kinds
-    assert fuse.FusedTrunk not in kinds
+    assert FusedTrunk not in kinds
     assert parity._errors(reference, parity._ours(runner)).max() < CLOSE
 
 
@@ -70,8 +70,8 @@ def test_runs_are_really_split(tmp_path: Path) -> None:
     loaded = open_unchecked(save_random(tmp_path / "wide", config), torch.float32, CPU)
     runner = OnDevice(loaded.model, loaded.config)
     reference = parity._reference(runner)
-    fuse.fuse(runner.model, runner._traits)
-    gpu.install(runner.model, runner.max_positions)
+    build.fuse(runner.model, runner._traits)
+    build.install(runner.model, runner.max_positions)
     (trunk,) = (m for m in runner.model.modules() if isinstance(m, GpuTrunk))
     assert [layer.down.splits for layer in trunk._layers] == [2, 2, 2]
     assert parity._errors(reference, parity._ours(runner)).max() < CLOSE
@@ -82,8 +82,8 @@ def test_in_bf16(tmp_path: Path) -> None:
     loaded = open_unchecked(save_random(tmp_path / "qwen3", tiny_config("qwen3")), torch.bfloat16, CPU)
     runner = OnDevice(loaded.model, loaded.config)
     judge = parity._Judge.of(runner)
-    fuse.fuse(runner.model, runner._traits)
-    gpu.install(runner.model, runner.max_positions)
+    build.fuse(runner.model, runner._traits)
+    build.install(runner.model, runner.max_positions)
     assert judge.verdict(parity._ours(runner)).holds
 
 

@@ -15,7 +15,7 @@ from medusa_checkpoints import head_tensors, save_heads, tiny_medusa
 from slipstream import LLM
 from slipstream.core.errors import DrafterError, ModelError, SlipstreamError
 from slipstream.engine import build
-from slipstream.models.heads.kinds import kind_of
+from slipstream.models.heads.checkpoint import kind_of
 
 OpenLLM = Callable[..., LLM]
 

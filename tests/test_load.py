@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from slipstream.core.errors import ConfigError, ModelError, UnsupportedModel
+from slipstream.models import headers
+from slipstream.models import load as loading
 from slipstream.models.default import default_model
+from slipstream.models.headers import weights_bytes
 from slipstream.models.load import (
     load_config,
     load_tokenizer,
@@ -27,7 +31,6 @@ from slipstream.models.load import (
     pick_device,
     pick_dtype,
     quiet_transformers,
-    weights_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -270,3 +273,23 @@ def test_the_default_model_speaks() -> None:
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0]
     assert tokenizer.decode(answer[ids.shape[1] :]) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_names_are_refused_as_torch_would_have_it() -> None:
+    """`headers.py` refuses before torch is there, `load.py` with it: the two must say the same."""
+    config = cast(Any, None)
+    for name in ("int8", "half", "", "Auto"):
+        with pytest.raises(ConfigError) as early:
+            headers.check_dtype_name(name)
+        with pytest.raises(ConfigError, match=re.escape(str(early.value))):
+            loading.pick_dtype(name, torch.device("cpu"), config)
+    for name in ("tpu", "cuda:", "cuda:x", "cpu:0", "", "cuda0"):
+        with pytest.raises(ConfigError) as early:
+            headers.check_device_name(name)
+        with pytest.raises(ConfigError, match=re.escape(str(early.value))):
+            loading.pick_device(name)
+    for name in ("auto", *headers.DTYPE_NAMES):
+        headers.check_dtype_name(name)
+        assert isinstance(loading.pick_dtype(name, torch.device("cpu"), config), torch.dtype)
+    for name in ("auto", "cpu", "cuda", "cuda:0", "cuda:12"):
+        headers.check_device_name(name)

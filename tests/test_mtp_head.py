@@ -19,9 +19,8 @@ from slipstream.models import attention
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.heads.checkpoint import read_config
-from slipstream.models.heads.mtp import MtpHead
+from slipstream.models.heads.mtp import MtpHead, build_modules
 from slipstream.models.heads.mtp_files import find_modules, read_modules
-from slipstream.models.heads.mtp_module import build_modules
 from slipstream.models.load import load_config
 from slipstream.models.runner import Runner, open_unchecked
 

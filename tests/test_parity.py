@@ -20,10 +20,10 @@ from slipstream.core.errors import ModelError, UnsupportedModel
 from slipstream.kernels.attention import paged_attention
 from slipstream.models import attention, parity
 from slipstream.models import runner as runner_module
-from slipstream.models.fuse import FusedLayer
+from slipstream.models.attention import MaskRule
+from slipstream.models.fused import FusedLayer
 from slipstream.models.parity import open_model
 from slipstream.models.runner import Runner, open_unchecked
-from slipstream.models.traits import MaskRule
 
 FP32 = torch.float32
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from families import CPU, save_random, tiny_config
 from slipstream.kernels.linear import packs
-from slipstream.models import fuse
-from slipstream.models.release import release
+from slipstream.models import build
+from slipstream.models.build import release
 from slipstream.models.resolve import resolve
 from slipstream.models.runner import open_unchecked
 
@@ -24,7 +24,7 @@ def test_replaced_weights_are_given_back_as_they_are_replaced(tmp_path: Path, mo
     runner = open_unchecked(save_random(tmp_path, tiny_config("llama")), torch.float32, CPU)
     names = {weight.data_ptr(): name for name, weight in runner.model.named_parameters()}
     packed = packs(runner.model.get_output_embeddings().weight)
-    monkeypatch.setattr(fuse, "release", lambda tensors: given.append({names[t.data_ptr()] for t in tensors}))
+    monkeypatch.setattr(build, "release", lambda tensors: given.append({names[t.data_ptr()] for t in tensors}))
     runner.swap(fused=True)
     parts = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
     layers = [{f"model.layers.{i}.{p}.weight" for p in parts} for i in range(3)]
@@ -52,7 +52,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch, transformers.models.llama.modeling_llama
-from slipstream.models.fuse import prepare
+from slipstream.models.build import prepare
 from slipstream.models.parity import open_model
 
 def status(name):

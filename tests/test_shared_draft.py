@@ -20,13 +20,13 @@ from slipstream import LLM
 from slipstream.core.errors import ModelError, UnsupportedModel
 from slipstream.drafters import shipped
 from slipstream.drafters.model import ModelDrafter
-from slipstream.kernels.codes import Codes
-from slipstream.kernels.compiled import can_compile
-from slipstream.kernels.tiled import CODES_PAY, TiledLinear
+from slipstream.kernels.cpu.compiled import can_compile
+from slipstream.kernels.cpu.interface import Codes
+from slipstream.kernels.cpu.tiled import CODES_PAY, TiledLinear
 from slipstream.models.parity import open_model
 from slipstream.models.runner import Runner
 from slipstream.train.teacher import Teacher
-from test_tiled import quantized
+from test_linear import quantized
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.rounds import Round, Rounds
 from slipstream.engine.stand_ins import StandIns
 from slipstream.engine.warming import likely_shapes, warm_up
-from slipstream.kernels.jit import room_for
+from slipstream.kernels.gpu.jit import room_for
 from slipstream.plan.cost import PassCost
 from slipstream.sampling.table import Features, SamplingTable, is_stale
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from families import CPU, PAGE, Passes, in_torch, load_reference, path_to, random_tokens, save_random, tiny_config
 from slipstream.core.errors import DrafterError
-from slipstream.kernels.compiled import can_compile
+from slipstream.kernels.cpu.compiled import can_compile
 from slipstream.kv.cache import KVCache, LayerShape
 from slipstream.kv.pages import PageCopy
-from slipstream.models.fuse import FusedTrunk, fuse
-from slipstream.models.gpu import install
+from slipstream.models.build import fuse, install
+from slipstream.models.fused import FusedTrunk
 from slipstream.models.runner import Runner, open_unchecked
 from slipstream.models.taps import Taps, TapView
 from test_gpu_pass import OnDevice
@@ -118,7 +118,7 @@ def test_fused_layers(folder_of: Callable[[str], Path], family: str, in_one_call
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_gpus_pass(folder_of: Callable[[str], Path], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels' twins, and transformers' layers in it."""
-    monkeypatch.setattr("slipstream.kernels.tiled.tiler", lambda *weights: None)
+    monkeypatch.setattr("slipstream.kernels.cpu.tiled.tiler", lambda *weights: None)
     monkeypatch.setattr("slipstream.kernels.linear.packs", lambda weight: False)
     loaded = open_unchecked(folder_of("qwen3"), torch.float32, CPU)
     runner = OnDevice(loaded.model, loaded.config)

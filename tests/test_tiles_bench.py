@@ -16,7 +16,7 @@ from torch import Tensor
 from bench_scripts import tiles, tiles_list, tiles_work
 from gpu_bench import FakeClock, FakeTime, reports
 from interpreted import DEVICE
-from slipstream.kernels.row_linear import Tile, row_linear
+from slipstream.kernels.gpu.row_linear import Tile, row_linear
 
 LARGE = SimpleNamespace(
     hidden_size=4608, intermediate_size=12288, num_attention_heads=48, num_key_value_heads=16, head_dim=64,
@@ -103,7 +103,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.randint(-3, 4, tuple(shape), generator=generator, device=device).to(dtype)
 
     monkeypatch.setattr(torch, "randn", whole)
-    monkeypatch.setattr("slipstream.kernels.row_linear.on_gpu", lambda _: True)
+    monkeypatch.setattr("slipstream.kernels.gpu.row_linear.on_gpu", lambda _: True)
 
 
 PRODUCTS = {

@@ -21,7 +21,7 @@ from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
 from slipstream.models.heads.eagle import EagleHead
-from slipstream.models.heads.layouts import read_eagle
+from slipstream.models.heads.eagle_files import read_eagle
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.chain_attention import Sequences
 from slipstream.train.config import TrainConfig

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from conftest import VOCAB, save_tokenizer, tiny_llama
 from slipstream.kv.cache import LayerShape
-from slipstream.models.attention import PassContext
+from slipstream.models.attention import AttentionTraits, PassContext
 from slipstream.models.heads.base import HeadStates
 from slipstream.models.taps import Taps
-from slipstream.models.traits import AttentionTraits
 
 HIDDEN = 32
 _HEADS, _DIM = 2, 8

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_scenes import Part, Scene, tree
-from slipstream.kernels.add_norm import add_norm, add_norm_twin
-from slipstream.kernels.jit import recording
-from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.narrow import narrowed
-from slipstream.kernels.paged import SPLIT_KEYS, attend, prepare
-from slipstream.kernels.rotary_write import rotary_write, rotary_write_twin
-from slipstream.kernels.row_linear import Tile, row_linear, row_linear_twin, splits_of
+from slipstream.kernels.gpu.jit import recording
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.norms import add_norm, add_norm_twin
+from slipstream.kernels.gpu.paged import SPLIT_KEYS, attend, prepare
+from slipstream.kernels.gpu.rotary_write import rotary_write, rotary_write_twin
+from slipstream.kernels.gpu.row_linear import Tile, row_linear, row_linear_twin, splits_of
+from slipstream.kernels.linear import narrowed
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -227,8 +227,8 @@ class TestAttention:
         parts = (Part(0, 3), tree(700, 40, 1, 5), Part(1300, 1), Part(SPLIT_KEYS - 2, 5), Part(5000, 2))
         scene = Scene(*parts, heads=8, kv_heads=2, dim=dim, page=16, dtype=dtype)
         many = scene.kernel()
-        monkeypatch.setattr("slipstream.kernels.paged._MANY_PROGRAMS", 1)
-        monkeypatch.setattr("slipstream.kernels.paged._MOST_RUNS", 1)
+        monkeypatch.setattr("slipstream.kernels.gpu.paged._MANY_PROGRAMS", 1)
+        monkeypatch.setattr("slipstream.kernels.gpu.paged._MOST_RUNS", 1)
         assert torch.equal(scene.kernel(), many)
 
     @pytest.mark.parametrize("dtype", DTYPES)

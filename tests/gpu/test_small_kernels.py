@@ -21,9 +21,8 @@ from lane_rounds import (
     random_round,
     rounds,
 )
-from slipstream.kernels.accept import PathMoves, Told, accept
-from slipstream.kernels.compact import compact
-from slipstream.kernels.pack_rows import PassRows, pack_rows
+from slipstream.kernels.gpu.accept import PathMoves, Told, accept, compact
+from slipstream.kernels.gpu.rows import PassRows, pack_rows
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

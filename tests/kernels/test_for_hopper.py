@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import slipstream
-from slipstream.kernels.jit import shared_bytes
+from slipstream.kernels.gpu.jit import shared_bytes
 
 TESTS = Path(__file__).parents[1]
 

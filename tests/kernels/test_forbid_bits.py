@@ -9,7 +9,7 @@ import torch
 
 from interpreted import DEVICE
 from mask_bits import as_bits
-from slipstream.kernels.forbid_bits import _launch, forbid_bits_, forbid_bits_twin_
+from slipstream.kernels.gpu.forbid_bits import _launch, forbid_bits_, forbid_bits_twin_
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300, 4097])

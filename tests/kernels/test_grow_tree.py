@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interpreted import DEVICE
-from slipstream.kernels.grow_tree import Grown, Growth, Level
-from slipstream.kernels.pack_rows import RECENT, LaneState
+from slipstream.kernels.gpu.grow_tree import Grown, Growth, Level
+from slipstream.kernels.gpu.rows import RECENT, LaneState
 
 VOCAB = 18
 LENGTHS, EMITTED, LAST = (10, 30, 55, 4), (1, 2, 3, 4), 56

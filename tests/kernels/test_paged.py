@@ -10,9 +10,9 @@ import torch
 from interpreted import DEVICE
 from paged_scenes import Part, Scene, tree
 from slipstream.core.errors import UnsupportedModel
-from slipstream.kernels import paged
-from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.paged import SPLIT_KEYS, _launch, attend, attend_twin
+from slipstream.kernels.gpu import paged
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.paged import SPLIT_KEYS, _launch, attend, attend_twin
 
 MIXED = (Part(0, 5), Part(21, 1), tree(9, 8, 1, 8), tree(30, 4, 2, 3), Part(6, 2))
 
@@ -90,7 +90,7 @@ def test_the_size_of_tiles_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_heads_of_two_sizes_are_refused() -> None:
     scene = Scene(Part(0, 1))
     scene.values = scene.values[..., :8].contiguous()
-    with pytest.raises(UnsupportedModel, match=r"16 numbers .* values have 8: .* device=cpu"):
+    with pytest.raises(UnsupportedModel, match=r"size 16 and values of size 8: .* device=cpu"):
         scene.kernel()
 
 

@@ -1,4 +1,4 @@
-"""The kernels that rank tokens, against their torch twin."""
+"""The kernels that rank tokens, against their torch twin, and the integers that they sort by."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 
 from interpreted import DEVICE
 from slipstream import SamplingParams
+from slipstream.kernels.gpu.jit import jit, tl
+from slipstream.kernels.gpu.sortable import NOTHING, sortable, unsorted
 from slipstream.sampling import SampleRows, SamplingTable
 from slipstream.sampling.fused_rank import rank_fused
 from slipstream.sampling.rank import HOPELESS, _filters, _tempered, rank
@@ -72,3 +74,22 @@ def test_broken_rows_give_tokens_without_hope() -> None:
     tokens, scores = rank_fused(logits, rows, table, 4, None, None, HOPELESS, sampled=True, chunk=64)
     assert (scores == HOPELESS).all()
     assert all(len(set(line)) == 4 and max(line) < 100 for line in tokens.tolist())
+
+
+@jit
+def _both_ways(x_ptr: tl.tensor, key_ptr: tl.tensor, again_ptr: tl.tensor, N: tl.constexpr) -> None:
+    at = tl.arange(0, N)
+    key = sortable(tl.load(x_ptr + at))
+    tl.store(key_ptr + at, key)
+    tl.store(again_ptr + at, unsorted(key))
+
+
+def test_keys_are_in_the_order_of_their_numbers() -> None:
+    edges = [torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, -1e38, 1.0, -1.0]
+    x = torch.cat((torch.tensor(edges), torch.randn(64 - len(edges)))).to(DEVICE)
+    key, again = torch.empty(64, dtype=torch.int32, device=DEVICE), torch.empty_like(x)
+    _both_ways[(1,)](x, key, again, N=64)
+    assert torch.equal(again, x)
+    assert torch.equal(key[:, None] < key, x[:, None] < x)
+    assert torch.equal(key[:, None] == key, x[:, None] == x)  # both zeros are one
+    assert int(key[1]) == int(getattr(NOTHING, "value", NOTHING))

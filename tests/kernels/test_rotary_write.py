@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interpreted import DEVICE, FLOATS
-from slipstream.kernels.rotary_write import _launch, rotary_write, rotary_write_twin
+from slipstream.kernels.gpu.rotary_write import _launch, rotary_write, rotary_write_twin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}

@@ -1,7 +1,8 @@
-"""Row-independent products: the kernel against its twin, and the twin against plain products."""
+"""Row-independent products: the kernel against its twin, the twin against torch, and the check on each chip."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interpreted import DEVICE, FLOATS
-from slipstream.kernels.jit import recording
-from slipstream.kernels.narrow import narrowed
-from slipstream.kernels.row_linear import Tile, _launch, row_linear, row_linear_twin, splits_of
+from slipstream.kernels.gpu import row_linear as module
+from slipstream.kernels.gpu.jit import is_recording, recording
+from slipstream.kernels.gpu.row_linear import (
+    Tile,
+    _launch,
+    row_linear,
+    row_linear_twin,
+    rows_agree,
+    sizes_agree,
+    splits_of,
+    use_one_tile,
+)
+from slipstream.kernels.linear import narrowed
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -61,7 +72,7 @@ def test_by_descriptors_where_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch, m: int, n: int, splits: int, gated: bool, bias: bool
 ) -> None:
     """Other loads and other tiles, for 65 rows and more with the rows first: the same numbers."""
-    monkeypatch.setattr("slipstream.kernels.row_linear._MULTIPROCESSORS", 0)  # as if the weight were large
+    monkeypatch.setattr("slipstream.kernels.gpu.row_linear._MULTIPROCESSORS", 0)  # as if the weight were large
     options: dict[str, Any] = {"gated": True} if gated else {"splits": splits, "partial": True}
     with recording():
         ours, twin = product(m, n, 192, torch.float16, bias=bias, **options)
@@ -197,7 +208,7 @@ def test_nothing_is_written_beside_the_result(monkeypatch: pytest.MonkeyPatch) -
         made.append(whole)
         return whole[128:-128].view(shape)
 
-    monkeypatch.setattr("slipstream.kernels.row_linear.torch.empty", framed)
+    monkeypatch.setattr("slipstream.kernels.gpu.row_linear.torch.empty", framed)
     product(3, 70, 40, torch.float32, bias=True)
     product(5, 33, 192, torch.float32, bias=True, splits=3, partial=True)
     for whole in made:
@@ -283,3 +294,73 @@ def test_a_row_of_eight_bits_does_not_depend_on_its_company() -> None:
     x, (codes, scale) = numbers(20, 96, dtype=torch.float32), narrowed(numbers(70, 96, dtype=torch.float32, seed=1))
     alone = _launch(x[:1].contiguous(), codes, None, 1, False, False, torch.float32, False, scale)
     torch.testing.assert_close(_launch(x, codes, None, 1, False, False, torch.float32, False, scale)[:1], alone)
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "_one_tile", set())
+    monkeypatch.setattr(module, "_CHECKED_COLUMNS", 8)
+    rows_agree.cache_clear()
+    yield
+    rows_agree.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "agrees"),
+    [
+        (lambda rows: 0.0, True),
+        (lambda rows: 1e-6 * (rows > 64), False),
+        (lambda rows: 1e-6 * (rows == 17), False),
+        (lambda rows: 1e-6 * is_recording(), False),
+    ],
+    ids=["all alike", "tall tiles", "one of them", "in graphs"],
+)
+def test_a_tile_that_adds_up_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch, wrong: Any, agrees: bool) -> None:
+    def fake(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+        added: float = wrong(x.shape[0])
+        return (x.double() @ weight.double().T).float() + added
+
+    monkeypatch.setattr(module, "row_linear", fake)
+    assert rows_agree(DEVICE, torch.float32) == agrees
+
+
+def test_then_one_tile_serves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    of = Tile.of
+
+    def note(rows: int, *args: Any, **options: Any) -> Tile:
+        tile = of(rows, *args, **options)
+        taken.append(tile.block_m)
+        return tile
+
+    monkeypatch.setattr(Tile, "of", staticmethod(note))
+    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
+    use_one_tile(DEVICE, torch.float16)
+    ours = _launch(x, weight, None, 1, False, False, torch.float16, False)
+    torch.testing.assert_close(ours, row_linear_twin(x, weight), rtol=2e-3, atol=2e-2)
+    _launch(x.float(), weight.float(), None, 1, False, False, torch.float32, False)
+    assert taken == [16, 128]  # the other kind goes on as it was
+
+
+@pytest.mark.parametrize(
+    ("wrong", "agrees"),
+    [
+        (lambda rows, columns: 0.0, True),
+        (lambda rows, columns: 1e-3 * (rows == 32), False),
+        (lambda rows, columns: 1e-3 * (rows == 32 and columns == 5), False),
+        (lambda rows, columns: 1e-3 * torch.arange(rows)[:, None], False),
+    ],
+    ids=["all alike", "one size", "of one weight", "by where a row stands"],
+)
+def test_a_product_of_another_size_that_adds_up_otherwise_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, agrees: bool
+) -> None:
+    def fake(x: Tensor, weight: Tensor) -> Tensor:
+        added: Any = wrong(x.shape[0], weight.shape[0])
+        product: Tensor = (x.double() @ weight.double().T).float() + added
+        return product
+
+    monkeypatch.setattr("slipstream.kernels.gpu.row_linear.F.linear", fake)
+    weights = [torch.randn(n, 8) for n in (7, 5, 7)]
+    assert sizes_agree(weights, (16, 32, 48)) == agrees

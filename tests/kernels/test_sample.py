@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_cases import Case
 from interpreted import DEVICE as KERNEL_DEVICE
 from slipstream.core.params import SamplingParams
-from slipstream.kernels.jit import jit, tl
+from slipstream.kernels.gpu.jit import jit, tl
 from slipstream.sampling import Features, SampleRows, gumbel, row_keys
 from slipstream.sampling.fused import choose_fused
 from slipstream.sampling.fused_rule import gumbel_noise

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from interpreted import DEVICE, FLOATS
-from slipstream.kernels.soft_rows import Wanted, Wish, _launch_judge, _launch_totals, judge_twin_
+from slipstream.kernels.gpu.soft_rows import Wanted, Wish, _launch_judge, _launch_totals, judge_twin_
 
 ROWS, STEPS = 3, 2
 

@@ -24,7 +24,7 @@ from slipstream.drafters import parse_specs, places, python_file
 from slipstream.drafters.places import naming
 from slipstream.drafters.shipped import with_shipped
 from slipstream.engine.config import EngineConfig, PlannerName, parse_share
-from slipstream.models.names import AUTO, check_device_name, check_dtype_name
+from slipstream.models.headers import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
 
 DEFAULT_DRAFTER = AUTO_DRAFTERS

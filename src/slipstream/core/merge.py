@@ -2,7 +2,7 @@
 
 Equal paths become one: a node that two drafters propose is verified once. The trees are taken in turn, so the nodes of
 the first keep their numbers; where the budget ends, what is left of the later ones is cut, a node never without its
-descendants. `kernels/merge_trees.py` does the same on the device.
+descendants. `kernels/gpu/merge_trees.py` does the same on the device.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
-from slipstream.kernels.pack_rows import RECENT, LaneState
+from slipstream.kernels.gpu.rows import RECENT, LaneState
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.models.batch import PassBatch
 from slipstream.models.taps import Taps, TapView

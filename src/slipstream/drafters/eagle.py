@@ -41,9 +41,8 @@ class EagleDrafter(FeatureDrafter):
     @classmethod
     def check(cls, opening: Opening) -> None:
         from slipstream.models.headers import stored_names
-        from slipstream.models.heads.checkpoint import HeadFiles, TargetShape, read_config
-        from slipstream.models.heads.kinds import check_kind
-        from slipstream.models.heads.layouts import read_eagle
+        from slipstream.models.heads.checkpoint import HeadFiles, TargetShape, check_kind, read_config
+        from slipstream.models.heads.eagle_files import read_eagle
 
         assert opening.path is not None  # `with_shipped` refuses one without
         folder, _, options = opening.path.partition("?")

@@ -21,19 +21,17 @@ from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
 from slipstream.drafters.growing import answer_of, check_sizes, grow_trees, host_round, wants_path
 from slipstream.drafters.head_rows import Stretch, head_batch, read_along
-from slipstream.kernels.grow_tree import Growth, Level, candidates
-from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.last_rows import LastRows, last_rows
-from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.pack_rows import RECENT
+from slipstream.kernels.gpu.grow_tree import Growth, Level, candidates
+from slipstream.kernels.gpu.jit import has_kernels
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.rows import RECENT, LastRows, last_rows
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch, sent
-from slipstream.models.device_pass import DevicePass, layout_of
-from slipstream.models.gpu import WIDE_ROWS
+from slipstream.models.gpu import WIDE_ROWS, DevicePass, layout_of
+from slipstream.models.graphs import Reads
 from slipstream.models.heads.base import Head, HeadStates
-from slipstream.models.reads import Reads
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows

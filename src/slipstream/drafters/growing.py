@@ -2,7 +2,7 @@
 stand behind the path of such a drafter.
 
 What a row is read by differs (a head with a cache, or one without); what is offered, who goes on and what becomes of
-it does not (`kernels/grow_tree.py`).
+it does not (`kernels/gpu/grow_tree.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.core.draft import MAX_NODES, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, Services
 from slipstream.drafters.head_rows import Standing, lane_state
-from slipstream.kernels.grow_tree import Growth, Level, candidates
+from slipstream.kernels.gpu.grow_tree import Growth, Level, candidates
 from slipstream.sampling.rank import Ranked
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.pack_rows import RECENT, LaneState, ring
+from slipstream.kernels.gpu.rows import RECENT, LaneState, ring
 from slipstream.models.batch import PassBatch, sent
 
 

@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Services
 from slipstream.drafters.growing import answer_of, check_sizes, grow_trees, host_round
 from slipstream.drafters.head_rows import slots_before_last
-from slipstream.kernels.grow_tree import Growth, Level, candidates
+from slipstream.kernels.gpu.grow_tree import Growth, Level, candidates
 from slipstream.models.heads.medusa import MedusaHeads
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows

@@ -20,17 +20,17 @@ from slipstream.core.draft import Draft
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, Needs, Opening, Services
 from slipstream.drafters.translated import TranslatedDrafter
-from slipstream.kernels.last_rows import last_rows
-from slipstream.kernels.layout import RowLayout
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.rows import last_rows
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch, sent
+from slipstream.models.graphs import READ_ROWS
 from slipstream.models.headers import stored_names
-from slipstream.models.heads.kinds import check_kind
-from slipstream.models.reads import READ_ROWS
+from slipstream.models.heads.checkpoint import check_kind
+from slipstream.models.load import shares_embeddings
 from slipstream.models.resolve import shown_name
 from slipstream.models.runner import Runner
-from slipstream.models.shared import shares_embeddings
 from slipstream.sampling.choose import choose, processed
 from slipstream.sampling.rows import SampleRows
 

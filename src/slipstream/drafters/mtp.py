@@ -19,7 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRound, Opening, Services
 from slipstream.drafters.features import Chains, FeatureDrafter
 from slipstream.drafters.head_rows import Stretch, head_batch
-from slipstream.kernels.pack_rows import RECENT
+from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch, sent

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.kernels.compiled import is_ours
+from slipstream.kernels.cpu.compiled import is_ours
 from slipstream.models.paths import cache_folder
 
 Numbers = NDArray[np.int32]
@@ -95,7 +95,7 @@ if numba is None:
         array: Numbers = np.ctypeslib.as_array((ctypes.c_int32 * int(size)).from_address(int(address)))
         return array
 else:
-    from slipstream.kernels.cpu_address import anything
+    from slipstream.kernels.cpu.llvm import anything
 
     @inner
     def numbers_at(address: int, size: int) -> Numbers:

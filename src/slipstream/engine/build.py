@@ -31,14 +31,14 @@ from slipstream.engine.memory import plan_memory
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.requests import Loaded
 from slipstream.engine.warming import warm_up
-from slipstream.kernels.jit import has_kernels
+from slipstream.kernels.gpu.jit import has_kernels
+from slipstream.models.describe import SHARES, check_supported, max_positions_of
 from slipstream.models.identity import check_pair, larger_draft
 from slipstream.models.load import load_config, load_tokenizer, naming_model, pick_device, pick_dtype
 from slipstream.models.parity import open_model
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve, shown_name
-from slipstream.models.runner import Runner, max_positions_of
-from slipstream.models.support import SHARES, check_supported
+from slipstream.models.runner import Runner
 
 DrafterChoice = str | Drafter | Sequence[str | Drafter] | None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRound
 from slipstream.engine.odds import Odds, OddsRoom
-from slipstream.kernels.pack_rows import RECENT, LaneState
+from slipstream.kernels.gpu.rows import RECENT, LaneState
 from slipstream.models.graphs import captured
 from slipstream.sampling.table import Features, is_stale
 

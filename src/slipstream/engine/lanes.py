@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.state import Answer
-from slipstream.kernels.pack_rows import RECENT, LaneState, ring
+from slipstream.kernels.gpu.rows import RECENT, LaneState, ring
 from slipstream.models.batch import sent
 
 

@@ -27,7 +27,7 @@ from slipstream.engine.requests import Prompt, check_text
 from slipstream.engine.state import Job
 from slipstream.engine.streams import Listeners, OutputStream
 from slipstream.models.default import add_remedy
-from slipstream.models.names import check_device_name, check_dtype_name
+from slipstream.models.headers import check_device_name, check_dtype_name
 from slipstream.plan.adaptive import AdaptivePlanner
 from slipstream.plan.measured import MeasuredCosts
 

@@ -15,8 +15,8 @@ from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.config import EngineConfig, too_few_bytes
 from slipstream.engine.odds import odds_bytes
 from slipstream.engine.requests import MemoryPlan
-from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.paged import kept_bytes
+from slipstream.kernels.gpu.jit import has_kernels
+from slipstream.kernels.gpu.paged import kept_bytes
 from slipstream.kv.cache import KVCache
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps

@@ -38,7 +38,7 @@ from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.telling import TellingEngine
 from slipstream.engine.tickets import CaughtUp, Guessed, Heard, Member, Ticket
 from slipstream.engine.turns import observe_round
-from slipstream.kernels.pack_rows import RECENT
+from slipstream.kernels.gpu.rows import RECENT
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.models.graphs import recorded

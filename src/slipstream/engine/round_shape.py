@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.kernels.paged import SPLIT_KEYS
+from slipstream.kernels.gpu.paged import SPLIT_KEYS
 from slipstream.plan.cost import SIZES
 from slipstream.sampling.table import Features
 

@@ -23,11 +23,10 @@ from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.draft_loops import DraftLoop, DraftLoops, Drafts, LoopShape
 from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.stand_ins import StandIns
-from slipstream.kernels.accept import PathMoves, Told, accept
-from slipstream.kernels.compact import compact
-from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.merge_trees import Union, merge_guesses, prepare_merges
-from slipstream.kernels.pack_rows import RECENT, LaneState, PassRows, pack_rows
+from slipstream.kernels.gpu.accept import PathMoves, Told, accept, compact
+from slipstream.kernels.gpu.jit import has_kernels
+from slipstream.kernels.gpu.merge_trees import Union, merge_guesses, prepare_merges
+from slipstream.kernels.gpu.rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache
 from slipstream.models.graphs import captured, count_compiling
 from slipstream.models.paths import Progress

@@ -23,7 +23,7 @@ from slipstream.core.outputs import (
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRequest
 from slipstream.engine.text import TextStream
-from slipstream.kernels.pack_rows import RECENT
+from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.pages import PageTable
 from slipstream.plan.decisions import Decision
 from slipstream.sampling.table import Features

@@ -20,11 +20,10 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.engine.posing import most_context, posed, usual_shape
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape, crowds
-from slipstream.kernels.jit import room_for
+from slipstream.kernels.gpu.jit import room_for
 from slipstream.models.gpu import WIDE_SIZES
+from slipstream.models.graphs import READ_ROWS, WIDE_READ_ROWS
 from slipstream.models.paths import Progress
-from slipstream.models.reads import READ_ROWS
-from slipstream.models.wide_reads import MOST_ROWS
 from slipstream.plan.cost import PassCost
 from slipstream.sampling.table import Features
 
@@ -94,7 +93,7 @@ def warm_up(engine: QueuedEngine, progress: Progress | None = None) -> None:
 
 def _warming(engine: QueuedEngine) -> Generator[None]:
     """Step by step: it may be left at each."""
-    context = min(most_context(engine, 1), MOST_ROWS)
+    context = min(most_context(engine, 1), WIDE_READ_ROWS)
     wide = WIDE_SIZES if engine.target.shares_wide else ()
     passes = [(rows, False) for rows in READ_ROWS]
     passes += [(rows, True) for rows in wide for _ in range(2)]  # what comes for the second time is recorded

@@ -1,1 +1,1 @@
-"""The few computations that decide the speed of a pass, each with a plain torch form that is always right."""
+"""The computations that decide the speed of a pass, each with a plain torch form that defines its result."""

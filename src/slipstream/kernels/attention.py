@@ -1,7 +1,7 @@
 """Attention over a paged cache: a row sees its request's committed prefix and its ancestors.
 
-This is the torch form: the one that runs on the CPU, and the oracle for any faster one. Work that is the same for all
-layers of a pass (which keys, which mask) is done once, in `Span`.
+This is the torch form: it runs on the CPU, and every faster form is tested against it. Work that all layers of a pass
+share (keys and masks) is done once, in `Span`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MANY_ROWS = 64
-"""Above this many rows the blocked kernel of torch wins; below it three small products do (measured on CPUs)."""
+"""With more rows torch's blocked kernel is faster; with fewer, three small products are (measured on CPUs)."""
 
 
 @dataclass(slots=True)
 class Span:
-    """The rows that one request brings to a pass, and where their keys lie in the cache."""
+    """The rows of one request in a pass, and the cache slots of their keys."""
 
     start: int
     end: int
-    keys: slice | Tensor  # cache slots of the prefix, then of the rows themselves; a slice where they are neighbours
+    keys: slice | Tensor  # cache slots of the prefix, then of the rows themselves; a slice if they are contiguous
     prefix: int
     positions: Tensor  # [M] int64
-    visible: Tensor | None  # [M, G] bool: which of the request's own rows a row sees; None: causal order
-    places: Tensor | None = None  # [G] positions of those own rows, where they are not the pass's M rows
+    visible: Tensor | None  # [M, G] bool: the request's own rows that a row sees; None: causal order
+    places: Tensor | None = None  # [G] positions of those own rows, if they are not the pass's M rows
     _bias: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @property
@@ -35,7 +35,7 @@ class Span:
         return self.end - self.start
 
     def bias(self, window: int | None) -> Tensor | None:
-        """[M, L] float32, 0 where a row may look and -inf where not; None where every row sees every key."""
+        """[M, L] float32, 0 where a row may look and -inf elsewhere; None if every row sees every key."""
         if window not in self._bias:
             self._bias[window] = self._make_bias(window)
         return self._bias[window]
@@ -69,7 +69,7 @@ def paged_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,  # [H]: a logit that takes probability and gives nothing
+    sinks: Tensor | None = None,  # [H]: a logit that takes probability and adds no value
 ) -> Tensor:  # [N, H, D_v]
     """One layer's attention for all rows of a pass. Does not modify the cache."""
     parts = []
@@ -89,7 +89,7 @@ def _attend(
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    # the heads of a group are further rows of the same product: [H_kv, group * M, D] x [H_kv, D, L]
+    # the heads of a group become further rows of one product: [H_kv, group * M, D] x [H_kv, D, L]
     grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
     scores = torch.bmm(grouped, k.permute(1, 2, 0))
     scores = scores.mul_(scaling) if scores.dtype == torch.float32 else scores.float().mul_(scaling)
@@ -121,3 +121,25 @@ def _attend_many(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: 
         scale=scaling,
     )  # [H_kv, group, M, D_v]
     return out.permute(2, 0, 1, 3).reshape(rows, heads, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """cos and sin of a pass, laid out so that rotating a head is one roll and two products."""
+
+    given: Tensor  # the cos that this was made from
+    cos: Tensor  # [N, 1, R]
+    sin: Tensor  # [N, 1, R], the first half negative: x * cos + roll(x) * sin is the rotation
+
+    @staticmethod
+    def of(cos: Tensor, sin: Tensor) -> Rotary:
+        """From a model's cos and sin [1, N, R], whose halves are equal."""
+        low, high = sin[0, :, None].chunk(2, dim=-1)
+        return Rotary(cos, cos[0, :, None], torch.cat((-low, high), dim=-1))
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """Rotate [N, H, D]; the part of a head beyond R stays as it is."""
+        size = self.cos.shape[-1]
+        if size < heads.shape[-1]:
+            return torch.cat((self.turn(heads[..., :size]), heads[..., size:]), dim=-1)
+        return torch.addcmul(heads * self.cos, heads.roll(size // 2, -1), self.sin)

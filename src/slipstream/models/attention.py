@@ -1,10 +1,10 @@
-"""Our attention inside transformers' architectures: registered by name, told of the pass by a context variable.
+"""Our attention inside transformers' architectures: registered by name, with the pass in a context variable.
 
-transformers owns the architectures; a layer calls this function with its query, key and value, and whatever makes
-its attention special (scaling, window, soft cap, sinks). An argument that we do not know raises: computing something
-else than the model would be worse than refusing it. Windows are read from the mask that transformers would have made,
-because not every layer that has one says so in its arguments (Qwen2-MoE). And the pass itself is no argument, because
-not every layer hands on the arguments that it does not know (StableLM).
+transformers owns the architectures. A layer calls `attention` with its query, key and value, and what makes its
+attention special (scaling, window, soft cap, sinks); unknown arguments raise, because ignoring one would compute
+another model. Windows are read from the mask that transformers would have made, because not every layer with a window
+says so in its arguments (Qwen2-MoE). The pass is no argument, because not every layer passes unknown arguments on
+(StableLM).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -21,17 +22,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.core.errors import UnsupportedModel
-from slipstream.kernels.attention import Span, paged_attention, visible_rows
-from slipstream.kernels.rotary import Rotary
+from slipstream.kernels.attention import Rotary, Span, paged_attention, visible_rows
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import PassBatch
 from slipstream.models.taps import Taps
-from slipstream.models.traits import AttentionTraits, MaskRule
 
 NAME = "slipstream"
 
 _HARMLESS = frozenset(
-    # say nothing about the result: what a layer passes on for others, or what the pass itself decides
+    # no effect on the result: passed on by layers for others, or decided by the pass
     (
         "position_ids",
         "position_embeddings",
@@ -43,12 +42,64 @@ _HARMLESS = frozenset(
     )
 )
 _PART = 256
-"""Rows of a prompt whose attention is computed together."""
+"""Rows of a prompt in one span of attention."""
 _running: ContextVar[PassContext] = ContextVar("slipstream_pass")
+
+_NEAR = 1_000_000
+"""The most keys for which a mask's rule is checked one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTraits:
+    """The parameters of a layer's attention, the same in every pass."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """Stands in for transformers' mask: holds the rule by which the mask would be made."""
+
+    window: int | None
+    may_look: Callable[[Any, Any, Any, Any], Any]  # batch, head, query position, key position -> bool
+
+    def check(self, name: str) -> None:
+        """Raise `UnsupportedModel` unless the rule is causal order within the window, also far beyond the window."""
+        far = 3 * (self.window or 8192)
+        zero = torch.zeros((), dtype=torch.int64)
+        for at in (0, far // 2, far):
+            query = torch.tensor(at)
+            key = torch.arange(far + 2) if far < _NEAR else self._ends(at, far)  # [L]
+            wanted = key <= query if self.window is None else (key <= query) & (key > query - self.window)
+            try:
+                same = torch.equal(torch.as_tensor(self.may_look(zero, zero, query, key)).expand(key.shape), wanted)
+            except (IndexError, RuntimeError, TypeError):  # the rule reads something about the tokens
+                same = False
+            if not same:
+                raise UnsupportedModel(
+                    f"{name} masks its attention in a way that Slipstream does not know: neither causal order nor a "
+                    "sliding window. Run it with transformers instead"
+                )
+
+    def _ends(self, *places: int) -> Tensor:
+        """Keys around these places and around the starts of their windows: all keys of a long window take gigabytes."""
+        ends = [0, *places, *(place - (self.window or 0) for place in places)]
+        return torch.cat([torch.arange(max(0, end - _NEAR // 8), max(0, end) + 2) for end in ends])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A model that computes with its mask (Bloom) does not use our attention alone."""
+        raise UnsupportedModel("it uses its attention mask outside of transformers' attention interface")
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__torch_function__(name, ())
 
 
 class PassContext:
-    """One pass on its way through the layers: where keys lie, who sees whom. Writes K and V, commits nothing."""
+    """A pass under way: where keys lie and which rows see which. Writes K and V, commits nothing."""
 
     taps: Taps = Taps()  # the hidden states that are kept in the cache's features
     _rotary: Rotary | None = None  # the same for all layers of a pass
@@ -59,16 +110,16 @@ class PassContext:
 
     @property
     def slots(self) -> Tensor:
-        """Where the rows go in the cache."""  # [N]
+        """Cache slots of the rows."""  # [N]
         return self.batch.slots
 
     def keep(self, depth: int, hidden: Tensor) -> None:
-        """The residual stream [N, D] after so many layers: goes to the cache where somebody wants it."""
+        """Keep the residual stream [N, D] after `depth` layers in the cache's features, if the taps include it."""
         if depth in self.taps.layers:
             self._keep(self.taps.layers.index(depth), hidden)
 
     def keep_normed(self, hidden: Tensor) -> None:
-        """The same behind the last norm."""
+        """Keep the hidden states [N, D] after the last norm, if the taps include them."""
         if self.taps.normed:
             self._keep(len(self.taps.layers), hidden)
 
@@ -80,7 +131,7 @@ class PassContext:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """Made when first asked for: a compiled pass finds its keys itself."""
+        """Made on first use: a compiled pass finds its keys itself."""
         return _spans(self.batch, self.cache.page_size)
 
     def attend(
@@ -95,18 +146,18 @@ class PassContext:
         return _attend(query, self.cache.keys(layer), self.cache.values(layer), self.spans, traits)
 
     def rotate(self, heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotary embedding of [N, H, D] by the model's cos and sin [1, N, R]; R < D leaves the rest of a head alone."""
+        """Rotary embedding of [N, H, D] by the model's cos and sin [1, N, R]; a head's part beyond R stays as it is."""
         cos, sin = position_embeddings
         if self._rotary is None or self._rotary.given is not cos:
             self._rotary = Rotary.of(cos, sin)
         return self._rotary.turn(heads)
 
     def saw_mask(self, rule: MaskRule, name: str) -> None:
-        """Called with each layer's mask rule; rules do not change from pass to pass, so only a probe looks at them."""
+        """Called with each layer's mask rule. Rules are the same in all passes, so only a probe checks them."""
 
 
 class ProbeContext(PassContext):
-    """A pass without a cache over one causal sequence, to learn what each layer keeps and asks for."""
+    """A pass over one causal sequence without a cache, which records each layer's shapes and attention traits."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         positions = torch.arange(rows, device=device)
@@ -140,7 +191,7 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer of transformers calls; the result is [1, N, H, D_v]."""
+    """The attention function that transformers' layers call; returns [1, N, H, D_v]."""
     name = type(module).__name__
     unknown = sorted(key for key, given in others.items() if given is not None and key not in _HARMLESS)
     if unknown or dropout or isinstance(attention_mask, Tensor):
@@ -149,7 +200,7 @@ def attention(
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal: Slipstream runs causal language models only")
     current, window = running_pass(), sliding_window
-    if attention_mask is not None:  # the mask has the last word, as in transformers' own attention
+    if attention_mask is not None:  # it overrides the argument, as in transformers' own attention
         current.saw_mask(attention_mask, name)
         window = attention_mask.window
     out = current.attend(
@@ -164,7 +215,7 @@ def attention(
 
 @contextmanager
 def running(context: PassContext) -> Iterator[None]:
-    """Inside, the layers of a model work on this pass."""
+    """Run the layers of a model for this pass inside the `with` block."""
     token = _running.set(context)
     try:
         yield
@@ -173,7 +224,7 @@ def running(context: PassContext) -> Iterator[None]:
 
 
 def running_pass() -> PassContext:
-    """The pass that the calling layer works on."""
+    """The pass of the calling layer."""
     try:
         return _running.get()
     except LookupError:
@@ -181,7 +232,7 @@ def running_pass() -> PassContext:
 
 
 def register() -> None:
-    """Make the name known to transformers, with rules in place of masks."""
+    """Register the attention with transformers, with rules in place of masks."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _mask_rule)
 
@@ -204,9 +255,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], 
 
 
 def _spans(batch: PassBatch, page_size: int) -> list[Span]:
-    """The requests of a pass; a long prompt in parts, each with those before it as its prefix.
+    """The spans of a pass; a long prompt in parts, each with those before it as its prefix.
 
-    Rows of a part look at no key behind it, where one span would compute all of them and mask half.
+    The rows of a part see no keys behind it; one span for all rows would compute those and mask half of the scores.
     """
     spans = []
     for i, prefix in enumerate(batch.prefix_lengths):

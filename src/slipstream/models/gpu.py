@@ -1,7 +1,7 @@
 """The fused trunk on a GPU: eight row-independent kernels a layer, which a CUDA graph can capture.
 
-Between two products stands one kernel: the runs of a split product are summed, the residual added and normed in it. The
-residual itself is only ever touched there, so a layer hands its last product on unsummed, and the next layer adds it.
+One kernel stands between two products: it sums the runs of a split product, adds the residual and norms it. Nothing
+else touches the residual, so a layer returns its last product unsummed, and the next layer adds it.
 """
 
 from __future__ import annotations
@@ -10,37 +10,124 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from slipstream.kernels.add_norm import add_norm
-from slipstream.kernels.linear import PackedLinear
-from slipstream.kernels.narrow import widened
-from slipstream.kernels.rotary_write import rotary_write
-from slipstream.kernels.row_linear import row_linear, splits_of
-from slipstream.kernels.silu_mul import silu_mul
-from slipstream.kernels.trust import sizes_agree
-from slipstream.models.attention import running_pass
-from slipstream.models.device_pass import DevicePass
-from slipstream.models.fuse import FusedLayer, FusedTrunk
-from slipstream.models.traits import AttentionTraits
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.norms import add_norm
+from slipstream.kernels.gpu.paged import attend, prepare
+from slipstream.kernels.gpu.paged_wide import attend_wide, prepare_wide
+from slipstream.kernels.gpu.rotary_write import rotary_write
+from slipstream.kernels.gpu.row_linear import row_linear, silu_mul, sizes_agree, splits_of
+from slipstream.kernels.linear import PackedLinear, widened
+from slipstream.kv.cache import KVCache
+from slipstream.models.attention import AttentionTraits, PassContext, running_pass
+from slipstream.models.batch import PassBatch, sent
+from slipstream.models.fused import FusedLayer, FusedTrunk
 
 WIDE_ROWS = 256
-"""A prompt with more rows than these computes more than it reads, and is worth other products, in a pass of its own.
-Fewer are launched faster than they could be computed otherwise, as a captured pass."""
+"""Prompts with more rows are bound by arithmetic: they have passes of their own with other products. Prompts with fewer
+rows are faster as captured passes."""
 
 SHARED_ROWS = 512
-"""Rows of shorter prompts that share a pass: passes up to this size are captured at start (`models/reads.py`)."""
+"""Rows of shorter prompts in a shared pass: passes up to this size are captured at start (`graphs.py`)."""
 
 WIDE_SIZES = range(384, 2048 + 1, 128)
-"""Rows of passes that wide prompts may share: they are filled up to the next of these. In smaller ones cuBLAS adds up
-otherwise."""
+"""Sizes of passes that wide prompts may share: passes are padded to the next size. In smaller ones cuBLAS sums in
+another order."""
+
+
+class DevicePass(PassContext):
+    """A pass whose layout lies on the device, where attention reads it."""
+
+    def __init__(self, layout: RowLayout, cache: KVCache, *, wide: bool = False) -> None:
+        """wide: for many rows of prompts, by products and tiles that are faster and not row-independent."""
+        self.layout = layout
+        self.cache = cache
+        self.wide = wide and layout.ancestors is None
+
+    @property
+    def slots(self) -> Tensor:
+        return self.layout.slots
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
+        self.cache.write(layer, self.layout.slots, key, value)
+        return self.attend_written(layer, query.contiguous(), traits)
+
+    def attend_written(self, layer: int, query: Tensor, traits: AttentionTraits, *, overlap: bool = False) -> Tensor:
+        """Attention of rows whose K and V are already in the cache."""
+        where = (query, self.cache.keys(layer), self.cache.values(layer), self.layout)
+        how: dict[str, Any] = {
+            "scaling": traits.scaling,
+            "window": traits.window,
+            "softcap": traits.softcap,
+            "sinks": traits.sinks,
+        }
+        if self.wide:
+            return attend_wide(*where, **how)
+        return attend(*where, **how, overlap=overlap)
+
+    def prepare(self, heads: int) -> None:
+        """Make the tables that the attention of all layers reads."""
+        (prepare_wide if self.wide else prepare)(self.layout, heads, self.cache.keys(0))
+
+
+def layout_of(batch: PassBatch, page_size: int) -> RowLayout:
+    """The layout of a pass that was packed on the host."""
+    device, requests = batch.slots.device, batch.num_requests
+    starts, prefixes = np.array(batch.row_starts), np.array(batch.prefix_lengths)
+    counts = np.diff(starts)
+    table = np.zeros((requests, max(map(len, batch.pages))), dtype=np.int32)  # [B, P]
+    for line, pages in zip(table, batch.pages, strict=True):
+        line[: len(pages)] = pages
+    narrow = sent(np.concatenate((starts, table.ravel()), dtype=np.int32), device)
+    # a row's place among its request's keys is its position, unless the parity check moves a prompt within the context;
+    # in a chain it follows from the row, in a tree from the depth, which the device knows
+    rows = batch.slots.shape[0]
+    padding = np.arange(starts[-1], rows)  # padding
+    first_rows = np.concatenate((np.repeat(starts[:-1], counts), padding))
+    before = np.concatenate((np.repeat(prefixes, counts), 0 * padding))
+    is_tree = batch.masks is not None
+    known = before if is_tree else before + np.arange(rows) - first_rows
+    wide = sent(np.concatenate((known, first_rows, prefixes), dtype=np.int64), device)
+    places, firsts, lengths = wide.split((rows, rows, requests))
+    if is_tree:
+        places = places + batch.positions - batch.positions[firsts]
+    return RowLayout(
+        positions=places,
+        slots=batch.slots,
+        starts=narrow[: requests + 1],
+        lanes=torch.arange(requests, device=device),
+        lengths=lengths,
+        pages=narrow[requests + 1 :].view(table.shape),
+        ancestors=_ancestors(batch) if is_tree else None,
+        page_size=page_size,
+        max_keys=int((prefixes + counts).max()),
+    )
+
+
+def _ancestors(batch: PassBatch) -> Tensor:  # [N, depth] int32
+    """The ancestors of each row, from mask words; in a chain, all rows before it."""
+    assert batch.masks is not None
+    words = batch.masks.cpu().numpy()
+    starts, counts = np.array(batch.row_starts[:-1]), np.diff(batch.row_starts)
+    first = np.repeat(starts, counts)  # [N]
+    own = np.arange(batch.num_rows) - first  # [N]: a row's place among its request's rows
+    of_tree = np.repeat(batch.is_tree, counts)[:, None]
+    column = np.arange(counts.max())
+    above = column <= own[:, None]  # [N, M]
+    above[:, :64] &= ~of_tree | ((words[:, None] >> column[:64]) & 1 == 1)
+    deepest = above.sum(1).max()
+    order = np.argsort(~above, axis=1, kind="stable")[:, :deepest]  # ancestors first, in order
+    rows = np.where(np.take_along_axis(above, order, 1), first[:, None] + order, -1)
+    return sent(rows.astype(np.int32), batch.slots.device)
 
 
 class RowLinear(nn.Module):
-    """`nn.Linear` by row-independent products; the logits come out in fp32."""
+    """`nn.Linear` by row-independent products; `out_dtype` of the LM head is fp32."""
 
     def __init__(self, linear: nn.Linear, out_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -56,7 +143,7 @@ class RowLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """A fused layer as its kernels want it."""
+    """The weights of a fused layer in the form that the kernels take."""
 
     index: int
     traits: AttentionTraits
@@ -110,7 +197,7 @@ class GpuLayer:
 
     def run_normed(
         self,
-        normed: Tensor,  # [N, D], or more where a head's layer reads more
+        normed: Tensor,  # [N, D]; wider for the first layer of a draft head
         x: Tensor,
         current: DevicePass,
         positions: Tensor,
@@ -118,7 +205,7 @@ class GpuLayer:
         sin: Tensor,
         overlap: bool,
     ) -> Tensor:  # [splits, N, D] fp32, still to be added to x
-        """The layer behind its first norm."""
+        """The layer after its first norm."""
         layout, cache = current.layout, current.cache
         query = rotary_write(
             self.qkv.runs(normed, overlap),
@@ -142,19 +229,19 @@ class GpuLayer:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight as the kernels want it, and in how many runs its product is computed."""
+    """A weight in the form that the kernels take, and the number of runs of its product."""
 
     weight: Tensor
     bias: Tensor | None
     splits: int
-    scale: Tensor | None = None  # of the rows of a weight in 8 bits
+    scale: Tensor | None = None  # of the rows of an 8-bit weight
 
     @staticmethod
     def of(linear: PackedLinear) -> Product:
         return Product(linear.weight, linear.bias, splits_of(*linear.weight.shape), linear.scale)
 
     def runs(self, x: Tensor, overlap: bool) -> Tensor:  # [splits, N, out]
-        """The product, still to be summed over its runs. A prompt's is cuBLAS', which computes faster than we."""
+        """The product, not yet summed over its runs. For prompts by cuBLAS, which is faster for many rows."""
         if not overlap and x.dtype != torch.float32:
             return self._wide(x)[None]
         return row_linear(
@@ -171,7 +258,7 @@ class Product:
 
 
 class GpuTrunk(nn.Module):
-    """Takes the place of a `FusedTrunk` on a GPU."""
+    """Replaces a `FusedTrunk` on a GPU."""
 
     def __init__(self, trunk: FusedTrunk, max_positions: int) -> None:
         super().__init__()
@@ -186,7 +273,7 @@ class GpuTrunk(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:  # both [1, N]
         current = cast(DevicePass, running_pass())
-        overlap = not current.wide  # a prompt's kernels are long: there is little to hide
+        overlap = not current.wide  # a prompt's kernels are long, so overlapping launches gains little
         current.prepare(self._heads)
         x = self.embed_tokens(input_ids[0])
         delta: Tensor | None = None
@@ -206,19 +293,6 @@ class GpuTrunk(nn.Module):
 
     @property
     def shares_wide(self) -> bool:
-        """May prompts share wide passes? Tried out on this chip, for all sizes that such passes have."""
+        """Whether prompts may share wide passes: tested on this chip for all sizes of such passes."""
         weights = [product.weight for layer in self._layers for product in layer.products]
         return weights[0].dtype == torch.float32 or sizes_agree(weights, WIDE_SIZES)
-
-
-def install(model: nn.Module, max_positions: int) -> int:
-    """Put the GPU's trunk and row-independent products in place; returns how many trunks were swapped."""
-    swapped = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, FusedTrunk):
-                setattr(parent, name, GpuTrunk(child, max_positions))
-                swapped += 1
-            elif type(child) is nn.Linear and name == "lm_head":
-                setattr(parent, name, RowLinear(child, torch.float32))
-    return swapped

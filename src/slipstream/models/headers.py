@@ -1,6 +1,6 @@
-"""What a model folder holds, learnt from file names and safetensors headers alone: quick, and without torch.
+"""What is known of a model without torch: its files and safetensors headers, and names of precisions and devices.
 
-Also the place that notices a damaged file before anything maps it into memory.
+Fast to import, so that a wrong name is refused before torch is imported, and a damaged file before it is mapped.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.errors import ModelError
+from slipstream.core.errors import ConfigError, ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 HEAD_SAFETENSORS = ("medusa_lm_head.safetensors",)
 HEAD_PICKLES = ("medusa_lm_head.pt",)
-"""Names that the weights of a head may have, beside those of a model's."""
+"""File names of a head's weights, beside those of a model's."""
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_MAX_HEADER = 100_000_000  # the format's own limit
+_MAX_HEADER = 100_000_000  # the format's limit
+
+AUTO = "auto"
+DTYPE_NAMES = ("float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsSummary:
-    """The weights of a model as stored. `parameters` is None where they are packed and cannot be counted."""
+    """The weights of a model as stored. `parameters` is None if they are packed and cannot be counted."""
 
     parameters: int | None
     bytes: int
@@ -36,7 +39,7 @@ class WeightsSummary:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`, as its index names them; empty where there are none."""
+    """The safetensors files of the model in `folder`, as its index names them; empty if there are none."""
     index = folder / INDEX
     if index.is_file():
         parts = _read_json(index).get("weight_map")
@@ -55,7 +58,7 @@ def has_pickles(folder: Path) -> bool:
 
 
 def has_head(folder: Path) -> bool:
-    """Does `folder` hold the weights of a head under a name of their own?"""
+    """Whether `folder` has weights under a file name of a head."""
     return any((folder / name).is_file() for name in (*HEAD_SAFETENSORS, *HEAD_PICKLES))
 
 
@@ -81,7 +84,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def stored_names(folder: Path) -> set[str]:
-    """The names of all tensors in `folder`'s safetensors; none where it has other files."""
+    """The names of all tensors in `folder`'s safetensors; empty if it has other files."""
     return {name for file in (weight_files(folder) or _head_files(folder)) for name in read_header(file)}
 
 
@@ -90,7 +93,7 @@ def _head_files(folder: Path) -> list[Path]:
 
 
 def summarize(folder: Path) -> WeightsSummary:
-    """Sizes and types of the weights in `folder`."""
+    """The sizes and dtype of the weights in `folder`."""
     count = total = 0
     by_dtype: Counter[str] = Counter()
     for file in weight_files(folder):
@@ -104,7 +107,7 @@ def summarize(folder: Path) -> WeightsSummary:
 
 
 def weights_bytes(folder: Path) -> int:
-    """How many bytes of weights `folder` holds, as stored; pickled files count whole."""
+    """The bytes of weights in `folder` as stored; pickled files count whole."""
     files = weight_files(folder)
     return summarize(folder).bytes if files else sum(f.stat().st_size for f in folder.glob("pytorch_model*.bin"))
 
@@ -118,3 +121,15 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _damaged(file: Path, why: str) -> str:
     return f"{file}: damaged or cut short ({why}); fetch the file again"
+
+
+def check_dtype_name(name: str) -> None:
+    if name != AUTO and name not in DTYPE_NAMES:
+        raise ConfigError(f"dtype={name!r}: must be auto or one of {', '.join(DTYPE_NAMES)}")
+
+
+def check_device_name(name: str) -> None:
+    kind, colon, index = name.partition(":") if isinstance(name, str) else ("", "", "")
+    numbered = kind == "cuda" and (index.isdecimal() if colon else True)
+    if name not in (AUTO, "cpu") and not numbered:
+        raise ConfigError(f"device={name!r}: must be auto, cpu, cuda or cuda:N")

@@ -1,11 +1,15 @@
-"""A model folder, read: configuration, tokenizer, weights. transformers does it; we make its failures speak.
+"""Loads configuration, tokenizer and weights of a model folder by transformers, and makes its failures clear errors.
 
-transformers fills tensors that a checkpoint lacks with random numbers and says so in a log. Here that is an error.
+transformers fills tensors that a checkpoint lacks with random numbers and reports that in a log; here it is an error.
+Draft models may be stored without embedding and LM head, which are most of a small draft: the target's modules take
+their place as they are, whatever they have become there (codes, packed or row-independent products).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
@@ -14,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.core.errors import (
@@ -24,20 +29,20 @@ from slipstream.core.errors import (
     UnsupportedModel,
     device_failed,
 )
-from slipstream.models.headers import DTYPES, has_pickles, read_header, weight_files, weights_bytes
-from slipstream.models.names import check_device_name, check_dtype_name
+from slipstream.models.describe import SHARES
+from slipstream.models.headers import (
+    DTYPES,
+    check_device_name,
+    check_dtype_name,
+    has_pickles,
+    read_header,
+    weight_files,
+    weights_bytes,
+)
 
-__all__ = [
-    "load_config",
-    "load_tokenizer",
-    "load_weights",
-    "named_dtype",
-    "naming_model",
-    "pick_device",
-    "pick_dtype",
-    "quiet_transformers",
-    "weights_bytes",
-]
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LENT = (EMBEDDING, LM_HEAD)
+"""Tensors that a draft may be stored without."""
 
 _DTYPES = {
     "float32": torch.float32,
@@ -50,7 +55,7 @@ _DTYPES = {
 
 
 _MACHINE = re.compile(r"can't allocate memory|not enough memory|NVIDIA driver|CUDA driver|Triton Error")
-"""In a `RuntimeError` of torch: it is the machine's."""
+"""Messages of torch's `RuntimeError` for failures of the machine."""
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -58,9 +63,9 @@ _Made = TypeVar("_Made")
 
 @contextlib.contextmanager
 def naming_model(path: Path) -> Iterator[None]:
-    """Inside, whatever a model's files make transformers or us stumble over becomes a `ModelError` that names them.
+    """Turn failures inside that are due to a model's files into a `ModelError` that names `path`.
 
-    What the machine fails at stays as it is: other files would not help.
+    Failures of the machine pass unchanged: other files would not help.
     """
     try:
         yield
@@ -81,7 +86,7 @@ def naming_model(path: Path) -> Iterator[None]:
 
 
 def _of_the_machine(error: Exception) -> bool:
-    """A missing package, too little memory, a failing driver, GPU or kernel compiler."""
+    """Whether the cause is a missing package, too little memory, a driver, the GPU or the kernel compiler."""
     if isinstance(error, ImportError | MemoryError) or device_failed(error):
         return True
     if type(error).__module__.partition(".")[0] == "triton":
@@ -92,7 +97,7 @@ def _of_the_machine(error: Exception) -> bool:
 def names_model(
     function: Callable[Concatenate[Path, _Given], _Made],
 ) -> Callable[Concatenate[Path, _Given], _Made]:
-    """A function of a model's folder whose every failure is told with the folder's name."""
+    """Decorates a function of a model's folder with `naming_model`."""
 
     @wraps(function)
     def call(path: Path, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
@@ -139,7 +144,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             ) from error
     if not tokenizer.is_fast:
         raise ModelError(f"{path}: only a slow tokenizer ({type(tokenizer).__name__}); tokenizer.json is missing")
-    # cutting and padding are nobody's wish here, and changing them between calls is not safe beside another thread
+    # no request truncates or pads, and changing either between calls is not safe with several threads
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return cast(PreTrainedTokenizerBase, tokenizer)
@@ -155,18 +160,18 @@ def load_weights(
     config: PreTrainedConfig | None = None,
     lent: Collection[str] = (),
 ) -> PreTrainedModel:
-    """The model in `path` on `device`, ready to run and not to train, with transformers' attention called `attention`.
+    """The model in `path` on `device`, ready for inference. attention: the name of transformers' attention function.
 
-    Every tensor comes from the checkpoint: missing, left-over or misshapen ones raise `ModelError`. config: another
-    one than it is stored with. lent: tensors that it need not have, because another model's take their place.
+    Every tensor comes from the checkpoint: missing, left-over or misshapen ones raise `ModelError`. config: overrides
+    the stored one. lent: tensors that may be missing, because another model's take their place.
     """
     files = weight_files(path)
-    stored = {name: header for file in files for name, header in read_header(file).items()}  # notices damage
+    stored = {name: header for file in files for name, header in read_header(file).items()}
     if not files and not has_pickles(path):
         raise ModelError(f"{path}: no weights; model.safetensors (or its index and parts) is missing")
     if files:
         _check_outline(path, config or load_config(path, trust_remote_code), stored, trust_remote_code)
-    auto: Any = transformers.AutoModelForCausalLM  # its types do not know `output_loading_info`
+    auto: Any = transformers.AutoModelForCausalLM  # untyped: its types lack `output_loading_info`
     placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     with quiet_transformers():
         try:
@@ -176,7 +181,7 @@ def load_weights(
                 attn_implementation=attention,
                 use_safetensors=bool(files),
                 weights_only=True,  # a pickle must not run code
-                ignore_mismatched_sizes=True,  # so that we can name them all
+                ignore_mismatched_sizes=True,  # so that the error can name them all
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
@@ -213,7 +218,7 @@ def named_dtype(name: str) -> torch.dtype:
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device called `name`; `auto` is the first GPU, or the CPU where there is none."""
+    """The torch device called `name`; `auto` is the first GPU, or the CPU without one."""
     _, _, index = name.partition(":")
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -229,7 +234,7 @@ def pick_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings from transformers inside; as they were afterwards."""
+    """Switch off transformers' progress bars and warnings inside, and restore them afterwards."""
     logging: Any = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -243,7 +248,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _check_outline(path: Path, config: PreTrainedConfig, stored: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuse what does not fit before memory is taken: a number of config.json may ask for any amount."""
+    """Refuse a mismatch before memory is taken: a number in config.json may ask for any amount."""
     layers, experts = len(stored), max((dim for header in stored.values() for dim in header["shape"]), default=0)
     numbers = {key: value for key, value in vars(config).items() if isinstance(value, int)}
     for key, value in numbers.items():
@@ -289,7 +294,7 @@ def _check_complete(path: Path, config: PreTrainedConfig, info: dict[str, Any]) 
 
 
 def _is_draft_head(name: str, config: PreTrainedConfig) -> bool:
-    """Multi-token-prediction heads ride along in many checkpoints; the model itself does not use them."""
+    """Many checkpoints contain multi-token-prediction heads, which the model itself does not use."""
     parts = name.split(".")
     if any(part.startswith("mtp") for part in parts):
         return True
@@ -300,3 +305,44 @@ def _is_draft_head(name: str, config: PreTrainedConfig) -> bool:
 
 def _has_heads(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "num_nextn_predict_layers", 0) or getattr(config, "mtp_num_hidden_layers", 0))
+
+
+def shares_embeddings(folder: Path) -> bool:
+    """Whether `folder` holds a draft without embeddings of its own. False if its configuration cannot be read."""
+    try:
+        return bool(json.loads((folder / "config.json").read_bytes()).get(SHARES, False))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def shape_of(target: PreTrainedModel) -> tuple[int, int]:
+    """Rows and width of a model's embeddings."""
+    vocab, hidden = cast(Tensor, target.get_input_embeddings().weight).shape
+    return vocab, hidden
+
+
+def check_fits(folder: Path, config: PreTrainedConfig, vocab: int, hidden: int) -> None:
+    """Raise `ModelError` if a draft was made for embeddings of another shape."""
+    wanted = (cast(int, config.vocab_size), cast(int, config.hidden_size))
+    if wanted != (vocab, hidden):
+        raise ModelError(
+            f"{folder}: it shares its target's embeddings and was made for {EMBEDDING} {wanted} (vocab_size, "
+            f"hidden_size); this target's is {(vocab, hidden)}. Use it with the target that it was trained for, or "
+            "train one for this target (slipstream train draft)"
+        )
+
+
+def without_words(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration for loading such a draft: a vocabulary of one, so that embeddings take no memory."""
+    small: Any = copy.deepcopy(config)
+    small.vocab_size, small.tie_word_embeddings = 1, False
+    small.bos_token_id = small.eos_token_id = small.pad_token_id = None  # they would lie outside of it
+    return cast(PreTrainedConfig, small)
+
+
+def lend(model: PreTrainedModel, target: PreTrainedModel) -> PreTrainedModel:
+    """Put the target's embedding and LM head into the draft."""
+    model.set_input_embeddings(target.get_input_embeddings())
+    model.set_output_embeddings(cast(nn.Module, target.get_output_embeddings()))
+    model.config.vocab_size = shape_of(target)[0]
+    return model

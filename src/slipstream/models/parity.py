@@ -1,10 +1,10 @@
-"""Before a model serves: does our path compute what transformers computes?
+"""The check at load: our path must compute what transformers computes.
 
 Two prompts, one branching tree, and a prompt at the far end of the context go through transformers itself, through our
-attention, and through our attention with the faster modules swapped in. All are held against transformers' pass over
-the same weights in fp32: in 16 bits ours may be off by rounding as transformers' own pass is. A model that differs is
-refused; a swap that differs is undone. The verdict is cached, by everything it could depend on, so that only the first
-load pays for it.
+attention, and through our attention with the faster modules swapped in. All are compared with transformers' pass over
+the same weights in fp32: in 16 bits ours may be off by up to `_WORSE` times the error of transformers' own pass. A
+model that differs is refused; a swap that differs is undone. The verdict is cached by everything that it depends on, so
+only the first load takes the time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.core.errors import ModelError, UnsupportedModel, device_failed
-from slipstream.kernels.compiled import can_compile
-from slipstream.kernels.jit import has_kernels, triton
+from slipstream.kernels.cpu.compiled import can_compile
+from slipstream.kernels.gpu.jit import has_kernels, triton
 from slipstream.models import attention
 from slipstream.models.batch import PassBatch
-from slipstream.models.fuse import prepare
+from slipstream.models.build import prepare
 from slipstream.models.load import names_model
 from slipstream.models.paths import Progress, cache_folder
 from slipstream.models.runner import Parity, Runner, open_unchecked
@@ -37,13 +37,13 @@ _PROMPTS = (23, 14)
 _TREE_PARENTS = (-1, -1, 0, 0, 1, 2, 5)
 """A tree of 7 nodes with branches at two depths, on top of the first prompt."""
 _PARTS = (*_PROMPTS, len(_TREE_PARENTS), _PROMPTS[1])
-"""Rows of logits that are compared: both prompts, the tree, the second prompt far away."""
+"""Rows of logits in each part: both prompts, the tree, the second prompt far away."""
 _PAGE = 8
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Relative errors of a row of logits, ‖ours - exact‖ / ‖exact‖, that are rounding in any model. Transformers' own bf16
-passes over random weights of real shapes are off by 0.009 (four layers) to 0.057 (Llama-3.1-8B)."""
+"""Relative errors of a row of logits, ‖ours - exact‖ / ‖exact‖, that are rounding in any model. The error of
+transformers' bf16 passes over random weights of real shapes is 0.009 (four layers) to 0.057 (Llama-3.1-8B)."""
 _WORSE = 1.5
-"""A larger error is still rounding up to this multiple of what transformers' own pass in that dtype is off by."""
+"""Larger errors are rounding too, up to this multiple of the error of transformers' own pass in that dtype."""
 
 
 @names_model
@@ -56,14 +56,14 @@ def open_model(
     progress: Progress | None = None,
     target: Runner | None = None,
 ) -> Runner:
-    """Load a model, check it against transformers (or recall that it was checked), swap in what holds.
+    """Load a model, check it against transformers (or recall the verdict), and keep the swaps that hold.
 
-    target: what a draft that is stored without embeddings shares them with.
+    target: lends its embeddings to a draft that is stored without.
     """
     note = _Note(path, dtype, device)
     remembered = note.read()
     if device.type == "cpu" and dtype == torch.float32:
-        prepare(progress)  # before the weights: a compiler takes memory while it works
+        prepare(progress)  # before the weights, because a compiler takes memory
     runner = open_unchecked(path, dtype, device, trust_remote_code, target)
     if remembered is not None:
         swaps, runner.parity = remembered
@@ -81,13 +81,13 @@ def open_model(
         )
     runner.swap(fused=True)
     usual, runner.wide_rows = runner.wide_rows, 0
-    long = judge.verdict(_swapped(runner))  # the way of long prompts on a GPU
+    long = judge.verdict(_swapped(runner))  # by the products for long prompts on a GPU
     runner.wide_rows = usual
     runner.parity = judge.verdict(_swapped(runner))
     if long.holds and runner.parity.holds:
         note.write("fused", runner.parity)
         return runner
-    del runner  # the swap let the old weights go: load them again
+    del runner  # the swap freed the old weights: load them again
     runner = open_unchecked(path, dtype, device, trust_remote_code, target)
     runner.swap(fused=False)
     runner.parity = judge.verdict(_ours(runner))
@@ -101,9 +101,9 @@ def open_model(
 
 
 def _swapped(runner: Runner) -> Tensor:
-    """Our logits with swaps in place; NaN where a swapped module cannot even run (Ernie's rotary angles are fp32).
+    """Our logits with swaps in place; NaN if a swapped module cannot run (Ernie's rotary angles are fp32).
 
-    Triton's own errors, of a kernel that it cannot compile or that needs too much of the GPU, are no RuntimeErrors.
+    Triton's own errors, for a kernel that does not compile or exceeds the GPU, are no RuntimeErrors.
     """
     try:
         return _ours(runner)
@@ -131,7 +131,7 @@ def _check_finite(model: nn.Module, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """What passes over a model are held against."""
+    """The logits that passes over a model are compared with."""
 
     exact: Tensor  # [R, V]: transformers' logits in fp32
     dtype: torch.dtype
@@ -144,10 +144,10 @@ class _Judge:
         return _Judge(exact, runner.dtype, _errors(exact, own))
 
     def verdict(self, ours: Tensor) -> Parity:
-        """In 16 bits each part is judged, then all rows: the median row of ours by `_WORSE` times theirs.
+        """In 16 bits each part is judged, then all rows: the median error of ours by `_WORSE` times theirs.
 
-        Rounding alone sends some tokens to another expert, and such rows are far off. Medians leave them out; a part
-        has few rows, so that its median is held against their 90th percentile there.
+        Rounding alone sends some tokens to another expert, and such rows are far off. Medians leave them out. A part
+        has few rows, so its median is compared with the 90th percentile of their errors in it.
         """
         rows, floor = _errors(self.exact, ours), TOLERANCE[self.dtype]
         if self.dtype == torch.float32:
@@ -168,7 +168,7 @@ def _errors(exact: Tensor, given: Tensor) -> Tensor:  # [R]
 
 def _material(vocab_size: int) -> tuple[list[list[int]], list[int]]:
     generator = torch.Generator().manual_seed(7)
-    low = min(10, vocab_size - 1)  # ids below are often padding, which some models embed as nothing
+    low = min(10, vocab_size - 1)  # lower ids are often padding, which some models embed as zeros
 
     def draw(count: int) -> list[int]:
         return torch.randint(low, vocab_size, (count,), generator=generator).tolist()
@@ -188,14 +188,14 @@ def _path(node: int) -> list[int]:
 def _reference(runner: Runner, *, fp32: bool = True) -> Tensor:
     """transformers' own logits: both prompts, every node of the tree, the second prompt far away. [R, V]
 
-    fp32: computed in fp32 whatever the weights' dtype is; False: in that dtype, as transformers serves the model.
+    fp32: computed in fp32 for any dtype of the weights; False: in that dtype, as transformers serves the model.
     """
     model, (prompts, tree) = runner.model, _material(runner.vocab_size)
     paths = [prompts[0] + [tree[n] for n in _path(node)] for node in range(len(tree))]
     model.set_attn_implementation("eager")
     try:
         with _widened(model) if fp32 and runner.dtype != torch.float32 else nullcontext():
-            # the first prompt begins every path; what stands behind a text in a causal model does not change it
+            # the first prompt begins every path, and later tokens do not change its logits in a causal model
             rows = _plain(runner, [prompts[1], *paths])
             far = _plain(runner, [prompts[1]], _far(runner))
     finally:
@@ -206,7 +206,7 @@ def _reference(runner: Runner, *, fp32: bool = True) -> Tensor:
 def _plain(runner: Runner, texts: list[list[int]], start: int = 0) -> list[Tensor]:  # [tokens, V] of each
     longest = max(map(len, texts))
     ids = torch.tensor([text + text[:1] * (longest - len(text)) for text in texts], device=runner.device)
-    # at the start transformers counts the positions itself: the comparison sees whether it counts as we do
+    # at the start transformers counts the positions itself, so the comparison also covers how it counts
     positions = torch.arange(start, start + longest, device=runner.device)[None] if start else None
     logits: Tensor = runner.model(input_ids=ids, position_ids=positions, use_cache=False).logits
     return [row[: len(text)].float() for row, text in zip(logits, texts, strict=True)]
@@ -214,7 +214,7 @@ def _plain(runner: Runner, texts: list[list[int]], start: int = 0) -> list[Tenso
 
 @contextmanager
 def _widened(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes in fp32 by its own weights; one layer's at a time take the room that this needs."""
+    """Run the model in fp32 inside, by its own weights; only one layer's are widened at a time."""
     layers = [layer for parent in model.modules() if isinstance(parent, nn.ModuleList) for layer in parent]
     inside = {module for layer in layers for module in layer.modules()}
     kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
@@ -240,13 +240,13 @@ def _widened(model: nn.Module) -> Iterator[None]:
 
 
 def _far(runner: Runner) -> int:
-    """Where the second prompt stands the second time: some models change with the position (Ministral 3)."""
+    """The second prompt's second position: some models change with the position (Ministral 3)."""
     return runner.max_positions - _PROMPTS[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one request brings to a pass of the check."""
+    """One request's rows in a pass of the check."""
 
     request: int
     prefix: int  # tokens that are in the cache already
@@ -259,7 +259,7 @@ def _ours(runner: Runner) -> Tensor:
     """The same rows by our path: both prompts in one flat batch, the first in two chunks; then the others."""
     prompts, tree = _material(runner.vocab_size)
     pages_each = -(-(max(_PROMPTS) + len(tree)) // _PAGE)
-    # pages out of order, so that the check also sees a cache that lies scattered
+    # pages out of order, so that the check also covers a scattered cache
     pages = [tuple(reversed(range(pages_each))), tuple(range(pages_each, 2 * pages_each))]
     cache = runner.new_cache(2 * pages_each, _PAGE)
     cut = 9
@@ -297,7 +297,7 @@ def _ours(runner: Runner) -> Tensor:
 
 
 class _Note:
-    """The cached verdict on one model: which swaps hold."""
+    """The cached verdict on one model: the swaps that hold."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         files = sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors", ".bin", ".py"))
@@ -325,23 +325,23 @@ class _Note:
         return (swaps, found) if swaps in ("fused", "packed") else None
 
     def write(self, swaps: str, parity: Parity) -> None:
-        with suppress(OSError):  # a cache that cannot be written costs the next load a check, and this one nothing
+        with suppress(OSError):  # without a cache the next load checks again
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps({"swaps": swaps, **asdict(parity)}))
 
 
 def code_digest(*layers: str) -> list[str]:
-    """Of the code that passes are made of, and of other layers: a changed kernel is checked again."""
+    """Hashes of the code of passes, and of other packages: a changed kernel is checked again."""
     return [_digest(Path(__file__).parents[1] / layer) for layer in ("models", "kernels", "kv", *layers)]
 
 
 def _digest(folder: Path) -> str:
     content = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
+    for file in sorted(folder.rglob("*.py")):
         content.update(file.read_bytes())
     return content.hexdigest()
 
 
 def chip_name(device: torch.device) -> str:
-    """What computes: homes are shared between machines, and other instructions are other code."""
+    """The name of the GPU, or the CPU's instruction set: a home may be shared by machines with other instructions."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()

@@ -1,7 +1,7 @@
-"""Where models lie on this machine, and how a folder gets there whole or not at all.
+"""The cache folder, and how folders get there as a whole or not at all.
 
-Downloads and conversions take minutes and can be interrupted, or be started by two processes at once. So every folder
-in the cache is built beside its place under a lock, and moved there by one rename: who sees it sees all of it.
+Downloads and conversions take minutes, can be interrupted, and can be started by two processes at once. So every folder
+in the cache is built beside its place under a lock and moved there by one rename.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from slipstream.core.errors import DownloadError
 
 Progress = Callable[[str], None]
-"""Told in one short line what is being done now."""
+"""Called with one short line about the work that begins."""
 
 
 def cache_folder() -> Path:
@@ -30,24 +30,24 @@ def cache_folder() -> Path:
 
 
 def models_folder() -> Path:
-    """Where converted models are kept, one folder each. Names that start with a dot are work in progress."""
+    """The folder of converted models, one folder each. Names that start with a dot are under construction."""
     return cache_folder() / "models"
 
 
 def build_once(folder: Path, build: Callable[[Path], Path]) -> Path:
-    """Return `folder`, which must lie in the cache; build it first where it does not exist.
+    """Return `folder`, which must lie in the cache; build it first if it does not exist.
 
-    `build(work)` may leave what it likes in the folder `work` and returns the folder inside it that becomes `folder`.
-    If it fails, nothing of it remains. Other processes that want the same folder wait for the first.
+    `build(work)` may use the folder `work` and returns the folder inside it that becomes `folder`. After a failure
+    nothing of it remains. Other processes that want the same folder wait.
     """
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.parent / f".{folder.name}.lock") as alone:
-            if folder.is_dir():  # another process was quicker
+            if folder.is_dir():  # another process built it
                 return folder
-            if alone:  # whatever lies here belongs to a process that died
+            if alone:  # left by a process that died
                 for stale in folder.parent.glob(f".{folder.name}.work-*"):
                     shutil.rmtree(stale, ignore_errors=True)
             work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.work-", dir=folder.parent))
@@ -64,14 +64,14 @@ def build_once(folder: Path, build: Callable[[Path], Path]) -> Path:
 
 
 def _move(built: Path, folder: Path) -> None:
-    # Without the sync a power cut could leave the name on the disk but not yet the data.
+    # without the sync, a power cut could keep the name and lose the data
     for file in built.iterdir():
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     try:
         built.rename(folder)
     except OSError:
-        if not folder.is_dir():  # where there are no locks, another process may have been quicker
+        if not folder.is_dir():  # without locks another process may have been faster
             raise
 
 
@@ -84,5 +84,5 @@ def _locked(file: Path) -> Iterator[bool]:
         import fcntl
 
         with file.open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # the system lets go of it when the process ends, however it ends
+            fcntl.flock(handle, fcntl.LOCK_EX)  # released by the system when the process ends
             yield True

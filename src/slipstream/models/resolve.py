@@ -1,7 +1,7 @@
-"""From what a user calls a model to the folder that holds it.
+"""Finds the folder of a model by its name: `default`, a folder, a GGUF file or a Hugging Face hub id.
 
-`default`, a folder, a GGUF file or a Hugging Face hub id. Quick to import, so that listing models does not wait
-for torch; the network is used only for `default` the first time and for hub ids.
+Fast to import, so that listing models does not wait for torch. The network is used only for hub ids, and for `default`
+the first time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slipstream.models.paths import Progress, models_folder
 DEFAULT = "default"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # no pickles: they run code when loaded
-_HUB_CODE = ["*.py"]  # only where the user trusts it: a model's own code is run when it is loaded
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # no pickles, which run code when loaded
+_HUB_CODE = ["*.py"]  # only with trust_remote_code: it runs when the model is loaded
 _HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
 _HUB_FOLDER = "models--"  # before an id in the Hugging Face cache
 WAYS = "Give `default`, a model folder, a .gguf file or a Hugging Face hub id such as org/name"
@@ -32,7 +32,7 @@ WAYS = "Give `default`, a model folder, a .gguf file or a Hugging Face hub id su
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that is on this machine; `resolve(name)` gives `path`."""
+    """A model on this machine; `resolve(name)` returns `path`."""
 
     name: str
     path: Path
@@ -43,10 +43,9 @@ class LocalModel:
 
 
 def resolve(name: str, progress: Progress | None = None, *, trust_remote_code: bool = False, ways: str = WAYS) -> Path:
-    """The folder of the model called `name`: fetched or converted first where need be.
+    """The folder of the model called `name`; fetched or converted first if need be.
 
-    trust_remote_code: fetch the Python code of a hub model too; otherwise none of it comes to this machine.
-    ways: what an error says may be given instead.
+    trust_remote_code: also fetch the Python code of a hub model. ways: the remedy in an error about the name.
     """
     path = find_local(name, ways)
     if path is None:
@@ -55,10 +54,10 @@ def resolve(name: str, progress: Progress | None = None, *, trust_remote_code: b
 
 
 def find_local(name: str, ways: str = WAYS) -> Path | None:
-    """The model folder or GGUF file called `name`; None where the model is to be fetched.
+    """The model folder or GGUF file called `name`; None if the model must be fetched.
 
-    Raises `ModelError` for a name that can be neither. Quick and without the network: commands ask before they import
-    torch, so that a slip of the pen is said at once.
+    Raises `ModelError` for a name that is neither. Needs neither torch nor the network: commands call it first, so that
+    a typing error is reported at once.
     """
     if name == DEFAULT:
         return None
@@ -92,7 +91,7 @@ def _hub_id(repository: Path) -> str:
 
 
 def _converted_from(folder: Path) -> Path | None:
-    """The GGUF file that `folder` was converted from; None if it is no conversion, or its note cannot be read."""
+    """The GGUF file that `folder` was converted from; None if there is none, or if its note cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Path(json.loads((folder / ORIGIN).read_bytes())["source"])
     return None
@@ -104,7 +103,7 @@ def local_models() -> list[LocalModel]:
     for name, path in _local_paths():
         with contextlib.suppress(
             ModelError, OSError, ValueError, AttributeError
-        ):  # a broken one must not hide the others
+        ):  # a broken model must not hide the others
             _check_folder(path)
             model_type = json.loads((path / "config.json").read_bytes()).get("model_type", "unknown")
             weights = summarize(path)
@@ -181,7 +180,7 @@ def _from_hub(name: str, progress: Progress | None, trust_remote_code: bool, way
             f"{name!r}: no such folder or file here, it is not (wholly) in the Hugging Face cache, and {offline}. "
             "Download it first on a machine with a network, or name a local folder"
         ) from error
-    except Exception as error:  # whatever the network, the disk or the hub's answer may bring
+    except Exception as error:  # any failure of the network, the disk or the hub
         raise DownloadError(f"{name}: download failed ({type(error).__name__}: {error}). Try again") from error
     if not weight_files(folder) and not has_head(folder):
         raise ModelNotFound(

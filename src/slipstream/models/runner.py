@@ -1,7 +1,7 @@
 """A model that runs passes: the target, or a draft model.
 
-One kind of pass for everything (see `batch.py`). The runner owns the weights; the cache is handed in, so that a
-target and its draft can share one page table.
+All passes are of one kind (`batch.py`). The runner owns the weights; the cache is an argument, so that a target and its
+draft can share one page table.
 """
 
 from __future__ import annotations
@@ -18,29 +18,35 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from slipstream.core.errors import UnsupportedModel
-from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.layout import RowLayout
-from slipstream.kernels.paged_wide import wide_tile_rows
-from slipstream.kernels.row_linear import use_one_tile
-from slipstream.kernels.trust import rows_agree
+from slipstream.kernels.gpu.jit import has_kernels
+from slipstream.kernels.gpu.layout import RowLayout
+from slipstream.kernels.gpu.paged_wide import wide_tile_rows
+from slipstream.kernels.gpu.row_linear import rows_agree, use_one_tile
 from slipstream.kv.cache import KVCache, LayerShape
-from slipstream.models import attention, fuse, gpu
+from slipstream.models import attention, build
 from slipstream.models.attention import PassContext, ProbeContext
 from slipstream.models.batch import PassBatch
-from slipstream.models.device_pass import DevicePass, layout_of
-from slipstream.models.gpu import WIDE_ROWS, WIDE_SIZES
-from slipstream.models.load import load_config, load_weights, names_model, quiet_transformers
-from slipstream.models.reads import Reads
-from slipstream.models.shared import LENT, check_fits, lend, shape_of, without_words
-from slipstream.models.support import SHARES, check_supported
-from slipstream.models.tapped import hook
+from slipstream.models.describe import SHARES, check_supported, max_positions_of
+from slipstream.models.fused import FusedTrunk
+from slipstream.models.gpu import WIDE_ROWS, WIDE_SIZES, DevicePass, GpuTrunk, layout_of
+from slipstream.models.graphs import Reads, WideReads
+from slipstream.models.load import (
+    LENT,
+    check_fits,
+    lend,
+    load_config,
+    load_weights,
+    names_model,
+    quiet_transformers,
+    shape_of,
+    without_words,
+)
 from slipstream.models.taps import Taps
-from slipstream.models.wide_reads import WideReads
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How far logits are from those of the same weights in fp32, as the check at load saw it."""
+    """The error of our logits against the same weights in fp32, as measured at load."""
 
     ours: float
     theirs: float  # of transformers' own pass in the model's dtype
@@ -56,10 +62,10 @@ class Parity:
 
 
 class Runner:
-    """Runs passes of one model. `swaps` says what was put in place of transformers' own modules."""
+    """Runs passes of one model. `swaps` names the modules that replaced transformers' own."""
 
     def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, target: Runner | None = None) -> None:
-        """target: the one whose embedding and LM head the model has."""
+        """target: the model whose embedding and LM head this one uses."""
         self.model = model
         self.config = config
         self.vocab_size: int = (
@@ -71,8 +77,8 @@ class Runner:
         self.swaps = "none"
         self.parity: Parity | None = None  # None: not checked
         self.taps = Taps()  # hidden states that passes keep in the cache
-        self.wide_rows = WIDE_ROWS  # prompts with more rows than these go by other products where that is faster
-        self.shares_wide = False  # prompts of more rows may share a pass
+        self.wide_rows = WIDE_ROWS  # longer prompts use other products where those are faster
+        self.shares_wide = False  # prompts with more rows than that may share a pass
         self._row_independent = False
         self.reads: Reads | None = None
         self.wide_reads: WideReads | None = None
@@ -96,40 +102,40 @@ class Runner:
 
     @property
     def cuts_alike(self) -> bool:
-        """Do prompts come out the same however they are cut into passes by the rules, but for rounding of fp32?"""
+        """Whether a prompt's logits are the same, up to fp32 rounding, for every way of cutting it into passes."""
         return self._row_independent or self.dtype == torch.float32
 
     @property
     def remark(self) -> str:
-        """What users must know of its answers; empty where they are the same with drafts, in company, and alone."""
+        """A warning about the answers; empty if they are the same with drafts, in a batch, and alone."""
         if self.cuts_alike:
             return ""
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{type(self.model).__name__} in {dtype} on {self.device.type} has no row-independent passes: company in "
-            "a batch, and drafts, change last bits of logits, so answers may part at close calls; --dtype float32 "
-            "keeps them the same"
+            f"{type(self.model).__name__} in {dtype} on {self.device.type} has no row-independent passes: other "
+            "requests in a batch, and drafts, change the last bits of logits, so answers may differ where two tokens "
+            "are almost equally likely; --dtype float32 keeps them the same"
         )
 
     @property
     def wide_grain(self) -> int:
-        """Rows that attention takes together in passes over many rows of a prompt."""
+        """Rows of a tile of attention in passes over many rows of a prompt."""
         return lcm(*(wide_tile_rows(self.query_heads, shape.kv_heads) for shape in self.layers))
 
     def tap(self, taps: Taps) -> None:
-        """From now on caches have room for these hidden states, and passes write them there."""
+        """Make new caches keep these hidden states, and passes write them."""
         taps.check(len(self.layers))
         known, self.taps = self.taps, taps
         if (
             taps
             and not known
-            and not any(isinstance(module, (fuse.FusedTrunk, gpu.GpuTrunk)) for module in self.model.modules())
+            and not any(isinstance(module, (FusedTrunk, GpuTrunk)) for module in self.model.modules())
         ):
-            hook(self.model, len(self.layers))
+            build.hook(self.model, len(self.layers))
 
     def width_of(self, taps: Taps) -> int:
-        """Numbers of a token's hidden states that the cache keeps for them."""
-        return taps.width(cast(int, self.config.hidden_size)) if taps else 0  # not every configuration says it
+        """The numbers of a token's hidden states in the cache."""
+        return taps.width(cast(int, self.config.hidden_size)) if taps else 0  # some configurations lack it
 
     def new_cache(self, num_pages: int, page_size: int) -> KVCache:
         return KVCache(self.layers, num_pages, page_size, self.dtype, self.device, self.width_of(self.taps))
@@ -150,7 +156,7 @@ class Runner:
         return logits.float()
 
     def capture_reads(self, cache: KVCache, trash_slot: int, pool: Any) -> None:
-        """From now on passes over prompts into this cache are captured, but for long ones; `trash_slot` is nobody's."""
+        """Capture passes over prompts into this cache from now on. trash_slot: a slot that no request uses."""
         self.reads = Reads(self._read, cache, trash_slot, pool)
         if self.shares_wide:
             self.wide_reads = WideReads(partial(self._read, wide=True), WIDE_SIZES, cache, trash_slot, pool)
@@ -161,24 +167,24 @@ class Runner:
         return self._call(DevicePass(layout, cache, wide=wide), ids, positions, rows).float()
 
     def run(self, ids: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor | None = None) -> Tensor:  # [R, V] fp32
-        """As `forward`, for a pass that was laid out on the device: nothing here looks at a value."""
+        """As `forward`, for a pass that was laid out on the device. Reads no values on the host."""
         return self._call(DevicePass(layout, cache), ids, layout.positions, rows).float()
 
     def swap(self, *, fused: bool) -> None:
-        """Put faster modules in place: packed products, and fused layers where asked for. Old weights are let go."""
-        count = fuse.fuse(self.model, self._traits) if fused else 0
-        trunks = gpu.install(self.model, self.max_positions) if has_kernels(self.device) else 0
+        """Swap in packed products, and fused layers if asked for. Frees the old weights."""
+        count = build.fuse(self.model, self._traits) if fused else 0
+        trunks = build.install(self.model, self.max_positions) if has_kernels(self.device) else 0
         kernels = "row-independent kernels"
         if trunks and not rows_agree(self.device, self.dtype):
             use_one_tile(self.device, self.dtype)
             kernels += " (of one tile: this chip's others differ)"
         self._row_independent = bool(trunks)
         self.shares_wide = bool(trunks) and all(
-            module.shares_wide for module in self.model.modules() if isinstance(module, gpu.GpuTrunk)
+            module.shares_wide for module in self.model.modules() if isinstance(module, GpuTrunk)
         )
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the old layers' weights
-        packed = fuse.pack(self.model)
+            torch.cuda.empty_cache()  # returns the memory of the old layers
+        packed = build.pack(self.model)
         self.swaps = (
             " + ".join(
                 part
@@ -194,11 +200,11 @@ class Runner:
 
     @torch.inference_mode()
     def _probe(self) -> ProbeContext:
-        """What each layer keeps and asks for; refuses a model whose attention never reaches us."""
+        """Each layer's cache shape and attention traits; refuses a model whose attention does not reach us."""
         context = ProbeContext(2, self.device)
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
         try:
-            with quiet_transformers():  # some models warn that our tokens might be padding
+            with quiet_transformers():  # some models warn that the tokens might be padding
                 self._call(context, tokens, context.spans[0].positions, None)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{type(self.model).__name__}: {error}") from error
@@ -227,9 +233,9 @@ def open_unchecked(
     trust_remote_code: bool = False,
     target: Runner | None = None,
 ) -> Runner:
-    """Load a model with our attention and nothing else swapped, without comparing it to transformers.
+    """Load a model with our attention and no swaps, without comparing it to transformers.
 
-    target: a draft that is stored without embedding and LM head gets those of this model.
+    target: lends its embedding and LM head to a draft that is stored without.
     """
     config = load_config(path, trust_remote_code)
     check_supported(config, alone=target is None)
@@ -249,7 +255,7 @@ def open_unchecked(
 
 
 def _row_flops(model: PreTrainedModel, config: PreTrainedConfig) -> float:
-    """What the products of all layers compute for one row. Of experts only those count that a row is sent to."""
+    """Operations of all layers' products for one row; of experts, only those that a row is sent to."""
     words = {
         id(getattr(part, "weight", None)) for part in (model.get_input_embeddings(), model.get_output_embeddings())
     }
@@ -263,28 +269,3 @@ def _row_flops(model: PreTrainedModel, config: PreTrainedConfig) -> float:
 
 def _num_layers(config: PreTrainedConfig) -> int:
     return cast(int, config.num_hidden_layers)
-
-
-def max_positions_of(config: PreTrainedConfig) -> int:
-    """The longest text that a model reads right."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if longest := getattr(config, name, None):
-            if not isinstance(longest, int) or longest < 2:
-                raise UnsupportedModel(
-                    f"{name}={longest!r} in config.json: must be a whole number of at least 2. Correct it, or fetch "
-                    "the model again"
-                )
-            return min([longest, *_one_rotary(config)])
-    raise UnsupportedModel(f"{config.model_type}: the configuration names no longest context (max_position_embeddings)")
-
-
-def _one_rotary(config: PreTrainedConfig) -> list[int]:
-    """Where LongRoPE would turn to other frequencies.
-
-    It turns all positions of a sequence at once, those in the cache too, when the sequence outgrows the length that
-    the model was trained on first. What a token's key is would depend on what is drafted behind it, and on who else
-    is in the pass. So we stay below.
-    """
-    found: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    per_layer = [part for part in found.values() if isinstance(part, dict)] or [found]
-    return [part["original_max_position_embeddings"] for part in per_layer if part.get("rope_type") == "longrope"]

@@ -1,8 +1,7 @@
-"""Which hidden states of the target somebody reads, and where they lie in the cache.
+"""Hidden states of the target that drafters read, and their place in the cache.
 
-Heads (EAGLE, Medusa, multi-token prediction) guess from what the target thought at a token. A pass writes that into
-the target's cache beside K and V, one row a token: so it is moved, forked, cleared and recomputed with the tokens, and
-nobody has to carry it from round to round.
+Heads (EAGLE, Medusa, multi-token prediction) guess from the target's hidden states. A pass writes those into the
+target's cache beside K and V, one row a token, so they are moved, forked, cleared and recomputed with the tokens.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from slipstream.core.errors import DrafterError
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Which hidden states of the target somebody wants, side by side for each row."""
+    """The hidden states that a drafter reads, side by side for each row."""
 
-    layers: tuple[int, ...] = ()  # the residual stream after so many layers: 0 the embedding, before the final norm
-    normed: bool = False  # after the final norm, behind the others
+    layers: tuple[int, ...] = ()  # the residual stream after this many layers (0: the embedding), before the final norm
+    normed: bool = False  # after the final norm; stands behind the others
 
     def __bool__(self) -> bool:
         return bool(self.layers) or self.normed
 
     def width(self, hidden: int) -> int:
-        """Numbers a row, where the target's hidden states have so many."""
+        """Numbers of a row, for a target with this hidden size."""
         return hidden * (len(self.layers) + self.normed)
 
     def check(self, num_layers: int) -> None:
-        """Raise `DrafterError` where the target has no such layer."""
+        """Raise `DrafterError` if the target has too few layers."""
         wrong = [layer for layer in self.layers if not 0 <= layer <= num_layers]
         if wrong:
             raise DrafterError(
@@ -41,21 +40,21 @@ class Taps:
 
     @staticmethod
     def union(wanted: Sequence[Taps]) -> Taps:
-        """All that somebody wants, each once: layers in order, the normed states last."""
+        """All hidden states that are wanted, each once: layers in order, the normed states last."""
         layers = sorted({layer for taps in wanted for layer in taps.layers})
         return Taps(tuple(layers), any(taps.normed for taps in wanted))
 
 
 @dataclass(frozen=True, slots=True)
 class TapView:
-    """One reader's columns of the features that the cache keeps for all readers."""
+    """One reader's columns of the features in the cache."""
 
     plane: Tensor  # [slots, F]
-    columns: tuple[slice, ...]  # neighbours are one slice
+    columns: tuple[slice, ...]  # neighbours joined
 
     @staticmethod
     def of(mine: Taps, union: Taps, plane: Tensor) -> TapView:
-        """Where `mine` lies, in a plane that holds `union`."""
+        """The columns of `mine` in a plane that holds `union`."""
         hidden = plane.shape[1] // (len(union.layers) + union.normed)
         places = [union.layers.index(layer) for layer in mine.layers] + [len(union.layers)] * mine.normed
         columns: list[slice] = []
@@ -73,5 +72,5 @@ class TapView:
 
 
 def _picked(plane: Tensor, slots: Tensor) -> Tensor:  # [slots, W], [N] -> [N, W]
-    """For few rows on a GPU `index_select` takes four times as long as an index; on a CPU it copies whole rows."""
+    """On a GPU `index_select` takes four times as long as indexing a few rows; on a CPU indexing copies whole rows."""
     return plane[slots] if plane.is_cuda else plane.index_select(0, slots)

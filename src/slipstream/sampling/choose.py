@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.forbid_bits import forbid_bits_
-from slipstream.kernels.jit import on_gpu
+from slipstream.kernels.gpu.forbid_bits import forbid_bits_
+from slipstream.kernels.gpu.jit import on_gpu
 from slipstream.sampling.blocks import put_rows, row_blocks, row_groups, take_rows
 from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow
 from slipstream.sampling.fused import choose_fused

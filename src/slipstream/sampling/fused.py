@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import jit, on_gpu, tl, triton
+from slipstream.kernels.gpu.jit import jit, on_gpu, tl, triton
 from slipstream.sampling.fused_cut import settle_listed
 from slipstream.sampling.fused_rule import (
     NO_ID,

@@ -8,7 +8,7 @@ what lies behind it is read in every step.
 
 from __future__ import annotations
 
-from slipstream.kernels.jit import jit, tl
+from slipstream.kernels.gpu.jit import jit, tl
 from slipstream.sampling.fused_rule import fine_cut, first_best, gumbel_noise, mass_of, scores_of
 
 

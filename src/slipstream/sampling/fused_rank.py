@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import jit, on_gpu, tl, triton
-from slipstream.kernels.sortable import NOTHING, sortable, unsorted
+from slipstream.kernels.gpu.jit import jit, on_gpu, tl, triton
+from slipstream.kernels.gpu.sortable import NOTHING, sortable, unsorted
 from slipstream.sampling.fused_rule import NO_ID, constant, first_best, gumbel_noise, row_key
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import SamplingTable

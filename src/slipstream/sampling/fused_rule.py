@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.kernels.jit import has_triton, jit, tl
+from slipstream.kernels.gpu.jit import has_triton, jit, tl
 from slipstream.sampling.filters import MASS_OF_LIKELIEST
 from slipstream.sampling.noise import GOLDEN, HASH32, KEYED32, LARGEST_BELOW_ONE, MIX64
 

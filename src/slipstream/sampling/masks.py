@@ -1,6 +1,6 @@
 """Logit bias, and the tokens that a row may not choose: ends before `min_tokens`, bad words.
 
-What a grammar forbids is a mask of the whole vocabulary: `kernels/forbid_bits.py`.
+What a grammar forbids is a mask of the whole vocabulary: `kernels/gpu/forbid_bits.py`.
 
 Each adds to a few logits of every row (0 where there is nothing to do), so no row is treated apart. Forbidding adds
 -inf instead of writing it: a NaN stays a NaN and a +inf becomes one, and the row is still found to be broken.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import on_gpu
+from slipstream.kernels.gpu.jit import on_gpu
 from slipstream.sampling.choose import adjusted
 from slipstream.sampling.fused_rank import rank_fused
 from slipstream.sampling.noise import gumbel_of_hashes

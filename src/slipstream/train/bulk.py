@@ -22,8 +22,8 @@ from slipstream.core.draft import Tree
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.rounds import Machine, Round, Rounds
-from slipstream.kernels.pack_rows import RECENT, LaneState
-from slipstream.kernels.paged import SPLIT_KEYS
+from slipstream.kernels.gpu.paged import SPLIT_KEYS
+from slipstream.kernels.gpu.rows import RECENT, LaneState
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import PassBatch, fetched, sent
 from slipstream.models.runner import Runner

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from slipstream.core.errors import ConfigError
-from slipstream.models.names import AUTO, check_device_name
+from slipstream.models.headers import AUTO, check_device_name
 
 PrecisionName = Literal["auto", "bf16", "fp32"]
 OptimizerName = Literal["adamw", "muon"]

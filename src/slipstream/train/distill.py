@@ -18,10 +18,9 @@ from transformers import LlamaConfig
 from slipstream.core.errors import UnsupportedModel
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.load import load_tokenizer, named_dtype
-from slipstream.models.refill import refill
-from slipstream.models.shared import EMBEDDING, LM_HEAD
-from slipstream.models.support import SHARES
+from slipstream.models.build import refill
+from slipstream.models.describe import SHARES
+from slipstream.models.load import EMBEDDING, LM_HEAD, load_tokenizer, named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.chain_attention import Sequences

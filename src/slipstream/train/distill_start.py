@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError
-from slipstream.models.shared import EMBEDDING, LM_HEAD
+from slipstream.models.load import EMBEDDING, LM_HEAD
 from slipstream.train.distill_module import DraftModule, DraftShape
 from slipstream.train.distill_options import NOTHING, DraftOptions
 from slipstream.train.layers import rope_of

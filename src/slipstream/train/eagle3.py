@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.models.heads.eagle import EagleHead
-from slipstream.models.heads.eagle_shape import EagleCheckpoint
-from slipstream.models.heads.save import save_eagle3
+from slipstream.models.heads.eagle_files import EagleCheckpoint, save_eagle3
 from slipstream.models.load import named_dtype
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.heads.eagle_shape import EagleShape
+from slipstream.models.heads.eagle_files import EagleShape
 from slipstream.train.batch import Batch
 from slipstream.train.chain_attention import Sequences, attend_chain
 from slipstream.train.hasten import Hastened

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.models.heads.checkpoint import TargetShape
-from slipstream.models.heads.eagle_shape import EagleShape
-from slipstream.models.heads.layouts.common import default_taps
+from slipstream.models.heads.eagle_files import EagleShape, default_taps
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Rows
 from slipstream.train.draft_vocab import DraftVocab

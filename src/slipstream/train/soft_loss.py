@@ -2,7 +2,7 @@
 
 A pass of 32,000 rows and seven steps would have 30 GB of logits. Here some rows at a time go through the LM heads, all
 steps of a row together because they share the target's distribution; loss and gradient are made on the spot
-(`kernels/soft_rows.py`).
+(`kernels/gpu/soft_rows.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.soft_rows import Wanted, Wish, judge_, row_totals
+from slipstream.kernels.gpu.soft_rows import Wanted, Wish, judge_, row_totals
 
 _NUMBERS = {"cpu": 1 << 23}
 """Logits at a time, by device: on others as follows."""

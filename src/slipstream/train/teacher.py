@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from slipstream.core.errors import ModelError, UnsupportedModel
+from slipstream.models.build import decoder_layers
+from slipstream.models.describe import check_supported
 from slipstream.models.load import load_config, load_weights, pick_device, pick_dtype
-from slipstream.models.support import check_supported
-from slipstream.models.tapped import decoder_layers
 from slipstream.models.taps import Taps
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.hasten import Hastened

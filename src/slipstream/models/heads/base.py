@@ -1,7 +1,7 @@
-"""What a head is: a small module that guesses the next token from a token and the target's hidden states.
+"""The protocol of heads: small modules that guess the next token from a token and the target's hidden states.
 
-A head's row for the token at position q >= 1 reads that token and the target's features of position q - 1; its K and
-V lie in the drafter's cache at place q - 1, which is its rotary position as well; and it guesses the token at q + 1.
+A head's row for the token at position q >= 1 reads that token and the target's features of position q - 1. Its K and V
+lie in the drafter's cache at place q - 1, which is also its rotary position, and it guesses the token at q + 1.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from slipstream.models.attention import PassContext
 from slipstream.models.taps import Taps
 
 Weights = Literal["auto", "fp8", "plain"]
-"""How the weights of a head's products are kept."""
+"""The format of a head's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadStates:
-    """What a head made of rows."""
+    """The output of a head's pass."""
 
-    features: Tensor  # [R, H]: what the rows behind them read
-    read: Tensor  # [R, H]: what its LM head reads, the same or normed
+    features: Tensor  # [R, H]: read by later rows
+    read: Tensor  # [R, H]: read by the LM head; the same, or normed
 
 
 class Head(Protocol):
-    """A recurrent head. `drafters/features.py` runs any of them; it is on the target's device, in its dtype."""
+    """A recurrent head on the target's device, in its dtype. `drafters/features.py` runs any of them."""
 
     @property
     def taps(self) -> Taps:
-        """The target's hidden states that its rows read."""
+        """The target's hidden states that rows read."""
 
     @property
     def layers(self) -> Sequence[LayerShape]:
-        """What its own cache keeps of a token."""
+        """The cache shapes of its own layers."""
 
     @property
     def vocab(self) -> Tensor | None:  # [Vd] int64
@@ -46,31 +46,31 @@ class Head(Protocol):
 
     @property
     def max_positions(self) -> int:
-        """The longest context that it can guess in."""
+        """The longest context in which it can guess."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights, and of its cache."""
+        """The dtype of its weights and cache."""
 
     @property
     def weights_bytes(self) -> int:
-        """What it adds to the target's weights."""
+        """Bytes of its weights, beside the target's."""
 
     def combine(self, taps: Tensor) -> Tensor:  # [N, F] -> [N, H]
-        """What a row reads of the target's hidden states."""
+        """The features that rows read, from the target's hidden states."""
 
     def run(
         self,
         ids: Tensor,  # [N] int64, of the target's vocabulary
-        features: Tensor,  # [N, H]: what `combine` gave, or what `run` gave for the rows before
+        features: Tensor,  # [N, H]: from `combine`, or from `run` for earlier rows
         context: PassContext,  # attention goes through `context.attend(layer, q, k, v, traits)`
         positions: Tensor,  # [N] int64, for rotary embeddings
-        step: int,  # which guess this is for, from 0: heads of several modules have one for each
+        step: int,  # the number of the guess, from 0: heads of several modules have one for each
         *,
-        behind: Tensor | None = None,  # [N] int64: which of the features each row reads; None: its own
-        wanted: Tensor | None = None,  # [R] int64: rows that somebody asks about; None: all
+        behind: Tensor | None = None,  # [N] int64: the feature that each row reads; None: row i reads feature i
+        wanted: Tensor | None = None,  # [R] int64: rows whose states are returned; None: all
     ) -> HeadStates:
-        """Its hidden states of the wanted rows. Writes K and V of all rows through the context."""
+        """The hidden states of the wanted rows. Writes K and V of all rows through the context."""
 
     def logits(self, read: Tensor) -> Tensor:  # [R, H] -> [R, Vd] fp32
-        """What it guesses behind these rows, by `HeadStates.read`."""
+        """The logits of its guesses, from `HeadStates.read`."""

@@ -1,15 +1,15 @@
-"""The files of a head, read and held to account: what is missing, left over or misshapen is said before serving.
+"""The files of a head, read and checked: missing, left-over or misshapen tensors are reported before serving.
 
-A head is small and comes from anywhere: trainers name its tensors differently, leave some to the target, and save as
-safetensors or as pickles. Here a folder becomes tensors under the names that its files have; what these must be is
-for the layouts to say.
+Trainers name a head's tensors differently, leave some to the target, and save safetensors or pickles. Here a folder
+becomes tensors under the names of its files; the layouts say which tensors there must be.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,18 +21,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from slipstream.core.errors import DrafterError, ModelError
-from slipstream.models.headers import read_header, weight_files
-from slipstream.models.runner import Runner, max_positions_of
+from slipstream.models.describe import max_positions_of
+from slipstream.models.headers import has_head, read_header, weight_files
+from slipstream.models.runner import Runner
 
 _PICKLES = ("pytorch_model.bin",)
 AGAIN = "Fetch the head again, or correct its config.json"
 MOST_PARTS = 256
-"""Layers, or heads, of one checkpoint: more is a slip, and what comes of it must not be made first."""
+"""The most layers or heads of a checkpoint: a larger number is a mistake, and must not take memory first."""
+
+_KINDS = {"eagle": "an EAGLE head", "medusa": "Medusa heads", "model": "a whole model"}
+_MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.(linear\.)?(weight|bias)|blocks\.\d+\.|lm_heads\.\d+\.)")
+_WHOLE = re.compile(r"(model\.|transformer\.)?(layers|h)\.0\.(input_layernorm|ln_1)\.")
+_EAGLE = re.compile(r"(model\.)?(fc\.weight$|midlayer\.|layers\.0\.hidden_norm\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What a head must fit."""
+    """The sizes of the target that a head must fit."""
 
     hidden: int
     vocab: int
@@ -46,7 +52,7 @@ class TargetShape:
 
     @staticmethod
     def of_config(config: PreTrainedConfig) -> TargetShape | None:
-        """By its configuration, before any weights are read; None where that does not say."""
+        """From a configuration, before weights are read; None if it lacks a size."""
         hidden, vocab, layers = (
             getattr(config, key, None) for key in ("hidden_size", "vocab_size", "num_hidden_layers")
         )
@@ -65,14 +71,14 @@ class HeadFiles:
 
     @staticmethod
     def read(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
-        """Everything in `folder`. pickles, safetensors: further names that its weights may have."""
+        """Read everything in `folder`. pickles, safetensors: further file names of weights."""
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")
         return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors))
 
     @staticmethod
     def peek(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
-        """The same, but of tensors in safetensors only the shapes, and the values of ids: quick, however large."""
+        """As `read`, but only shapes of weights in safetensors, and values of ids: fast for large heads."""
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")
         return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors, _outlines))
@@ -97,14 +103,14 @@ def read_tensors(
     safetensors: Sequence[str] = (),
     load: Callable[[Path], Mapping[str, Tensor]] = load_file,
 ) -> dict[str, Tensor]:  # on the CPU
-    """The weights in `folder`: safetensors where there are some, else a pickle, which may hold tensors only."""
+    """The weights in `folder`: from safetensors, else from a pickle, which may hold only tensors."""
     files = weight_files(folder) or [folder / name for name in safetensors if (folder / name).is_file()][:1]
     tensors: dict[str, Tensor] = {}
     for file in files:
-        read_header(file)  # notices damage, and names the file
+        read_header(file)  # raises an error that names the file if it is damaged
         try:
             tensors.update(load(file))
-        except SafetensorError as error:  # offsets and sizes that contradict each other
+        except SafetensorError as error:  # contradictory offsets and sizes
             raise ModelError(f"{file}: damaged ({error}); fetch the file again") from error
     if files:
         return tensors
@@ -116,7 +122,7 @@ def read_tensors(
 
 
 def _outlines(file: Path) -> dict[str, Tensor]:
-    """Numbers that are ids, or marks, as they are; of weights the shape alone."""
+    """Ids and marks with their values; weights as shapes alone."""
     found: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 - no mapping
@@ -134,7 +140,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
             f"{file}: holds more than tensors, or is damaged; loading it could run code, so it is refused "
             f"({(str(error).splitlines() or [''])[0]}). Use a checkpoint in safetensors"
         ) from error
-    except Exception as error:  # a damaged pickle fails in any of Python's ways
+    except Exception as error:  # a damaged pickle can raise anything
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{file}: damaged or cut short ({why}); fetch the file again") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
@@ -151,7 +157,7 @@ def check_tensors(
 ) -> None:
     """Raise `ModelError` unless these are the tensors that the configuration asks for, each in its shape.
 
-    spelled: how a name is written in the files, where ours differ.
+    spelled: maps our names to those in the files.
     """
     known = {**wanted, **optional}
     missing = [f"{spelled(name)} {list(shape)}" for name, shape in wanted.items() if name not in tensors]
@@ -173,7 +179,7 @@ def check_tensors(
 def number(
     config: Mapping[str, Any], key: str, folder: Path, otherwise: int | None = None, most: int | None = None
 ) -> int:
-    """A whole positive number of the configuration, at most `most`; `otherwise` where it is not there."""
+    """A positive whole number of the configuration, at most `most`; `otherwise` if it is missing."""
     found = config.get(key)
     if found is None:
         found = otherwise
@@ -185,9 +191,27 @@ def number(
 
 
 def check_target(folder: Path, what: str, found: int, target: int) -> None:
-    """Raise `DrafterError` where a head was made for another target."""
+    """Raise `DrafterError` if a head was made for another target."""
     if found != target:
         raise DrafterError(
             f"{folder}: the head was made for a target with {what} {found}, this one has {target}. "
             "Use a head that was trained for this target"
+        )
+
+
+def kind_of(names: Collection[str]) -> str | None:
+    """The kind of drafter with tensors of these names; None if unknown."""
+    for kind, mark in (("eagle", _EAGLE), ("medusa", _MEDUSA), ("model", _WHOLE)):
+        if any(mark.match(name) for name in names):
+            return kind
+    return None
+
+
+def check_kind(folder: Path, names: Collection[str], wanted: str) -> None:
+    """Raise `DrafterError` if these are clearly weights of another kind of drafter."""
+    found = kind_of(names) or ("medusa" if has_head(folder) else None)
+    if found is not None and found != wanted:
+        also = ", or mtp if it has modules for that" if found == "model" else ""
+        raise DrafterError(
+            f"{folder}: the folder holds {_KINDS[found]}, not {_KINDS[wanted]}; write {found}:{folder}{also}"
         )

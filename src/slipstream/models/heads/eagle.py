@@ -1,7 +1,7 @@
-"""EAGLE heads: one decoder layer that goes on from the target's hidden states instead of from tokens alone.
+"""EAGLE heads: one decoder layer that continues from the target's hidden states instead of from tokens alone.
 
-A row reads a token and a feature. The first feature is the target's (EAGLE-1: its last hidden state; EAGLE-3: an
-early, a middle and a late one, brought together by `fc`); those behind are the head's own hidden states.
+A row reads a token and a feature. The first feature is the target's (EAGLE-1: its last hidden state; EAGLE-3: an early,
+a middle and a late one, combined by `fc`); later ones are the head's own hidden states.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slipstream.kernels.add_norm import add_norm, add_norm_at
-from slipstream.kernels.arena import Arena
-from slipstream.kernels.jit import has_kernels
-from slipstream.kernels.join_feature import join_feature
-from slipstream.kernels.linear import PackedLinear
-from slipstream.kernels.row_linear import row_linear
+from slipstream.kernels.cpu.arena import Arena
+from slipstream.kernels.cpu.tiled import join
+from slipstream.kernels.gpu.jit import has_kernels
+from slipstream.kernels.gpu.norms import add_norm, add_norm_at, join_feature
+from slipstream.kernels.gpu.row_linear import row_linear
+from slipstream.kernels.linear import PackedLinear, narrow_join
 from slipstream.kv.cache import LayerShape
-from slipstream.models.attention import PassContext
-from slipstream.models.device_pass import DevicePass
-from slipstream.models.fuse import FusedNorm, prepare
-from slipstream.models.gpu import WIDE_ROWS, GpuLayer
+from slipstream.models.attention import AttentionTraits, PassContext
+from slipstream.models.build import prepare
+from slipstream.models.fused import FusedNorm
+from slipstream.models.gpu import WIDE_ROWS, DevicePass, GpuLayer, Product
 from slipstream.models.heads.base import HeadStates, Weights
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
-from slipstream.models.heads.eagle_layer import EagleLayer, product
-from slipstream.models.heads.eagle_shape import EagleCheckpoint, EagleShape
-from slipstream.models.heads.layouts import read_eagle
+from slipstream.models.heads.eagle_files import EagleCheckpoint, EagleShape, read_eagle
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
 _LARGE = 64 << 20
-"""Bytes of a head's products from which on reading them takes longer than launching them."""
+"""Bytes of a head's products from which on reading takes longer than launching."""
 _WORTH_WIDENING = 1024
-"""Rows that take longer than to write a weight of 8 bits out in 16."""
+"""With more rows, a product takes longer than widening an 8-bit weight to 16 bits."""
 _TABLE = "embed_tokens.weight"
-"""Is looked up in, not read."""
+"""Looked up, so its size does not count as read."""
 
 
 class EagleHead(nn.Module):
     """A `Head` of either generation, on the target's device and in its dtype.
 
-    embedding, lm_head: the target's own, for what the checkpoint leaves to it. kept: the weights of its products in
-    8 bits (fp8), in the target's dtype (plain), or in 8 bits where reading them is what takes the time (auto).
+    embedding, lm_head: the target's, for tensors that the checkpoint lacks. kept: the format of its products' weights:
+    8 bits (fp8), the target's dtype (plain), or 8 bits if reading them dominates the time (auto).
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class EagleHead(nn.Module):
         if self._device.type == "cpu" and self.dtype == torch.float32:
             prepare()
         arena = Arena()
-        self.fc = product(weights, "fc", arena=arena, narrow=self.narrow)
+        self.fc = _join(weights, "fc", arena=arena, narrow=self.narrow)
         self._embedding = embedding
         if _TABLE in weights:
             self._embedding = nn.Embedding.from_pretrained(weights[_TABLE], freeze=True)
         self._last_id = cast(Tensor, self._embedding.weight).shape[0] - 1
         self._lm_head = lm_head
         if "lm_head.weight" in weights:
-            self._lm_head = product(weights, "lm_head", arena=arena, narrow=self.narrow)
+            self._lm_head = _join(weights, "lm_head", arena=arena, narrow=self.narrow)
         self._layers = nn.ModuleList(
             EagleLayer(i, shape, _below(weights, f"layers.{i}."), arena, narrow=self.narrow)
             for i in range(shape.num_layers)
@@ -93,7 +92,7 @@ class EagleHead(nn.Module):
 
     @staticmethod
     def open(folder: Path, target: Runner, kept: Weights = "auto") -> EagleHead:
-        """The head in `folder`, in any layout that we know, for this target."""
+        """The head in `folder`, in any known layout, for this target."""
         checkpoint = read_eagle(HeadFiles.read(folder), TargetShape.of(target))
         embedding, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         return EagleHead(checkpoint, embedding, lm_head, kept)
@@ -155,9 +154,10 @@ class EagleHead(nn.Module):
         return cast(Tensor, head(read)).float()
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Other weights in place of those that it was opened with: for heads in training. Vocabulary, biases stay.
+        """Replace the weights of a head in training. Vocabulary and biases stay.
 
-        tensors: by our names, all that the shape wants. On a GPU they are written where captured graphs read them.
+        tensors: by our names, all that the shape requires. On a GPU they are written in place, where captured graphs
+        read them.
         """
         weights = {name: tensor.to(self._device, self.dtype) for name, tensor in tensors.items()}
         for name, linear in (("fc", self.fc), ("lm_head", self._lm_head)):
@@ -172,17 +172,17 @@ class EagleHead(nn.Module):
                 norm.weight.copy_(weights[f"{name}.weight"])
 
     def _states(self, x: Tensor, normed: Tensor) -> HeadStates:
-        """EAGLE-1 has no last norm. Most others norm for the LM head alone, some for what goes on as well."""
+        """EAGLE-1 has no last norm. Most others norm for the LM head alone, some for the next row as well."""
         if self.norm is None:
             return HeadStates(x, x)
         return HeadStates(normed if self.shape.norm_output else x, normed)
 
     def _embed(self, ids: Tensor) -> Tensor:  # [N] -> [N, H]
-        """What stands in for nobody may hold anything."""
+        """Embeddings; ids of padding rows may be anything."""
         return cast(Tensor, self._embedding(ids.clamp(0, self._last_id)))
 
     def _first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:  # [N, H], [N, W]
-        """What goes on beside the first layer's attention, and what that attention reads."""
+        """The first layer's residual, and the input of its attention."""
         if self.shape.generation == 1:
             x = self._product(self.fc, torch.cat((embedded, features), dim=1))
             return x, x
@@ -194,14 +194,14 @@ class EagleHead(nn.Module):
         return x, torch.cat((input_norm(embedded), normed), dim=1)
 
     def _product(self, linear: PackedLinear, x: Tensor) -> Tensor:
-        """By a kernel for few rows: a prompt's are better off with cuBLAS, though 8 bits are widened for it first."""
+        """The product by our kernel for few rows, by cuBLAS for a prompt's, even if 8 bits must be widened first."""
         if self._kernels is None or x.shape[0] > (_WORTH_WIDENING if self.narrow else WIDE_ROWS):
             return cast(Tensor, linear(x))
         return row_linear(x.contiguous(), linear.weight, linear.bias, scale=linear.scale, overlap=True)
 
 
 class _Kernels:
-    """A head's pass by the kernels of the target's trunk, ready to be captured."""
+    """A head's pass by the kernels of the GPU trunk, ready to be captured."""
 
     def __init__(self, head: EagleHead) -> None:
         self._head = head
@@ -227,17 +227,17 @@ class _Kernels:
         delta = first.run_normed(read, x, context, *turn)
         for layer in rest:
             delta = layer.run(x, delta, context, *turn)
-        # EAGLE-1 has no last norm: by whichever weight, its result is not read
+        # EAGLE-1 has no last norm: the result of this one is not read
         last, eps = first.post_norm if head.norm is None else head.norm.weight, head.shape.norm_eps
         if wanted is None:
             normed = add_norm(x, delta, last, eps, overlap=overlap)
-            return head._states(x, normed)  # the sum stands in x now
+            return head._states(x, normed)  # x contains the sum now
         return head._states(*add_norm_at(x, delta, wanted, last, eps, overlap=overlap))
 
     def _first(self, ids: Tensor, features: Tensor, behind: Tensor | None, overlap: bool) -> tuple[Tensor, Tensor]:
-        """As the head's own, in one launch; what goes on is the layers' to write to."""
+        """As `EagleHead._first`, in one launch; the layers may write to the residual."""
         head = self._head
-        plain = type(head._embedding) is nn.Embedding  # others do something to what they look up
+        plain = type(head._embedding) is nn.Embedding  # another module may scale its embeddings
         table = cast(Tensor, head._embedding.weight) if plain else head._embed(ids)
         if not plain:
             ids = torch.arange(len(ids), device=ids.device)
@@ -258,8 +258,103 @@ class _Kernels:
         return x, x
 
 
+class EagleLayer(nn.Module):
+    """A decoder layer after its first norm: Llama's, but the head makes the input of its attention.
+
+    Products are joined as in the target's fused layers. weights: the layer's, on the target's device and in its dtype.
+    """
+
+    def __init__(
+        self, index: int, shape: EagleShape, weights: Mapping[str, Tensor], arena: Arena, *, narrow: bool = False
+    ) -> None:
+        """narrow: its products have 8-bit weights."""
+        super().__init__()
+        self.index, self.head_dim = index, shape.head_dim
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        self.traits = AttentionTraits(shape.head_dim**-0.5)
+        attention = [f"self_attn.{name}_proj" for name in "qkv"]
+        self.qkv = _join(weights, *attention, arena=arena, narrow=narrow)
+        self.o = _join(weights, "self_attn.o_proj", arena=arena, narrow=narrow)
+        self.gate_up = _join(weights, "mlp.gate_proj", "mlp.up_proj", arena=arena, narrow=narrow)
+        self.down = _join(weights, "mlp.down_proj", arena=arena, narrow=narrow)
+        norms = {
+            name: FusedNorm(weights[f"{name}.weight"], shape.norm_eps) if f"{name}.weight" in weights else None
+            for name in ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+        }
+        self.input_norm, self.q_norm, self.k_norm = norms.values()
+        self.post_norm = FusedNorm(weights["post_attention_layernorm.weight"], shape.norm_eps)
+        self._eps = shape.norm_eps
+
+    def run(
+        self,
+        x: Tensor,  # [N, H]: the residual
+        normed: Tensor,  # [N, W]: the input of attention
+        context: PassContext,
+        position_embeddings: tuple[Tensor, Tensor],  # each [1, N, R]
+    ) -> Tensor:  # [N, H]
+        heads = self.qkv(normed).view(x.shape[0], -1, self.head_dim)
+        turned, value = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = turned.split((self.heads, self.kv_heads), dim=1)
+            turned = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        query, key = context.rotate(turned, position_embeddings).split((self.heads, self.kv_heads), dim=1)
+        x = x + self.o(context.attend(self.index, query, key, value, self.traits).flatten(1))
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+    def refill(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights, under the same names."""
+        qkv = [weights[f"self_attn.{name}_proj.weight"] for name in "qkv"]
+        gate_up = [weights[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        self.qkv.refill(torch.cat(qkv))
+        self.gate_up.refill(torch.cat(gate_up))
+        self.o.refill(weights["self_attn.o_proj.weight"])
+        self.down.refill(weights["mlp.down_proj.weight"])
+        norms = {
+            "input_layernorm": self.input_norm,
+            "self_attn.q_norm": self.q_norm,
+            "self_attn.k_norm": self.k_norm,
+            "post_attention_layernorm": self.post_norm,
+        }
+        for name, norm in norms.items():
+            if norm is not None:
+                norm.weight.copy_(weights[f"{name}.weight"])
+
+    def on_gpu(self) -> GpuLayer:
+        """The layer for the GPU's kernels. Without a first norm, `input_norm` is not used."""
+        return GpuLayer(
+            index=self.index,
+            traits=self.traits,
+            heads=self.heads,
+            input_norm=(self.input_norm or self.post_norm).weight,
+            post_norm=self.post_norm.weight,
+            norm_eps=(self._eps, self._eps),
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            head_eps=self._eps,
+            qkv=Product.of(self.qkv),
+            o=Product.of(self.o),
+            gate_up=Product.of(self.gate_up),
+            down=Product.of(self.down),
+        )
+
+
+def _join(weights: Mapping[str, Tensor], *names: str, arena: Arena, narrow: bool = False) -> PackedLinear:
+    """One product from the products with these weights. narrow: in 8 bits."""
+    linears = []
+    for name in names:
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=False)
+        linears.append(linear)
+    return narrow_join(*linears) if narrow else join(*linears, arena=arena)
+
+
 def _bytes(name: str, weight: Tensor, narrow: bool) -> int:
-    """What this tensor takes; products have 8 bits and a scale for each row where the head is narrow."""
+    """Bytes of a tensor; a narrow head's products have 8 bits and a scale for each row."""
     if narrow and weight.dim() == 2 and name != _TABLE:
         return weight.numel() + 4 * weight.shape[0]
     return weight.numel() * weight.element_size()
@@ -270,7 +365,7 @@ def _below(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _target_ids(checkpoint: EagleCheckpoint, device: torch.device) -> Tensor | None:  # [Vd]
-    """The target's id of each of the head's: d2t says how far apart the two are."""
+    """The target's id of each of the head's ids: d2t holds the differences."""
     offsets = checkpoint.tensors.get("d2t")
     if offsets is None or not offsets.any():
         return (

@@ -1,14 +1,14 @@
-"""Medusa's heads: each guesses one position further from the target's last hidden state.
+"""Medusa heads: each guesses one position further from the target's last hidden state.
 
-A head is a few residual blocks, x + silu(linear(x)), and an LM head of its own, or the target's. Two layouts of
-checkpoints hold the same: the original one (`medusa_lm_head.pt`, `{head}.{layer}.linear.weight`) and vLLM's
+A head is some residual blocks, x + silu(linear(x)), and an LM head: its own or the target's. Two layouts of checkpoints
+hold the same: the original one (`medusa_lm_head.pt`, `{head}.{layer}.linear.weight`) and vLLM's
 (`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`).
 
-Those guess all at once, and none knows what another guesses. Heads of our own may also read the token that the state
-has chosen: `{head}.token.weight` maps its embedding to what is added to the state. It is known when heads guess, and
-says more than the state alone. And they may be chained, as Hydra's are (`medusa_chained` in `config.json`): then each
-head goes on from what the one before it made, and reads the token that was guessed there. What a head makes is what the
-LM head reads, so it has the size of the target's own states, and no norm stands between two heads.
+Those heads guess all at once, without knowing each other's guesses. Heads of our own may also read the token that was
+chosen from the state: `{head}.token.weight` maps its embedding to a vector that is added to the state. They may also be
+chained, as Hydra's are (`medusa_chained` in `config.json`): then each head continues from the output of the one before
+and reads the token that was guessed there. A head's output is the LM head's input, so it has the size of the target's
+hidden states, and there is no norm between two heads.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from slipstream.models.heads.checkpoint import (
     MOST_PARTS,
     HeadFiles,
     TargetShape,
+    check_kind,
     check_target,
     check_tensors,
     number,
 )
-from slipstream.models.heads.kinds import check_kind
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
 
 _PICKLES = (*HEAD_PICKLES, "pytorch_model.bin")
 CHAINED = "medusa_chained"
-"""In `config.json`: each head goes on from the one before it."""
+"""Key of `config.json`: each head continues from the one before it."""
 _PREFIX = "medusa_head."
-"""Stands before the names where a checkpoint was cut out of a whole model."""
+"""Prefix of names in checkpoints that were cut out of a whole model."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What a layout calls its tensors."""
+    """The names of tensors in a layout."""
 
-    weight: Callable[[int, int], str]  # of a head's residual layer
+    weight: Callable[[int, int], str]  # of a head's residual block
     bias: Callable[[int, int], str]
     lm_head: Callable[[int], str]
 
@@ -69,7 +69,7 @@ class _Names:
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a checkpoint. Residual layers of the same place lie in one tensor, so that heads run together."""
+    """All heads of a checkpoint. Blocks of the same depth are stacked in one tensor, so that heads run together."""
 
     taps = Taps(normed=True)
 
@@ -77,7 +77,7 @@ class MedusaHeads(nn.Module):
         self,
         weights: list[Tensor],  # [heads, H, H] each
         biases: list[Tensor],  # [heads, H] each
-        lm_heads: list[Tensor],  # [Vd, H] each; none: the target's
+        lm_heads: list[Tensor],  # [Vd, H] each; empty: the target's
         target_head: nn.Module,
         width: int,
         vocab: Tensor | None,
@@ -86,12 +86,12 @@ class MedusaHeads(nn.Module):
         *,
         chained: bool = False,
     ) -> None:
-        """embedding: the target's, for heads that read tokens. chained: each goes on from the one before."""
+        """embedding: the target's, for heads that read tokens. chained: each head continues from the one before."""
         super().__init__()
         self._weights, self._biases, self._lm_heads = weights, biases, lm_heads
-        self._target_head = [target_head]  # in a list: it is no part of this module
+        self._target_head = [target_head]  # in a list, so that it is no submodule
         self._token_maps, self._embedding = token_maps, [embedding]
-        self.width = width  # Vd: ids that it knows
+        self.width = width  # Vd: the size of its vocabulary
         self.vocab = vocab  # [Vd] int64: the target's id of each of its ids; None: the target's vocabulary
         self.heads = weights[0].shape[0] if weights else len(lm_heads)
         self.chained = chained
@@ -99,11 +99,11 @@ class MedusaHeads(nn.Module):
     @property
     def weights_bytes(self) -> int:
         maps = () if self._token_maps is None else (self._token_maps,)
-        own = {t.data_ptr(): t for t in (*self._weights, *self._biases, *self._lm_heads, *maps)}  # LM heads may be one
+        own = {t.data_ptr(): t for t in (*self._weights, *self._biases, *self._lm_heads, *maps)}  # some may be shared
         return sum(tensor.numel() * tensor.element_size() for tensor in own.values())
 
     def hidden(self, features: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [heads, N, H]
-        """What each head makes of the target's last hidden states and the tokens that these have chosen."""
+        """The outputs of all heads, from the target's last hidden states and the tokens chosen from them."""
         assert not self.chained, "chained heads go step by step: `go_on`"
         own = self._weights[0].dtype if self._weights else features.dtype
         x = features.to(own).expand(self.heads, *features.shape)
@@ -112,9 +112,9 @@ class MedusaHeads(nn.Module):
         return residual_layers(x, self._weights, self._biases)
 
     def go_on(self, head: int, x: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [N, H]
-        """What one of chained heads makes of what the one before it made, and of the tokens that were guessed there.
+        """The output of one chained head, from the output of the one before and the tokens guessed there.
 
-        The first goes on from the target's last hidden states, and from the tokens that these have chosen.
+        The first head reads the target's last hidden states and the tokens chosen from them.
         """
         assert self._token_maps is not None, "chained heads read tokens"
         maps, own = self._token_maps[head], self._weights[0].dtype
@@ -122,26 +122,26 @@ class MedusaHeads(nn.Module):
         return chained_layers(x.to(own), self._words(tokens).to(own), maps, weights, biases)
 
     def said(self, head: int, x: Tensor) -> Tensor:  # [N, H] -> [N, Vd] fp32
-        """What one head guesses, by what it made."""
+        """The logits of one head, from its output."""
         own = self._lm_heads[head] if self._lm_heads else None
         return torch.as_tensor(self._target_head[0](x) if own is None else F.linear(x, own)).float()
 
     def _words(self, tokens: Tensor) -> Tensor:  # [N] -> [N, H]
         embedding = self._embedding[0]
         assert embedding is not None
-        known = tokens.clamp(0, cast(Tensor, embedding.weight).shape[0] - 1)  # padding lanes may hold anything
+        known = tokens.clamp(0, cast(Tensor, embedding.weight).shape[0] - 1)  # ids of padding lanes may be anything
         return cast(Tensor, embedding(known))
 
     @torch.no_grad()
     def refill(self, weights: Sequence[Tensor], biases: Sequence[Tensor], token_maps: Tensor | None = None) -> None:
-        """Take other weights of the same shapes, in place: what was captured reads them from now on."""
+        """Replace the weights in place, where captured graphs read them."""
         for mine, given in zip((*self._weights, *self._biases), (*weights, *biases), strict=True):
             mine.copy_(given)
         if self._token_maps is not None and token_maps is not None:
             self._token_maps.copy_(token_maps)
 
     def logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [heads, N, Vd] fp32
-        """What each head guesses."""
+        """The logits of all heads."""
         hidden = self.hidden(features, tokens)
         if not self._lm_heads:
             return torch.as_tensor(self._target_head[0](hidden)).float()
@@ -153,14 +153,14 @@ def residual_layers(
     weights: Sequence[Tensor],  # [heads, H, H] each
     biases: Sequence[Tensor],  # [heads, H] each
 ) -> Tensor:  # [heads, N, H]
-    """What all heads make of rows, layer by layer. The same for training and for drafting."""
+    """The outputs of all heads' residual blocks. Used for training and for drafting."""
     for weight, bias in zip(weights, biases, strict=True):
         x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
     return x
 
 
 def with_tokens(x: Tensor, words: Tensor, maps: Tensor) -> Tensor:  # [heads, N, H], [heads, N, H], [heads, H, H]
-    """States, and what each head reads in the embeddings of the tokens that they have chosen: [heads, N, H]."""
+    """The states plus each head's map of the embeddings of the chosen tokens: [heads, N, H]."""
     return torch.baddbmm(x, words, maps.transpose(1, 2))
 
 
@@ -171,9 +171,9 @@ def chained_layers(
     weights: Sequence[Tensor],  # [H, H] each
     biases: Sequence[Tensor],  # [H] each
 ) -> Tensor:  # [N, H]
-    """What one head makes of rows of the one before it, and of the embeddings of the tokens that these have chosen.
+    """The output of one chained head, from the output of the one before and the embeddings of its guessed tokens.
 
-    The same for training and for drafting.
+    Used for training and for drafting.
     """
     x = x + F.linear(words, token_map)
     for weight, bias in zip(weights, biases, strict=True):
@@ -183,7 +183,7 @@ def chained_layers(
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Heads as they are stored, held against their configuration and their target."""
+    """Stored heads, checked against their configuration and their target."""
 
     tensors: Mapping[str, Tensor]
     names: _Names
@@ -191,15 +191,15 @@ class _Stored:
     layers: int
     hidden: int
     vocab: int
-    shared: bool  # one LM head for all
+    shared: bool  # one LM head for all heads
     reads_tokens: bool
-    own: tuple[str, ...]  # LM heads of their own; (): they have none
+    own: tuple[str, ...]  # names of LM heads of their own
     token_map: Tensor | None
     chained: bool
 
 
 def check_medusa(folder: Path, shape: TargetShape) -> None:
-    """Raise where the heads in `folder` cannot guess for such a target, without reading their weights."""
+    """Raise if the heads in `folder` do not fit such a target, without reading their weights."""
     _stored(HeadFiles.peek(folder, _PICKLES, HEAD_SAFETENSORS), shape)
 
 
@@ -228,7 +228,7 @@ def _stored(files: HeadFiles, shape: TargetShape) -> _Stored:
         wanted.update({_token_map(head): (hidden, hidden) for head in range(heads)})
     if token_map is not None:
         wanted["token_map"] = (vocab,)
-    if shared:  # one for all of them
+    if shared:
         wanted["lm_head.weight"] = (vocab, hidden)
     elif with_own:
         _check_vocabulary(files, tensors, own, vocab, token_map)
@@ -252,7 +252,7 @@ def _is_chained(files: HeadFiles) -> bool:
 
 
 def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
-    """The heads in `folder`, or the reason why they cannot guess for this target."""
+    """The heads in `folder`; raises if they do not fit this target."""
     stored = _stored(HeadFiles.read(folder, _PICKLES, HEAD_SAFETENSORS), TargetShape.of(target))
     tensors, names, everyone, layers = stored.tensors, stored.names, range(stored.heads), range(stored.layers)
 
@@ -275,7 +275,7 @@ def load_medusa(folder: Path, target: Runner) -> MedusaHeads:
 
 
 def _heads_in(tensors: Mapping[str, Tensor]) -> int:
-    """Heads that the files have, as far as that can be; the first published configurations name fewer."""
+    """The number of heads in the files; the first published configurations name fewer."""
     found = (re.match(r"(?:blocks\.|lm_heads\.)?(\d{1,3})\.", name) for name in tensors)
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
@@ -287,7 +287,7 @@ def _layers_key(files: HeadFiles) -> str:
 def _check_vocabulary(
     files: HeadFiles, tensors: Mapping[str, Tensor], own: list[str], vocab: int, token_map: Tensor | None
 ) -> None:
-    """A whole LM head of another width is a sign of another target, not of a damaged file."""
+    """A complete LM head of another size is a sign of another target, not of a damaged file."""
     found = next(tensors[name] for name in own if name in tensors)
     if token_map is None and found.ndim == 2:
         check_target(files.folder, "a vocabulary of", found.shape[0], vocab)

@@ -1,7 +1,7 @@
-"""Multi-token prediction modules in the target's own checkpoint: where they lie, and whether they are whole.
+"""Multi-token prediction modules in the target's own checkpoint: finds and reads them.
 
-transformers drops these tensors when it loads a model, so they are read from the safetensors files, by their own names
-and nothing else with them. Families name them differently; a layout says how.
+transformers drops these tensors when it loads a model, so they are read from the safetensors files. Families name them
+differently; each has a layout.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from slipstream.models.headers import read_header, weight_files
 from slipstream.models.heads.checkpoint import number
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""What configurations call the number of modules."""
+"""Configuration keys of the number of modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """How a family names the tensors of its modules, and in which order a module reads token and hidden state."""
+    """How a family names the tensors of its modules, and the order in which a module joins token and hidden state."""
 
     name: str
     prefix: str  # {i}: the module, {n}: its layer, counted on from the target's
-    shared: str  # before what modules may share
+    shared: str  # before tensors that modules may share
     token_norm: str
     hidden_norm: str
     projection: str
     last_norm: str
     hidden_first: bool = False  # the projection reads cat(hidden, token), not cat(token, hidden)
-    embedding: str | None = None  # a copy of the target's embedding, mostly
+    embedding: str | None = None  # usually a copy of the target's embedding
     lm_head: str | None = None  # … and of its LM head
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What a module has beside its decoder layer."""
+        """The parts of a module beside its decoder layer."""
         return self.token_norm, self.hidden_norm, self.projection, self.last_norm
 
     def before(self, module: int, layers: int) -> str:
-        """What stands before the names of a module's decoder layer, where the target has so many layers."""
+        """The prefix of a module's decoder layer, for a target with `layers` layers."""
         return self.prefix.format(i=module, n=layers + module)
 
     def before_shared(self, module: int, layers: int) -> str:
@@ -85,12 +85,12 @@ LAYOUTS = (DEEPSEEK, MIMO, QWEN3_NEXT)
 
 EMBEDDINGS = ("model.embed_tokens.weight",)
 LM_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
-"""What the target calls its own; an LM head that is the embedding too has no tensor of its own."""
+"""The target's own names; an LM head that is the embedding too has no tensor of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpPlace:
-    """Where modules lie in a target's files."""
+    """The place of modules in a target's files."""
 
     layout: MtpLayout
     count: int
@@ -106,17 +106,17 @@ class MtpCheckpoint:
     layout: MtpLayout
     count: int
     layers: int  # of the target
-    tensors: Mapping[str, Tensor]  # by their whole names, on the CPU
+    tensors: Mapping[str, Tensor]  # by their full names, on the CPU
 
 
 def read_modules(folder: Path, config: Mapping[str, Any]) -> MtpCheckpoint:
-    """The modules that lie in the target's `folder`, or `DrafterError` where there are none."""
+    """The modules in the target's `folder`; raises `DrafterError` if there are none."""
     place = find_modules(folder, config)
     return MtpCheckpoint(folder, place.layout, place.count, place.layers, read_named(folder, place.names))
 
 
 def find_modules(folder: Path, config: Mapping[str, Any]) -> MtpPlace:
-    """The same without reading them: names and headers alone tell."""
+    """Find the modules by names and headers alone."""
     layers = number(config, "num_hidden_layers", folder)
     names = {name for file in weight_files(folder) for name in read_header(file)}
     promised = next((number(config, key, folder) for key in _COUNTS if config.get(key)), None)
@@ -140,7 +140,7 @@ def find_modules(folder: Path, config: Mapping[str, Any]) -> MtpPlace:
 
 
 def _count(layout: MtpLayout, names: set[str], layers: int) -> int:
-    """Modules of this layout, one after another from the first."""
+    """The number of modules of this layout."""
     if f"{layout.before_shared(0, layers)}{layout.projection}.weight" not in names:
         return 0
     found = 0
@@ -150,7 +150,7 @@ def _count(layout: MtpLayout, names: set[str], layers: int) -> int:
 
 
 def read_named(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:  # on the CPU
-    """These tensors, as far as they are in the safetensors files of `folder`."""
+    """Those of these tensors that are in the safetensors files of `folder`."""
     found: dict[str, Tensor] = {}
     for file in weight_files(folder):
         here = set(read_header(file)) & set(names)
@@ -161,7 +161,7 @@ def read_named(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:  # on t
 
 
 def own_tensor(checkpoint: MtpCheckpoint, name: str | None, targets: Sequence[str]) -> Tensor | None:
-    """The modules' own embedding or LM head, called `name`; None where it is the target's, or a mere copy of that."""
+    """The modules' own embedding or LM head, called `name`; None if it is the target's, or a copy of that."""
     if name is None:
         return None
     before = [checkpoint.layout.before(i, checkpoint.layers) for i in range(checkpoint.count)]
