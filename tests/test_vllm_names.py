@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -241,6 +242,30 @@ def test_a_command_line_of_vllms(
     assert "--swap-space 4 has no effect" in noted
     assert "--seed -1 has no effect" in noted
     assert noted.count("has no effect") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "keys"),
+    [
+        ("", {"VLLM_API_KEY": "a=b="}, ["a=b="]),
+        ("--api-key given", {"VLLM_API_KEY": "vllms"}, ["given"]),
+        ("", {"VLLM_API_KEY": "one", "SLIPSTREAM_API_KEY": "two,ann=three"}, ["one", "two", "three"]),
+        ("--api-key one --api-key one", {"SLIPSTREAM_API_KEY": "one"}, ["one"]),
+    ],
+)
+def test_api_keys_also_come_from_variables_and_count_once(
+    opened: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: Path,
+    words: str,
+    variables: dict[str, str],
+    keys: list[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["serve", str(tiny_target), *words.split()])
+    assert [key.digest for key in opened["settings"].keys] == [hashlib.sha256(key.encode()).digest() for key in keys]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, Tool
 SERVER = "Server"
 LIMITS = "Limits"
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"
 _USUAL = ServeConfig()
 _OPTIONS = {
     "models": "--served-model-name",
@@ -101,7 +102,8 @@ def serve(
             metavar="[TENANT=]KEY",
             panel=SERVER,
             help="Answer only who sends this key; may be repeated. Tenants share neither drafts nor caches. Others on "
-            f"this machine can read it here: better in a file, or in the variable {KEY_VARIABLE}.",
+            f"this machine can read it here: better in a file, or in the variable {KEY_VARIABLE}. "
+            f"Default: {VLLM_KEY_VARIABLE}.",
         ),
     ] = None,
     api_keys: Annotated[
@@ -274,8 +276,6 @@ def serve(
         common = _with_config(common, config)
     if speculative_config is not None:
         common = _with_speculative_config(common, speculative_config)
-    variable = os.environ.get(KEY_VARIABLE)
-    keys = tuple(map(ApiKey.of, [*(api_key or ()), *(variable.split(",") if variable else ())]))
     template = None if chat_template is None else read_named(chat_template, "--chat-template")
     more = {} if max_num_batched_tokens is None else {"max_num_batched_tokens": max_num_batched_tokens}
     with _naming_options():
@@ -286,7 +286,7 @@ def serve(
             metrics_port=metrics_port,
             slo_ttft_ms=slo_ttft_ms,
             slo_tpot_ms=slo_tpot_ms,
-            keys=keys,
+            keys=_keys(api_key or ()),
             key_file=api_keys,
             allowed_hosts=tuple(allowed_host or ()),
             allowed_origins=_origins(allowed_origins),
@@ -386,6 +386,16 @@ def _with_speculative_config(common: Common, written: str) -> Common:
         changed = replace(common, drafter=[named.drafter], draft_tokens=named.draft_tokens)
         changed.check(None, _WITHOUT_PREDICTION)
     return changed
+
+
+def _keys(given: Sequence[str]) -> tuple[ApiKey, ...]:
+    """The keys of --api-key (by default vLLM's variable) and those of our own variable, each once.
+
+    vLLM's variable holds one key without a tenant, whatever characters it has.
+    """
+    vllms, own = os.environ.get(VLLM_KEY_VARIABLE), os.environ.get(KEY_VARIABLE)
+    written = given or ([f"={vllms}"] if vllms else [])
+    return tuple(dict.fromkeys(map(ApiKey.of, [*written, *(own.split(",") if own else ())])))
 
 
 def _origins(written: str) -> tuple[str, ...]:
