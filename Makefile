@@ -13,18 +13,20 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Some systems ship Python without ensurepip: their own pip then fills the environment.
-# torch comes first, alone and pinned, so that no other package can ask for one with CUDA. PyPI's for Linux on x86 brings
-# CUDA along: where there is no GPU, the one for CPUs is taken if its index can be reached.
+# torch comes first, alone and pinned, so that no other package can ask for one with CUDA. PyPI's for Linux brings CUDA
+# along: where there is no GPU, the one for CPUs is taken if its index can be reached. pip itself looks, since proxies and
+# certificates may stand in its configuration, and at that index alone.
 $(BASE): pyproject.toml constraints.txt
 	@echo "setting up .venv (once)"
 	@$(PYTHON) -m venv .venv || { \
 	    $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	@index=; what="for CPUs, 0.2 GB: half a minute at 100 Mbit/s"; \
-	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
-	    if ! command -v nvidia-smi >/dev/null && $(BIN)/python -c \
-	        'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' $(CPU_TORCH)/torch/ 2>/dev/null; \
+	if [ "$$(uname -s)" = Linux ]; then \
+	    if ! command -v nvidia-smi >/dev/null && \
+	        PIP_EXTRA_INDEX_URL=$(CPU_TORCH) PIP_FIND_LINKS=$(CPU_TORCH)/torch/ $(BIN)/python -m pip index versions torch \
+	        --index-url $(CPU_TORCH) --retries 0 --timeout 5 >/dev/null 2>&1; \
 	    then index="--extra-index-url $(CPU_TORCH)"; \
-	    else what="with CUDA, 2.7 GB: some 4 minutes at 100 Mbit/s"; fi; \
+	    else what="of PyPI, with CUDA up to 2.7 GB: some 4 minutes at 100 Mbit/s"; fi; \
 	fi; \
 	echo "1/2 downloading torch $$what"; \
 	$(BIN)/python -m pip install --constraint constraints.txt $$index torch
