@@ -1,9 +1,10 @@
-"""The clients that people have, each doing its ordinary work against a server with the default model: `make clients`.
+"""Other projects' clients, each at its ordinary work against a server with the default model: `make clients`.
 
 Every client runs in an environment of its own under `.venv-clients`, by this same file (`--client NAME URL MODEL`), so
-only the standard library is imported at the top. What counts is that the server takes what the client sends and the
-client takes what the server says; the words of a model of 135M do not. The table is written to `docs/clients.md`. Some
-of them alone, without the table: `python bench/clients.py openai litellm`.
+only the standard library is imported at the top. A step succeeds if the server takes what the client sends and the
+client takes the answer; the words of a model of 135M do not matter. The table is written to `docs/clients.md`. Some of
+them alone, without the table: `python bench/clients.py openai litellm`. The versions stand in `clients-*.txt` beside
+this file; `python bench/clients.py --update` installs the newest and writes those down.
 """
 
 from __future__ import annotations
@@ -384,27 +385,33 @@ STEPS = ("answer", "stream", "form", "tool", "second turn", "load")
 
 
 def run_client(name: str, url: str, model: str) -> None:
-    """Its steps, one after the other; what came of each is printed as JSON."""
+    """Run the steps of a client and print their errors as JSON, "" for none."""
     told: dict[str, str] = {}
     for step, work in CLIENTS[name][2](url, model).items():
         try:
             work()
             told[step] = ""
-        except Exception as error:  # whatever a client makes of what it was told
+        except Exception as error:  # each client has its own
             detail = getattr(error, "stderr", "") or str(error)
             told[step] = f"{type(error).__name__}: {detail[-400:]}"
     print(json.dumps({"version": importlib.metadata.version(CLIENTS[name][1]), "steps": told}))
 
 
-def python_of(environment: str) -> Path:
+def python_of(environment: str, update: bool = False) -> Path:
+    """The Python of an environment, installed if missing. update: install the newest and write their versions."""
     folder = HOME if environment == "main" else HOME / environment
     python, wanted = folder / "bin" / "python", ENVIRONMENTS[environment]
-    ready = folder / f".ready-{environment}"
-    if not ready.exists() or ready.read_text() != repr(wanted):
+    pins, ready = Path(__file__).with_name(f"clients-{environment}.txt"), folder / f".ready-{environment}"
+    if update or not ready.exists() or ready.read_text() != f"{wanted} {pins.read_text()}":
         print(f"installing {', '.join(wanted)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--prefer-binary", *wanted], check=True)
-        ready.write_text(repr(wanted))
+        pip = [python, "-m", "pip", "--quiet"]
+        how = ["--upgrade"] if update else ["--constraint", pins]
+        subprocess.run([*pip, "install", "--prefer-binary", *how, *wanted], check=True)
+        if update:
+            frozen = subprocess.run([*pip, "freeze"], check=True, capture_output=True, text=True).stdout
+            pins.write_text(pins.read_text().partition("\n")[0] + "\n" + frozen)
+        ready.write_text(f"{wanted} {pins.read_text()}")
     return python
 
 
@@ -434,8 +441,13 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("clients", nargs="*", help=f"of {', '.join(CLIENTS)}; default: all")
-    wanted = parser.parse_args().clients or list(CLIENTS)
-    pythons = {name: python_of(CLIENTS[name][0]) for name in wanted}
+    parser.add_argument("--update", action="store_true", help="install the newest clients and write their versions")
+    options = parser.parse_args()
+    wanted = options.clients or list(CLIENTS)
+    environments = {
+        name: python_of(name, options.update) for name in dict.fromkeys(CLIENTS[client][0] for client in wanted)
+    }
+    pythons = {name: environments[CLIENTS[name][0]] for name in wanted}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server, found = started(port), {}
