@@ -44,7 +44,7 @@ def main() -> None:
     lengths = [int(length) for length in options.lengths.split(",")]
     rows = {} if options.max_num_batched_tokens is None else {"max_num_batched_tokens": options.max_num_batched_tokens}
     with LLM(options.model, device="cpu", dtype="float32", drafter=None, **rows) as llm:
-        config = same_as_ours(llm, dtype="float32", device="cpu", batch_size=1, trust_remote_code=False)
+        config = same_as_ours(llm, dtype="float32", device="cpu", trust_remote_code=False)
         with TransformersPeer(config) as peer:
             runners: list[Runner] = [EngineRunner("slipstream", llm, SpeculationParams()), peer]
             words = llm.get_tokenizer().vocab_size

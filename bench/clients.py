@@ -405,8 +405,8 @@ def python_of(environment: str, update: bool = False) -> Path:
     if update or not ready.exists() or ready.read_text() != f"{wanted} {pins.read_text()}":
         print(f"installing {', '.join(wanted)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "--quiet"]
-        how = ["--upgrade"] if update else ["--constraint", pins]
+        pip: list[Any] = [python, "-m", "pip", "--quiet"]
+        how: list[Any] = ["--upgrade"] if update else ["--constraint", pins]
         subprocess.run([*pip, "install", "--prefer-binary", *how, *wanted], check=True)
         if update:
             frozen = subprocess.run([*pip, "freeze"], check=True, capture_output=True, text=True).stdout

@@ -150,14 +150,14 @@ def test_speed_ups_come_from_sums_not_from_means_of_ratios() -> None:
     assert payload["all"]["ngram"]["speedup"] == 1.75
     assert list(payload["categories"]) == ["x", "y"]
     out = StringIO()
-    Console(file=out, width=80).print(*report.tables(summary))
+    Console(file=out, width=80).print(*report.tables([summary]))
     assert "3.00x" in out.getvalue()
     assert "yes" in out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("declined", "said"),
-    [(3, "were not expected to pay enough in 6 of 8 rounds; --min-gain"), (0, "it never had a guess")],
+    [(3, "were not expected to pay enough in 6 of 8 rounds; --min-gain"), (0, "its drafter never had a guess")],
 )
 def test_a_mode_that_never_drafted_says_why(declined: int, said: str) -> None:
     log: list[str] = []
@@ -171,7 +171,7 @@ def test_a_mode_that_never_drafted_says_why(declined: int, said: str) -> None:
     summary = report.summarize(units, list(bench.measure(units, runners)), ["plain", "model:d"])
     used = memory.MemoryReport(imports=1, peak=2, weights=1, draft_weights=0, cache=0, device_peak=None)
     about = {"skipped_prompts": 0, "hardware": {"busy": False}}
-    lines = closing_lines(summary, bench.PrefillReport(10, {"plain": 1.0}), used, about)
+    lines = closing_lines([summary], bench.PrefillReport(10, {"plain": 1.0}), used, about)
     told = [line for line in lines if "nothing drafted" in line]
     assert len(told) == 1, "plain decoding was not asked to"
     assert told[0].startswith("model:d: ")
@@ -188,7 +188,7 @@ def test_the_table_fits_80_columns() -> None:
     runners = [FakeRunner("plain", log), FakeRunner("transformers", log, [0.001], (5, 6), stats)]
     summary = report.summarize(units, list(bench.measure(units, runners)), ["plain", "transformers"])
     out = StringIO()
-    Console(file=out, width=80).print(*report.tables(summary))
+    Console(file=out, width=80).print(*report.tables([summary]))
     assert "no: 0/1" in out.getvalue()
     assert "…" not in out.getvalue()
 
@@ -244,14 +244,14 @@ def fake_llm(**more: Any) -> LLM:
     return cast("LLM", SimpleNamespace(**{"chat_prompt": chat_prompt, "max_model_len": 100, **more}))
 
 
-def test_work_has_one_unit_a_prompt_or_a_category() -> None:
+def test_a_unit_has_as_many_prompts_as_run_at_once() -> None:
     prompts = [BenchPrompt("1", "a", "xy"), BenchPrompt("2", "b", "z" * 50), BenchPrompt("3", "a", "w")]
     alone = bench.plan_work(fake_llm(), prompts, PARAMS, concurrency=1)
     assert [[p.id for p in u.prompts] for u in alone.units] == [["1"], ["3"]]
     assert alone.skipped == 1, "50 + 64 tokens do not fit 100"
-    together = bench.plan_work(fake_llm(), prompts, PARAMS, concurrency=8)
-    assert [[p.id for p in u.prompts] for u in together.units] == [["1", "3"]]
-    assert together.units[0].token_ids == ((120, 121), (119,))
+    together = bench.plan_work(fake_llm(), prompts, PARAMS, concurrency=4)
+    assert [[p.id for p in u.prompts] for u in together.units] == [["1", "3", "1", "3"]], "filled up"
+    assert together.units[0].token_ids == ((120, 121), (119,)) * 2
     with pytest.raises(CapacityError, match="max_model_len=10"):
         bench.plan_work(fake_llm(max_model_len=10), prompts, PARAMS, concurrency=1)
 

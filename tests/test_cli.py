@@ -19,8 +19,8 @@ from ran import Ran, Run
 from slipstream.bench import memory
 from slipstream.bench.run import EngineRunner
 from slipstream.cli import chat, loading, models, options
-from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.main import main
+from slipstream.cli.measuring import BreakingOff
 from slipstream.cli.show import rate_line, speculation_json
 from slipstream.core.errors import DownloadError, InvalidRequest, ModelNotFound, SlipstreamError
 from slipstream.core.outputs import DrafterStats, RequestOutput, SpeculationStats
@@ -316,7 +316,7 @@ def test_ctrl_c_stops_with_130_and_aborts_the_request(run: Run, llm: FakeLLM) ->
     assert llm.closed
 
 
-def test_chat_keeps_history_and_obeys_commands(run: Run, llm: FakeLLM) -> None:
+def test_chat_keeps_history_and_runs_commands(run: Run, llm: FakeLLM) -> None:
     lines = ["Hi", "Again", "/reset", "New", "/speculation off", "More", "/stats", "/nonsense", "/exit", "never"]
     done = run("chat", "--system", "S", stdin="\n".join(lines))
     assert done.code == 0
@@ -351,7 +351,7 @@ def test_chat_forgets_the_oldest_turns_when_the_context_is_full(run: Run, llm: F
     llm.max_model_len = 45  # ten tokens a message, five for the answer
     done = run("chat", "--max-tokens", "5", stdin="one\ntwo\nthree\n")
     assert [message["content"] for message in llm.chats[-1]] == ["two", "Hello to you\n", "three"]
-    assert "its oldest turn is forgotten" in done.err
+    assert "its oldest turn is dropped" in done.err
 
 
 def test_chat_counts_the_turns_that_it_forgets(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,7 +359,7 @@ def test_chat_counts_the_turns_that_it_forgets(llm: FakeLLM, capsys: pytest.Capt
     conversation = chat.Conversation(cast(Any, llm), options.Common(), None, False)
     conversation.turns = [{"role": "user", "content": str(number)} for number in range(5)]
     assert len(conversation.prompt(5)) == 10
-    assert "its 2 oldest turns are forgotten" in capsys.readouterr().err
+    assert "its 2 oldest turns are dropped" in capsys.readouterr().err
 
 
 def test_chat_json_is_one_line_an_answer(run: Run, llm: FakeLLM) -> None:
@@ -403,13 +403,14 @@ def test_bench_prints_tables_and_keeps_json(run: Run, llm: FakeLLM, tmp_path: Pa
     assert [line.split()[0] for line in first.splitlines()[5:7]] == ["plain", "auto"], "what is looked for comes first"
     assert "code_editing" in second
     assert result["modes"] == ["plain", "auto"]
-    assert list(result["categories"]) == ["chat", "code", "code_editing"]
-    assert result["prompts"] == 3
+    (cell,) = result["cells"]
+    assert list(cell["categories"]) == ["chat", "code", "code_editing"]
+    assert (cell["temperature"], cell["concurrency"], cell["prompts"], result["prompts"]) == (0, 1, 3, 3)
     assert result["settings"]["max_tokens"] == 8
-    assert result["all"]["auto"]["tokens"] == 12
-    assert result["all"]["auto"]["same_tokens"] == result["all"]["auto"]["compared"] == 3
-    assert result["all"]["auto"]["tau"] == 2.0
-    assert result["differences"] == []
+    assert cell["all"]["auto"]["tokens"] == 12
+    assert cell["all"]["auto"]["same_tokens"] == cell["all"]["auto"]["compared"] == 3
+    assert cell["all"]["auto"]["tau"] == 2.0
+    assert cell["differences"] == []
     assert not result["interrupted"]
     assert result["memory"]["weights_bytes"] == 2**20
     assert result["prefill"]["tokens_per_s"]["plain"] == pytest.approx(result["prefill"]["prompt_tokens"] / 0.5)
@@ -440,9 +441,10 @@ def test_bench_ended_by_ctrl_c_tells_of_what_was_measured(
     assert done.code == 130
     whole = json.loads(kept.read_text())
     assert whole["interrupted"]
-    assert whole["prompts"] == whole["all"]["auto"]["prompts"] == whole["all"]["plain"]["prompts"] == 2
+    (cell,) = whole["cells"]
+    assert whole["prompts"] == cell["all"]["auto"]["prompts"] == cell["all"]["plain"]["prompts"] == 2
     assert whole["prefill"] is None
-    assert "stopping: what was measured is told first" in done.err
+    assert "stopping: the results so far follow" in done.err
     assert "5 of 6 measurements were made, 2 of 3 prompts in all modes" in done.err
     assert len(whole["samples"]) == 4
     assert llm.closed
@@ -494,7 +496,24 @@ def test_bench_concurrency_runs_a_category_together(run: Run, llm: FakeLLM) -> N
     done = run("bench", "--category", "math", "--concurrency", "4", "--drafter", "none", "--json", "-")
     assert llm.made_with["max_num_seqs"] == 4
     assert done.json["modes"] == ["plain"]
-    assert done.json["all"]["plain"]["prompts"] == 6
+    (cell,) = done.json["cells"]
+    assert (cell["prompts"], cell["all"]["plain"]["prompts"]) == (6, 8), "the last batch is filled up"
+
+
+def test_bench_goes_through_lists_of_temperatures_and_concurrency(run: Run, llm: FakeLLM) -> None:
+    words = "--category math --limit 2 --max-tokens 8 --concurrency 1,4 -t 0,1 --seed 5 --json -"
+    done = run("bench", *words.split())
+    assert llm.made_with["max_num_seqs"] == 4
+    cells = done.json["cells"]
+    assert [(cell["temperature"], cell["concurrency"]) for cell in cells] == [(0, 1), (0, 4), (1, 1), (1, 4)]
+    assert [cell["all"]["plain"]["prompts"] for cell in cells] == [2, 4, 2, 4]
+    assert (done.json["prompts"], done.json["settings"]["concurrency"]) == (2, [1, 4])
+    assert "auto: times plain, by task" in done.out
+    assert all(len(line) <= 80 for line in done.out.partition("in all:")[0].splitlines())
+    sampled = [params for _, params in llm.asked if params.temperature == 1][-8:]
+    assert [params.seed for params in sampled] == [5, 6, 7, 8] * 2
+    tenants = [params.speculation.tenant for _, params in llm.asked if params.speculation.drafter][-4:]
+    assert tenants == [tenants[0], tenants[0], f"{tenants[0]}, copy 1", f"{tenants[0]}, copy 1"]
 
 
 def test_material_goes_along_with_the_request(run: Run, llm: FakeLLM, tmp_path: Path) -> None:

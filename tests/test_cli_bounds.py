@@ -29,7 +29,6 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
         ("bench --top-k x", "--top-k x: must be a whole number, such as 40"),
         ("bench --repeats 0", "--repeats 0: must be 1 or more, such as 3"),
         ("bench --repeats 1.5", "--repeats 1.5: must be a whole number, 1 or more, such as 3"),
-        ("bench --replicas 0", "--replicas 0: must be 1 or more"),
         ("bench --requests 0", "--requests 0: must be 1 or more"),
         ("serve --port 99999", "--port 99999: must be 0 to 65535"),
         ("generate Hi -t warm", "--temperature warm: must be a number"),
@@ -102,7 +101,6 @@ def test_what_a_page_takes_is_known_when_the_model_is_loaded(
     assert "error: --max-draft-memory 4096: must be as many bytes as a page has, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["tune", "bench --simulate r.json"])
-def test_what_is_drawn_is_svg(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    said = refused(capsys, f"{command} --plot x.png")
+def test_what_is_drawn_is_svg(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "tune --plot x.png")
     assert said == "error: --plot x.png: is drawn as SVG; name it x.svg\n"

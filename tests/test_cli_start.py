@@ -202,7 +202,7 @@ def test_help_shows_what_to_give_and_nothing_odd(
         assert "<" not in text.replace("<=", ""), command
         assert "--debug" in text
     text = " ".join(shown("generate").replace("│", " ").split())  # lines break wherever they like
-    for taught in ("none: nobody", "such as 512MiB", "cuda:1", "such as 0.9", "Give it where other programs need"):
+    for taught in ("none: no drafts", "such as 512MiB", "cuda:1", "such as 0.9", "Give it where other programs need"):
         assert taught in text
     assert [name for name in drafter_names() if f"{name}:" not in text.replace(":PATH", ":")] == []
 

@@ -15,7 +15,7 @@ from bench_scripts import clients
 @pytest.mark.parametrize("name", list(clients.CLIENTS))
 def test_each_client_has_one_version(name: str) -> None:
     environment, package, _ = clients.CLIENTS[name]
-    pins = Path(clients.__file__).with_name(f"clients-{environment}.txt").read_text()
+    pins = Path(str(clients.__file__)).with_name(f"clients-{environment}.txt").read_text()
     (pinned,) = re.findall(rf"^{re.escape(package)}==(\S+)$", pins, re.MULTILINE)
     table = (clients.ROOT / "docs" / "clients.md").read_text()
     assert f"| {name} {pinned} |" in table

@@ -146,7 +146,9 @@ def test_its_help_has_only_what_it_heeds(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_where_drafts_may_take_no_memory_it_says_so(tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", str(tiny_target), "--drafter", "lookahead", "--memory", "256MiB", "--max-draft-memory", "0"]
+    options += ["--dtype", "bfloat16"]
     text = " ".join(run(capsys, *options).split())
+    assert "bfloat16 on cpu has no row-independent passes" in text
     assert "taken whole or not at all" in text
     assert text.count("at once: off: drafts may take no memory (max_draft_memory)") == len(BATCHES)
 

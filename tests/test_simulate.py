@@ -17,6 +17,7 @@ import pytest
 from conftest import EOS
 from slipstream import RequestOutput, SamplingParams, SpeculationParams
 from slipstream.bench.costs import RoundCosts
+from slipstream.bench.live import poisson_times
 from slipstream.bench.outcome import Outcome, Served, Speculation, Spread, Targets
 from slipstream.bench.recorder import Recorder
 from slipstream.bench.recording import (
@@ -37,7 +38,7 @@ from slipstream.bench.recording import (
 from slipstream.bench.replayed import NEVER, ReplayedDevice, Walk, Walks, made_prompt
 from slipstream.bench.replica import Replica, Setting
 from slipstream.bench.simulate import doubts, drafters_of, simulate, traces_of
-from slipstream.bench.traffic import Coming, poisson, poisson_times, read_traffic, rehearse, replay
+from slipstream.bench.traffic import Coming, poisson, read_traffic, rehearse, replay
 from slipstream.core.draft import Tree
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.outputs import CompletionOutput

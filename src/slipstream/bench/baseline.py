@@ -1,4 +1,4 @@
-"""transformers' own `generate`, as the baseline that everybody has.
+"""transformers' own `generate`, as a baseline.
 
 It runs in a process of its own (`python -m slipstream.bench.baseline`): its memory does not count as ours, its
 threads do not disturb ours, and it still takes its turn prompt by prompt. The two talk in JSON lines.
@@ -30,17 +30,16 @@ NAME = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """What the peer loads; the same model in the same precision on the same device as ours."""
+    """The model that the peer loads, in the precision and on the device of ours."""
 
     path: str
     dtype: str
     device: str
     threads: int
-    batch_size: int = 1
     trust_remote_code: bool = False
 
 
-def same_as_ours(llm: LLM, *, dtype: str, device: str, batch_size: int, trust_remote_code: bool) -> PeerConfig:
+def same_as_ours(llm: LLM, *, dtype: str, device: str, trust_remote_code: bool) -> PeerConfig:
     """The peer that loads what `llm` loaded, as these options had it."""
     import torch
 
@@ -53,7 +52,6 @@ def same_as_ours(llm: LLM, *, dtype: str, device: str, batch_size: int, trust_re
         dtype=str(precision).removeprefix("torch."),
         device=str(place),
         threads=torch.get_num_threads(),
-        batch_size=batch_size,
         trust_remote_code=trust_remote_code,
     )
 
@@ -73,7 +71,7 @@ class TransformersPeer:
             stderr=self.errors,
             env={**source_environment(), **quiet},
             text=True,
-            start_new_session=True,  # Ctrl-C is for who measures: what was measured is told then
+            start_new_session=True,  # Ctrl-C must reach only the parent, which then reports
         )
         try:
             self.eos_token_ids = frozenset(self.ask(asdict(config))["eos_token_ids"])
@@ -173,12 +171,9 @@ class Server:
         return time.perf_counter()
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """In padded batches of `batch_size`, as one would with transformers."""
-        prompts, size = message["prompts"], self.config.batch_size
-        answers: list[dict[str, Any]] = []
+        """Answer the prompts in one padded batch, as usual with transformers."""
         start = self.clock()
-        for at in range(0, len(prompts), size):
-            answers += self.batch(prompts[at : at + size], message)
+        answers = self.batch(message["prompts"], message)
         return {"answers": answers, "wall_s": self.clock() - start}
 
     def batch(self, prompts: list[list[int]], message: dict[str, Any]) -> list[dict[str, Any]]:

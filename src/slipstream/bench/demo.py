@@ -90,7 +90,7 @@ def compare(llm: LLM, max_tokens: int) -> Comparison:
     best: list[CompletionOutput] = []
     for number in range(ROUNDS + 1):
         for way, enabled in enumerate((False, True)):
-            # a tenant of its own: nobody remembers what was answered the last time
+            # a new tenant, so that no drafter remembers the last answer
             speculation = SpeculationParams(enabled=enabled, tenant=f"{number}, {way}")
             params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="```", speculation=speculation)
             answer = llm.generate([PROMPT], params)[0].outputs[0]

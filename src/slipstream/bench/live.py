@@ -1,8 +1,9 @@
-"""Real traffic: prompts that are sent to an engine at given times, whether it keeps up or not."""
+"""Traffic: prompts that are sent to an engine at given times, whether it keeps up or not."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
+def poisson_times(rate: float, count: int, seed: int) -> list[float]:
+    """Arrival times of a Poisson process with `rate` requests a second; the first is 0."""
+    dice = random.Random(f"arrivals {seed}")
+    times = [0.0]
+    while len(times) < count:
+        times.append(times[-1] + dice.expovariate(rate))
+    return times
+
+
 def send(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
@@ -22,9 +32,9 @@ def send(
     times: Sequence[float],
     on_served: Callable[[int], None] = lambda count: None,
 ) -> list[Served]:
-    """Send each prompt (token ids) so many seconds after the first; how each fared, in their order.
+    """Send each prompt (token ids) at its time, in seconds after the first; returns the outcomes in the same order.
 
-    on_served: is told how many more have their answers.
+    on_served: called with the number of requests that were answered since the last call.
     """
     return asyncio.run(_send(llm, prompts, params, times, on_served))
 

@@ -1,4 +1,4 @@
-"""From measurements to numbers: rates by category and mode, speed-ups, equality of tokens; as a table and as JSON.
+"""From measurements to numbers: rates by task and mode, speed-ups, equality of tokens; as tables and as JSON.
 
 A rate is tokens over seconds, summed over the prompts of a category. Of several repeats the median counts.
 """
@@ -6,16 +6,19 @@ A rate is tokens over seconds, summed over the prompts of a category. Of several
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
-from slipstream.bench.run import PLAIN, Answer, Sample, Unit
+from slipstream.bench.outcome import Outcome
+from slipstream.bench.run import PLAIN, Answer, Cell, Sample, Unit
 from slipstream.core.outputs import parting
 
 ALL = "all"
+_PAYS = 1.02  # what differs less than this from plain decoding is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Row:
     emitted: int
     drafted: int
     accepted: int
-    declined: int  # rounds without guesses, because they were not expected to pay
+    declined: int  # rounds without drafts, which were not expected to pay
     draft_s: float
     verify_s: float
     host_s: float
@@ -70,16 +73,24 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All rows: by category, then `all`, modes in the order in which they were given."""
+    """One temperature and number of requests at once. Rows: by category, then `all`; modes in the order given."""
 
     rows: tuple[Row, ...]
     differences: tuple[Difference, ...]
+    temperature: float = 0.0
+    concurrency: int = 1
+    skipped: int = 0  # prompts that did not fit the model's context
+    prompts: tuple[str, ...] = ()  # ids of the others, each once
+
+    @property
+    def title(self) -> str:
+        return f"temperature {self.temperature:g}, {self.concurrency} at once"
 
     def row(self, category: str, mode: str) -> Row:
         return next(row for row in self.rows if row.category == category and row.mode == mode)
 
     def speedup(self, row: Row, against: str = PLAIN) -> float:
-        """How many times as many tokens per second as that mode on the same prompts."""
+        """Tokens per second over those of the mode `against` on the same prompts."""
         base = self.row(row.category, against).tokens_per_s
         return row.tokens_per_s / base if base else 0.0
 
@@ -89,7 +100,7 @@ class Summary:
 
 
 def without_end(tokens: Sequence[int], eos: Collection[int]) -> tuple[int, ...]:
-    """Engines differ in whether they return the end-of-text token."""
+    """The tokens without the end-of-text token, which some engines return."""
     end = len(tokens)
     while end and tokens[end - 1] in eos:
         end -= 1
@@ -101,6 +112,27 @@ def median_sample(samples: Sequence[Sample]) -> Sample:
     return sorted(samples, key=lambda sample: sample.measured.wall_s)[(len(samples) - 1) // 2]
 
 
+def summarize_cell(
+    cell: Cell, modes: Sequence[str], *, eos: Collection[int] = (), sampled_apart: Collection[str] = ()
+) -> Summary:
+    """The summary of the samples that can be compared.
+
+    sampled_apart: modes that draw other random numbers than plain decoding.
+    """
+    samples = cell.comparable(len(modes))
+    units = cell.work.units[: len({sample.unit for sample in samples})]
+    incomparable = sampled_apart if cell.temperature > 0 else ()
+    found = summarize(units, samples, modes, eos=eos, incomparable=incomparable)
+    prompts = tuple(dict.fromkeys(prompt.id for unit in units for prompt in unit.prompts))
+    return replace(
+        found,
+        temperature=cell.temperature,
+        concurrency=cell.concurrency,
+        skipped=cell.work.skipped,
+        prompts=prompts,
+    )
+
+
 def summarize(
     units: Sequence[Unit],
     samples: Sequence[Sample],
@@ -109,7 +141,7 @@ def summarize(
     eos: Collection[int] = (),
     incomparable: Collection[str] = (),
 ) -> Summary:
-    """`incomparable` modes draw other random numbers, so their tokens say nothing."""
+    """incomparable: modes whose tokens are not compared with those of plain decoding."""
     taken: dict[tuple[int, str], list[Sample]] = {}
     for sample in samples:
         taken.setdefault((sample.unit, sample.mode), []).append(sample)
@@ -161,31 +193,66 @@ def make_row(category: str, mode: str, read: int, chosen: Sequence[Sample], comp
 
 
 def undrafted(row: Row) -> str:
-    """Why a mode that could guess never did."""
+    """Why a mode with a drafter drafted nothing."""
     if not row.declined:
-        return "nothing drafted: it never had a guess"
+        return "nothing drafted: its drafter never had a guess"
     return (
         f"nothing drafted: its guesses were not expected to pay enough in {row.declined} of "
         f"{row.rounds} rounds; --min-gain says what is enough, --planner fixed guesses all the same"
     )
 
 
-def tables(summary: Summary, concurrency: int = 1) -> list[Table]:
-    """All prompts in one table, and each task in another where there are several."""
-    tasks = list(dict.fromkeys(row.category for row in summary.rows if row.category != ALL))
-    whole = [row for row in summary.rows if row.category == ALL]
-    how = f"{whole[0].prompts} prompts, {concurrency} at a time"
-    found = [table(summary, [((), row) for row in whole], f"Plain decoding and drafts: {how}")]
-    if len(tasks) > 1:
-        rows = [((row.category,), row) for row in summary.rows if row.category != ALL]
-        found.append(table(summary, rows, "By task", ("task",)))
+def tables(summaries: Sequence[Summary]) -> list[Table]:
+    """All prompts in one table; then each task, in a table of modes or, of several cells, in one of speed-ups."""
+    if not summaries:
+        return []
+    first, several = summaries[0], len(summaries) > 1
+    whole = [
+        ((f"{one.temperature:g}", str(one.concurrency)) if several else (), one, row)
+        for one in summaries
+        for row in one.rows
+        if row.category == ALL
+    ]
+    how = "" if several else f", {first.concurrency} at a time"
+    title = f"Plain decoding and drafts: {len(first.prompts)} prompts{how}"
+    found = [table(whole, title, ("T", "at once") if several else ())]
+    tasks = list(dict.fromkeys(row.category for row in first.rows if row.category != ALL))
+    if several:
+        modes = dict.fromkeys(row.mode for row in first.rows if row.mode != PLAIN)
+        found += [gains_table(summaries, mode, [*tasks, ALL]) for mode in modes]
+    elif len(tasks) > 1:
+        found.append(
+            table([((row.category,), first, row) for row in first.rows if row.category != ALL], "By task", ("task",))
+        )
     return found
 
 
-def table(summary: Summary, rows: Sequence[tuple[tuple[str, ...], Row]], title: str, keys: Sequence[str] = ()) -> Table:
-    """Narrow enough for 80 columns. keys: columns that say what a row is about, beside its mode; times are against
-    plain decoding of the same prompts.
-    """
+def gains_table(summaries: Sequence[Summary], mode: str, tasks: Sequence[str]) -> Table:
+    """Where a drafter pays: times as fast as plain decoding in all, by task, temperature and requests at once."""
+    title = f"{mode}: times plain, by task"
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    shown.add_column("task", no_wrap=True)
+    for one in summaries:
+        shown.add_column(f"T {one.temperature:g}\n{one.concurrency} at once", justify="right", no_wrap=True)
+    for task in tasks:
+        gains = [_gain(one, task, mode) for one in summaries]
+        shown.add_row(task, *("" if gain is None else _styled(gain) for gain in gains))
+    return shown
+
+
+def _gain(summary: Summary, task: str, mode: str) -> float | None:
+    """None: the task was not measured in this mode, since the run was interrupted."""
+    rows = {(row.category, row.mode): row for row in summary.rows}
+    row = rows.get((task, mode))
+    return None if row is None else summary.speedup(row)
+
+
+def _styled(gain: float) -> Text:
+    return Text(f"{gain:.2f}x", style="green" if gain > _PAYS else "red" if gain < 1 / _PAYS else "")
+
+
+def table(rows: Sequence[tuple[tuple[str, ...], Summary, Row]], title: str, keys: Sequence[str] = ()) -> Table:
+    """Modes, narrow enough for 80 columns. Each row has the values of `keys` first."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     for key in keys:
         shown.add_column(key, no_wrap=True)
@@ -193,7 +260,7 @@ def table(summary: Summary, rows: Sequence[tuple[tuple[str, ...], Row]], title: 
     for column in ("decoding\ntok/s", "times\nplain", "in all\ntok/s", "times\nplain", "tau", "same\ntokens"):
         shown.add_column(column, justify="right", no_wrap=True)
     last: tuple[str, ...] | None = None
-    for about, row in rows:
+    for about, summary, row in rows:
         if last is not None and about != last:
             shown.add_section()
         same = "-" if not row.compared else "yes" if row.same == row.compared else f"no: {row.same}/{row.compared}"
@@ -208,6 +275,25 @@ def table(summary: Summary, rows: Sequence[tuple[tuple[str, ...], Row]], title: 
             same if row.mode != PLAIN else "",
         )
         last = about
+    return shown
+
+
+def traffic_table(outcomes: Sequence[tuple[float, Outcome]], way: str) -> Table:
+    """Requests at each rate, narrow enough for 80 columns; the JSON has more percentiles."""
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("rate/s", "drafter", "good/s", "good", "tok/s", "ttft p50", "p99", "tpot p50", "p99", "tau"):
+        shown.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter")
+    for rate, out in outcomes:
+        shown.add_row(
+            f"{rate:g}",
+            way,
+            f"{out.goodput:.2f}",
+            f"{out.good:.0%}",
+            f"{out.tokens_per_s:.1f}",
+            *(f"{seconds:.2f} s" for seconds in (out.ttft.p50, out.ttft.p99)),
+            *(f"{1000 * seconds:.1f} ms" for seconds in (out.tpot.p50, out.tpot.p99)),
+            f"{out.tau:.2f}",
+        )
     return shown
 
 
@@ -236,19 +322,23 @@ def row_json(summary: Summary, row: Row) -> dict[str, Any]:
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
-    """`categories` and `all` hold one object a mode; `differences` names the prompts behind unequal counts."""
+    """`categories` and `all` hold one object a mode; `differences` names the prompts whose tokens differ."""
     categories: dict[str, dict[str, Any]] = {}
     for row in summary.rows:
         categories.setdefault(row.category, {})[row.mode] = row_json(summary, row)
     whole = categories.pop(ALL)
     differences = [{"prompt": d.prompt, "mode": d.mode, "at_token": d.at} for d in summary.differences]
-    return {"categories": categories, "all": whole, "differences": differences}
+    about = {"temperature": summary.temperature, "concurrency": summary.concurrency}
+    counts = {"prompts": len(summary.prompts), "skipped_prompts": summary.skipped}
+    return {**about, **counts, "categories": categories, "all": whole, "differences": differences}
 
 
-def samples_json(units: Sequence[Unit], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Every single measurement, for those who want to compute something else."""
+def samples_json(cells: Sequence[Cell], modes: int) -> list[dict[str, Any]]:
+    """Every measurement that can be compared. modes: how many there were."""
     return [
         {
+            "temperature": cell.temperature,
+            "concurrency": cell.concurrency,
             "prompt": prompt.id,
             "mode": sample.mode,
             "repeat": sample.repeat,
@@ -258,6 +348,7 @@ def samples_json(units: Sequence[Unit], samples: Sequence[Sample]) -> list[dict[
             "tau": round(answer.stats.tau, 3) if answer.stats else None,
             "alpha": round(answer.stats.alpha, 3) if answer.stats else None,
         }
-        for sample in samples
-        for prompt, answer in zip(units[sample.unit].prompts, sample.measured.answers, strict=True)
+        for cell in cells
+        for sample in cell.comparable(modes)
+        for prompt, answer in zip(cell.work.units[sample.unit].prompts, sample.measured.answers, strict=True)
     ]

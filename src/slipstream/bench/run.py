@@ -1,7 +1,7 @@
 """Runs the same prompts in several modes and measures them.
 
-For each unit of work all modes run one after another, in an order that rotates from unit to unit, so that a machine
-that slows down slows all of them. A unit is one prompt, or with concurrency all prompts of a category at once.
+All modes run one after another on each unit of work, in an order that rotates from unit to unit, so that a machine that
+slows down slows all of them. A unit is a batch of prompts of one category that run at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The answers to the prompts of a unit, and how long all of them took together."""
+    """The answers to the prompts of a unit, and the seconds from the first arrival to the last end."""
 
     answers: tuple[Answer, ...]
     wall_s: float
@@ -62,8 +63,8 @@ class Runner(Protocol):
 class EngineRunner:
     """Slipstream with one drafter, or without any.
 
-    What drafters and caches remember of earlier answers they may use, as they may for users, but never of the same
-    prompt: where one comes again, or in another mode, nobody knows what was said to it.
+    Drafters and caches may use earlier answers, as they do for users, but never those to the same prompt: a prompt that
+    comes again, in another mode, repeat or copy, belongs to another tenant.
     """
 
     name: str
@@ -73,8 +74,12 @@ class EngineRunner:
     _tenants: int = 0
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
-        speculation = replace(self.speculation, tenant=self._tenant(prompts))
-        own = [replace(p, speculation=speculation) for p in params]
+        tenant, copies, own = self._tenant(prompts), Counter[tuple[int, ...]](), []
+        for ids, asked in zip(prompts, params, strict=True):
+            copy = copies[tuple(ids)]
+            copies[tuple(ids)] += 1
+            speculation = replace(self.speculation, tenant=f"{tenant}, copy {copy}" if copy else tenant)
+            own.append(replace(asked, speculation=speculation))
         start = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], own)
         wall_s = time.perf_counter() - start
@@ -129,21 +134,24 @@ class Work:
 
 
 def plan_work(llm: LLM, prompts: Sequence[BenchPrompt], params: SamplingParams, concurrency: int) -> Work:
-    """Turn prompts into units. A sampled prompt has its own seed, the same in every mode."""
+    """Units of `concurrency` prompts each. The last unit of a category begins with its first prompts again.
+
+    A sampled request has a seed of its own, the same in every mode.
+    """
     units: list[Unit] = []
-    fitting, ids, own = [], {}, {}
-    for index, prompt in enumerate(prompts):
+    fitting, ids = [], {}
+    for prompt in prompts:
         ids[prompt.id] = tuple(llm.chat_prompt([{"role": "user", "content": prompt.text}]))
-        own[prompt.id] = params if params.greedy else replace(params, seed=(params.seed or 0) + index)
         if len(ids[prompt.id]) + params.max_tokens <= llm.max_model_len:
             fitting.append(prompt)
     if not fitting:
         raise CapacityError(f"no prompt fits max_model_len={llm.max_model_len} with max_tokens={params.max_tokens}")
+    seeds = count(params.seed or 0)
     for category, group in by_category(fitting).items():
-        size = 1 if concurrency == 1 else len(group)
-        for start in range(0, len(group), size):
-            part = tuple(group[start : start + size])
-            units.append(Unit(category, part, tuple(ids[p.id] for p in part), tuple(own[p.id] for p in part)))
+        for start in range(0, len(group), concurrency):
+            part = tuple(islice(cycle(group), start, start + concurrency))
+            own = tuple(params if params.greedy else replace(params, seed=next(seeds)) for _ in part)
+            units.append(Unit(category, part, tuple(ids[p.id] for p in part), own))
     return Work(tuple(units), len(prompts) - len(fitting))
 
 
@@ -181,9 +189,22 @@ def measure(
 
 
 def in_all_modes(samples: Sequence[Sample], modes: int) -> list[Sample]:
-    """Those of units that were measured in so many modes, where somebody broke off: only these can be compared."""
+    """The samples of units that were measured in all modes; after an interruption only these can be compared."""
     counts = Counter((sample.unit, sample.repeat) for sample in samples)
     return [sample for sample in samples if counts[sample.unit, sample.repeat] == modes]
+
+
+@dataclass
+class Cell:
+    """The work at one temperature and number of requests at once, and its samples so far."""
+
+    temperature: float
+    concurrency: int
+    work: Work
+    samples: list[Sample] = field(default_factory=list)
+
+    def comparable(self, modes: int) -> list[Sample]:
+        return in_all_modes(self.samples, modes)
 
 
 @dataclass(frozen=True, slots=True)

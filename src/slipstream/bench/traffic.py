@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from slipstream.bench.live import poisson_times
 from slipstream.bench.outcome import Served
 from slipstream.bench.recording import Trace
 from slipstream.core.errors import ConfigError
@@ -35,17 +36,6 @@ class Coming:
     output_tokens: int
     like: int
     where: str = ""
-
-
-def poisson_times(rate: float, count: int, seed: int) -> list[float]:
-    """Arrivals at this rate, independent of each other; the first at 0."""
-    if not rate > 0:
-        raise ConfigError(f"--rate {rate:g}: must be above 0 requests a second")
-    dice = random.Random(f"arrivals {seed}")
-    times = [0.0]
-    while len(times) < count:
-        times.append(times[-1] + dice.expovariate(rate))
-    return times
 
 
 def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts: bool, crowds: bool) -> float:

@@ -1,4 +1,4 @@
-"""Which drafter, how many guesses and which verifier for how many requests at once: measured on the user's prompts."""
+"""Which drafter, how many guesses and which verifier for how many requests at once, measured on the user's prompts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ from slipstream.core.reading import read_named
 from slipstream.engine.config import EngineConfig
 
 _CLEARLY = 1.02
-"""A way of speculating must be so much faster than plain decoding to be recommended: measurements are no better."""
-_MUCH = 1.25
-"""A measured and a predicted speed that differ more than this are not both right."""
+"""A recommended drafter is faster than plain decoding by this factor, since measurements are no more exact."""
 _MOST_BATCHES = 8
-"""Of one candidate at one concurrency: so many prompts where requests come alone."""
+"""Batches of prompts to measure of one candidate at one number of requests at once."""
 _ENGINE: Mapping[str, tuple[Any, str]] = {
     "model": (str, "a text"),
     "drafter": (str | None, "a text, or null for none"),
     "draft_tokens": (int | None, "a whole number, or null for the drafter's own"),
     "min_gain": (int | float, "a number, 1 or more"),
 }
-"""What a configuration file may say of an engine: of which kind, in Python and in words."""
+"""The keys of an engine in a configuration file: types, and how an error names them."""
 ENOUGH = 8
-"""Prompts that a recommendation should rest on."""
+"""Prompts that a recommendation needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run: plain, or a drafter with a size and a verifier. draft_tokens: None: the drafter's own."""
+    """A mode to measure: plain, or a drafter with a size (None: its own) and a verifier."""
 
     runner: Runner
     drafter: str | None
@@ -46,10 +44,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What one candidate came to with so many requests at once. predicted: None: nothing was recorded to tell by.
+    """The speed of one candidate at one number of requests at once.
 
-    prompts: how many different ones were asked; batches: runs that were timed; gain: times as fast as plain, the lowest
-    and the highest of them.
+    prompts: how many different ones were asked; batches: runs that were timed; gain: the lowest and the highest ratio
+    to plain decoding among them.
     """
 
     concurrency: int
@@ -58,7 +56,6 @@ class Tuned:
     draft_tokens: int | None
     verifier: str
     tokens_per_s: float
-    predicted: float | None = None
     prompts: int = 0
     batches: int = 0
     gain: tuple[float, float] = (1.0, 1.0)
@@ -89,9 +86,9 @@ def measure(
     repeats: int = 1,
     on_step: Callable[[int, str], None] = lambda concurrency, name: None,
 ) -> Iterator[list[Tuned]]:
-    """Every candidate, in turn, so that a machine that slows down slows all of them; concurrency by concurrency.
+    """Measure all candidates in turn, concurrency by concurrency, so that a machine that slows down slows all of them.
 
-    Prompts are asked in batches of as many as come at once, until all had their turn, or enough of them.
+    A batch holds the prompts that run at once. Batches go on until each prompt was asked once, or `_MOST_BATCHES` ran.
     """
     for level in levels:
         found: list[Tuned] = []
@@ -121,13 +118,13 @@ def measure(
 
 
 def _together(tokens: Sequence[int], seconds: Sequence[float], count: int) -> list[float]:
-    """Tokens a second of all batches of a turn, turn by turn."""
+    """Tokens per second of each turn, over its batches."""
     turns = range(0, len(tokens), count)
     return [sum(tokens[at : at + count]) / fsum(seconds[at : at + count]) for at in turns]
 
 
 def how_sure(row: Tuned, rows: Sequence[Tuned]) -> str:
-    """What a recommendation rests on, in words."""
+    """The evidence for a recommendation, in words."""
     plain = next(one for one in rows if one.name == PLAIN and one.concurrency == row.concurrency)
     several = "s" if row.prompts != 1 else ""
     basis = f"{row.prompts} prompt{several} in {row.batches} run{'s' if row.batches != 1 else ''}"
@@ -138,7 +135,7 @@ def how_sure(row: Tuned, rows: Sequence[Tuned]) -> str:
 
 
 def doubts(rows: Sequence[Tuned]) -> list[str]:
-    """Why a recommendation may not hold; nothing: there is no reason to think so."""
+    """Reasons for which a recommendation may not hold."""
     found = []
     asked = min((row.prompts for row in rows), default=0)
     if asked < ENOUGH:
@@ -150,31 +147,19 @@ def doubts(rows: Sequence[Tuned]) -> list[str]:
                 f"{level} at once: {row.name} was slower than plain in some runs; measure more "
                 "(--repeats 3), or prompts of one kind: some may be faster without it"
             )
-    return [*found, *_unlike_predicted(rows), *_slower_together(rows)]
+    return [*found, *_slower_together(rows)]
 
 
-def _that_count(rows: Sequence[Tuned]) -> list[Tuned]:
-    """Plain decoding, which all gains are of, and what is recommended."""
+def _recommended(rows: Sequence[Tuned]) -> list[Tuned]:
+    """Plain decoding and the recommended rows."""
     chosen = {id(row) for row in best(rows).values()}
     return [row for row in rows if row.name == PLAIN or id(row) in chosen]
 
 
-def _unlike_predicted(rows: Sequence[Tuned]) -> list[str]:
-    found = []
-    for row in _that_count(rows):
-        if row.predicted is not None and not 1 / _MUCH <= row.tokens_per_s / row.predicted <= _MUCH:
-            so = ", and all gains there are by its speed" if row.name == PLAIN else ""
-            found.append(
-                f"{row.concurrency} at once: {row.name} ran at {row.tokens_per_s:.1f} tok/s, and {row.predicted:.1f} "
-                f"were predicted{so}; measure again where nothing else runs, or longer (--repeats 3, --max-tokens 128)"
-            )
-    return found
-
-
 def _slower_together(rows: Sequence[Tuned]) -> list[str]:
-    """More at once that are slower in all: some of it was measured while the machine did something else."""
+    """More requests at once that were slower in all: a sign that the machine did something else meanwhile."""
     found = []
-    for name in dict.fromkeys(row.name for row in _that_count(rows)):
+    for name in dict.fromkeys(row.name for row in _recommended(rows)):
         own = sorted((row for row in rows if row.name == name), key=lambda row: row.concurrency)
         for few, many in pairwise(own):
             if few.tokens_per_s > _CLEARLY * many.tokens_per_s:
@@ -186,7 +171,7 @@ def _slower_together(rows: Sequence[Tuned]) -> list[str]:
 
 
 def best(rows: Sequence[Tuned]) -> Mapping[int, Tuned]:
-    """By concurrency: the fastest, or plain decoding where nothing is clearly faster."""
+    """By concurrency, the fastest candidate, or plain decoding if none is clearly faster."""
     found: dict[int, Tuned] = {}
     for level in dict.fromkeys(row.concurrency for row in rows):
         own = [row for row in rows if row.concurrency == level]
@@ -197,7 +182,7 @@ def best(rows: Sequence[Tuned]) -> Mapping[int, Tuned]:
 
 
 def best_of_all(rows: Sequence[Tuned]) -> Tuned:
-    """The one for an engine that sees all these concurrencies: by the geometric mean of its speeds."""
+    """The candidate with the highest geometric mean of speeds over all concurrencies."""
     names = dict.fromkeys(row.name for row in rows)
     mean = {n: exp(fsum(log(r.tokens_per_s) for r in rows if r.name == n) / len(best(rows))) for n in names}
     name = max(names, key=mean.__getitem__)
@@ -206,9 +191,9 @@ def best_of_all(rows: Sequence[Tuned]) -> Tuned:
 
 
 def configuration(model: str, rows: Sequence[Tuned], min_gain: float | None = None) -> dict[str, Any]:
-    """For `slipstream serve --config FILE`, or `LLM(**json["engine"])`; what was measured stands beside it.
+    """The JSON for `slipstream serve --config FILE` and `LLM(**json["engine"])`, with the measurements beside it.
 
-    min_gain: with which it was measured; None: the usual.
+    min_gain: the setting of the measurement; None: the default.
     """
     chosen = best_of_all(rows)
     engine = {"model": model, "drafter": chosen.drafter, "draft_tokens": chosen.draft_tokens}

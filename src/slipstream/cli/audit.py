@@ -22,10 +22,8 @@ from slipstream.audit.answers import AuditPrompt
 from slipstream.audit.results import Audit, Check, Outcome
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded
-from slipstream.cli.machine import hardware, versions
-from slipstream.cli.options import Common
-from slipstream.cli.panels import OUTPUT, PROMPTS, option
-from slipstream.cli.shared import check_written, with_common
+from slipstream.cli.measuring import hardware, versions
+from slipstream.cli.options import OUTPUT, PROMPTS, Common, check_written, option, with_common
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import merged_name, parse_merged
@@ -78,12 +76,12 @@ def audit(
             min=0,
             panel=CHECKING,
             help="Answers to draw with each drafter for the test of rejection sampling, the verifier that keeps the "
-            "distribution instead of the tokens; such as 4096 for a sharper one, 0 for none.",
+            "distribution instead of the tokens, such as 4096 for a sharper test; 0 for none.",
         ),
     ] = 256,
     strict: Annotated[
         bool,
-        option("--strict", panel=CHECKING, help="Let near-ties, which rounding explains, fail the audit as well."),
+        option("--strict", panel=CHECKING, help="Let near-ties, which rounding explains, fail the audit too."),
     ] = False,
     no_transformers: Annotated[
         bool,
@@ -114,9 +112,9 @@ def audit(
     behind with a fresh prompt, and with transformers, and tests whether rejection sampling draws from the model's
     distribution.
 
-    Exit status: 0 every check that was asked for was made and passed; 1 one was not, or could not be made; 2 a bad
-    option; 130 stopped by Ctrl-C. The verdict names what was not tested; the report is written in any case. The last
-    line on stdout is the report as JSON.
+    Exit status: 0 every requested check ran and passed; 1 a check failed or could not run; 2 a bad option; 130 stopped
+    by Ctrl-C. The verdict names what was not tested; the report is written in any case. The last line on stdout is the
+    report as JSON.
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: an audit is about speculation; name drafters with --drafter")
@@ -157,7 +155,7 @@ def audit(
 
 
 def sampling(common: Common, seed: int) -> SamplingParams:
-    """What was asked for. Limits without any temperature mean temperature 1: they do nothing to greedy decoding."""
+    """The user's setting. Limits such as top-p without a temperature mean temperature 1, since greedy ignores them."""
     params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
     params = replace(params, seed=seed)
     limited = params.top_k or params.top_p < 1 or params.min_p
@@ -165,7 +163,7 @@ def sampling(common: Common, seed: int) -> SamplingParams:
 
 
 def report_files(out: Path | None, json_file: Path | None, markdown_file: Path | None) -> dict[str, list[Path]]:
-    """Where to write what. A folder that cannot be written is said now, not after the work."""
+    """The files to write, by kind. A folder that cannot be written is refused before the work."""
     files: dict[str, list[Path]] = {"json": [], "markdown": []}
     if out is not None:
         try:
@@ -218,7 +216,7 @@ def described(common: Common, llm: LLM, config: AuditConfig, prompts: int, skipp
 
 @contextmanager
 def listening() -> Iterator[Listener]:
-    """A bar on a terminal; elsewhere a line for each check, on stderr."""
+    """Progress on stderr: a bar on a terminal, elsewhere a line for each check."""
     from slipstream.audit.run import Progress as Listener
 
     console = Console(stderr=True)
@@ -251,7 +249,7 @@ def write(files: Mapping[str, Sequence[Path]], result: Mapping[str, Any], markdo
 
 
 def show(result: Audit, files: Mapping[str, Sequence[Path]]) -> None:
-    """The table, what differs most, and the verdict."""
+    """Print the table, the largest differences and the verdict."""
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("check", overflow="fold")

@@ -1,11 +1,14 @@
-"""`slipstream bench`: the same prompts with and without speculation, measured on this machine."""
+"""`slipstream bench`: the same prompts with and without drafts, by task, temperature and number of requests at once."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,26 +16,55 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from slipstream.bench import baseline, memory, report, run
+from slipstream.bench import baseline, live, memory, report, run
 from slipstream.bench.load import STREAMS, VOCAB, beside_long_prompts, library
-from slipstream.bench.prompts import load_prompts, select
-from slipstream.cli.bars import counting_bar
-from slipstream.cli.breaking import BreakingOff
-from slipstream.cli.capacity import Capacity
+from slipstream.bench.outcome import Outcome, Targets
+from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded, use_threads
-from slipstream.cli.machine import busy_warning, hardware, load_before, versions
-from slipstream.cli.options import Common
-from slipstream.cli.panels import OUTPUT, PROMPTS, option
-from slipstream.cli.shared import with_common
+from slipstream.cli.measuring import BreakingOff, busy_warning, counting_bar, hardware, load_before, versions
+from slipstream.cli.options import (
+    OF_REQUESTS,
+    OUTPUT,
+    PROMPTS,
+    SAMPLING,
+    Common,
+    check_written,
+    option,
+    whole_numbers,
+    with_common,
+)
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
+from slipstream.core.params import MAX_TEMPERATURE, SamplingParams
+from slipstream.core.responsive import rarely_searched
+from slipstream.drafters import merged_name, parse_merged
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 MEASURING = "Measuring"
-TRAFFIC = "Traffic: requests that come at a rate, real or simulated"
+TRAFFIC = "Traffic: requests that come at a rate"
 DEFAULT_MAX_TOKENS = 128
+_KEEPS_UP = 0.8
+"""Share of the requested rate below which the machine is called full. It is less than 1 since the last answers take
+their time on an idle machine, too."""
+_ELSEWHERE = "measured in a run of its own; leave one of them out"
+_MADE_UP = "its prompts are random tokens of that length; leave it out"
+_ENDLESS = "its answers are greedy and have no end; leave it out"
+_NOT_WITH: Mapping[str, Mapping[str, str]] = {
+    "--long-prompts": {
+        **dict.fromkeys(("rate", "requests", "latency_target", "peers", "startup", "repeats"), _ELSEWHERE),
+        **dict.fromkeys(("prompts", "limit", "category"), _MADE_UP),
+        **dict.fromkeys(OF_REQUESTS, _ENDLESS),
+        "concurrency": f"1 and {STREAMS} streams are measured; leave it out",
+    },
+    "--rate": {
+        **dict.fromkeys(("peers", "startup"), _ELSEWHERE),
+        "concurrency": "--rate says when requests come, however many run; leave it out",
+        "repeats": "requests come once; give --requests N for more of them",
+    },
+}
+"""By mode, the options that it cannot honour, and what to do instead."""
 
 
 @with_common
@@ -62,18 +94,27 @@ def bench(
             help="Only the prompts of this category, such as code_editing. May be repeated. Default: all.",
         ),
     ] = None,
-    concurrency: Annotated[
-        int,
+    temperature: Annotated[
+        str,
         option(
-            metavar="N",
-            min=1,
-            panel=MEASURING,
-            help="Requests in flight, such as 8. Above 1, the prompts of a category run together.",
+            "--temperature",
+            "-t",
+            metavar="T[,T…]",
+            panel=SAMPLING,
+            help="0 always takes the likeliest token; 1 is the model as trained. Several are measured in turn: 0,1.",
         ),
-    ] = 1,
+    ] = "0",
+    concurrency: Annotated[
+        str,
+        option(
+            metavar="N[,N…]",
+            panel=MEASURING,
+            help="Requests at once, all of one category. Several are measured in turn: 1,8,32.",
+        ),
+    ] = "1",
     repeats: Annotated[
         int,
-        option(metavar="N", min=1, panel=MEASURING, help="Measure everything so often, such as 3; the median counts."),
+        option(metavar="N", min=1, panel=MEASURING, help="Measure everything N times, such as 3; the median counts."),
     ] = 1,
     peers: Annotated[
         list[str] | None,
@@ -97,119 +138,85 @@ def bench(
         bool,
         option("--startup", panel=MEASURING, help="Also time a fresh process from its start to the first token."),
     ] = False,
-    record: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            panel=TRAFFIC,
-            help="Keep what passes and drafts cost and what became of every guess, for --simulate. With --planner "
-            "fixed it has most of the guesses.",
-        ),
-    ] = None,
-    simulate: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            panel=TRAFFIC,
-            help="Load no model: let traffic run through engines that behave as recorded, far faster than real time.",
-        ),
-    ] = None,
     rate: Annotated[
         str | None,
         option(
             metavar="R[,R…]",
             panel=TRAFFIC,
-            help="Requests a second, coming at random times, such as 0.5 or 1,2,4. Without --simulate: one rate, the "
-            "prompts are sent to the real engine so. Default with --simulate: when they came in the recording.",
+            help="Only this: send the prompts at random times, R requests a second, such as 0.5. Several are measured "
+            "in turn: 1,2,4.",
         ),
     ] = None,
     requests: Annotated[
         int | None,
-        option(
-            metavar="N", min=1, panel=TRAFFIC, help="So many requests. Default: 200 simulated; real: every prompt once."
-        ),
-    ] = None,
-    replicas: Annotated[
-        int, option(metavar="N", min=1, panel=TRAFFIC, help="Simulated engines that share the traffic.")
-    ] = 1,
-    traffic: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            panel=TRAFFIC,
-            help="Simulate these requests: JSON lines with arrival (seconds), prompt_tokens and output_tokens.",
-        ),
+        option(metavar="N", min=1, panel=TRAFFIC, help="Send N requests. Default: every prompt once."),
     ] = None,
     latency_target: Annotated[
         str,
         option(
             metavar="TARGETS",
             panel=TRAFFIC,
-            help="Seconds to the first token and by token after it that a request must keep to be good, such as "
-            "ttft=0.5,tpot=0.05. Default: any.",
+            help="Seconds to the first token, and for each token after it, within which a request counts as good, such "
+            "as ttft=0.5,tpot=0.05. Default: any.",
         ),
     ] = "",
-    speculation: Annotated[
-        list[str] | None,
-        option(
-            metavar="HOW", panel=TRAFFIC, help="Simulate off, fixed or planned; may be repeated. Default: all three."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, option(metavar="FILE", panel=OUTPUT, help="Draw what was simulated as SVG: a curve a way.")
-    ] = None,
     json_file: Annotated[
         Path | None,
         option(
             "--json",
             metavar="FILE",
             panel=OUTPUT,
-            help="Everything as JSON too, with every single measurement. - writes it to stdout as the last line, "
+            help="Write everything as JSON too, with every single measurement. - writes it to stdout as the last line, "
             "without them.",
         ),
     ] = None,
 ) -> None:
     """Measure what speculation brings on this machine.
 
-    Every drafter (repeat --drafter) and plain decoding answer the same prompts in turn. The first table has all
-    prompts, the second one each task; --json has the rest. After Ctrl-C they are about the prompts that all had
-    answered by then.
+    Plain decoding and every drafter (repeat --drafter) answer the same prompts in turn. The first table has all
+    prompts, the second one each task: where several temperatures or numbers of requests are given, it shows at which
+    of them drafting pays. After Ctrl-C the tables have the prompts that every mode had answered.
     """
-    capacity = Capacity(
-        simulate, rate, requests, replicas, traffic, latency_target, tuple(speculation or ()), plot, record, json_file
-    )
-    measuring = {
+    temperatures, levels = _temperatures(temperature), whole_numbers("--concurrency", concurrency, "1,8,32")
+    given = {
+        **dict.fromkeys(common.given, True),
         "prompts": prompts is not None,
         "limit": limit is not None,
         "category": bool(category),
-        "concurrency": concurrency > 1,
+        "temperature": temperatures != [0.0],
+        "concurrency": levels != [1],
         "repeats": repeats > 1,
         "peers": bool(peers),
         "startup": startup,
-        "long_prompts": long_prompts is not None,
+        "rate": rate is not None,
+        "requests": requests is not None,
+        "latency_target": bool(latency_target),
     }
-    capacity.check(common, measuring)
-    if simulate is not None:
-        from slipstream.cli.traffic import simulate_traffic
-
-        simulate_traffic(common, capacity)
-        return
+    drafters = () if common.no_speculation else common.drafters
+    rates, targets = _rates(rate), Targets.parse(latency_target)
+    check_written({"json": json_file})
+    for mode, chosen in (("--long-prompts", long_prompts is not None), ("--rate", rate is not None)):
+        if chosen:
+            _refuse(mode, given, drafters, temperatures)
+    for name in ("requests", "latency_target"):
+        if given[name] and rate is None:
+            raise ConfigError(f"--{name.replace('_', '-')}: only for traffic; give --rate R, too")
     for peer in peers or ():
         if peer != baseline.NAME:
             raise ConfigError(f"--peers {peer}: unknown; must be {baseline.NAME}")
-    drafters = () if common.no_speculation else common.drafters
-    params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
-    chosen = select(load_prompts(prompts), category or (), limit)
+    if common.seed is None and any(temperatures):
+        common = replace(common, seed=secrets.randbits(32))
+    by_temperature = {t: replace(common, temperature=t).sampling(max_tokens=DEFAULT_MAX_TOKENS) for t in temperatures}
+    params = by_temperature[temperatures[0]]
+    if long_prompts is not None:
+        beside_prompts(common, drafters, long_prompts, json_file)
+        return
+    picked = select(load_prompts(prompts), category or (), limit)
     if rate is not None:
-        from slipstream.cli.traffic import run_traffic
-
-        run_traffic(common, capacity, chosen, params)
+        at_rates(common, drafters, picked, params, rates, requests, targets, json_file)
         return
 
     load = load_before()
-    if long_prompts is not None:
-        beside_prompts(common, drafters, long_prompts, capacity)
-        return
     use_threads(common.threads)
     imports = memory.rss_after_imports()
     result: dict[str, Any] = {
@@ -220,9 +227,9 @@ def bench(
         "hardware": {**hardware(), **load},
         "settings": {
             "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
+            "temperature": temperatures,
             "seed": params.seed,
-            "concurrency": concurrency,
+            "concurrency": levels,
             "repeats": repeats,
             "dtype": common.dtype,
             "device": common.device,
@@ -231,36 +238,23 @@ def bench(
             "verifier": common.verifier,
         },
     }
-    console = Console()
-    with loaded(common, drafters, max_num_seqs=concurrency, prefix_caching=False) as llm, ExitStack() as stack:
-        work = run.plan_work(llm, chosen, params, concurrency)
+    with loaded(common, drafters, max_num_seqs=max(levels), prefix_caching=False) as llm, ExitStack() as stack:
+        cells = [
+            run.Cell(t, n, run.plan_work(llm, picked, own, n)) for t, own in by_temperature.items() for n in levels
+        ]
         ours = run.engine_runners(llm, drafters, params.speculation)
         runners: list[run.Runner] = [*ours]
         eos: frozenset[int] = frozenset()
         if peers:
             same = baseline.same_as_ours(
-                llm,
-                dtype=common.dtype,
-                device=common.device,
-                batch_size=concurrency,
-                trust_remote_code=common.trust_remote_code,
+                llm, dtype=common.dtype, device=common.device, trust_remote_code=common.trust_remote_code
             )
             other = stack.enter_context(baseline.TransformersPeer(same))
             runners, eos = [*runners, other], other.eos_token_ids
         modes = [runner.name for runner in runners]
-        samples: list[run.Sample] = []
-        breaking = BreakingOff(lambda: run.in_all_modes(samples, len(modes)))
+        breaking = BreakingOff(lambda: any(cell.comparable(len(modes)) for cell in cells))
         with breaking:
-            if record is None:
-                measure_into(samples, work.units, runners, repeats)
-            else:
-                from slipstream.cli.traffic import Tape
-
-                tape = Tape(llm, common.model, load["busy"])
-                measure_into(samples, work.units, runners, repeats, tape.start)
-        if record is not None:
-            tape.stop().save(record)
-            note(f"wrote {record}")
+            measure_into(cells, runners, repeats)
         prefill = None
         if not breaking.happened:
             with breaking:
@@ -273,36 +267,73 @@ def bench(
                         result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
         used = memory_report(llm, imports)
         result["remarks"] = list(llm.remarks)
-    made, samples = len(samples), run.in_all_modes(samples, len(modes))
-    units = work.units[: len({sample.unit for sample in samples})]
     rejecting = [runner.name for runner in ours if runner.speculation.verifier == "rejection"]
-    incomparable = (baseline.NAME, *rejecting) if not params.greedy else ()
-    summary = report.summarize(units, samples, modes, eos=eos, incomparable=incomparable)
+    summaries = [
+        report.summarize_cell(cell, modes, eos=eos, sampled_apart=(baseline.NAME, *rejecting))
+        for cell in cells
+        if cell.comparable(len(modes))
+    ]
     result |= {
-        "prompts": sum(len(unit.prompts) for unit in units),
-        "skipped_prompts": work.skipped,
+        "prompts": len({prompt for summary in summaries for prompt in summary.prompts}),
+        "skipped_prompts": max(cell.work.skipped for cell in cells),
         "interrupted": breaking.happened,
         "modes": modes,
-        **report.summary_json(summary),
+        "cells": [report.summary_json(summary) for summary in summaries],
         "prefill": None if prefill is None else prefill.to_json(),
         "memory": used.to_json(),
     }
-    for table in report.tables(summary, concurrency):
+    console = Console()
+    for table in report.tables(summaries):
         console.print(table)
-    for line in closing_lines(summary, prefill, used, result):
+    for line in closing_lines(summaries, prefill, used, result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    capacity.write_json(result, samples=report.samples_json(units, samples))
+    write_json(json_file, result, samples=report.samples_json(cells, len(modes)))
     if breaking.happened:
-        asked = sum(len(unit.prompts) for unit in work.units)
-        whole_run = len(work.units) * len(modes) * repeats
-        told = f"{made} of {whole_run} measurements were made, {result['prompts']} of {asked} prompts in all modes"
-        note(told, style="yellow")
+        made, whole = sum(len(cell.samples) for cell in cells), sum(len(cell.work.units) for cell in cells)
+        told = sum(
+            row.prompts for one in summaries for row in one.rows if (row.category, row.mode) == (report.ALL, run.PLAIN)
+        )
+        asked = sum(len(unit.prompts) for cell in cells for unit in cell.work.units)
+        note(
+            f"{made} of {whole * len(modes) * repeats} measurements were made, {told} of {asked} prompts in all modes",
+            style="yellow",
+        )
         raise typer.Exit(130)
 
 
-def beside_prompts(common: Common, drafters: tuple[str, ...], length: int, capacity: Capacity) -> None:
+def _temperatures(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",") if part]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= one <= MAX_TEMPERATURE for one in found):
+        raise ConfigError(f"--temperature {text}: must be 0 (greedy) to {MAX_TEMPERATURE:g}, or several such as 0,1")
+    return list(dict.fromkeys(found))
+
+
+def _rates(text: str | None) -> list[float]:
+    try:
+        rates = [float(part) for part in (text or "").split(",") if part]
+    except ValueError:
+        rates = [0.0]
+    if any(not 0 < rate < float("inf") for rate in rates):
+        raise ConfigError(f"--rate {text}: must be requests a second above 0, such as 0.5 or 1,2,4")
+    return rates
+
+
+def _refuse(mode: str, given: Mapping[str, bool], drafters: Sequence[str], temperatures: Sequence[float]) -> None:
+    for name, remedy in _NOT_WITH[mode].items():
+        if given.get(name):
+            raise ConfigError(f"--{name.replace('_', '-')} with {mode}: {remedy}")
+    if len(drafters) > 1:
+        raise ConfigError(f"--drafter {drafters[1]} with {mode}: one is measured in a run; name one, or A+B")
+    if len(temperatures) > 1:
+        raise ConfigError(f"--temperature {temperatures[1]:g} with {mode}: one is measured in a run; give one")
+
+
+def beside_prompts(common: Common, drafters: Sequence[str], length: int, json_file: Path | None) -> None:
     """Streams while long prompts are read: one stream, then several."""
-    found = []
+    load, found = load_before(), []
     with loaded(common, drafters, max_num_seqs=STREAMS + 1, prefix_caching=False) as llm:
         vocab_size = min(VOCAB, llm.engine.target.vocab_size)
         for streams in (1, STREAMS):
@@ -315,22 +346,77 @@ def beside_prompts(common: Common, drafters: tuple[str, ...], length: int, capac
                 f"after {row['first_ms']:.0f} ms, {row['first_times_alone']:.2f} times its time alone",
                 flush=True,
             )
-    result = {"command": ["slipstream", *sys.argv[1:]], "model": common.model, "hardware": hardware(), "rows": found}
-    capacity.write_json(result)
+        remarks = list(llm.remarks)
+    for line in (*remarks, *busy_warning(load)):
+        print(line, flush=True)
+    result = {"command": ["slipstream", *sys.argv[1:]], "model": common.model, "hardware": {**hardware(), **load}}
+    write_json(json_file, {**result, "remarks": remarks, "rows": found})
 
 
-def measure_into(
-    samples: list[run.Sample],
-    units: tuple[run.Unit, ...],
-    runners: list[run.Runner],
-    repeats: int,
-    when_warm: Callable[[], None] = lambda: None,
+def at_rates(
+    common: Common,
+    drafters: Sequence[str],
+    prompts: Sequence[BenchPrompt],
+    params: SamplingParams,
+    rates: Sequence[float],
+    requests: int | None,
+    targets: Targets,
+    json_file: Path | None,
 ) -> None:
-    """Warm up and measure, with a progress bar on stderr if that is a terminal. samples: what is measured, so far."""
+    """The prompts at random times, at each rate in turn, to an engine that is set up as a server's."""
+    load, outcomes = load_before(), []
+    with loaded(common, drafters, prefix_caching=False, warm_up=True) as llm, rarely_searched():
+        work = run.plan_work(llm, prompts, params, 1)
+        own = params.speculation
+        if drafters:
+            own = replace(own, drafter=merged_name(parse_merged(drafters[0])))
+        ids = [unit.token_ids[0] for unit in work.units]
+        each = [replace(unit.params[0], speculation=own) for unit in work.units]
+        count = requests or len(ids)
+        turns = [i % len(ids) for i in range(count)]
+        llm.generate([{"prompt_token_ids": list(ids[0])}], replace(each[0], max_tokens=32))
+        for rate in rates:
+            times = live.poisson_times(rate, count, common.seed or 0)
+            with counting(f"requests answered, {rate:g} a second", count) as on_served:
+                served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
+            outcomes.append((rate, Outcome.of(served, targets)))
+        remarks = list(llm.remarks)
+    console, way = Console(), drafters[0] if drafters else "off"
+    console.print(report.traffic_table(outcomes, way))
+    full = [_full(way, rate, outcome) for rate, outcome in outcomes if _is_full(rate, outcome)]
+    for line in (*full, *remarks, *busy_warning(load)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    rows = [{"rate": rate, "speculation": way, **asdict(outcome)} for rate, outcome in outcomes]
+    told = {"model": common.model, "seed": params.seed, **load, "remarks": remarks}
+    write_json(json_file, {**told, "latency_target": asdict(targets), "rows": rows})
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of requests. It is redrawn only when told of more, since a thread of its own would disturb the timing."""
+    with counting_bar(auto_refresh=False) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda more: bar.update(task, advance=more, refresh=True)
+
+
+def _is_full(rate: float, outcome: Outcome) -> bool:
+    """Whether requests came faster than they were served, so that latencies grow with the length of the run.
+
+    Then fewer are served than come, and half of them wait for a quarter of the time in which all came, or more.
+    """
+    return outcome.requests_per_s < _KEEPS_UP * rate and outcome.ttft.p50 > outcome.requests / rate / 4
+
+
+def _full(way: str, rate: float, outcome: Outcome) -> str:
+    served = f"only {outcome.requests_per_s:.2g} were served a second, and the others wait ever longer"
+    return f"{way}, {rate:g} a second: {served}"
+
+
+def measure_into(cells: Sequence[run.Cell], runners: Sequence[run.Runner], repeats: int) -> None:
+    """Warm up and measure cell by cell, with a progress bar on stderr; adds to the samples of the cells."""
     with counting_bar() as progress:
-        task = progress.add_task("warming up", total=len(units) * len(runners) * repeats)
-        run.warm_up(units[0], runners)
-        when_warm()
+        units = sum(len(cell.work.units) for cell in cells)
+        task = progress.add_task("warming up", total=units * len(runners) * repeats)
         done = -1
 
         def step(category: str, mode: str) -> None:
@@ -338,8 +424,10 @@ def measure_into(
             done += 1
             progress.update(task, completed=done, description=f"{category} · {mode}")
 
-        for sample in run.measure(units, runners, repeats, step):
-            samples.append(sample)
+        for cell in cells:
+            run.warm_up(cell.work.units[0], runners)
+            for sample in run.measure(cell.work.units, runners, repeats, step):
+                cell.samples.append(sample)
 
 
 def memory_report(llm: LLM, imports: int) -> memory.MemoryReport:
@@ -355,20 +443,23 @@ def memory_report(llm: LLM, imports: int) -> memory.MemoryReport:
 
 
 def closing_lines(
-    summary: report.Summary, prefill: run.PrefillReport | None, used: memory.MemoryReport, result: dict[str, Any]
+    summaries: Sequence[report.Summary],
+    prefill: run.PrefillReport | None,
+    used: memory.MemoryReport,
+    result: Mapping[str, Any],
 ) -> list[str]:
     lines = [*result.get("remarks", ())]
-    if any(row.drafted for row in summary.rows):
+    if any(row.drafted for summary in summaries for row in summary.rows):
         lines.append("in all: with the reading of prompts; tau: tokens per pass, the model's own included")
-    for row in summary.rows:
-        if row.category == report.ALL and row.rounds:
-            whole = row.draft_s + row.verify_s + row.host_s or 1.0
-            shares = [("draft", row.draft_s), ("verify", row.verify_s), ("host", row.host_s)]
-            if row.mode == run.PLAIN:  # nobody drafts: what was timed there is the host's
-                shares = [("verify", row.verify_s), ("host", row.draft_s + row.host_s)]
-            lines.append(f"time, {row.mode}: " + ", ".join(f"{name} {s / whole:.0%}" for name, s in shares))
+    for summary in summaries:
+        where = f"{summary.title}, " if len(summaries) > 1 else ""
+        for row in summary.rows:
+            if row.category != report.ALL or not row.rounds:
+                continue
+            if len(summaries) == 1:
+                lines.append(f"time, {row.mode}: {_shares(row)}")
             if row.mode != run.PLAIN and not row.drafted:
-                lines.append(f"{row.mode}: {report.undrafted(row)}")
+                lines.append(f"{where}{row.mode}: {report.undrafted(row)}")
     if prefill is not None:
         rates = ", ".join(f"{name} {rate:.0f} tok/s" for name, rate in prefill.tokens_per_s.items())
         lines.append(f"reading a prompt of {prefill.prompt_tokens} tokens: {rates}")
@@ -383,7 +474,23 @@ def closing_lines(
     return [*lines, *busy_warning(result["hardware"])]
 
 
-def startup_options(common: Common, drafters: tuple[str, ...]) -> list[str]:
+def _shares(row: report.Row) -> str:
+    whole = row.draft_s + row.verify_s + row.host_s or 1.0
+    shares = [("draft", row.draft_s), ("verify", row.verify_s), ("host", row.host_s)]
+    if row.mode == run.PLAIN:  # plain decoding drafts nothing: the time before its passes is the host's
+        shares = [("verify", row.verify_s), ("host", row.draft_s + row.host_s)]
+    return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in shares)
+
+
+def write_json(file: Path | None, result: Mapping[str, Any], **more: Any) -> None:
+    """Write the result as --json says: to stdout as one line, or to a file with `more`."""
+    if file == Path("-"):
+        print(json.dumps(result, ensure_ascii=False), flush=True)
+    elif file is not None:
+        file.write_text(json.dumps({**result, **more}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def startup_options(common: Common, drafters: Sequence[str]) -> list[str]:
     """The options that load the same engine in a fresh process."""
     options = ["--model", common.model, "--dtype", common.dtype, "--device", common.device]
     for drafter in drafters or ("none",):

@@ -1,4 +1,4 @@
-"""`slipstream chat`: a conversation with history. Also reads lines from a pipe, so it can be scripted."""
+"""`slipstream chat`: a conversation with history, from a terminal or from lines of a pipe."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from slipstream.cli.generate import PROMPT, Stopped, stream
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import Common
-from slipstream.cli.panels import OUTPUT, option
-from slipstream.cli.shared import with_common
+from slipstream.cli.options import OUTPUT, Common, option, with_common
 from slipstream.cli.show import note, rate_line, request_json, summary
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import CompletionOutput, SpeculationStats
@@ -21,12 +19,12 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 DEFAULT_MAX_TOKENS = 512
-COMMANDS = "/reset forgets the conversation · /speculation on|off · /stats · /help · /exit"
+COMMANDS = "/reset empties the history · /speculation on|off · /stats · /help · /exit"
 
 
 @dataclass
 class Totals:
-    """What all answers of this conversation add up to."""
+    """Sums over the answers of a conversation."""
 
     answers: int = 0
     tokens: int = 0
@@ -56,7 +54,7 @@ class Totals:
 
 
 class Conversation:
-    """The history, and what a line typed by the user does to it."""
+    """The history, and the commands of the user."""
 
     def __init__(self, llm: LLM, common: Common, system: str | None, as_json: bool) -> None:
         self.llm = llm
@@ -68,7 +66,7 @@ class Conversation:
         self.totals = Totals()
 
     def take(self, line: str) -> bool:
-        """Answer a line or obey a command; False ends the conversation."""
+        """Answer a line or run a command; False ends the conversation."""
         if not line.startswith("/"):
             self.answer(line)
             return True
@@ -78,7 +76,7 @@ class Conversation:
                 return False
             case "/reset", "":
                 self.turns.clear()
-                note("the conversation is forgotten")
+                note("the history is empty now")
             case "/speculation", "on" | "off" as choice:
                 self.speculation = choice == "on"
                 note(f"speculation is {choice}")
@@ -114,7 +112,7 @@ class Conversation:
             return
         except KeyboardInterrupt:  # nothing had come yet
             self.turns.pop()
-            note("stopped; that question is forgotten")
+            note("stopped; that question is dropped")
             return
         except RequestError as error:  # one request failed, not the conversation
             self.turns.pop()
@@ -126,7 +124,7 @@ class Conversation:
             note(summary(answer))
 
     def prompt(self, max_tokens: int) -> list[int]:
-        """The history as tokens; its oldest turns are dropped where they would leave no room for the answer."""
+        """The history as tokens, without the oldest turns if the answer would not fit."""
         ids = self.llm.chat_prompt(self.opening + self.turns)
         dropped = 0
         while len(ids) + max_tokens > self.llm.max_model_len and len(self.turns) > 2:
@@ -135,7 +133,7 @@ class Conversation:
             ids = self.llm.chat_prompt(self.opening + self.turns)
         if dropped:
             gone = "oldest turn is" if dropped == 1 else f"{dropped} oldest turns are"
-            note(f"the conversation is too long for the model: its {gone} forgotten")
+            note(f"the conversation is too long for the model: its {gone} dropped")
         return ids
 
 
@@ -154,7 +152,7 @@ def chat(
 
     Ctrl-C stops an answer, /exit or Ctrl-D the program. Lines may also come from a pipe.
     """
-    common.sampling(max_tokens=DEFAULT_MAX_TOKENS)  # a bad option is said before the model loads
+    common.sampling(max_tokens=DEFAULT_MAX_TOKENS)  # refuses a bad option before the model loads
     with loaded(common, common.drafters) as llm:
         conversation = Conversation(llm, common, system, as_json)
         terminal = sys.stdin.isatty()

@@ -1,4 +1,4 @@
-"""Where the `slipstream` command begins and ends: to load the commands takes a second, in which Ctrl-C may come."""
+"""Entry and exit of the `slipstream` command. Ctrl-C may come while the commands load, which takes a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTERRUPTED = 130
 def main() -> None:
     """Run the command line; always ends in SystemExit."""
     codes: list[object] = []
-    atexit.register(_leave, codes)  # registered first, called last: whoever closes something has done it by then
+    atexit.register(_leave, codes)  # registered first, so called last
     try:
         from slipstream.cli.main import main as run
 
@@ -28,8 +28,7 @@ def main() -> None:
 
 
 def _leave(codes: list[object]) -> None:
-    """After a second Ctrl-C nobody has waited for the threads that compute: where Python goes away around them, C++
-    aborts, in words of its own."""
+    """After a second Ctrl-C threads may still compute; at an ordinary exit C++ would abort with its own message."""
     if _INTERRUPTED in codes:
         with suppress(OSError):
             sys.stdout.flush()

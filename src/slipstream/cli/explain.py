@@ -1,4 +1,4 @@
-"""`slipstream explain`: what passes and drafts cost on this machine, and what the planner would choose where."""
+"""`slipstream explain`: the costs of passes and drafts on this machine, and the planner's choices that follow."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import Common
-from slipstream.cli.panels import OUTPUT, SPECULATION, option
-from slipstream.cli.shared import OF_REQUESTS, with_common
+from slipstream.cli.options import OF_REQUESTS, OUTPUT, SPECULATION, Common, option, with_common
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,17 +37,16 @@ def explain(
             metavar="TOKENS",
             min=1,
             panel=SPECULATION,
-            help=f"Tokens of each request: long texts cost more. Default: {_CONTEXT}, or as many as one may have.",
+            help=f"Tokens of each request: long texts cost more. Default: {_CONTEXT}, or the model's limit.",
         ),
     ] = None,
     as_json: Annotated[
         bool, option("--json", panel=OUTPUT, help="Print one JSON object instead, for scripts.")
     ] = False,
 ) -> None:
-    """Show what passes and drafts cost here, and what would be drafted at which load and share of right guesses.
+    """Show the costs of passes and drafts here, and how much would be drafted by load and share of right guesses.
 
-    Costs are measured now. What is chosen in a run depends on them, and on how often guesses turn out right, which is
-    learned by request.
+    Costs are measured now. In a run the planner also learns how often guesses are right, request by request.
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: there is nothing to explain without speculation; leave it out")
@@ -69,6 +66,7 @@ def explain(
         costs = _costs(llm)
         guessers = _guessers(llm)
         choices = _choices(llm, guessers, costs, context)
+        remarks = list(llm.remarks)
     deep = {guesser.name for guesser in guessers if guesser.levels}
     whole = {guesser.name for guesser in guessers if guesser.whole}
     if as_json:
@@ -79,10 +77,13 @@ def explain(
             "why_dear": costs.why_dear() or None,
             "context": context,
             "choices": [asdict(choice) for choice in choices],
+            "remarks": remarks,
         }
         print(json.dumps(found, ensure_ascii=False))
         return
     console = Console()
+    for remark in remarks:
+        console.print(remark, markup=False, highlight=False, soft_wrap=True)
     console.print("A pass of the target, by rows (a request's own, and its guesses):")
     console.print(pass_table(costs))
     for line in [*spread_lines(costs), *context_lines(costs), *filter(None, [costs.why_dear()])]:
@@ -130,7 +131,7 @@ def _choices(llm: LLM, guessers: Sequence[Guesser], costs: MeasuredCosts, contex
 
 
 def _guessers(llm: LLM) -> list[Guesser]:
-    """Those that were named. A prediction or a form is its request's own."""
+    """The named drafters. Predictions and forms belong to a request."""
     from slipstream.drafters.base import DeviceDrafter, HostDrafter
     from slipstream.engine.levels import levels_of
     from slipstream.engine.odds import reach
@@ -161,13 +162,13 @@ def pass_table(costs: MeasuredCosts) -> Table:
 
 
 def spread_lines(costs: MeasuredCosts) -> list[str]:
-    """How sure these figures are."""
+    """How far repeated timings differed."""
     found = [f"The same pass, timed three times, took up to {costs.spread:.2f} times as long."]
     return found if costs.is_steady else [*found, "The machine is busy: these figures are rough, and not kept."]
 
 
 def context_lines(costs: MeasuredCosts) -> list[str]:
-    """What attention adds, for one request with and without guesses."""
+    """The time that attention adds for one request, with and without drafts."""
     if not (costs.key_s or costs.row_key_s):
         return ["The length of the context adds nothing that could be measured."]
     found = []
@@ -194,7 +195,7 @@ def choice_table(choices: Sequence[Choice]) -> Table:
 
 
 def in_words(choices: Sequence[Choice]) -> list[str]:
-    """From which share of right guesses on drafts pay, by load; and why not, where they never do."""
+    """By load, the share of right guesses from which drafts pay, or why they never do."""
     found = []
     for requests in dict.fromkeys(choice.requests for choice in choices):
         mine = [choice for choice in choices if choice.requests == requests]
@@ -215,12 +216,12 @@ def _several(unit: str, size: int) -> str:
 
 
 def _from(least: Choice, lowest: Choice) -> str:
-    """Of shares that were not tried nothing is known: the lowest may be more than it takes."""
+    """The lowest share that was tried may be more than needed."""
     return (
         f"already at {least.alpha:.0%} right guesses" if least is lowest else f"from {least.alpha:.0%} right guesses on"
     )
 
 
 def _guesses(choice: Choice) -> str:
-    """For a request; where some have more than others, in the mean."""
+    """Guesses of a request, in the mean."""
     return "1 guess" if choice.nodes == 1 else f"{choice.nodes:.3g} guesses"

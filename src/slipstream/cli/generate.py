@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import Common, read_text
-from slipstream.cli.panels import OUTPUT, SAMPLING, SPECULATION, option
-from slipstream.cli.shared import with_common
+from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text, with_common
 from slipstream.cli.show import note, request_json, summary
 from slipstream.constrain.source import source_of
 from slipstream.core.errors import ConfigError, InvalidRequest, RequestError
@@ -148,7 +146,7 @@ def generate(
     )
     if params.structured_outputs is not None:
         with naming_form(json_schema, regex):
-            source_of(params.structured_outputs)  # what is wrong with it is said before anything loads
+            source_of(params.structured_outputs)  # refuses a bad form before the model loads
     if material:
         texts = tuple(read_text(source, "--material") for source in material)
         params = replace(params, speculation=replace(params.speculation, material=texts))
@@ -186,7 +184,7 @@ def form(json_schema: str | None, regex: str | None) -> StructuredOutputsParams 
 
 @contextmanager
 def naming_form(json_schema: str | None, regex: str | None) -> Iterator[None]:
-    """What is wrong with the form of an answer begins with the option that gave it, and its file."""
+    """Begin errors about the form of an answer with the option that gave it, and its file."""
     try:
         yield
     except InvalidRequest as error:
@@ -202,7 +200,7 @@ def messages(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C came while an answer was streaming; `text` is what had come so far."""
+    """Ctrl-C during a streamed answer. text: the answer so far."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -210,7 +208,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def stream(llm: LLM, request: Any, params: SamplingParams) -> CompletionOutput:
-    """Write the answer to stdout as it grows. Leaving early, by error or Ctrl-C, aborts the request."""
+    """Write the answer to stdout as it comes. An error or Ctrl-C aborts the request."""
     text, tokens = "", list[int]()
     answer = CompletionOutput(0)
     try:

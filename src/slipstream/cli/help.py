@@ -1,25 +1,79 @@
-"""The help of a command as text of two columns: readable in a terminal of 80, where typer's tables break every line.
+"""Help and errors of commands, in the place of typer's own.
 
-Names stand on the left; one that is too long for its column has a line of its own.
+Help is text in two columns for terminals of 80 columns: names on the left (a long one has a line of its own),
+descriptions on the right. A number that an option cannot have is a `ConfigError` in one line, as every other error.
 """
 
 from __future__ import annotations
 
+import inspect
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
+from typer import BadParameter
+from typer.core import TyperCommand, TyperGroup
+
+from slipstream.cli.flags import refuse_gone, wrong_number
+from slipstream.core.errors import ConfigError
 
 _NAMES = 26
-"""Columns of names, with what surrounds them."""
+"""Width of the column of names, margins included."""
 _WIDEST = 100
 _NARROWEST = 50
 _ARGUMENTS, _OTHERS = "Arguments", "Other"
 
 
+class Command(TyperCommand):
+    def __init__(self, *arguments: Any, help: str | None = None, **more: Any) -> None:
+        super().__init__(*arguments, help=_flowing(help), **more)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_gone(self.name or "", args)
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            if (said := wrong_number(error)) is None:
+                raise
+            raise ConfigError(said) from error
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        width = shutil.get_terminal_size().columns
+        usage = " ".join(self.get_usage(ctx).split())
+        formatter.write(help_text(usage, self.help or "", self.get_params(ctx), width, self.epilog or ""))
+
+
+class Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+
+def _flowing(help: str | None) -> str | None:
+    """Paragraphs without line breaks."""
+    return help and "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(help).split("\n\n"))
+
+
+def _without_values(parameters: list[Any]) -> list[Any]:
+    """Hide typer's `<bool>` and `<str>` where the name alone says what to give."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+        elif parameter.param_type_name == "argument":
+            parameter.display_type_rich = _nothing
+    return parameters
+
+
+def _nothing(ctx: Any) -> str:
+    return ""
+
+
 def help_text(usage: str, help: str, parameters: Sequence[Any], width: int, epilog: str = "") -> str:
-    """All of it. width: of the terminal."""
+    """The whole help text. width: columns of the terminal."""
     columns = max(_NARROWEST, min(width, _WIDEST) - 1)
     parts = [usage, *(textwrap.fill(paragraph, columns) for paragraph in help.split("\n\n"))]
     for title, listed in _panels(parameters).items():
@@ -31,7 +85,7 @@ def help_text(usage: str, help: str, parameters: Sequence[Any], width: int, epil
 
 
 def _panels(parameters: Sequence[Any]) -> dict[str, list[Any]]:
-    """By heading, in the order of the command; what has none comes last."""
+    """The parameters by heading, in the order of the command; those without a heading come last."""
     found: dict[str, list[Any]] = {}
     for parameter in parameters:
         if not getattr(parameter, "hidden", False):

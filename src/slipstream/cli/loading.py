@@ -1,4 +1,4 @@
-"""From options to an engine: fetched before torch is imported, loaded visibly, closed at the end."""
+"""Open an engine from options: fetch before torch is imported, show progress, close at the end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.remote.process import EngineProcess
 
-    Named = str | Drafter  # as on the command line, or made by the command itself
+    Named = str | Drafter  # as on the command line, or an object
     Opened = TypeVar("Opened", bound=LLM | EngineProcess)
 
 
 def fetch(common: Common, name: str, on_fetch: Progress, ways: str = WAYS) -> str:
-    """The folder of a model. What cannot be had is said here, not after seconds of imports."""
+    """The folder of a model, fetched if needed. Errors come here, before seconds of imports."""
     return str(resolve(name, on_fetch, trust_remote_code=common.trust_remote_code, ways=ways))
 
 
@@ -47,7 +47,7 @@ def _fetched(common: Common, spec: DrafterSpec, on_fetch: Progress) -> DrafterSp
 
 
 def use_threads(count: int | None) -> None:
-    """Before anything is computed: torch divides its work among so many threads from then on."""
+    """Set torch's number of threads. Call it before anything is computed."""
     if count is not None:
         import torch
 
@@ -57,7 +57,7 @@ def use_threads(count: int | None) -> None:
 def open_llm(
     common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress | None, **more: Any
 ) -> LLM:
-    """Load the engine. The one place where most commands do, so tests put a stand-in here."""
+    """Load the engine in this process. Tests replace this function by a stand-in."""
     options = _options(common, drafters, on_fetch, more)
     use_threads(common.threads)
     from slipstream.engine.llm import LLM
@@ -68,19 +68,19 @@ def open_llm(
 def open_process(
     common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress | None, **more: Any
 ) -> EngineProcess:
-    """Load the engine in a process of its own, which imports what it needs while this one does."""
+    """Load the engine in a process of its own; both processes import at the same time."""
     from slipstream.engine.remote.spawn import spawn
 
     options = _options(common, drafters, on_fetch, more)
     spawned = spawn()
-    import slipstream.serve.server  # noqa: F401  # while the other process imports what it needs
+    import slipstream.serve.server  # noqa: F401  # while the other process imports, too
     from slipstream.engine.remote.process import EngineProcess
 
     return EngineProcess(**options, spawned=spawned, threads=common.threads, on_progress=on_load)
 
 
 def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `LLM`. What it needs is fetched here."""
+    """The arguments of `LLM`, with the models fetched."""
     return {
         "model": fetch(common, common.model, on_fetch),
         "drafter": [fetch_draft(common, drafter, on_fetch) for drafter in drafters] or None,
@@ -105,7 +105,7 @@ def plain_line(message: str) -> None:
 
 
 def line_of_long_steps(message: str) -> None:
-    """What is done once on a machine may take a minute, and who waits should know for what; the rest is quick."""
+    """Print messages about steps that are done once on a machine and may take a minute; others are quick."""
     if "(once" in message or message.startswith("warming up"):
         plain_line(message)
 
@@ -119,7 +119,7 @@ def loaded(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[L
 
 @contextmanager
 def hosted(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[EngineProcess]:
-    """A server's engine, closed at the end. Servers mostly write to a log, where silence looks like a failure."""
+    """A server's engine, closed at the end. A line says that it loads, since a silent log looks like a failure."""
     if not Console(stderr=True).is_terminal:
         plain_line(f"loading {common.model}")
     with _shown(common, drafters, open_process, more, notes=True) as host:
@@ -135,10 +135,10 @@ def _shown(
     *,
     notes: bool = False,
 ) -> Iterator[Opened]:
-    """On a terminal stderr shows what is being done; elsewhere only what may take long, line by line: what is fetched,
-    and what is compiled, checked and measured when a model is opened for the first time.
+    """Open the engine and show progress on stderr: all of it on a terminal; elsewhere, line by line, only downloads and
+    the long steps of a first start.
 
-    notes: print what holds for all answers as well; commands that print `LLM.remarks` need not.
+    notes: print the engine's notes as well; commands that print `LLM.remarks` need not.
     """
     console = Console(stderr=True)
 

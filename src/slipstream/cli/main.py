@@ -1,7 +1,7 @@
-"""The `slipstream` command: gathers the commands and turns errors into one clear line and an exit code.
+"""The `slipstream` command: its subcommands, and errors as one line and an exit code.
 
-Exit codes: 0 done, 1 an error that Slipstream names (or, without a word, nobody read the output to its end, as in
-`| head`), 2 a bad option or a model that cannot be used, 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 an error that Slipstream names, or a closed stdout as in `| head`; 2 a bad option or a model that
+cannot be used; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 
 from slipstream import __version__
 from slipstream.cli import audit, bench, chat, explain, generate, models, serve, train, tune
-from slipstream.cli.command import Command, Group
+from slipstream.cli.help import Command, Group
 from slipstream.cli.options import DebugOption, debug
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError, DownloadError, ModelError, SlipstreamError
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         note("error: " + " ".join(str(error).split()), style="bold red")
         bad_input = isinstance(error, ConfigError | ModelError) and not isinstance(error, DownloadError)
         sys.exit(2 if bad_input else 1)
-    except (Exception, KeyboardInterrupt, SystemExit) as ended:  # typer makes the last of the second
+    except (Exception, KeyboardInterrupt, SystemExit) as ended:  # typer turns Ctrl-C into SystemExit
         if not was_interrupted(ended):
             raise
         note("interrupted")
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def was_interrupted(ended: BaseException | None) -> bool:
-    """By Ctrl-C, whatever was made of it: who imports lazily may call it a module that could not be found."""
+    """Whether Ctrl-C caused it. A lazy import that was interrupted raises ModuleNotFoundError, for instance."""
     if isinstance(ended, SystemExit):
         return ended.code == 130
     while ended is not None and not isinstance(ended, KeyboardInterrupt):

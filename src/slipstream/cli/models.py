@@ -1,4 +1,4 @@
-"""`slipstream models`: what is on this machine, and how to name what is not."""
+"""`slipstream models`: the models on this machine, and how to name others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.options import DebugOption
-from slipstream.cli.panels import OUTPUT, option
+from slipstream.cli.options import OUTPUT, DebugOption, option
 
 if TYPE_CHECKING:
     from slipstream.models.resolve import LocalModel

@@ -1,21 +1,24 @@
-"""The options that generate, chat, bench and audit share: written once, with the help texts that teach them.
+"""The options that generate, chat, serve, bench, audit, tune and explain share, with the help texts that teach them.
 
-`Common` is both the list of options and what a command receives. `with_common` (`shared.py`) turns each of its fields
-into an option of the command, so a new option is one field here.
+`Common` is both the list of these options and the object that a command receives: `with_common` makes an option of each
+of its fields. A new option is one field here.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import secrets
 import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args, get_type_hints
 
 import typer
 
 from slipstream.cli.flags import naming_flags
-from slipstream.cli.panels import MODEL, OUTPUT, SAMPLING, SPECULATION, option
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.core.reading import read_named
@@ -27,6 +30,14 @@ from slipstream.engine.config import EngineConfig, PlannerName, parse_share
 from slipstream.models.headers import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
 
+MODEL = "Model"
+SPECULATION = "Speculation (changes the speed, never the tokens, unless rejection sampling judges them)"
+SAMPLING = "Sampling"
+OUTPUT = "Output"
+PROMPTS = "Prompts"
+OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+OF_REQUESTS = (*OF_SAMPLING, "verifier")
+"""The options of `Common` that say what is asked, not how the engine runs."""
 DEFAULT_DRAFTER = AUTO_DRAFTERS
 WITHOUT_PREDICTION = (
     "there is no prediction to follow; give `generate` one with --prediction FILE, or name another drafter, such as "
@@ -34,9 +45,17 @@ WITHOUT_PREDICTION = (
 )
 
 
+def option(*names: str, metavar: str = "", panel: str, help: str, **more: Any) -> Any:
+    """An option with a name for its value, under a heading of `--help`.
+
+    names: needed where `metavar` is the parameter's own name in capitals: typer 0.27 would take it for the option's.
+    """
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
+
+
 @dataclass
 class Debug:
-    """Whether a traceback was asked for; `main` reads it when an error ends the program."""
+    """Whether `--debug` was given; `main` reads it when an error ends the program."""
 
     wanted: bool = False
 
@@ -62,7 +81,7 @@ DebugOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What generate, chat, bench and audit all understand."""
+    """The shared options, as given on the command line."""
 
     model: Annotated[
         str,
@@ -154,8 +173,8 @@ class Common:
         option(
             "--force-pair",
             panel=SPECULATION,
-            help="Load a drafter that was trained for another model all the same. The tokens stay the model's; its "
-            "guesses will seldom be right.",
+            help="Load a drafter although it was trained for another model. The tokens stay the same; few of its "
+            "guesses will be accepted.",
         ),
     ] = False
     drafter: Annotated[
@@ -165,17 +184,16 @@ class Common:
             "-d",
             metavar="NAME[:PATH]",
             panel=SPECULATION,
-            help="Who guesses ahead. auto: all that make sense for the model, each where it pays; ngram: what the "
-            "text already said; suffix: that, and earlier answers; lookahead: "
-            "what the model says further on; prediction: a text that the request brings along (--prediction); "
+            help="The drafter, which guesses tokens ahead. auto: all that suit the model, each where it pays; "
+            "ngram: matches in prompt and answer; suffix: those, and earlier answers; lookahead: the model's own "
+            "guesses further on; prediction: a text that comes with the request (--prediction); "
             "model:PATH (or draft:PATH): a smaller model, best with the same tokenizer, such as model:path/to/small; "
             "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3, "
-            "medusa and draft without a path: the default model's own); mtp: the model's own modules for that; "
-            "grammar: what the form of an answer forces (comes by itself with one); path/to/file.py:Class: one of your "
-            "own (docs/extending.md), whose code is run; A+B: both, "
-            "their drafts merged; none: nobody. May be repeated: bench, tune, audit and explain try each in turn; "
-            "others load all, and the first guesses unless a request names another (A+B lets both). Default: "
-            f"{DEFAULT_DRAFTER}.",
+            "medusa and draft without a path: those that come for the default model); mtp: the model's own modules; "
+            "grammar: tokens that the form of an answer forces (always on with a form); path/to/file.py:Class: your "
+            "own (docs/extending.md), whose code is run; A+B: both, their drafts merged; none: no drafts. May be "
+            "repeated: bench, tune, audit and explain try each in turn; others load all and use the first unless a "
+            f"request names another. Default: {DEFAULT_DRAFTER}.",
         ),
     ] = None
     draft_tokens: Annotated[
@@ -185,8 +203,7 @@ class Common:
             min=0,
             max=63,
             panel=SPECULATION,
-            help="Most tokens to guess ahead in a round, such as 8; fewer are guessed where more do not pay. Default: "
-            "the drafter's own.",
+            help="Most tokens to draft in a step, such as 8; fewer where more do not pay. Default: the drafter's own.",
         ),
     ] = None
     min_gain: Annotated[
@@ -195,8 +212,7 @@ class Common:
             metavar="X",
             min=1.0,
             panel=SPECULATION,
-            help="How many times as fast as plain decoding drafts must be for more of them to be made, such as 1.1. "
-            "Default: 1.",
+            help="Draft only where that is expected to be X times as fast as plain decoding, such as 1.1. Default: 1.",
         ),
     ] = None
     strict_drafter: Annotated[
@@ -204,8 +220,8 @@ class Common:
         option(
             "--strict-drafter",
             panel=SPECULATION,
-            help="Raise at once what a drafter raises, or why it is dropped, instead of going on without it; for those "
-            "who write one.",
+            help="End with the error of a drafter that fails or is dropped, instead of going on without it. For "
+            "developing drafters.",
         ),
     ] = False
     max_draft_memory: Annotated[
@@ -213,8 +229,8 @@ class Common:
         option(
             metavar="SIZE",
             panel=SPECULATION,
-            help="Most of the cache that drafts may take, which requests could have otherwise: 512MB, or 20% of it. "
-            "Drafters that keep more for themselves are refused. Default: no limit.",
+            help="Most of the cache that drafts may take: 512MB, or 20% of it. A drafter that needs more is refused. "
+            "Default: no limit.",
         ),
     ] = None
     measure_costs: Annotated[
@@ -241,8 +257,8 @@ class Common:
         option(
             metavar="NAME",
             panel=SPECULATION,
-            help="When to guess. adaptive: as much as pays by what was measured, nothing where nothing does. fixed: "
-            "always as much as it may, paying or not, to see a drafter at work. Default: adaptive; audit: fixed.",
+            help="How much to draft. adaptive: as much as pays by measured costs, none where none pays. fixed: always "
+            "as much as allowed, whether it pays or not. Default: adaptive; audit: fixed.",
         ),
     ] = None
     verifier: Annotated[
@@ -250,8 +266,8 @@ class Common:
         option(
             metavar="NAME",
             panel=SPECULATION,
-            help="How sampled guesses are judged. exact: the tokens are those of plain decoding. rejection: other "
-            "tokens of the same distribution, and more guesses of a draft model stand; bench runs it beside exact.",
+            help="How sampled drafts are verified. exact: the tokens are those of plain decoding. rejection: other "
+            "tokens of the same distribution, and more guesses of a draft model are accepted; bench runs both.",
         ),
     ] = "exact"
     no_speculation: Annotated[
@@ -317,17 +333,17 @@ class Common:
 
     @property
     def given(self) -> set[str]:
-        """Options that are not as usual."""
+        """Names of the options that differ from their defaults."""
         return {one.name for one in fields(self) if getattr(self, one.name) != one.default}
 
     @property
     def caching(self) -> dict[str, bool]:
-        """What was asked of the cache; nothing where nothing was."""
+        """The engine's `prefix_caching`, if the option was given."""
         return {} if self.enable_prefix_caching is None else {"prefix_caching": self.enable_prefix_caching}
 
     @property
     def planning(self) -> dict[str, Any]:
-        """What was asked of the planner, and of the start; nothing where nothing was."""
+        """The engine's settings of planner and start, as far as options were given."""
         asked = {
             "min_gain": self.min_gain,
             "measure_costs": self.measure_costs,
@@ -338,27 +354,19 @@ class Common:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The drafters to load; none of them where 'none' was named, which `check` takes alone."""
+        """The drafters to load; empty for 'none', which `check` accepts only alone."""
         named = tuple(dict.fromkeys(self.drafter or (DEFAULT_DRAFTER,)))
         return () if named == ("none",) else named
 
     def planner_or(self, usual: PlannerName) -> PlannerName:
-        """The planner that was asked for, or what the command usually takes."""
-        return usual if self.planner is None else cast(PlannerName, self.planner)  # which `EngineConfig` checks
+        """The planner of --planner, or the command's default."""
+        return usual if self.planner is None else cast(PlannerName, self.planner)  # `EngineConfig` checks it
 
-    def check(
-        self,
-        prediction: str | None,
-        without: str = WITHOUT_PREDICTION,
-        *,
-        loads: bool = True,
-        option: str = "--drafter",
-    ) -> None:
-        """Refuse what is wrong without torch having to say so: its import takes seconds.
+    def check(self, prediction: str | None, without: str = WITHOUT_PREDICTION, *, option: str = "--drafter") -> None:
+        """Refuse wrong values before torch is imported, which takes seconds.
 
-        without: why the drafter `prediction` is refused where there is none, and what to do instead.
-        loads: whether model and drafters are loaded then, and must be there.
-        option: where the drafters were named.
+        without: the end of the error for the drafter `prediction` where there is no prediction.
+        option: the option that named the drafters.
         """
         with naming(option):
             specs = [spec for spec in parse_specs(self.drafters) if not self.no_speculation]
@@ -380,8 +388,6 @@ class Common:
                 planner=self.planner_or("adaptive"),
                 min_gain=1.0 if self.min_gain is None else self.min_gain,
             )
-        if not loads:
-            return
         found = []
         for spec in specs:
             if spec.file is not None:
@@ -395,7 +401,10 @@ class Common:
                     find_local(place, places.WAYS)
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:
-        """The request's parameters. A sampled request without a seed gets one here, so that it can be shown."""
+        """The request's parameters. A sampled request without a seed gets one here, to be shown.
+
+        max_tokens: the command's default.
+        """
         seed, temperature = self.seed, self.temperature or 0.0
         if seed is None and temperature > 0:
             seed = secrets.randbits(32)
@@ -410,10 +419,74 @@ class Common:
                 speculation=SpeculationParams(
                     enabled=not self.no_speculation,
                     draft_tokens=self.draft_tokens,
-                    verifier=cast(VerifierName, self.verifier),  # which it checks
+                    verifier=cast(VerifierName, self.verifier),  # `SpeculationParams` checks it
                 ),
                 **more,
             )
+
+
+def with_common(
+    command: Callable[..., None], hidden: Collection[str] = (), without: str = WITHOUT_PREDICTION
+) -> Callable[..., None]:
+    """Replace the command's parameter `common: Common` by one option for each field of `Common`.
+
+    A parameter of the command with the name of a field replaces the shared option. A parameter `named`, an argument, is
+    another way to give --model.
+    hidden: options that the command refuses with a message of its own; its help does not list them.
+    without: see `Common.check`.
+    """
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.annotation is not Common]
+    hints = get_type_hints(Common, include_extras=True)
+    shared = [field for field in fields(Common) if field.name not in {p.name for p in own}]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [p.replace(kind=keyword) for p in own]
+    for field in shared:
+        hint = _unlisted(hints[field.name]) if field.name in hidden else hints[field.name]
+        parameters.append(inspect.Parameter(field.name, keyword, default=field.default, annotation=hint))
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        if (named := values.pop("named", None)) is not None:
+            if values["model"] != Common().model:
+                raise ConfigError(f"{named} --model {values['model']}: both name the model; give one of them")
+            values["model"] = named
+        common = Common(**{field.name: values.pop(field.name) for field in shared})
+        common.check(values.get("prediction"), without)
+        command(common=common, **values)
+
+    del run.__wrapped__  # typer must see the new signature, not the old one
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _unlisted(annotated: Any) -> Any:
+    kind, option = get_args(annotated)
+    unlisted = copy.copy(option)
+    unlisted.hidden = True
+    return Annotated[kind, unlisted]
+
+
+def check_written(files: Mapping[str, Path | None]) -> None:
+    """Refuse output files, by option, that could not be written after the work. A plot must be SVG."""
+    for name, path in files.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"--{name} {path}: is a folder; name a file in it")
+        if path is not None and name == "plot" and path.suffix != ".svg":
+            raise ConfigError(f"--plot {path}: is drawn as SVG; name it {path.with_suffix('.svg')}")
+
+
+def whole_numbers(option: str, text: str, such_as: str, *, least: int = 1) -> list[int]:
+    """The numbers of a list such as 1,4,16, each once. least: how many there must be."""
+    try:
+        found = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        found = [0]
+    if len(found) < least or any(number < 1 for number in found):
+        raise ConfigError(f"{option} {text}: must be whole numbers of 1 or more, such as {such_as}")
+    return list(dict.fromkeys(found))
 
 
 def read_text(source: str, option: str) -> str:

@@ -1,4 +1,4 @@
-"""`slipstream serve`: the model over HTTP with OpenAI's interface; flags are vLLM's where they mean the same."""
+"""`slipstream serve`: the model over HTTP with OpenAI's interface. Options are vLLM's where they mean the same."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from typing import Annotated, Any, cast
 import typer
 
 from slipstream.bench.tune import read_engine
-from slipstream.cli.command import Command
+from slipstream.cli.help import Command
 from slipstream.cli.loading import hosted
-from slipstream.cli.options import Common
-from slipstream.cli.panels import MODEL, OUTPUT, SPECULATION, option
-from slipstream.cli.shared import OF_REQUESTS, SAMPLING, with_common
+from slipstream.cli.options import MODEL, OF_REQUESTS, OF_SAMPLING, OUTPUT, SPECULATION, Common, option, with_common
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest, install
@@ -49,10 +47,10 @@ _OPTIONS = {
     "tool_format": "--tool-call-parser",
     "log_format": "--log-format",
 }
-"""Settings that have another name on the command line."""
+"""Settings with another name on the command line."""
 _WITHOUT_PREDICTION = (
-    'a request brings its own ("prediction": {"type": "content", "content": …}) and is drafted from it whoever else '
-    "drafts; leave it out, or name another drafter, such as auto"
+    'a request brings its own ("prediction": {"type": "content", "content": …}), which is used beside any drafter; '
+    "leave it out, or name another drafter, such as auto"
 )
 
 
@@ -61,7 +59,7 @@ def _tell(message: str) -> None:
 
 
 class ServeCommand(Command):
-    """Takes the options of `vllm serve` too, under vLLM's names."""
+    """Also takes the options of `vllm serve`, by the table in `core/vllm_names.py`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, from_vllm_flags(args, _tell))
@@ -101,9 +99,9 @@ def serve(
         option(
             metavar="[TENANT=]KEY",
             panel=SERVER,
-            help="Answer only who sends this key; may be repeated. Tenants share neither drafts nor caches. Others on "
-            f"this machine can read it here: better in a file, or in the variable {KEY_VARIABLE}. "
-            f"Default: {VLLM_KEY_VARIABLE}.",
+            help="Answer only requests with this key; may be repeated. Tenants share neither drafts nor caches. Other "
+            f"users of this machine can read a command line: better in a file, or in the variable {KEY_VARIABLE}. "
+            f"Default: the variable {VLLM_KEY_VARIABLE}.",
         ),
     ] = None,
     api_keys: Annotated[
@@ -111,7 +109,7 @@ def serve(
         option(
             metavar="FILE",
             panel=SERVER,
-            help="Keys, one [TENANT=]KEY a line; # begins a comment. SIGHUP has the file read again.",
+            help="Keys, one [TENANT=]KEY a line; # begins a comment. The file is read again on SIGHUP.",
         ),
     ] = None,
     allowed_host: Annotated[
@@ -119,8 +117,8 @@ def serve(
         option(
             metavar="NAME",
             panel=SERVER,
-            help="A name that clients reach it by; may be repeated, * takes any. Default: where it listens on this "
-            "machine alone and asks for no key, this machine's own names; else any.",
+            help="A host name that clients may use; may be repeated, * for any. Default: this machine's names if it "
+            "listens on this machine alone and asks for no key, else any.",
         ),
     ] = None,
     allowed_origins: Annotated[
@@ -128,7 +126,7 @@ def serve(
         option(
             metavar="JSON",
             panel=SERVER,
-            help="Pages from elsewhere whose scripts browsers let ask this server, as a JSON list of origins: "
+            help="Origins of web pages whose scripts may send requests (CORS), as a JSON list: "
             "'[\"https://chat.example.com\"]', or '[\"*\"]' for any page. Default: none.",
         ),
     ] = "[]",
@@ -142,7 +140,7 @@ def serve(
         ),
     ] = False,
     max_num_seqs: Annotated[
-        int, option(metavar="N", min=1, panel=MODEL, help="Most answers that are made at once.")
+        int, option(metavar="N", min=1, panel=MODEL, help="Most answers in progress at once.")
     ] = 32,
     max_num_batched_tokens: Annotated[
         int | None,
@@ -174,7 +172,7 @@ def serve(
     ] = None,
     max_queue: Annotated[
         int,
-        option(metavar="N", min=0, panel=LIMITS, help="Answers that may wait for their turn; then clients get 429."),
+        option(metavar="N", min=0, panel=LIMITS, help="Answers that may wait; further ones get 429."),
     ] = _USUAL.max_queue,
     max_queue_per_key: Annotated[
         int | None,
@@ -202,20 +200,20 @@ def serve(
         option(
             metavar="SECONDS",
             panel=LIMITS,
-            help="Of a CPU, that the form of an answer (schema, grammar, pattern) may take to compile with a sample of "
-            "the vocabulary; with all of it it takes about twenty times as long. What takes longer is refused.",
+            help="CPU seconds that the form of an answer (schema, grammar, pattern) may take to compile with a sample "
+            "of the vocabulary; the whole vocabulary takes about twenty times as long. Slower forms are refused.",
         ),
     ] = _USUAL.compiling.trial_s,
     drain_timeout: Annotated[
-        float, option(metavar="SECONDS", panel=LIMITS, help="What running requests have when the server is to end.")
+        float, option(metavar="SECONDS", panel=LIMITS, help="Time for running requests when the server is told to end.")
     ] = _USUAL.drain_s,
     stall_timeout: Annotated[
         float,
         option(
             metavar="SECONDS",
             panel=LIMITS,
-            help="Without a sign of progress from the engine, before /health says so; after twice as long the server "
-            "ends with exit code 1.",
+            help="Time without progress of the engine before /health says so; after twice that time the server ends "
+            "with exit code 1.",
         ),
     ] = _USUAL.stall_s,
     stream_chunk_chars: Annotated[
@@ -224,8 +222,8 @@ def serve(
             metavar="N",
             min=1,
             panel=SERVER,
-            help="Cut streams into events of so many characters, all padded to one size, so that who watches the wire "
-            "does not see how many guesses stood. Default: an event has what a round brought.",
+            help="Cut streams into events of N characters, all padded to one size, so that network traffic does not "
+            "show how many guesses were accepted. Default: one event a step.",
         ),
     ] = None,
     tool_call_parser: Annotated[
@@ -248,9 +246,7 @@ def serve(
     ] = "text",
     slo_ttft_ms: Annotated[
         float | None,
-        option(
-            metavar="MS", panel=OUTPUT, help="Have /metrics count requests whose first token came within this time."
-        ),
+        option(metavar="MS", panel=OUTPUT, help="Count requests in /metrics whose first token came within this time."),
     ] = None,
     slo_tpot_ms: Annotated[
         float | None,
@@ -265,11 +261,11 @@ def serve(
         ),
     ] = False,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's interface has it.
+    """Serve a model over HTTP, with OpenAI's interface.
 
-    Any OpenAI client works with base_url http://HOST:PORT/v1. Ctrl-C or SIGTERM ends it when those inside have their
-    answers. How to sample and which verifier judges is said by each request. Options of `vllm serve` are taken too, or
-    answered by a line that names the way to do it here.
+    Any OpenAI client works with base_url http://HOST:PORT/v1. Ctrl-C or SIGTERM ends the server after the running
+    requests. Sampling and verifier are fields of each request. Options of `vllm serve` are taken too, or answered by
+    one line that names ours.
     """
     _refuse_sampling(common)
     if config is not None:
@@ -317,22 +313,22 @@ def serve(
         if template is not None:
             llm.tokenizer.chat_template = template
         server = HttpServer(llm, settings)
-        with suppress(InvalidRequest, OSError):  # without the extra [grammar] a request that needs it will hear of it
+        with suppress(InvalidRequest, OSError):  # without the extra [grammar], requests that need it get an error
             llm.expect_forms()
         if not settings.asks_for_keys and host not in ("127.0.0.1", "::1", "localhost"):
             note(
-                f"{host}: anybody who reaches this machine may use it; --api-keys FILE asks for keys",
+                f"{host}: other machines may use this server without a key; --api-keys FILE asks for keys",
                 style="yellow",
             )
         note(f"serving {settings.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
         server.serve_forever()
-    if "triton" not in sys.modules:  # what is frozen its bindings take for leaked, and say so line by line
-        gc.freeze()  # the program ends: Python would look through all of torch for garbage once more, for seconds
+    if "triton" not in sys.modules:  # its bindings would report frozen objects as leaks, line by line
+        gc.freeze()  # a last search for garbage in all of torch would take seconds
 
 
 @contextmanager
 def _naming_options() -> Iterator[None]:
-    """What is wrong with a setting begins with the option that gave it."""
+    """Begin errors about a setting with the option that gave it."""
     try:
         yield
     except ConfigError as error:
@@ -343,16 +339,16 @@ def _naming_options() -> Iterator[None]:
 
 
 def _refuse_sampling(common: Common) -> None:
-    """Options that every command has, but that are a request's own business here."""
-    for name in SAMPLING:
+    """Refuse shared options that are fields of a request here."""
+    for name in OF_SAMPLING:
         if name in common.given:
-            raise ConfigError(f"--{name.replace('_', '-')}: not for serve, each request says it itself; leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')}: not for serve; it is a field of each request")
     if "verifier" in common.given:
-        raise ConfigError('--verifier: not for serve; a request says "speculation": {"verifier": …} itself')
+        raise ConfigError('--verifier: not for serve; a request gives "speculation": {"verifier": …}')
 
 
 def _with_config(common: Common, path: Path) -> Common:
-    """What the file says, wherever the command line says nothing."""
+    """The options, with the file's values where none were given."""
     engine = read_engine(path)
     found: dict[str, Any] = {}
     if "model" not in common.given and "model" in engine:

@@ -1,4 +1,4 @@
-"""How answers are shown: JSON for programs, one line for people."""
+"""Answers as JSON for programs and as one line for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.core.outputs import CompletionOutput, Logprob, RequestOutput, Sp
 
 
 def tokens_per_s(answer: CompletionOutput) -> float:
-    """Decoding rate after the first token; over all of the time where there was only one."""
+    """The decoding rate after the first token, or over the whole time if there was only one token."""
     tokens, timing = len(answer.token_ids), answer.timing
     rate = timing.decode_tokens_per_s(tokens)
     if rate or not timing.total_s:
@@ -104,12 +104,12 @@ def request_json(output: RequestOutput, *, model: str, seed: int | None) -> dict
 
 
 def _declined(stats: SpeculationStats) -> dict[str, int]:
-    """By drafter: rounds in which its guesses were not expected to pay, where there were some."""
+    """By drafter, the rounds in which its drafts were not expected to pay, if any."""
     return {name: drafter.declined for name, drafter in stats.by_drafter.items() if drafter.declined}
 
 
 def undrafted(stats: SpeculationStats) -> str:
-    """That nothing was drafted, and why: who wonders must not take it for a failure."""
+    """Says that nothing was drafted and why, so that it is not taken for a failure."""
     declined = _declined(stats)
     if not declined:
         return "nothing drafted" + (f": {stats.why.removeprefix('off: ')}" if stats.plan else "")
@@ -123,8 +123,7 @@ def undrafted(stats: SpeculationStats) -> str:
 def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
     """Tokens, rate, and what speculation did, as one line.
 
-    Tokens per round (tau) come first: of a tree most guesses must fall, since its branches exclude each other, so that
-    their share says little.
+    Tokens per round (tau) come first: in a tree most guesses must fail, since branches exclude each other.
     """
     line = f"{tokens} tokens · {rate:.1f} tok/s · {stats.tau:.2f} tokens per round"
     if stats.drafted:

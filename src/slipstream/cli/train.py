@@ -1,4 +1,4 @@
-"""`slipstream train`: a drafter for your own model, from answers that the model itself writes."""
+"""`slipstream train`: a drafter for the user's model, trained on answers that the model writes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.loading import use_threads
-from slipstream.cli.options import DebugOption
-from slipstream.cli.panels import MODEL, OUTPUT, option
+from slipstream.cli.options import MODEL, OUTPUT, DebugOption, option
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.models.resolve import find_local
 from slipstream.train.config import OptionValue, TrainConfig
@@ -29,20 +28,20 @@ if TYPE_CHECKING:
 
 DATA = "Data"
 TRAINING = "Training (defaults are the recipe's)"
-LOOKING = "Looking at it"
+LOOKING = "Reports and measurements"
 
 _OPTIONS: Mapping[str, tuple[str, str, str]] = {
-    "data": ("DIR", DATA, "Where the data is, or is to be: several drafters can share it. Default: OUT/data."),
+    "data": ("DIR", DATA, "Folder of the data; several drafters can share it. Default: OUT/data."),
     "prompts": ("FILE", DATA, "Prompts, one JSON object a line with 'prompt' or 'turns'. May be repeated."),
-    "self_prompts": ("N", DATA, "Let a chat model write so many prompts itself, such as 20000. Needs no data at all."),
+    "self_prompts": ("N", DATA, "Let a chat model write N prompts itself, such as 20000; no data is needed."),
     "systems": ("TEXT", DATA, "System message of the model's own prompts: that of your users. May be repeated."),
     "openings": ("TEXT", DATA, "How its own prompts begin; '': as it likes. May be repeated. Default: a mix."),
     "samples": ("N", DATA, "Answers to each prompt, such as 2."),
     "temperatures": ("T", DATA, "Temperature of the answers: that of your users. Repeated, they are dealt in turns."),
     "max_prompt_tokens": ("N", DATA, "Longer prompts are left out."),
     "max_tokens": ("N", DATA, "Longest answer."),
-    "held_out": ("N", DATA, "Prompts that are kept from training, to measure with."),
-    "lanes": ("N", DATA, "Answers that are written at a time: more are faster, and need more memory."),
+    "held_out": ("N", DATA, "Prompts kept from training, to measure with."),
+    "lanes": ("N", DATA, "Answers written at a time: more are faster and need more memory."),
     "steps": ("N", TRAINING, "Steps of the optimizer."),
     "optimizer": ("NAME", TRAINING, "adamw, or muon: for the matrices of layers, AdamW for the rest."),
     "muon_rate": ("TIMES", TRAINING, "Muon's learning rate, as a multiple of --learning-rate, such as 4."),
@@ -50,13 +49,13 @@ _OPTIONS: Mapping[str, tuple[str, str, str]] = {
     "rows": ("N", TRAINING, "Rows of a pass, on each device. Halve it where memory is short."),
     "accumulate": ("N", TRAINING, "Passes before the optimizer takes a step. Double it where you halve --rows."),
     "learning_rate": ("R", TRAINING, "Highest learning rate, such as 1e-3."),
-    "final_rate": ("PART", TRAINING, "What is left of the learning rate at the end, such as 0.05."),
+    "final_rate": ("PART", TRAINING, "Share of the learning rate that is left at the end, such as 0.05."),
     "warmup": ("N", TRAINING, "Steps until the learning rate is at its highest."),
     "weight_decay": ("W", TRAINING, "AdamW's, such as 0.01."),
     "beta1": ("B", TRAINING, "AdamW's, such as 0.9."),
     "beta2": ("B", TRAINING, "AdamW's, such as 0.95."),
     "clip": ("NORM", TRAINING, "Larger gradients are made as short as this."),
-    "average": ("PART", TRAINING, "Export an average of the weights that keeps this much of itself, such as 0.99."),
+    "average": ("PART", TRAINING, "Export a moving average of the weights with this decay, such as 0.99."),
     "seed": ("N", TRAINING, "Same seed, same data and order."),
     "precision": ("NAME", TRAINING, "Arithmetic: bf16, fp32, or auto (bf16 on a GPU). Weights are fp32 always."),
     "device": ("DEVICE", MODEL, "cpu, cuda, cuda:1, or auto: a GPU if there is one. Several: start it with torchrun."),
@@ -77,7 +76,7 @@ _OWN = re.compile(r"\boption (?:'(\w+)'|(\w+=))")
 
 
 def in_flags(message: str) -> str:
-    """A message of the library, whose settings have Python's names, in the words of the command line."""
+    """A message of the library with options in the place of Python's names."""
 
     def flag(found: re.Match[str]) -> str:
         return _FLAGS[found[1]] if found[1] else f"({_FLAGS.get(found[2], found[2])})"
@@ -163,25 +162,25 @@ def train(
         say(f"stopped; run the same command again to go on with {out}")
         raise
     if os.environ.get("RANK", "0") != "0":
-        return  # of several processes the first one speaks
+        return  # only the first of several processes reports
     say(f"use it: slipstream generate --model {target} --drafter '{finished.drafter}' \"...\"")
     print(json.dumps({"drafter": finished.drafter, "folder": str(finished.folder), "tau": finished.tau}))
 
 
 def run(config: TrainConfig) -> Finished:
-    """The one place where the command line trains, so tests put a stand-in here."""
+    """Train. Tests replace this function by a stand-in."""
     from slipstream.train.run import train as train_now
 
     return train_now(config, say)
 
 
 def say(text: str) -> None:
-    """A line of progress, with the time: for terminals and logs alike."""
+    """Print a line of progress with the time."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def parse_settings(given: list[str]) -> dict[str, OptionValue]:
-    """Read NAME=VALUE; the recipe knows what is a number."""
+    """Read NAME=VALUE; the recipe converts the values."""
     found: dict[str, OptionValue] = {}
     for text in given:
         name, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""`slipstream tune`: measures candidates on your own prompts, and recommends one by the number of requests at once."""
+"""`slipstream tune`: measures drafters on the user's prompts and recommends one for each number of requests at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from rich.table import Table
 
 from slipstream.bench import run, tune
 from slipstream.bench.prompts import load_prompts, select
-from slipstream.cli.breaking import BreakingOff
 from slipstream.cli.loading import loaded
-from slipstream.cli.machine import busy_warning, load_before
-from slipstream.cli.options import Common
-from slipstream.cli.panels import OUTPUT, PROMPTS, SPECULATION, option
-from slipstream.cli.shared import check_written, with_common
+from slipstream.cli.measuring import BreakingOff, busy_warning, load_before
+from slipstream.cli.options import (
+    OUTPUT,
+    PROMPTS,
+    SPECULATION,
+    Common,
+    check_written,
+    option,
+    whole_numbers,
+    with_common,
+)
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 
@@ -36,7 +42,7 @@ def tune_command(
         option(metavar="A,B,C", panel=SPECULATION, help="The candidates, such as ngram,suffix. Also --drafter."),
     ] = None,
     sizes: Annotated[
-        str, option(metavar="K[,K…]", panel=SPECULATION, help="Try each also with so many guesses at most, as 3,6.")
+        str, option(metavar="K[,K…]", panel=SPECULATION, help="Try each also with at most K guesses, such as 3,6.")
     ] = "",
     prompts: Annotated[
         Path | None, option(metavar="FILE", panel=PROMPTS, help="JSON lines with 'prompt' or 'turns'. Default: ours.")
@@ -46,7 +52,7 @@ def tune_command(
         str, option(metavar="N[,N…]", panel=MEASURING, help="Requests at once, such as 1,4,16,64.")
     ] = "1,4,16",
     repeats: Annotated[
-        int, option(metavar="N", min=1, panel=MEASURING, help="Measure so often; the median counts.")
+        int, option(metavar="N", min=1, panel=MEASURING, help="Measure N times; the median counts.")
     ] = 1,
     config: Annotated[
         Path | None, option(metavar="FILE", panel=OUTPUT, help="Write what `slipstream serve --config` takes, as JSON.")
@@ -55,16 +61,14 @@ def tune_command(
 ) -> None:
     """Measure drafters, sizes and verifiers on your own prompts, and recommend what to run.
 
-    The table is for people; the last line on stdout is JSON. After Ctrl-C they are about the numbers of requests at
-    once that were done by then.
+    The last line on stdout is JSON. After Ctrl-C table and JSON have the numbers of requests at once that were done.
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: tune measures plain decoding beside its candidates anyway; leave it out")
     if common.planner == "fixed":
-        raise ConfigError("--planner fixed: tune measures and predicts what is planned; leave it out")
-    levels, tried = _numbers("--concurrency", concurrency, "1,4,16"), _numbers("--sizes", sizes, "3,6")
-    if not levels:
-        raise ConfigError("--concurrency: give at least one number, such as 1,4,16")
+        raise ConfigError("--planner fixed: tune measures what the planner drafts; leave it out")
+    levels = whole_numbers("--concurrency", concurrency, "1,4,16")
+    tried = whole_numbers("--sizes", sizes, "3,6", least=0)
     if drafters:
         named = [name for name in drafters.split(",") if name]
         common = replace(common, drafter=[*(common.drafter or ()), *named])
@@ -74,22 +78,16 @@ def tune_command(
     chosen = select(load_prompts(prompts), (), limit)
     load = load_before()
     with loaded(common, common.drafters, max_num_seqs=max(levels), prefix_caching=False) as llm:
-        from slipstream.bench.predict import predicted
-        from slipstream.cli.traffic import Tape
-
         work = run.plan_work(llm, chosen, params, 1)
         options = tune.candidates(run.engine_runners(llm, common.drafters, params.speculation), tried)
         run.warm_up(work.units[0], [one.runner for one in options])
-        tape = Tape(llm, common.model, load["busy"])
-        tape.start()
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
         rows: list[tune.Tuned] = []
         breaking = BreakingOff(lambda: rows)
         with breaking:
             for own in tune.measure(options, ids, each, levels, repeats=repeats, on_step=_telling()):
                 rows += own
-        with breaking:
-            rows = predicted(tape.stop(), rows, llm.engine.drafting.auto, llm.engine.config.min_gain)
+        remarks = llm.remarks
     left = [level for level in levels if level not in {row.concurrency for row in rows}]
     console = Console()
     console.print(table(rows))
@@ -100,7 +98,7 @@ def tune_command(
         note(f"not sure: {doubt}", style="yellow")
     if left:
         note(f"not measured: {', '.join(map(str, left))} at once", style="yellow")
-    for line in busy_warning(load):
+    for line in (*remarks, *busy_warning(load)):
         note(line, style="yellow")
     result = {**tune.configuration(common.model, rows, common.min_gain), "not_measured": left, **load}
     if config is not None:
@@ -110,14 +108,14 @@ def tune_command(
         note(f"wrote {config}: {winner}, the best with {', '.join(map(str, best))} at once{together}")
     if plot is not None:
         plot.write_text(drawn(rows), encoding="utf-8")
-    told = {**result, "seed": params.seed, "rows": [asdict(row) for row in rows]}
+    told = {**result, "seed": params.seed, "remarks": list(remarks), "rows": [asdict(row) for row in rows]}
     print(json.dumps(told, ensure_ascii=False), flush=True)
     if breaking.happened:
         raise typer.Exit(130)
 
 
 def _telling() -> Callable[[int, str], None]:
-    """Tells of each number of requests, in a line: what moves on a screen takes time, too, and here time is taken."""
+    """Notes each number of requests at once, in one line. A bar that is redrawn would disturb the timing."""
     told = set[int]()
 
     def tell(concurrency: int, _: str) -> None:
@@ -128,19 +126,9 @@ def _telling() -> Callable[[int, str], None]:
     return tell
 
 
-def _numbers(name: str, text: str, such_as: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",") if part]
-    except ValueError:
-        found = [0]
-    if any(number < 1 for number in found):
-        raise ConfigError(f"{name} {text}: must be whole numbers of 1 or more, such as {such_as}")
-    return found
-
-
 def table(rows: Sequence[tune.Tuned]) -> Table:
     shown, best = Table(box=None, pad_edge=False), tune.best(rows)
-    for name in ("at once", "candidate", "tok/s", "predicted", "x plain", ""):
+    for name in ("at once", "candidate", "tok/s", "x plain", ""):
         shown.add_column(name, justify="left" if name == "candidate" else "right")
     plain = {row.concurrency: row.tokens_per_s for row in rows if row.name == run.PLAIN}
     for row in rows:
@@ -148,7 +136,6 @@ def table(rows: Sequence[tune.Tuned]) -> Table:
             str(row.concurrency),
             row.name,
             f"{row.tokens_per_s:.1f}",
-            "" if row.predicted is None else f"{row.predicted:.1f}",
             f"{row.tokens_per_s / plain[row.concurrency]:.2f}",
             "best" if best[row.concurrency] is row else "",
         )
