@@ -63,6 +63,16 @@ def test_json_of_a_schema(client: OpenAI, stream: bool) -> None:
         check(json.loads(text))
 
 
+def test_a_json_object_with_a_schema(client: OpenAI) -> None:
+    """llama.cpp's way of asking for a schema."""
+    for seed in range(3):
+        wanted: Any = {"type": "json_object", "schema": SCHEMA}
+        check(json.loads(ask(client, response_format=wanted, seed=seed).choices[0].message.content))
+    wrong: Any = {"type": "json_object", "schema": {"type": "nonsense"}}
+    with pytest.raises(openai.BadRequestError, match=r"response_format\.schema: at #"):
+        ask(client, response_format=wrong)
+
+
 def test_other_forms(client: OpenAI) -> None:
     for field in ({"structured_outputs": {"regex": "[ab]{3,9}"}}, {"guided_regex": "[ab]{3,9}"}):
         text = ask(client, extra_body=field).choices[0].message.content

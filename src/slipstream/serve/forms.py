@@ -15,7 +15,7 @@ from slipstream.core.errors import InvalidRequest
 from slipstream.core.structured import StructuredOutputsParams, renamed
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.nesting import check_nesting
-from slipstream.serve.schemas import ChatRequest, NamedTool, SamplingFields, SchemaFormat, TextFormat, Tool
+from slipstream.serve.schemas import ChatRequest, JsonFormat, NamedTool, SamplingFields, SchemaFormat, TextFormat, Tool
 from slipstream.serve.tools import ToolParser
 
 _OLD_NAMES = ("json", "regex", "choice", "grammar")
@@ -69,20 +69,20 @@ def _form_name(asked: SamplingFields, message: str) -> str | None:
         return f"tools.{tools.index(_offered(asked)[int(found[1])])}.function.parameters"
     if isinstance(asked.response_format, SchemaFormat):
         return "response_format.json_schema.schema"
-    if asked.response_format is not None and not isinstance(asked.response_format, TextFormat):
-        return "response_format"
+    if isinstance(asked.response_format, JsonFormat):
+        return "response_format.schema" if asked.response_format.schema_ else "response_format"
     for name in _OLD_NAMES:
         if getattr(asked, f"guided_{name}") is not None:
             return f"guided_{name}"
     return "tools" if asked.structured_outputs is None else None
 
 
-def _of_format(wanted: Any) -> dict[str, Any]:
+def _of_format(wanted: JsonFormat | SchemaFormat) -> dict[str, Any]:
     if isinstance(wanted, SchemaFormat):
         if wanted.json_schema.schema_ is None:
             raise refused("response_format.json_schema.schema", "is missing")
         return {"json": wanted.json_schema.schema_}
-    return {"json_object": True}
+    return {"json": wanted.schema_} if wanted.schema_ else {"json_object": True}
 
 
 def _must_call(asked: SamplingFields) -> bool:

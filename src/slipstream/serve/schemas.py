@@ -97,6 +97,7 @@ class TextFormat(Fields):
 
 class JsonFormat(Fields):
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="llama.cpp's: a schema of the object")
 
 
 class JsonSchema(Fields):
