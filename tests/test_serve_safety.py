@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import json
 import logging
@@ -21,7 +22,9 @@ from conftest import CHAT_TEMPLATE, save_model, tiny_llama
 from serving import MODEL, client_of, serving
 from slipstream import LLM
 from slipstream.core.errors import ConfigError
+from slipstream.serve.auth import Keyring
 from slipstream.serve.config import ApiKey, Limits, ServeConfig
+from slipstream.serve.errors import ApiError
 from slipstream.serve.logs import PlainLines
 from slipstream.serve.server import HttpServer
 
@@ -170,6 +173,21 @@ def test_metrics_may_have_a_port_of_their_own(llm: LLM) -> None:
             answer = httpx.get(address, headers=headers)
             assert answer.status_code == 404
             assert "not on this port" in answer.json()["error"]["message"]
+
+
+def test_a_key_is_looked_up_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request costs the same with 10,000 keys as with one."""
+    compared = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(1) or real(a, b))
+    keyring = Keyring([ApiKey.of(f"t{number}=key-{number}") for number in range(1000)])
+    assert keyring.tenant_of("Bearer key-7") == "t7"
+    assert keyring.tenant_of("bearer  key-999 ") == "t999"
+    with pytest.raises(ApiError, match="not known here"):
+        keyring.tenant_of("Bearer key-1000")
+    with pytest.raises(ApiError, match="not known here"):
+        keyring.tenant_of("Basic key-7")
+    assert len(compared) <= 3
 
 
 def test_keys_as_base64_writes_them() -> None:

@@ -16,7 +16,6 @@ from slipstream.core.reading import read_named
 LogFormat = Literal["text", "json"]
 ToolFormat = Literal["auto", "hermes", "llama3_json"]
 _MOST_KEYS = 10_000
-"""Each request is compared with all of them."""
 _PADDED = 16
 """Characters that a key has at least which ends with `=`; what is shorter is a tenant whose key was left out."""
 
