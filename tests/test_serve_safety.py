@@ -116,6 +116,23 @@ def test_a_key_sees_its_own_requests_alone(llm: LLM) -> None:
             assert len(list(lines)) < 20
 
 
+def test_a_disconnect_does_not_lower_the_counts_of_a_key(roomy: Path, open_llm: Callable[..., LLM]) -> None:
+    headers = {"Authorization": "Bearer zoe-key"}
+    with serving(open_llm(roomy), keys=(ApiKey.of("zoe=zoe-key"),)) as server:
+
+        def generated() -> int:
+            return int(httpx.get(f"{server.url}/live", headers=headers).json()["engine"]["generated_tokens"])
+
+        asked = {**LONG, "max_tokens": 7000, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, headers=headers) as events:
+            lines = events.iter_lines()
+            while (seen := generated()) == 0:
+                next(lines)
+        while server.service.admission.inside:
+            time.sleep(0.01)
+        assert generated() >= seen
+
+
 def test_requests_that_met_their_times_are_counted(llm: LLM) -> None:
     for slo, met in (({"slo_ttft_ms": 1e6, "slo_tpot_ms": 1e6}, "yes"), ({"slo_tpot_ms": 1e-6}, "no")):
         with serving(llm, **slo) as server:

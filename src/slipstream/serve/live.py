@@ -53,11 +53,11 @@ class Own:
     generated_tokens: int = 0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
-    def note(self, record: Record) -> None:
-        """A request is over."""
+    def note(self, record: Record, generated: int) -> None:
+        """Add a request that ended. generated: its tokens, also those of answers that a disconnect cut off."""
         self.prompt_tokens += record.prompt_tokens
         self.cached_tokens += record.cached_tokens
-        self.generated_tokens += record.completion_tokens
+        self.generated_tokens += generated
         for answer in record.answers:
             self.finished[str(answer.finish_reason)] += 1
             add_stats(self.stats, answer.speculation)

@@ -339,9 +339,9 @@ class Service:
         def done(record: Record) -> None:
             self.admission.leave(record.tenant, answers)
             self.metrics.observe(record)
+            _, response = self._under_way.pop(record.id)
             if record.tenant:
-                self._own[record.tenant].note(record)
-            self._under_way.pop(record.id, None)
+                self._own[record.tenant].note(record, response.tokens)
 
         try:
             slow = params.structured_outputs is not None  # it may have to be compiled
