@@ -21,7 +21,7 @@ import pytest
 from conftest import CHAT_TEMPLATE, save_model, tiny_llama
 from serving import MODEL, client_of, serving
 from slipstream import LLM
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, RequestError
 from slipstream.serve.auth import Keyring
 from slipstream.serve.config import ApiKey, Limits, ServeConfig
 from slipstream.serve.errors import ApiError
@@ -334,6 +334,22 @@ def test_hostile_bodies_are_refused_at_once_while_others_go_on(roomy: Path, open
             client.close()
         assert max(took.values()) < 1.0, took
         assert max(later - earlier for earlier, later in itertools.pairwise(beats)) < 1.0
+
+
+@pytest.mark.parametrize("error", [ValueError("secret"), RequestError("the engine is closed")])
+def test_an_engine_that_cannot_start_gives_its_place_back(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def start(*jobs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(llm, "start", start)
+    with serving(llm) as server:
+        for stream in (False, True):
+            answer = post(server, {**LONG, "stream": stream})
+            assert answer.status_code == 500
+            assert "secret" not in answer.text
+        assert server.service.admission.inside == 0
 
 
 def test_a_body_that_does_not_end(llm: LLM) -> None:

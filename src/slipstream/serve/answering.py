@@ -71,7 +71,7 @@ class EngineResponse(Response):
         record.prompt_tokens = sum(len(job.prompt_ids) for job in work.jobs)
         try:
             stream = self._llm.start(*work.jobs)
-        except RequestError as error:  # the engine is closed
+        except Exception as error:
             work.done(record)
             await _refuse(error, record, send)
             return

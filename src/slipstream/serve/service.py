@@ -346,12 +346,12 @@ class Service:
         try:
             slow = params.structured_outputs is not None  # it may have to be compiled
             jobs, wording = await self._prepared(make, record, slow=slow)
+            streamed = bool(asked.stream)
+            work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
+            response = EngineResponse(self.llm, work, self.drain)
         except BaseException:
             self.admission.leave(record.tenant, answers, ran=False)
             raise
-        streamed = bool(asked.stream)
-        work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
-        response = EngineResponse(self.llm, work, self.drain)
         self._under_way[record.id] = record.tenant, response
         return response
 
