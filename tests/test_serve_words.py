@@ -412,6 +412,20 @@ def test_a_prompt_is_cut_at_its_beginning(server: HttpServer, kept: int, left: i
     assert post(server, {"prompt": [7] * 9, "truncate_prompt_tokens": 0}).json()["error"]["param"] == "prompt"
 
 
+def test_a_prompt_that_is_too_long_is_cut_too(server: HttpServer) -> None:
+    """Texts of more characters than the context could hold are refused only if they are not cut."""
+    cut = {"truncate_prompt_tokens": 8, "temperature": 0}
+    text = "x" * 9000 + "the end"
+    whole = post(server, {"prompt": text, **cut}).json()
+    assert whole["usage"]["prompt_tokens"] == 8
+    assert whole["choices"] == post(server, {"prompt": "xthe end", "temperature": 0}).json()["choices"]
+    assert post(server, {"prompt": [7] * 9000, **cut}).json()["usage"]["prompt_tokens"] == 8
+    turns = [{"role": "user", "content": text}] * 2
+    assert post(server, {"messages": turns, **cut}).json()["usage"]["prompt_tokens"] == 8
+    for body in ({"prompt": text}, {"messages": turns}):
+        assert post(server, body).json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("body", [{"prompt": "abc"}, {"messages": ASKED}])
 def test_usage_and_token_ids_in_every_event(server: HttpServer, body: dict[str, Any]) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -110,6 +110,8 @@ class Service:
         prompts = _each(asked.prompt)
         if len(prompts) > self.config.limits.prompts:
             raise refused("prompt", f"must be at most {self.config.limits.prompts} prompts on this server")
+        if asked.truncate_prompt_tokens is not None:
+            prompts = [prompt[-self._most_characters :] for prompt in prompts]
         for prompt in prompts:
             self._check_length("prompt", len(prompt))
         manner = self._manner(asked, params, record, "cmpl")
@@ -250,6 +252,11 @@ class Service:
         most = 1 if asked.parallel_tool_calls is False else MAX_CALLS
         return functools.partial(self._parser, names, most, quiet=chosen == "required")
 
+    @property
+    def _most_characters(self) -> int:
+        """The longest text that is tokenized. A longer one is cut before, where the request has its tokens cut."""
+        return self.llm.max_model_len * _LONGEST_TOKEN - 1
+
     def _check_length(self, param: str, length: int, unit: str = "characters", each: int = _LONGEST_TOKEN) -> None:
         """Refuse before it is tokenized what cannot fit."""
         most = self.llm.max_model_len
@@ -276,13 +283,16 @@ class Service:
                 )
 
     def _check_conversation(self, asked: ChatRequest | TokenizeRequest) -> None:
-        self._check_length("messages", _length(asked))
+        if not _truncates(asked):
+            self._check_length("messages", _length(asked))
         for index, tool in enumerate(asked.tools or ()):
             check_nesting(f"tools.{index}.function.parameters", tool.function.parameters, self.config.limits.nesting)
 
     def _conversation(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
         """Its tokens. Tools, and whatever else a template writes, may be longer than the messages."""
         parts = self.prompts.conversation(asked)
+        if _truncates(asked):
+            parts = _ending(parts, self._most_characters)
         self._check_length("messages", sum(map(len, parts)))
         return self.prompts.joined(parts, special=isinstance(asked, ChatRequest) and asked.add_special_tokens)
 
@@ -375,6 +385,21 @@ def _each(prompt: str | Sequence[Any]) -> list[Any]:
     if not prompt:
         raise refused("prompt", "must have at least one prompt")
     return list(prompt)
+
+
+def _truncates(asked: ChatRequest | TokenizeRequest) -> bool:
+    return isinstance(asked, ChatRequest) and asked.truncate_prompt_tokens is not None
+
+
+def _ending(parts: Sequence[str], characters: int) -> list[str]:
+    """The last characters of a text in parts."""
+    kept: list[str] = []
+    for part in reversed(parts):
+        if characters <= 0:
+            break
+        kept.append(part[-characters:])
+        characters -= len(part)
+    return kept[::-1]
 
 
 def _length(asked: ChatRequest | TokenizeRequest) -> int:
