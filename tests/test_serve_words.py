@@ -330,6 +330,23 @@ def test_an_answer_can_be_sent_back_as_the_client_has_it(server: HttpServer) -> 
     assert error["param"] == "messages.1.audio"
 
 
+def test_parts_of_an_answer_that_are_no_text(server: HttpServer) -> None:
+    def count(content: Any) -> httpx.Response:
+        turns = [*ASKED, {"role": "assistant", "content": content}, *ASKED]
+        return post(server, {"messages": turns})
+
+    text = {"type": "text", "text": "I am "}
+    refusal = {"type": "refusal", "refusal": "sorry"}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "abc"}
+    told = count([thought, text, refusal])
+    assert told.json()["usage"]["prompt_tokens"] == count("I am sorry").json()["usage"]["prompt_tokens"]
+    assert told.headers[IGNORED_FIELDS] == "messages.content.thinking"
+    error = count([{"type": "image_url"}]).json()["error"]["message"]
+    assert error.endswith("must be one of 'text', 'refusal', 'thinking'")
+    asked = {"messages": [{"role": "user", "content": [refusal]}]}
+    assert post(server, asked).json()["error"]["param"] == "messages.0.content.0.type"
+
+
 def test_stream_options(server: HttpServer) -> None:
     told = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
     assert post(server, told).status_code == 200

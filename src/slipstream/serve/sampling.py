@@ -10,6 +10,7 @@ from slipstream.serve.config import Limits
 from slipstream.serve.errors import refused
 from slipstream.serve.forms import form_of
 from slipstream.serve.schemas import (
+    AnswerContent,
     ChatRequest,
     CompletionRequest,
     Content,
@@ -138,6 +139,6 @@ def wants_report(asked: SamplingFields) -> bool:
     return isinstance(asked.speculation, SpeculationFields) and asked.speculation.report
 
 
-def text_of(content: Content) -> str:
+def text_of(content: Content | AnswerContent) -> str:
     """A message's text; its parts stand one after the other."""
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -17,6 +17,7 @@ from slipstream.serve.neutral import (
     CALL,
     CHAT,
     COMPLETION,
+    IGNORED,
     MESSAGE,
     PART,
     SPECULATION,
@@ -197,7 +198,27 @@ class TextPart(Fields):
     text: str
 
 
+class RefusalPart(Fields):
+    neutral = PART
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ThinkingPart(Fields):
+    """An answer's thoughts, as some clients send them back: left out of the prompt and named as ignored."""
+
+    neutral = {**PART, "signature": IGNORED}
+    type: Literal["thinking"]
+    text: ClassVar[str] = ""
+
+
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+AnswerPart = Annotated[TextPart | RefusalPart | ThinkingPart, Field(discriminator="type")]
+AnswerContent = str | Annotated[list[AnswerPart], Field(fail_fast=True)]
 
 
 class Prediction(Fields):
@@ -237,7 +258,7 @@ class UserMessage(Fields):
 class AssistantMessage(Fields):
     neutral = MESSAGE
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AnswerContent | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning: str | None = Field(None, description="vLLM's newer name of reasoning_content")
