@@ -7,7 +7,9 @@ import hmac
 import itertools
 import json
 import logging
+import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from slipstream.core.errors import ConfigError, RequestError
 from slipstream.serve.auth import Keyring
 from slipstream.serve.config import ApiKey, Limits, ServeConfig
 from slipstream.serve.errors import ApiError
-from slipstream.serve.logs import PlainLines
+from slipstream.serve.logs import PlainLines, set_up
 from slipstream.serve.server import HttpServer
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
@@ -227,6 +229,33 @@ def test_a_line_of_the_log_is_one_line() -> None:
         entry = logging.LogRecord("slipstream.serve", logging.INFO, "", 0, "request", None, None)
         entry.fields = {"path": value}
         assert PlainLines().format(entry).isprintable()
+
+
+def test_a_log_that_is_not_read_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines beyond a limit are dropped and counted."""
+    reading, writing = os.pipe()
+    lines, root = 30_000, logging.getLogger("slipstream")
+    level = root.level
+    with os.fdopen(reading) as reader, os.fdopen(writing, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        handler = set_up("json")
+        try:
+            talker = threading.Thread(target=lambda: [root.info("a line") for _ in range(lines)], daemon=True)
+            talker.start()
+            talker.join(30)
+            assert not talker.is_alive()
+            read: list[dict[str, Any]] = []
+            listener = threading.Thread(target=lambda: read.extend(map(json.loads, reader)))
+            listener.start()
+            while not any(line["event"] == "log lines dropped" for line in read[-1:]):
+                time.sleep(0.01)
+            handler.close()
+        finally:
+            root.removeHandler(handler)
+            root.setLevel(level)
+        stderr.close()
+        listener.join(30)
+    assert len(read) - 1 + read[-1]["lines"] == lines
 
 
 def test_the_log_has_no_text_of_clients(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
+import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from slipstream.serve.config import LogFormat
 from slipstream.serve.record import Record
 
 log = logging.getLogger("slipstream.serve")
+_MOST_WAITING = 10_000
+_LAST_S = 2.0
 _ENDING = 503
 """What a server answers that was told to end: nothing is wrong with it."""
 
@@ -44,10 +49,52 @@ def _printable(value: object) -> str:
     return told if told.isprintable() else repr(told)
 
 
+class QueuedHandler(logging.Handler):
+    """Writes records on a thread of its own: a slow reader of stderr must not hold the event loop.
+
+    most: records that may wait; later ones are dropped and counted.
+    """
+
+    def __init__(self, target: logging.Handler, most: int = _MOST_WAITING) -> None:
+        super().__init__()
+        self._target = target
+        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(most)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Write what waits, for a limited time. `logging` calls this when the process ends."""
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=_LAST_S)
+        self._thread.join(_LAST_S)
+        super().close()
+
+    def _write(self) -> None:
+        while (record := self._waiting.get()) is not None:
+            self._target.handle(record)
+            if self._dropped and self._waiting.empty():
+                self._target.handle(self._note_of_dropped())
+
+    def _note_of_dropped(self) -> logging.LogRecord:
+        self.acquire()
+        dropped, self._dropped = self._dropped, 0
+        self.release()
+        fields = {"fields": {"lines": dropped}}
+        return log.makeRecord(log.name, logging.WARNING, "", 0, "log lines dropped", (), None, extra=fields)
+
+
 def set_up(form: LogFormat) -> logging.Handler:
-    """Send everything that Slipstream has to say to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else PlainLines())
+    """Send the log of Slipstream to stderr."""
+    target = logging.StreamHandler(sys.stderr)
+    target.setFormatter(JsonLines() if form == "json" else PlainLines())
+    handler = QueuedHandler(target)
     root = logging.getLogger("slipstream")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
