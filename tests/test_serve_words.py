@@ -383,6 +383,14 @@ def test_unknown_fields_are_ignored_and_named(server: HttpServer, caplog: pytest
     assert len(many.headers[IGNORED_FIELDS].split(", ")) <= 16
 
 
+def test_fields_of_vllms_forms_that_nothing_reads_are_named(server: HttpServer) -> None:
+    form = {"regex": "[ab]", "whitespace_pattern": " ?", "disable_fallback": True}
+    answer = post(server, {"structured_outputs": form})
+    assert answer.status_code == 200
+    named = answer.headers[IGNORED_FIELDS].split(", ")
+    assert sorted(named) == ["structured_outputs.disable_fallback", "structured_outputs.whitespace_pattern"]
+
+
 def test_strict_fields_refuse_what_is_unknown(server: HttpServer) -> None:
     service = server.service
     kept, service.config = service.config, replace(service.config, strict_fields=True)
