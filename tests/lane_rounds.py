@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
 from slipstream.kernels.gpu import accept as accepting
 from slipstream.kernels.gpu import rows as packing
-from slipstream.kernels.gpu.accept import PathMoves, Told
+from slipstream.kernels.gpu.accept import PathMoves, VerdictTable
 from slipstream.kernels.gpu.rows import RECENT, LaneState, PassRows
 
 CPU = torch.device("cpu")
@@ -185,8 +185,8 @@ class Framed:
         fields = {name: getattr(rows, name) for name in PassRows.__dataclass_fields__}
         return replace(rows, **{name: self.put(t) for name, t in fields.items() if t is not None})
 
-    def told(self, round_: Round, device: torch.device) -> Told:
-        return Told(self.put(Told.empty(len(round_.requests), round_.width, device).table))
+    def told(self, round_: Round, device: torch.device) -> VerdictTable:
+        return VerdictTable(self.put(VerdictTable.empty(len(round_.requests), round_.width, device).table))
 
     def moves(self, round_: Round, device: torch.device) -> PathMoves | None:
         none = PathMoves.empty(len(round_.requests), round_.width, device)
@@ -200,7 +200,7 @@ class Framed:
 class Outcome:
     """What acceptance left behind."""
 
-    told: Told
+    told: VerdictTable
     moves: PathMoves | None
     state: LaneState
 

@@ -90,13 +90,13 @@ def test_what_is_read_in_static_tensors_is_read_alike(
 ) -> None:
     """Prompts, and what was missed, as a GPU has them captured: filled up with rows that are nobody's."""
     sizes: list[int] = []
-    load = graphs._Read.load
+    load = graphs._PromptGraph.load
 
-    def noted(read: graphs._Read, batch: PassBatch, layout: RowLayout) -> None:
+    def noted(read: graphs._PromptGraph, batch: PassBatch, layout: RowLayout) -> None:
         sizes.append(batch.num_rows)
         load(read, batch, layout)
 
-    monkeypatch.setattr(graphs._Read, "load", noted)
+    monkeypatch.setattr(graphs._PromptGraph, "load", noted)
     found = []
     for captures in (False, True):
         llm = open_llm(drafter=f"eagle:{heads['eagle3']}?width=3&depth=3", planner="fixed", rounds="queued")
@@ -104,7 +104,7 @@ def test_what_is_read_in_static_tensors_is_read_alike(
         assert isinstance(engine, QueuedEngine)
         assert isinstance(drafter, EagleDrafter)
         if captures:
-            drafter.capture_reads(engine._trash_slot, None)
+            drafter.capture_prompts(engine._trash_slot, None)
         outputs = run(llm, few(), "eagle")
         found.append([(output.token_ids, output.speculation.accepted) for output in outputs])
         assert bool(sizes) == captures

@@ -19,7 +19,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.models import build, graphs
 from slipstream.models.batch import PassBatch
 from slipstream.models.gpu import layout_of
-from slipstream.models.graphs import Reads, ReadShape, WideReads
+from slipstream.models.graphs import PromptGraphs, PromptShape, WidePromptGraphs
 from slipstream.models.runner import Runner, open_unchecked
 
 PAGE, PAGES = 4, 40
@@ -67,14 +67,14 @@ def filled(cache: KVCache) -> KVCache:
 
 
 @pytest.fixture
-def found(runner: Runner) -> Reads:
-    return Reads(runner._read, runner.new_cache(PAGES, PAGE), TRASH)
+def found(runner: Runner) -> PromptGraphs:
+    return PromptGraphs(runner._prompt_pass, runner.new_cache(PAGES, PAGE), TRASH)
 
 
-def check(runner: Runner, found: Reads, batch: PassBatch) -> None:
+def check(runner: Runner, found: PromptGraphs, batch: PassBatch) -> None:
     plain, static = filled(runner.new_cache(PAGES, PAGE)), filled(found.cache)
     assert batch.logit_rows is not None
-    expected = runner._read(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.logit_rows)
+    expected = runner._prompt_pass(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.logit_rows)
     ours = found.run(batch, layout_of(batch, PAGE))
     assert ours is not None
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
@@ -83,7 +83,7 @@ def check(runner: Runner, found: Reads, batch: PassBatch) -> None:
 
 
 def test_a_piece_of_a_prompt_that_has_pages_for_all_of_it(
-    runner: Runner, found: Reads, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, found: PromptGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages are more than the keys that the piece reads, and than the captured size has places for."""
     monkeypatch.setattr(graphs, "_KEYS", (2 * PAGE, 64 * PAGE))
@@ -92,18 +92,18 @@ def test_a_piece_of_a_prompt_that_has_pages_for_all_of_it(
 
 
 @torch.inference_mode()
-def test_the_same_logits_and_the_same_cache(runner: Runner, found: Reads) -> None:
+def test_the_same_logits_and_the_same_cache(runner: Runner, found: PromptGraphs) -> None:
     """Sizes that fit, that are filled up, and that come again after larger ones."""
     for lengths in ((16,), (3,), (1, 9, 5), (30, 2), (2,), (7, 7, 7, 7, 7)):
         check(runner, found, prompts(*lengths, seed=sum(lengths)))
     check(runner, found, prompts(4, 11, prefix=13))
     check(runner, found, replace(prompts(5, 6), logit_rows=torch.tensor([10])))  # the first one goes on later
     check(runner, found, replace(prompts(5, 6), logit_rows=torch.zeros(0, dtype=torch.int64)))
-    assert [(shape.rows, shape.requests) for shape in found._reads] == [(32, 16), (64, 16), (16, 16)]
+    assert [(shape.rows, shape.requests) for shape in found._graphs] == [(32, 16), (64, 16), (16, 16)]
 
 
 @torch.inference_mode()
-def test_what_is_given_out_is_the_callers_own(found: Reads) -> None:
+def test_what_is_given_out_is_the_callers_own(found: PromptGraphs) -> None:
     batch, other = prompts(4), prompts(6, seed=3)
     first = found.run(batch, layout_of(batch, PAGE))
     assert first is not None
@@ -113,19 +113,19 @@ def test_what_is_given_out_is_the_callers_own(found: Reads) -> None:
 
 
 def test_sizes() -> None:
-    assert ReadShape.of(prompts(3, 4), 7) == ReadShape(16, 16, 2048)
-    assert ReadShape.of(prompts(*[1] * 17), 2049) == ReadShape(32, 64, 8192)
-    assert ReadShape.of(prompts(17), 10**6) is None
-    assert ReadShape.of(prompts(*[8] * 65), 8) is None
+    assert PromptShape.of(prompts(3, 4), 7) == PromptShape(16, 16, 2048)
+    assert PromptShape.of(prompts(*[1] * 17), 2049) == PromptShape(32, 64, 8192)
+    assert PromptShape.of(prompts(17), 10**6) is None
+    assert PromptShape.of(prompts(*[8] * 65), 8) is None
 
 
 @torch.inference_mode()
-def test_those_not_used_for_longest_are_let_go(found: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_not_used_for_longest_are_let_go(found: PromptGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_MOST", 2)
     for lengths in ((3,), (20,), (3,), (40, 2)):
         batch = prompts(*lengths)
         found.run(batch, layout_of(batch, PAGE))
-    assert [(shape.rows, shape.requests) for shape in found._reads] == [(16, 16), (64, 16)]
+    assert [(shape.rows, shape.requests) for shape in found._graphs] == [(16, 16), (64, 16)]
 
 
 @torch.inference_mode()
@@ -134,17 +134,17 @@ def test_a_runner_takes_them_for_their_own_cache_and_short_prompts_only(
 ) -> None:
     monkeypatch.setattr("slipstream.models.runner.has_kernels", lambda device: True)
     cache, other = runner.new_cache(PAGES, PAGE), runner.new_cache(PAGES, PAGE)
-    runner.capture_reads(cache, TRASH, None)
-    assert runner.reads is not None
+    runner.capture_prompts(cache, TRASH, None)
+    assert runner.prompt_graphs is not None
     batch = prompts(5, 6)
     expected = runner.forward(batch, other)
-    assert not runner.reads._reads
+    assert not runner.prompt_graphs._graphs
     runner.forward(replace(batch, wide=True), cache)
-    assert not runner.reads._reads
-    assert runner.wide_reads is None, "prompts do not share wide passes here"
+    assert not runner.prompt_graphs._graphs
+    assert runner.wide_prompt_graphs is None, "prompts do not share wide passes here"
     torch.testing.assert_close(runner.forward(batch, cache), expected, rtol=1e-5, atol=1e-5)
-    assert len(runner.reads._reads) == 1
-    runner.reads = None
+    assert len(runner.prompt_graphs._graphs) == 1
+    runner.prompt_graphs = None
 
 
 def padded(batch: PassBatch, rows: int) -> PassBatch:
@@ -164,16 +164,18 @@ class TestWide:
     """Passes over many rows: the second of a size is captured, if it has the bits of the first."""
 
     @staticmethod
-    def wide(runner: Runner) -> WideReads:
-        return WideReads(partial(runner._read, wide=True), (24, 32, 2048), filled(runner.new_cache(PAGES, PAGE)), TRASH)
+    def wide(runner: Runner) -> WidePromptGraphs:
+        return WidePromptGraphs(
+            partial(runner._prompt_pass, wide=True), (24, 32, 2048), filled(runner.new_cache(PAGES, PAGE)), TRASH
+        )
 
     @torch.inference_mode()
     def test_what_fills_up_a_pass_changes_nothing(self, runner: Runner) -> None:
-        static = Reads(runner._read, filled(runner.new_cache(PAGES, PAGE)), TRASH)
+        static = PromptGraphs(runner._prompt_pass, filled(runner.new_cache(PAGES, PAGE)), TRASH)
         plain = filled(runner.new_cache(PAGES, PAGE))
         for lengths in ((13, 9), (7, 3, 2)):  # of the first one something is left in the tensors
             batch = prompts(*lengths)
-            runner._read(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.slots[:0])
+            runner._prompt_pass(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.slots[:0])
             filled_up = padded(batch, 24)
             assert static.run(filled_up, layout_of(filled_up, PAGE)) is not None
             for mine, theirs in zip(static.cache.planes, plain.planes, strict=True):
@@ -189,15 +191,15 @@ class TestWide:
         drafter = ModelDrafter(runner)
         drafter._cache = filled(runner.new_cache(PAGES, PAGE))
         plain = filled(runner.new_cache(PAGES, PAGE))
-        drafter.capture_reads(TRASH, None)
-        assert runner.reads is not None
+        drafter.capture_prompts(TRASH, None)
+        assert runner.prompt_graphs is not None
         batch = prompts(9, prefix=found)
-        runner._read(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.slots[:0])
+        runner._prompt_pass(batch.input_ids, batch.positions, layout_of(batch, PAGE), plain, batch.slots[:0])
         drafter.read(padded(batch, 24))
-        assert [shape.rows for shape in runner.reads._reads] == [32]
+        assert [shape.rows for shape in runner.prompt_graphs._graphs] == [32]
         for mine, theirs in zip(drafter._cache.planes, plain.planes, strict=True):
             torch.testing.assert_close(mine[:, :TRASH], theirs[:, :TRASH], rtol=1e-5, atol=1e-5)
-        runner.reads = None
+        runner.prompt_graphs = None
 
     @torch.inference_mode()
     def test_from_the_second_time_on(self, runner: Runner) -> None:
@@ -214,27 +216,27 @@ class TestWide:
     @torch.inference_mode()
     def test_one_bit_that_differs_and_nothing_is_captured(self, runner: Runner) -> None:
         found = self.wide(runner)
-        run = found._reads._run
+        run = found._graphs._run
 
         def other(ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor) -> Tensor:
             logits = run(ids, positions, layout, cache, rows)
             cache.planes[0][0, layout.slots[0]] *= 1 + 2**-20
             return logits
 
-        found._reads._run = other
+        found._graphs._run = other
         batch = padded(prompts(13, 9), 24)
         for _ in range(4):
             assert found.run(batch, layout_of(batch, PAGE)) is None
-        assert len(found._reads._reads) == 1, "it was tried once"
+        assert len(found._graphs._graphs) == 1, "it was tried once"
 
     @torch.inference_mode()
     def test_where_there_is_no_room_to_compare_nothing_is_captured(
         self, runner: Runner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full(reads: WideReads, batch: PassBatch) -> list[Tensor]:
+        def full(graphs_: WidePromptGraphs, batch: PassBatch) -> list[Tensor]:
             raise torch.OutOfMemoryError("no room")
 
-        monkeypatch.setattr(WideReads, "_written", full)
+        monkeypatch.setattr(WidePromptGraphs, "_written", full)
         found, batch = self.wide(runner), padded(prompts(13, 9), 24)
         for _ in range(4):
             assert found.run(batch, layout_of(batch, PAGE)) is None

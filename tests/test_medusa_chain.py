@@ -212,11 +212,11 @@ def test_heads_say_what_the_reference_says(target: Runner, tiny_target: Path, tm
     x = states = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(9))
     tokens = torch.randint(0, VOCAB, (3, 4), generator=torch.Generator().manual_seed(8))
     for head in range(3):
-        x = heads.go_on(head, x, tokens[head])
+        x = heads.chained_hidden(head, x, tokens[head])
         written.lm_head = own[f"{head}.2.weight"] if own_heads else written.lm_head
         for row in range(4):
             wanted = written.said(states[row], tokens[: head + 1, row].tolist())
-            torch.testing.assert_close(heads.said(head, x)[row], wanted, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(heads.head_logits(head, x)[row], wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_smaller_vocabulary(open_llm: Callable[..., LLM], tmp_path: Path) -> None:

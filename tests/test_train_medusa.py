@@ -89,7 +89,7 @@ def test_chained_heads_make_in_training_what_they_make_along_a_path(
     for start in range(12 - heads.heads):
         x = states[[start]]
         for head, all_of_it in enumerate(made):
-            x = heads.go_on(head, x, ids[[start + 1 + head]])
+            x = heads.chained_hidden(head, x, ids[[start + 1 + head]])
             torch.testing.assert_close(x[0], all_of_it[start].detach(), rtol=1e-4, atol=1e-4)
 
 

@@ -21,7 +21,7 @@ from lane_rounds import (
     random_round,
     rounds,
 )
-from slipstream.kernels.gpu.accept import PathMoves, Told, accept, compact
+from slipstream.kernels.gpu.accept import PathMoves, VerdictTable, accept, compact
 from slipstream.kernels.gpu.rows import PassRows, pack_rows
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_a_captured_round_is_replayed_with_other_contents(is_tree: bool) -> None
     most = max(sum(r.brings(b) for b in range(4)) for r in alike)
     rows = PassRows.empty(4, 15, most, tree=is_tree, device=CUDA)
     chosen = torch.zeros(most, dtype=torch.int64, device=CUDA)
-    told = Told.empty(4, 15, CUDA)
+    told = VerdictTable.empty(4, 15, CUDA)
     moves = PathMoves.empty(4, 15, CUDA) if is_tree else None
     planes = numbered_planes(first.trash_slot + 1, torch.bfloat16, 2, 64)
     cache = planes.to(CUDA)

@@ -24,7 +24,7 @@ from lane_rounds import (
     rounds,
 )
 from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
-from slipstream.kernels.gpu.accept import PathMoves, Told, _launch_compact, accept, compact
+from slipstream.kernels.gpu.accept import PathMoves, VerdictTable, _launch_compact, accept, compact
 from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.cache import compaction
 from slipstream.verify.exact import verify_exact
@@ -189,7 +189,7 @@ def test_an_unusable_token_beside_the_path_does_not_matter() -> None:
 
 def test_on_the_cpu_the_twin_runs_and_moves_go_with_trees() -> None:
     round_ = one(Tree((4, 5), (ROOT, ROOT)), (5, 0, 6), is_tree=True)
-    told, moves = Told.empty(1, 2, CPU), PathMoves.empty(1, 2, CPU)
+    told, moves = VerdictTable.empty(1, 2, CPU), PathMoves.empty(1, 2, CPU)
     state, rows = round_.state(CPU), packed(round_)
     with pytest.raises(AssertionError):
         accept(round_.chosen(CPU), round_.draft(CPU), rows, state, told, None)

@@ -235,7 +235,7 @@ class DeviceDrafter(Drafter):
     def read(self, batch: PassBatch) -> None:
         """The target computes these tokens of prompts now. Called where rounds are queued, before any `draft`."""
 
-    def capture_reads(self, trash_slot: int, pool: Any) -> None:
+    def capture_prompts(self, trash_slot: int, pool: Any) -> None:
         """From now on `read` may be captured in graphs with this memory; the cache's `trash_slot` is nobody's."""
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ from slipstream.kv.pages import PageCopy
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch, sent
 from slipstream.models.gpu import WIDE_ROWS, DevicePass, layout_of
-from slipstream.models.graphs import Reads
+from slipstream.models.graphs import PromptGraphs
 from slipstream.models.heads.base import Head, HeadStates
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rank import Ranked, rank
@@ -79,7 +79,7 @@ class FeatureDrafter(DeviceDrafter):
         self._services: Services | None = None
         self._cache: KVCache | None = None
         self._guests = torch.empty(0, dtype=torch.int64)
-        self._reads: Reads | None = None
+        self._graphs: PromptGraphs | None = None
         self._firsts: dict[int, Tensor] = {}  # by rows of a request: the first row of each, where all have as many
         self._known: dict[str, int] = {}  # by request: tokens that the head has read, where the host asks for drafts
 
@@ -141,9 +141,9 @@ class FeatureDrafter(DeviceDrafter):
         if own is not None:
             self._read(own)
 
-    def capture_reads(self, trash_slot: int, pool: Any) -> None:
+    def capture_prompts(self, trash_slot: int, pool: Any) -> None:
         assert self._cache is not None
-        self._reads = Reads(self._read_rows, self._cache, trash_slot, pool)
+        self._graphs = PromptGraphs(self._read_rows, self._cache, trash_slot, pool)
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
         assert self._services is not None
@@ -172,7 +172,7 @@ class FeatureDrafter(DeviceDrafter):
 
     def _read(self, batch: PassBatch) -> None:
         assert self._cache is not None
-        if self._reads is None or self._reads.run(batch, layout_of(batch, self._cache.page_size)) is None:
+        if self._graphs is None or self._graphs.run(batch, layout_of(batch, self._cache.page_size)) is None:
             self._run(batch, self._features(batch.slots), 0)
 
     def _read_rows(self, ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor) -> Tensor:

@@ -83,12 +83,12 @@ class ChainedMedusaDrafter(DeviceDrafter):
         slots = slots_before_last(state, lanes, self._services.pool.page_size)
 
         def go_on(level: Level, made: Tensor, step: int) -> Tensor:
-            return self.heads.go_on(step, made[level.rows], level.tokens)
+            return self.heads.chained_hidden(step, made[level.rows], level.tokens)
 
         def offer(made: Tensor, rows: SampleRows, step: int) -> Ranked:
-            return rank(self.heads.said(step, made), rows, table, round.features, width, self.heads.vocab)
+            return rank(self.heads.head_logits(step, made), rows, table, round.features, width, self.heads.vocab)
 
-        first = self.heads.go_on(0, self._services.taps.at(slots), state.last[lanes])
+        first = self.heads.chained_hidden(0, self._services.taps.at(slots), state.last[lanes])
         roots = SampleRows(lanes, length + 1, state.generated[lanes])
         growth = Growth(state, lanes, width, round.depth, last_place=0, guests=self._nowhere, each=0)
         return grow_trees(round, growth, roots, first, go_on, offer)

@@ -25,7 +25,7 @@ from slipstream.kernels.gpu.rows import last_rows
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch, sent
-from slipstream.models.graphs import READ_ROWS
+from slipstream.models.graphs import PROMPT_ROWS
 from slipstream.models.headers import stored_names
 from slipstream.models.heads.checkpoint import check_kind
 from slipstream.models.load import shares_embeddings
@@ -142,9 +142,9 @@ class ModelDrafter(DeviceDrafter):
         if min(ends) <= self.runner.max_positions:
             self.runner.forward(self._own(batch), self._cache)
 
-    def capture_reads(self, trash_slot: int, pool: Any) -> None:
+    def capture_prompts(self, trash_slot: int, pool: Any) -> None:
         assert self._cache is not None
-        self.runner.capture_reads(self._cache, trash_slot, pool)
+        self.runner.capture_prompts(self._cache, trash_slot, pool)
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
         """All of them together, as many rows in a pass as it may have: what one missed is mostly a few tokens."""
@@ -231,7 +231,7 @@ class ModelDrafter(DeviceDrafter):
             positions=batch.positions.clamp_max(self.runner.max_positions - 1),
             logit_rows=batch.slots.new_zeros(1),
             # what it reads decides no token, and a small model is sooner done with a captured pass
-            wide=batch.size > READ_ROWS[-1],
+            wide=batch.size > PROMPT_ROWS[-1],
         )
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:

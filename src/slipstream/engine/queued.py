@@ -66,9 +66,9 @@ class QueuedEngine(TellingEngine):
         drafters = {n: d for n, d in self.drafting.drafters.items() if isinstance(d, DeviceDrafter)}
         self.rounds = Rounds(machine, drafters, graphs=graphs, progress=progress, unrecorded=self.counters.unrecorded)
         if self.rounds.pool is not None:
-            self.target.capture_reads(self.cache, machine.trash_slot, self.rounds.pool)
+            self.target.capture_prompts(self.cache, machine.trash_slot, self.rounds.pool)
             for drafter in drafters.values():
-                drafter.capture_reads(machine.trash_slot, self.rounds.pool)
+                drafter.capture_prompts(machine.trash_slot, self.rounds.pool)
         self._tickets: deque[Ticket] = deque()
         self._crowd = Crowd([], Features(), reads_logits=False)
         self._marks = Marks(has_clock=self.target.device.type == "cuda")

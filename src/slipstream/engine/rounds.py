@@ -23,7 +23,7 @@ from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.draft_loops import DraftLoop, DraftLoops, Drafts, LoopShape
 from slipstream.engine.round_shape import RoundShape
 from slipstream.engine.stand_ins import StandIns
-from slipstream.kernels.gpu.accept import PathMoves, Told, accept, compact
+from slipstream.kernels.gpu.accept import PathMoves, VerdictTable, accept, compact
 from slipstream.kernels.gpu.jit import has_kernels
 from slipstream.kernels.gpu.merge_trees import Union, merge_guesses, prepare_merges
 from slipstream.kernels.gpu.rows import RECENT, LaneState, PassRows, pack_rows
@@ -94,7 +94,7 @@ class Round:
         self._merges = False  # are guesses added to the drafts of the host, or to one another?
         self._rows = PassRows.empty(b, k, shape.rows, tree=shape.is_tree, device=device)
         self._moves = PathMoves.empty(b, k, device) if shape.is_tree else None
-        self.told = Told.empty(b, k, device)
+        self.told = VerdictTable.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
         self._odds = loops.odds(b, k) if k and shape.draws else None
         pinned = device.type == "cuda"

@@ -70,7 +70,7 @@ class Ticket:
 
     members: tuple[Member, ...]  # decodes, then those whose prompt it completes
     decodes: int
-    told: NDArray[np.int64] | None  # [D, …] of the decodes, as in `Told`
+    told: NDArray[np.int64] | None  # [D, …] of the decodes, as in `VerdictTable`
     first: Tensor | None  # [C] on the host: first tokens of the others
     round: Round | None
     rows: int

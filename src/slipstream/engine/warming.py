@@ -22,7 +22,7 @@ from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.round_shape import RoundShape, crowds
 from slipstream.kernels.gpu.jit import room_for
 from slipstream.models.gpu import WIDE_SIZES
-from slipstream.models.graphs import READ_ROWS, WIDE_READ_ROWS
+from slipstream.models.graphs import PROMPT_ROWS, WIDE_PROMPT_ROWS
 from slipstream.models.paths import Progress
 from slipstream.plan.cost import PassCost
 from slipstream.sampling.table import Features
@@ -93,9 +93,9 @@ def warm_up(engine: QueuedEngine, progress: Progress | None = None) -> None:
 
 def _warming(engine: QueuedEngine) -> Generator[None]:
     """Step by step: it may be left at each."""
-    context = min(most_context(engine, 1), WIDE_READ_ROWS)
+    context = min(most_context(engine, 1), WIDE_PROMPT_ROWS)
     wide = WIDE_SIZES if engine.target.shares_wide else ()
-    passes = [(rows, False) for rows in READ_ROWS]
+    passes = [(rows, False) for rows in PROMPT_ROWS]
     passes += [(rows, True) for rows in wide for _ in range(2)]  # what comes for the second time is recorded
     if context > 0:
         with posed(engine, 1, context) as scene:

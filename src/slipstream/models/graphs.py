@@ -29,14 +29,14 @@ from slipstream.models.batch import PassBatch
 
 _log = logging.getLogger(__name__)
 
-READ_ROWS = (16, 32, 64, 128, 256, 512)
+PROMPT_ROWS = (16, 32, 64, 128, 256, 512)
 _REQUESTS = (16, 64)
 _KEYS = (2048, 8192, 32768, 131072)
 """Few sizes: an unused place costs little, and a size that comes for the first time takes a tenth of a second."""
 _MOST = 32
 """Captured passes that are kept; the least recently used ones are dropped."""
 
-WIDE_READ_ROWS = 1024
+WIDE_PROMPT_ROWS = 1024
 """Larger passes over prompts take the device longer than the host, and are not captured."""
 
 Run = Callable[[Tensor, Tensor, RowLayout, KVCache, Tensor], Tensor]
@@ -109,26 +109,26 @@ def captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadShape:
+class PromptShape:
     rows: int
     requests: int
     keys: int
 
     @staticmethod
-    def of(batch: PassBatch, keys: int, rows_of: Sequence[int] = READ_ROWS) -> ReadShape | None:
+    def of(batch: PassBatch, keys: int, rows_of: Sequence[int] = PROMPT_ROWS) -> PromptShape | None:
         """The smallest size that fits; None if the batch exceeds all sizes."""
         found = [
             next((size for size in sizes if size >= wanted), None)
             for wanted, sizes in ((batch.size, rows_of), (batch.num_requests, _REQUESTS), (keys, _KEYS))
         ]
         rows, requests, most = found
-        return None if rows is None or requests is None or most is None else ReadShape(rows, requests, most)
+        return None if rows is None or requests is None or most is None else PromptShape(rows, requests, most)
 
 
-class _Read:
+class _PromptGraph:
     """The static tensors of one size, and the pass over them."""
 
-    def __init__(self, shape: ReadShape, run: Run, cache: KVCache, trash_slot: int) -> None:
+    def __init__(self, shape: PromptShape, run: Run, cache: KVCache, trash_slot: int) -> None:
         device = cache.device
         rows, requests = shape.rows, shape.requests
         self.ids, self.positions, self.places = torch.zeros((3, rows), dtype=torch.int64, device=device).unbind(0)
@@ -175,7 +175,7 @@ class _Read:
         self.logits = self._run(self.ids, self.positions, layout, self._cache, self.logit_rows)
 
 
-class Reads:
+class PromptGraphs:
     """A runner's passes over short prompts into one cache, captured on the first use of each size.
 
     trash_slot: a slot that no request uses. pool: memory shared with other graphs; None: nothing is captured. rows: the
@@ -183,72 +183,72 @@ class Reads:
     """
 
     def __init__(
-        self, run: Run, cache: KVCache, trash_slot: int, pool: Any = None, rows: Sequence[int] = READ_ROWS
+        self, run: Run, cache: KVCache, trash_slot: int, pool: Any = None, rows: Sequence[int] = PROMPT_ROWS
     ) -> None:
         self.cache = cache
         self._rows = rows
         self._run = run
         self._trash_slot = trash_slot
         self._pool = pool
-        self._reads: dict[ReadShape, _Read] = {}
+        self._graphs: dict[PromptShape, _PromptGraph] = {}
 
     def run(self, batch: PassBatch, layout: RowLayout) -> Tensor | None:  # [R, V] fp32
         """The logits; None if the pass fits no size and must be run as it is."""
-        shape = ReadShape.of(batch, layout.max_keys, self._rows)
+        shape = PromptShape.of(batch, layout.max_keys, self._rows)
         if shape is None or batch.logit_rows is None:
             return None
-        read = self._reads.pop(shape, None) or self._make(shape)
-        self._reads[shape] = read  # moved to the end, as the most recently used
-        read.load(batch, layout)
-        (read.replay or read.work)()
-        assert read.logits is not None
-        return read.logits[: batch.logit_rows.shape[0]].clone()  # a copy: the next pass overwrites them
+        graph = self._graphs.pop(shape, None) or self._make(shape)
+        self._graphs[shape] = graph  # moved to the end, as the most recently used
+        graph.load(batch, layout)
+        (graph.replay or graph.work)()
+        assert graph.logits is not None
+        return graph.logits[: batch.logit_rows.shape[0]].clone()  # a copy: the next pass overwrites them
 
-    def has(self, shape: ReadShape) -> bool:
-        return shape in self._reads
+    def has(self, shape: PromptShape) -> bool:
+        return shape in self._graphs
 
-    def _make(self, shape: ReadShape) -> _Read:
-        read = _Read(shape, self._run, self.cache, self._trash_slot)
+    def _make(self, shape: PromptShape) -> _PromptGraph:
+        graph = _PromptGraph(shape, self._run, self.cache, self._trash_slot)
         if self._pool is not None:
             try:
-                read.replay = captured(read.work, self._pool)
+                graph.replay = captured(graph.work, self._pool)
             except Exception:  # the model reads values on the host, or no memory is left for a graph
                 self._pool = None
-        while len(self._reads) >= _MOST:
-            del self._reads[next(iter(self._reads))]
-        return read
+        while len(self._graphs) >= _MOST:
+            del self._graphs[next(iter(self._graphs))]
+        return graph
 
 
-class WideReads:
+class WidePromptGraphs:
     """A runner's passes over many rows of prompts into one cache, captured on the second use of each size.
 
     sizes: of passes that prompts may share; a prompt in a pass of its own may have any size, and is never captured.
     """
 
     def __init__(self, run: Run, sizes: Sequence[int], cache: KVCache, trash_slot: int, pool: Any = None) -> None:
-        self._sizes = tuple(size for size in sizes if size <= WIDE_READ_ROWS)
+        self._sizes = tuple(size for size in sizes if size <= WIDE_PROMPT_ROWS)
         self._run = run
-        self._reads = Reads(run, cache, trash_slot, pool, self._sizes)
-        self._seen: set[ReadShape] = set()
-        self._compared: set[ReadShape] = set()
+        self._graphs = PromptGraphs(run, cache, trash_slot, pool, self._sizes)
+        self._seen: set[PromptShape] = set()
+        self._compared: set[PromptShape] = set()
         self._differs = False
 
     @property
     def cache(self) -> KVCache:
-        return self._reads.cache
+        return self._graphs.cache
 
     def run(self, batch: PassBatch, layout: RowLayout) -> Tensor | None:  # [R, V] fp32
         """The logits; None if the pass must be run as it is."""
         if self._differs or batch.size not in self._sizes or batch.logit_rows is None:
             return None
-        shape = ReadShape.of(batch, layout.max_keys, self._sizes)
+        shape = PromptShape.of(batch, layout.max_keys, self._sizes)
         if shape is None:
             return None
         if shape not in self._seen:
             self._seen.add(shape)
             return None
-        if shape in self._compared and self._reads.has(shape):
-            return self._reads.run(batch, layout)
+        if shape in self._compared and self._graphs.has(shape):
+            return self._graphs.run(batch, layout)
         logits = self._compare(batch, layout)
         if logits is None:
             self._differs = True
@@ -266,7 +266,7 @@ class WideReads:
         try:
             self._run(batch.input_ids, batch.positions, layout, self.cache, batch.logit_rows)
             expected = self._written(batch)
-            logits = self._reads.run(batch, layout)
+            logits = self._graphs.run(batch, layout)
             found = self._written(batch)
         except torch.OutOfMemoryError:  # the copies take memory, too
             return None

@@ -332,7 +332,7 @@ def check_fits(folder: Path, config: PreTrainedConfig, vocab: int, hidden: int) 
         )
 
 
-def without_words(config: PreTrainedConfig) -> PreTrainedConfig:
+def without_embeddings(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration for loading such a draft: a vocabulary of one, so that embeddings take no memory."""
     small: Any = copy.deepcopy(config)
     small.vocab_size, small.tie_word_embeddings = 1, False

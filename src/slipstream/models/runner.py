@@ -29,7 +29,7 @@ from slipstream.models.batch import PassBatch
 from slipstream.models.describe import SHARES, check_supported, max_positions_of
 from slipstream.models.fused import FusedTrunk
 from slipstream.models.gpu import WIDE_ROWS, WIDE_SIZES, DevicePass, GpuTrunk, layout_of
-from slipstream.models.graphs import Reads, WideReads
+from slipstream.models.graphs import PromptGraphs, WidePromptGraphs
 from slipstream.models.load import (
     LENT,
     check_fits,
@@ -39,7 +39,7 @@ from slipstream.models.load import (
     names_model,
     quiet_transformers,
     shape_of,
-    without_words,
+    without_embeddings,
 )
 from slipstream.models.taps import Taps
 
@@ -80,8 +80,8 @@ class Runner:
         self.wide_rows = WIDE_ROWS  # longer prompts use other products where those are faster
         self.shares_wide = False  # prompts with more rows than that may share a pass
         self._row_independent = False
-        self.reads: Reads | None = None
-        self.wide_reads: WideReads | None = None
+        self.prompt_graphs: PromptGraphs | None = None
+        self.wide_prompt_graphs: WidePromptGraphs | None = None
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = self._probe()
         self.layers = [LayerShape(*probe.shapes[layer]) for layer in probe.layers_seen]
@@ -145,9 +145,9 @@ class Runner:
         if has_kernels(self.device):
             wide = batch.num_rows > self.wide_rows if batch.wide is None else batch.wide
             layout = layout_of(batch, cache.page_size)
-            reads = self.wide_reads if wide else self.reads
-            if reads is not None and reads.cache is cache and layout.ancestors is None:
-                logits = reads.run(batch, layout)
+            graphs = self.wide_prompt_graphs if wide else self.prompt_graphs
+            if graphs is not None and graphs.cache is cache and layout.ancestors is None:
+                logits = graphs.run(batch, layout)
                 if logits is not None:
                     return logits
             context = DevicePass(layout, cache, wide=wide)
@@ -155,13 +155,15 @@ class Runner:
         logits = self._call(PassContext(batch, cache), batch.input_ids, batch.positions, batch.logit_rows)
         return logits.float()
 
-    def capture_reads(self, cache: KVCache, trash_slot: int, pool: Any) -> None:
+    def capture_prompts(self, cache: KVCache, trash_slot: int, pool: Any) -> None:
         """Capture passes over prompts into this cache from now on. trash_slot: a slot that no request uses."""
-        self.reads = Reads(self._read, cache, trash_slot, pool)
+        self.prompt_graphs = PromptGraphs(self._prompt_pass, cache, trash_slot, pool)
         if self.shares_wide:
-            self.wide_reads = WideReads(partial(self._read, wide=True), WIDE_SIZES, cache, trash_slot, pool)
+            self.wide_prompt_graphs = WidePromptGraphs(
+                partial(self._prompt_pass, wide=True), WIDE_SIZES, cache, trash_slot, pool
+            )
 
-    def _read(
+    def _prompt_pass(
         self, ids: Tensor, positions: Tensor, layout: RowLayout, cache: KVCache, rows: Tensor, *, wide: bool = False
     ) -> Tensor:
         return self._call(DevicePass(layout, cache, wide=wide), ids, positions, rows).float()
@@ -251,7 +253,7 @@ def open_unchecked(
     if target is None or not getattr(config, SHARES, False):
         return Runner(load(), config)
     check_fits(path, config, *shape_of(target.model))
-    return Runner(lend(load(config=without_words(config), lent=LENT), target.model), config, target)
+    return Runner(lend(load(config=without_embeddings(config), lent=LENT), target.model), config, target)
 
 
 def _row_flops(model: PreTrainedModel, config: PreTrainedConfig) -> float:

@@ -22,7 +22,7 @@ _MOVED = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class VerdictTable:
     """The verdicts on B requests in one table, which the host reads by one copy.
 
     emitted is 0 if the step does not count: the logits were unusable and something had been drafted.
@@ -31,8 +31,8 @@ class Told:
     table: Tensor  # [B, 2 + (K + 1) + K] int64
 
     @staticmethod
-    def empty(requests: int, width: int, device: torch.device) -> Told:
-        return Told(torch.zeros((requests, 3 + 2 * width), dtype=torch.int64, device=device))
+    def empty(requests: int, width: int, device: torch.device) -> VerdictTable:
+        return VerdictTable(torch.zeros((requests, 3 + 2 * width), dtype=torch.int64, device=device))
 
     @property
     def width(self) -> int:
@@ -76,7 +76,7 @@ def accept(
     draft: Draft,
     rows: PassRows,  # laid out by `pack_rows` for this draft and this state
     state: LaneState,
-    told: Told,
+    told: VerdictTable,
     moves: PathMoves | None,  # None for chains, whose entries need no move
 ) -> None:
     """Follow the choices through each draft, write the verdicts, and advance the state by the emitted tokens.
@@ -92,7 +92,7 @@ def accept(
 
 
 def _launch_accept(
-    chosen: Tensor, draft: Draft, rows: PassRows, state: LaneState, told: Told, moves: PathMoves | None
+    chosen: Tensor, draft: Draft, rows: PassRows, state: LaneState, told: VerdictTable, moves: PathMoves | None
 ) -> None:
     requests, width = draft.tokens.shape
     _accept_kernel[(requests,)](
@@ -206,7 +206,7 @@ def _accept_kernel(
 
 
 def _twin_accept(
-    chosen: Tensor, draft: Draft, rows: PassRows, state: LaneState, told: Told, moves: PathMoves | None
+    chosen: Tensor, draft: Draft, rows: PassRows, state: LaneState, told: VerdictTable, moves: PathMoves | None
 ) -> None:
     starts = rows.starts.long()
     brings = starts[1:] - starts[:-1]  # [B]

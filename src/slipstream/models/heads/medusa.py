@@ -104,14 +104,14 @@ class MedusaHeads(nn.Module):
 
     def hidden(self, features: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [heads, N, H]
         """The outputs of all heads, from the target's last hidden states and the tokens chosen from them."""
-        assert not self.chained, "chained heads go step by step: `go_on`"
+        assert not self.chained, "chained heads go step by step: `chained_hidden`"
         own = self._weights[0].dtype if self._weights else features.dtype
         x = features.to(own).expand(self.heads, *features.shape)
         if self._token_maps is not None:
-            x = with_tokens(x, self._words(tokens).to(own).expand_as(x), self._token_maps)
+            x = with_tokens(x, self._embed(tokens).to(own).expand_as(x), self._token_maps)
         return residual_layers(x, self._weights, self._biases)
 
-    def go_on(self, head: int, x: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [N, H]
+    def chained_hidden(self, head: int, x: Tensor, tokens: Tensor) -> Tensor:  # [N, H], [N] -> [N, H]
         """The output of one chained head, from the output of the one before and the tokens guessed there.
 
         The first head reads the target's last hidden states and the tokens chosen from them.
@@ -119,14 +119,14 @@ class MedusaHeads(nn.Module):
         assert self._token_maps is not None, "chained heads read tokens"
         maps, own = self._token_maps[head], self._weights[0].dtype
         weights, biases = [w[head] for w in self._weights], [b[head] for b in self._biases]
-        return chained_layers(x.to(own), self._words(tokens).to(own), maps, weights, biases)
+        return chained_layers(x.to(own), self._embed(tokens).to(own), maps, weights, biases)
 
-    def said(self, head: int, x: Tensor) -> Tensor:  # [N, H] -> [N, Vd] fp32
+    def head_logits(self, head: int, x: Tensor) -> Tensor:  # [N, H] -> [N, Vd] fp32
         """The logits of one head, from its output."""
         own = self._lm_heads[head] if self._lm_heads else None
         return torch.as_tensor(self._target_head[0](x) if own is None else F.linear(x, own)).float()
 
-    def _words(self, tokens: Tensor) -> Tensor:  # [N] -> [N, H]
+    def _embed(self, tokens: Tensor) -> Tensor:  # [N] -> [N, H]
         embedding = self._embedding[0]
         assert embedding is not None
         known = tokens.clamp(0, cast(Tensor, embedding.weight).shape[0] - 1)  # ids of padding lanes may be anything
