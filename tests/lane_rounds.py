@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 """Where kernels run here: for real, or by Triton's interpreter (see conftest.py)."""
 
 GARBAGE = -99
-FRAME = 16  # numbers on either side of an output that nobody may touch
+FRAME = 16  # guard numbers on either side of an output, which must stay untouched
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Round:
 
     def state(self, device: torch.device) -> LaneState:
         reach = len(self.lanes[0].pages)
-        nobody = Lane(GARBAGE, GARBAGE, 1 << 40, GARBAGE, (GARBAGE,) * reach)
-        lanes = (*self.lanes, nobody)
+        unused = Lane(GARBAGE, GARBAGE, 1 << 40, GARBAGE, (GARBAGE,) * reach)
+        lanes = (*self.lanes, unused)
         return LaneState(
             last=torch.tensor([lane.last for lane in lanes], device=device),
             previous=torch.tensor([lane.previous for lane in lanes], device=device),

@@ -96,7 +96,7 @@ def counting_target(folder: Path) -> Path:
 def said_in_chain(
     tensors: dict[str, Tensor], layers: int, x: Tensor, words: list[Tensor], lm_head: Tensor
 ) -> Tensor:  # [V]
-    """What the last of chained heads says behind one hidden state [H] and the embeddings of so many tokens."""
+    """The logits of the last chained head behind one hidden state [H] and the embeddings of earlier guesses."""
     for head, word in enumerate(words):
         x = x + tensors[f"{head}.token.weight"] @ word
         for layer in range(layers):

@@ -114,7 +114,7 @@ MTP: dict[str, Family] = {
 
 
 def save_with_modules(folder: Path, family: Family, modules: int = 1, *, copies: bool = False, seed: int = 7) -> Path:
-    """A tiny target with so many modules. copies: with the embedding and the LM head again, as DeepSeek stores them."""
+    """A tiny target with `modules` modules. copies: with the embedding and LM head again, as DeepSeek stores them."""
     save_random(folder, family.target())
     save_tokenizer(folder)
     file = folder / "model.safetensors"

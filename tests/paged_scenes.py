@@ -1,7 +1,6 @@
 """Requests on scattered pages for the attention kernel: chains, prompt chunks and trees, on any device.
 
-Slots that nobody owns hold NaN, so that a key too many shows; padding rows and a request without rows are in every
-scene.
+Free slots hold NaN, so that reading a key too many shows. Every scene has padding rows and a request without rows.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Scene:
         ids = torch.randperm(sum(counts) + 3, generator=generator).tolist()
         self.pages: list[list[int]]
         *self.pages, spare = ([ids.pop() for _ in range(count)] for count in (*counts, 1))
-        self.lanes = [2 * i + 1 for i in range(len(parts))]  # lane 0 and the even ones are somebody else's
+        self.lanes = [2 * i + 1 for i in range(len(parts))]  # lane 0 and the even ones belong to other requests
         self.trash = spare[0] * page
         rows = sum(p.rows for p in parts) + padding
         self.query = numbers(rows, heads, dim).to(dtype).to(DEVICE)

@@ -39,7 +39,7 @@ class Request:
 
 
 class Scene:
-    """A cache with some requests in it, on scattered pages; slots that nobody owns hold NaN."""
+    """A cache with some requests in it, on scattered pages; free slots hold NaN."""
 
     def __init__(
         self, requests: list[Request], kv_heads: int, group: int, dim: int, value_dim: int, seed: int, scattered: bool

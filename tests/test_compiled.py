@@ -134,7 +134,7 @@ def test_another_cache_is_noticed(runner_of: Callable[[str], Runner]) -> None:
     assert torch.equal(second.run([(0, tokens[:1])]), first.run([(0, tokens[:1])]))
 
 
-def test_what_is_not_a_number_stays_so_and_spoils_nobody_else(runner_of: Callable[[str], Runner]) -> None:
+def test_nan_stays_nan_and_in_its_own_row(runner_of: Callable[[str], Runner]) -> None:
     runner = runner_of("llama")
     passes, clean = Passes(runner), Passes(runner)
     for each in (passes, clean):

@@ -71,7 +71,7 @@ def test_a_wrong_configuration_is_refused_or_runs(whole: Path, tmp_path: Path) -
 
 
 def cut(file: str, keep: float) -> Damage:
-    """Keep so many bytes, or such a part."""
+    """Keep `keep` bytes, or that part of the file."""
 
     def damage(folder: Path) -> None:
         content = (folder / file).read_bytes()

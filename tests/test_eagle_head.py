@@ -194,7 +194,7 @@ def test_each_path_of_a_tree_is_a_text_of_its_own(scene: Scene) -> None:
         same(hidden[node], by_hand.hidden(whole, [*features[:6], *given[path]])[-1])
 
 
-def test_ids_of_nobody_do_no_harm(tmp_path: Path) -> None:
+def test_ids_of_padding_rows_may_be_anything(tmp_path: Path) -> None:
     scene = Scene(HEADS["eagle3"], tmp_path)
     with torch.inference_mode():
         features = scene.head.combine(scene.taps[:2])

@@ -123,7 +123,7 @@ def test_a_product_keeps_the_shape_of_its_input_and_gives_fp32_where_asked() -> 
 
 
 def test_rows_that_fill_up_a_pass_change_nothing(tmp_path: Path) -> None:
-    """Two prompts, alone and with rows behind them that are nobody's."""
+    """Two prompts, alone and with padding rows behind them."""
     runner = opened(tmp_path, "llama")
     cache = runner.new_cache(5, 4)
     trash = 4 * 4

@@ -40,7 +40,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 
 def prompts(*lengths: int, prefix: int = 0, seed: int = 0) -> PassBatch:
-    """These prompts, each behind so many tokens, on pages of their own; the last row of each is wanted."""
+    """These prompts, each behind `prefix` tokens, on pages of their own; the last row of each gets logits."""
     generator = torch.Generator().manual_seed(seed)
     each = -(-(prefix + max(lengths)) // PAGE)
     pages = [tuple(range(i * each, (i + 1) * each)) for i in range(len(lengths))]
@@ -148,7 +148,7 @@ def test_a_runner_takes_them_for_their_own_cache_and_short_prompts_only(
 
 
 def padded(batch: PassBatch, rows: int) -> PassBatch:
-    """Filled up by rows that write to a slot which is nobody's, as passes that prompts share are."""
+    """Padded with rows that write to a slot that no request uses, as shared passes over prompts are."""
     more = rows - batch.num_rows
     return replace(
         batch,
@@ -271,7 +271,7 @@ def test_kernels_compiled_outside_of_graphs_count(monkeypatch: pytest.MonkeyPatc
     with recording():
         tell(src="three", times=SimpleNamespace(total=5_000_000), cache_hit=False, **told)
     assert counted.seconds == pytest.approx(0.251), "a recording is timed as a whole"
-    assert heard == ["one", "two", "three"], "whoever listened before still hears"
+    assert heard == ["one", "two", "three"], "the previous listener is still called"
 
 
 @pytest.mark.parametrize("there", [None, SimpleNamespace()])

@@ -1,4 +1,4 @@
-"""Taps: which hidden states somebody wants, and which columns of the cache's features are whose."""
+"""Taps: the hidden states that drafters read, and their columns in the cache's features."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_trees_of_which_nothing_is_kept(kind: type[Growth], shape: tuple[int, in
 def test_trees_of_every_number_of_levels(
     kind: type[Growth], width: int, deepest: int, seeds: list[int], nodes: int
 ) -> None:
-    """A level is the same, however many follow; the first nodes of a tree are the tree of so many."""
+    """A level does not depend on how many follow; the first nodes of a tree are the tree of that size."""
     whole = Grower(Growth, width, deepest, seeds)
     for depth in {1, (deepest + 1) // 2, deepest}:
         grown = Grower(kind, width, depth, seeds, deepest)

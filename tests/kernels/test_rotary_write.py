@@ -18,7 +18,7 @@ SLOTS, POSITIONS, EPS = 12, 20, 1e-6
 
 
 class Scene:
-    """Rows of a joined product, and a cache whose other slots nobody may touch."""
+    """Rows of a joined product, and a cache whose other slots must stay untouched."""
 
     def __init__(
         self, dtype: torch.dtype, *, rows: int = 3, heads: int = 4, kv_heads: int = 2, dim: int = 8,

@@ -126,7 +126,7 @@ CHOICES = [
 @pytest.mark.parametrize("rows", [72, 200, 272])
 @pytest.mark.parametrize("kind", ["plain", "bias", "narrow", "narrow, bias"])
 def test_every_choice_gives_the_same_bits(rows: int, kind: str) -> None:
-    """Whole or not, however many columns, whoever is whose neighbour; as a row alone, too."""
+    """The tile changes no bits: whole runs or not, any number of columns, any order of programs, one row or many."""
     n, k, splits = 70, 192, 3
     x = ragged(rows, k, splits=splits, dtype=torch.float16, seed=rows)
     weight, scale = numbers(n, k, dtype=torch.float16).round(), None

@@ -125,8 +125,8 @@ def test_logits_may_lie_in_any_way() -> None:
         assert choose_fused(laid, rows, table, ALL_FEATURES, chunk=128).tolist() == case.twin()
     same = case.logits[:1].expand(2, 300).to(KERNEL_DEVICE)
     assert choose_fused(same, rows, table, ALL_FEATURES).tolist() == Case(logits[:1].expand(2, 300), case.params).twin()
-    nobody = SampleRows(rows.slots[:0], rows.positions[:0], rows.generated[:0])
-    assert choose_fused(wide[:0], nobody, table, ALL_FEATURES).shape == (0,)
+    none = SampleRows(rows.slots[:0], rows.positions[:0], rows.generated[:0])
+    assert choose_fused(wide[:0], none, table, ALL_FEATURES).shape == (0,)
 
 
 @jit
