@@ -28,8 +28,8 @@ from slipstream.engine.state import Job
 from slipstream.engine.streams import Listeners, OutputStream
 from slipstream.models.default import add_remedy
 from slipstream.models.headers import check_device_name, check_dtype_name
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.measured import MeasuredCosts
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import MeasuredCosts
 
 Message = Mapping[str, str]
 Found = TypeVar("Found")

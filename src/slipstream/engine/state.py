@@ -25,7 +25,7 @@ from slipstream.drafters.base import DraftRequest
 from slipstream.engine.text import TextStream
 from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.pages import PageTable
-from slipstream.plan.decisions import Decision
+from slipstream.plan.types import Decision
 from slipstream.sampling.table import Features
 
 Sink = Callable[[RequestOutput], None]

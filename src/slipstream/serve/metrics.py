@@ -47,7 +47,7 @@ _SECONDS = (
 )
 DECISIONS = (
     "Rounds of an answer by drafter. drafted: it had a draft. Else why not: off: no drafter, or all switched off; "
-    "plain: to compare with, or drafts slow down its kind; declined: not expected to pay; no_guess: it had none; "
+    "plain: to compare with; declined: not expected to pay, or lost lately; no_guess: it had none; "
     "limited: by the request, memory, the pass, or the answer's end; no_pages: the cache is short; "
     "late: not waited for; failed: before."
 )
@@ -193,7 +193,7 @@ class _EngineCollector(Collector):
         yield self._by("spec_decode_decisions", DECISIONS, "reason", now.decisions.items())
         gains = GaugeMetricFamily(
             "slipstream:spec_decode_gain",
-            "How many times as fast as plain ones drafted rounds were lately, by kind of request.",
+            "How many times as fast as plain steps drafted ones were lately, by drafter and batch size.",
             labels=["model_name", "kind"],
         )
         for kind, gain in now.gains.items():
