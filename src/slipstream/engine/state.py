@@ -192,18 +192,6 @@ class Job:
     _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for a whole stream
     _told: list[_Told] = field(init=False, default_factory=list)  # by answer; only where deltas are wanted
 
-    @property
-    def prediction(self) -> Sequence[int]:
-        return self.answers[0].prediction
-
-    @property
-    def unenforced(self) -> Sequence[str]:
-        return self.answers[0].output.unenforced
-
-    @property
-    def material(self) -> Sequence[Sequence[int]]:
-        return self.answers[0].material
-
     def report(self) -> None:
         """Hand the caller where the job stands: every change when streaming, else only the end, once."""
         finished = all(answer.ended for answer in self.answers)
