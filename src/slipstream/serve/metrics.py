@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import GAP_BOUNDS_S, Snapshot
-from slipstream.engine.host import EngineHost
+from slipstream.engine.remote import EngineProcess
 from slipstream.serve.admission import Admission
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.record import AnswerRecord, Record
@@ -57,7 +57,7 @@ _TOKENS = tuple(float(2**n) for n in range(18))
 class Metrics:
     """One engine's. Its registry is its own, so that several servers can live in one process."""
 
-    def __init__(self, llm: EngineHost, config: ServeConfig, admission: Admission) -> None:
+    def __init__(self, llm: EngineProcess, config: ServeConfig, admission: Admission) -> None:
         model, self._slo = config.models[0], (config.slo_ttft_ms, config.slo_tpot_ms)
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(llm, model, admission))
@@ -119,7 +119,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine when somebody asks."""
 
-    def __init__(self, llm: EngineHost, model: str, admission: Admission) -> None:
+    def __init__(self, llm: EngineProcess, model: str, admission: Admission) -> None:
         self._llm = llm
         self._model = model
         self._admission = admission
