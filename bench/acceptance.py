@@ -1,4 +1,4 @@
-"""How many tokens a pass do drafters bring? Over a file of prompts, task by task, in the real engine.
+"""Tokens per pass (tau) of drafters over a file of prompts, by task, in the real engine.
 
     python bench/acceptance.py --prompts spec_bench.jsonl --json acceptance.json [--model default]
                                [--drafter eagle3 eagle3+suffix medusa draft] [--temperature 0 1] [--max-tokens 256]
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kept import settings, told
+from results import settings, told
 
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.bench.prompts import by_category, load_prompts, select

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-import kept
+import results
 import torch
 
 from slipstream import LLM, SamplingParams
@@ -54,13 +54,13 @@ def main() -> None:
                     for length, tokens in [*((length, 1) for length in lengths), (_FIRST_TEXT, options.max_tokens)]:
                         times.append({"busy": busy, **compared(runners, words, length, tokens, options.repeats)})
                         print(json.dumps(times[-1]), flush=True)
-    told = {"options": kept.settings(options), "threads": torch.get_num_threads(), "times": times}
+    told = {"options": results.settings(options), "threads": torch.get_num_threads(), "times": times}
     print(json.dumps(told))
 
 
 @contextmanager
 def beside(count: int, most_s: float) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Inside, so many processes compute without a pause."""
+    """A context in which `count` processes compute without a pause."""
     running = [subprocess.Popen([sys.executable, "-c", _BUSY, str(most_s)]) for _ in range(count)]
     try:
         yield running

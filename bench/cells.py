@@ -33,9 +33,8 @@ import cells_table
 import curve
 from cells_work import AT_ONCE, TEMPERATURES, by_task, cells
 from curve_table import filled
-from gpu_report import Report
+from results import Report, chosen, first_results, sizes
 
-from gpu import chosen, first_results, sizes
 from slipstream.core.errors import ConfigError
 
 PARTS = ("cells", "adversaries", "switches", "peers")

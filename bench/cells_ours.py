@@ -15,7 +15,7 @@ from itertools import count
 
 from cells_work import FEW, Beat, Cell, Window, tokens_of, window
 from curve_ours import Mode
-from gpu_tokens import PEER_DEPTH
+from work import PEER_DEPTH
 
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.verdict import Verdict
@@ -69,7 +69,7 @@ class Meter:
         parts = times.host, times.draft, times.verify
         who = tuple(sorted({name for verdict in verdicts if verdict.drafted for name in verdict.authors.names}))
         counts = len(answers), sum(kept), drafted, times.read_rows, made
-        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who))
+        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who, times.ready))
 
 
 class Crowd:

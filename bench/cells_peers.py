@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cells_work import FEW, WARM_S, Beat, Cell, Window, by_task, point, prompts_of, tokens_of, window
-from gpu_peers import JsonTask, apart, opened
+from vllm_peer import JsonTask, apart, opened
 
 MODES = ("plain", "eagle3", "ngram", "draft", "eagle3_drawn", "ngram_gpu")
 

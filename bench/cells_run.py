@@ -16,8 +16,8 @@ from cells_ours import AUTO, SETTINGS, Bench
 from cells_trials import Trials, scripted
 from cells_work import WARM_S, Cell, Window, by_task, keep_rounds, prompts_of, side_by_side
 from curve_run import Models, peer_draft
-from gpu_clock import free
-from gpu_report import Report
+from kernel_clock import free
+from results import Report
 
 from slipstream import LLM
 from slipstream.core.responsive import responsive
@@ -208,6 +208,7 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
             found = side_by_side(names, measure, options.repeats)
             if AUTO in found:
                 found[AUTO]["plan"] = bench.planner.reasons()  # what it decided last, in words
+                found[AUTO]["off"] = bench.planner.resting()
             alike = {name: found[as_] | ({"same_as": as_} if as_ != name else {}) for name, as_ in firsts.items()}
             report.put(known.get(cell.name, {}) | alike, "cells", cell.name)
         report.say(f"{number + 1} of {len(left)} cells; {whole.clock.takes(len(left) - number - 1):.0f} s to go")

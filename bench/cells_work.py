@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from gpu_tokens import MULTI_TURN, encode
+from work import MULTI_TURN, encode
 
 from slipstream.bench.prompts import load_prompts
 from slipstream.core.errors import ConfigError
@@ -128,6 +128,7 @@ class Beat:
     cpu_s: float | None = None  # that all threads of the process have computed, where that is known
     hoped: float = 1.0  # how many times as fast as plain decoding it was to be
     guessers: tuple[str, ...] = ()  # whose guesses it had
+    ready_s: float = 0.0  # what the host took to queue it while another one was under way; 0: none was
 
     @property
     def device_s(self) -> float:
@@ -206,9 +207,9 @@ def keep_rounds(file: Path, cell: str, setting: str, seen: Window) -> None:
         counts = beat.requests, beat.drafted, beat.tokens, beat.read_rows
         times = map(_us, (*beat.parts_s, one.withheld_s))
         hoped, guessers = round(100 * beat.hoped), "+".join(beat.guessers)
-        rounds.append([_us(one.seconds), *counts, *times, hoped, guessers])
+        rounds.append([_us(one.seconds), *counts, *times, hoped, guessers, _us(beat.ready_s)])
     columns = ["us", "requests", "drafted", "tokens", "read_rows"]
-    columns += ["host_us", "draft_us", "verify_us", "withheld_us", "hoped_percent", "guessers"]
+    columns += ["host_us", "draft_us", "verify_us", "withheld_us", "hoped_percent", "guessers", "ready_us"]
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"cell": cell, "setting": setting, "columns": columns, "rounds": rounds}) + "\n")
 

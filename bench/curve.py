@@ -32,11 +32,9 @@ from typing import Any, NamedTuple
 
 import curve_peers
 import curve_table
-from curve_work import SIZES
-from gpu_report import Report
-from gpu_tokens import spread
+from results import Report, chosen, first_results, sizes
+from work import SIZES, spread
 
-from gpu import chosen, first_results, sizes
 from slipstream.core.errors import ConfigError
 
 PARTS = ("curve", "alone", "fixed", "interchange", "peers")

@@ -1,7 +1,7 @@
 """One EAGLE-3 head in two engines: how much of a chain of its guesses stands here, and in vLLM.
 
-The default model itself answers, greedily, in bf16, all first turns of the file. Chains of as many guesses as vLLM's,
-always drafted: what differs is who runs the head.
+The default model itself answers, greedily, in bf16, all first turns of the file. The chains are
+as long as vLLM's and always drafted, so that only the engine differs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acceptance import measured
-from curve_work import first_turns
-from gpu_tokens import CONTEXT, PEER_DEPTH, encode
+from work import CONTEXT, PEER_DEPTH, encode, first_turns
 
 from slipstream import LLM
 from slipstream.models.heads.checkpoint import HeadFiles, TargetShape

@@ -12,9 +12,8 @@ from itertools import count
 from statistics import median
 from typing import Any
 
-from curve_work import Run, Timed, one_run, timed
-from gpu_report import Report
-from gpu_tokens import PEER_DEPTH, QUICK_TOKENS
+from results import Report
+from work import PEER_DEPTH, QUICK_TOKENS, Run, Timed, one_run, timed
 
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.outputs import SpeculationStats
@@ -27,7 +26,7 @@ class Mode:
 
     name: str
     needs: tuple[str, ...] = ()
-    draft_tokens: int | None = None  # None: as many as the drafter is made for
+    draft_tokens: int | None = None  # None: the drafter's own number
 
 
 MODES = (
@@ -60,7 +59,7 @@ class OurRun:
 
     run: Run
     stats: tuple[SpeculationStats, ...]
-    rounds: int  # of the engine: each counts once, whoever was in it
+    rounds: int  # of the engine, however many requests were in one
     seconds: Mapping[str, float]  # draft, verify, host
 
 

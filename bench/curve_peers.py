@@ -15,9 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from curve_work import Ask, Run, first_turns, one_run, timed
-from gpu_peers import JsonTask, apart, opened
-from gpu_tokens import CONTEXT, encode, prompts_for
+from vllm_peer import JsonTask, apart, opened
+from work import CONTEXT, Ask, Run, encode, first_turns, one_run, prompts_for, timed
 
 MODES = ("plain", "eagle3", "eagle3_drawn", "ngram", "ngram_gpu", "draft")
 LONGEST = CONTEXT // 2

@@ -16,9 +16,9 @@ import torch
 import widen
 import widen_heads
 from curve_ours import Asker, Load
-from gpu_clock import free
-from gpu_report import Report
-from gpu_tokens import CONTEXT, Setup, opened, prompts_for
+from kernel_clock import free
+from results import Report
+from work import CONTEXT, Setup, opened, prompts_for
 
 from slipstream.drafters.shipped import HEADS
 from slipstream.models.load import load_config

@@ -1,4 +1,4 @@
-"""Are the tokens the same with speculation on or off, alone or in company? Over a whole file of prompts.
+"""Whether tokens are the same with speculation on and off, alone and in a batch, over a whole file of prompts.
 
     python bench/exact.py --model DIR --prompts spec_bench.jsonl --json exact.json
                           [--drafters ngram,model:DIR] [--dtype bfloat16] [--device cuda] [--limit N] [--max-tokens 128]
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kept import command_line
+from results import command_line
 
 from slipstream import LLM, SamplingParams
 from slipstream.audit.answers import AuditPrompt, Mode, ask, with_seeds

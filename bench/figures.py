@@ -1,12 +1,12 @@
-"""Every figure of the docs that needs a GPU, one command after another, in one call that can be broken off.
+"""Every figure of the docs that needs a GPU, one command after another, in one call that can be interrupted.
 
     python bench/figures.py --out FOLDER --target BIG --prompts spec_bench.jsonl [--vllm DIR] [--budget 1500]
                             [--parts serve,cells,curve] [--heads FOLDER]
     python bench/figures.py --list
 
 BIG is made by `python bench/widen.py default BIG` where it is not there. What each part printed is in FOLDER/PART.txt,
-what it measured in a JSON file there; FOLDER/done.json says how each ended. A part that ended well is not run again: a
-call that was broken off goes on where it was. With --budget no part is begun that would not end in time. The first call
+what it measured in a JSON file there; FOLDER/done.json says how each ended. A part that ended well is not run again, so
+that an interrupted call can go on. With --budget no part is begun that would not end in time. The first call
 on a machine should do nothing else beside it: these are timings.
 """
 
@@ -29,7 +29,7 @@ _PARTING_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Where things are. vllm: a folder with vLLM, where it is not installed."""
+    """The paths of a call. vllm: a folder with vLLM, if it is not installed."""
 
     out: Path
     target: Path
@@ -40,7 +40,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One command. seconds: about so long it takes on an H200; peer: vLLM runs in it."""
+    """One command. seconds: about its time on an H200; peer: it runs vLLM."""
 
     name: str
     seconds: int
@@ -56,7 +56,7 @@ class Done:
 
 
 def _wide(script: str, *flags: str) -> Callable[[Asked], Sequence[str]]:
-    """A command of those that measure the large model. All of a script write into one file."""
+    """A command that measures the large model. All parts of a script write into one file."""
 
     def command(asked: Asked) -> Sequence[str]:
         models = ["--small", "default", "--target", str(asked.target), "--work", str(asked.out / "wide")]
@@ -89,16 +89,10 @@ def _served(large: bool) -> Callable[[Asked], Sequence[str]]:
 
 def _passes(parts: str, *flags: str) -> Callable[[Asked], Sequence[str]]:
     def command(asked: Asked) -> Sequence[str]:
-        kept = ["--json", str(asked.out / "gpu.json"), "--add"]
-        models = ["--target", str(asked.target), "--draft", "default", "--small", "default"]
-        return [str(HERE / "gpu.py"), *models, "--prompts", str(asked.prompts), "--parts", parts, *kept, *flags]
+        kept = ["--json", str(asked.out / "kernel_table.json"), "--add"]
+        return [str(HERE / "kernel_table.py"), "--target", str(asked.target), "--parts", parts, *kept, *flags]
 
     return command
-
-
-def _tiles(asked: Asked) -> Sequence[str]:
-    kept = ["--json", str(asked.out / "tiles.json"), "--add", "--budget", "60"]
-    return [str(HERE / "tiles.py"), "--target", str(asked.target), *kept]
 
 
 _LARGER = ("--sizes", "2,4,8,16,32", "--sampled-sizes", "", "--repeats", "1")
@@ -106,7 +100,6 @@ _OURS = "plain,eagle3,eagle3+suffix,draft"
 PARTS = (
     Part("passes", 60, "what a pass and a draft take, kernel by kernel", _passes("tree,heads,kernels")),
     Part("crowds", 60, "the same with 16 and 64 requests", _passes("kernels", "--requests", "16,64")),
-    Part("tiles", 80, "which tiles are fastest for 72 rows and more", _tiles),
     Part("curve", 330, "one request, every mode, T=0 and 1", _wide("curve", "--parts", "curve", "--sizes", "1")),
     Part("serve", 60, "what HTTP costs, default model", _served(False)),
     Part("serve-large", 60, "what HTTP costs, large model", _served(True)),
@@ -129,12 +122,12 @@ PARTS = (
 
 
 def left(parts: Sequence[Part], done: Mapping[str, Done]) -> list[Part]:
-    """Those that have not ended well yet."""
+    """The parts that have not ended well yet."""
     return [part for part in parts if part.name not in done or done[part.name].code]
 
 
 def run(asked: Asked, parts: Sequence[Part], budget: float, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Did all that there was time for end well?"""
+    """Run the parts that there is time for. False: one of them failed."""
     asked.out.mkdir(parents=True, exist_ok=True)
     kept = asked.out / "done.json"
     done = {name: Done(**told) for name, told in json.loads(kept.read_text()).items()} if kept.exists() else {}
@@ -157,7 +150,7 @@ def run(asked: Asked, parts: Sequence[Part], budget: float, clock: Callable[[], 
 
 
 def _one(asked: Asked, part: Part, most_s: float) -> int:
-    """Its exit code. In a group of its own, so that whatever it started ends with it."""
+    """Run a part in a process group of its own, which ends with it; returns the exit code."""
     surroundings = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with (asked.out / f"{part.name}.txt").open("w") as log:
         command = [sys.executable, *part.command(asked)]
@@ -172,7 +165,7 @@ def _one(asked: Asked, part: Part, most_s: float) -> int:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Ask it to end, and see that it does: peers in its group write what they have on SIGTERM."""
+    """End the group by SIGTERM, on which peers write their results, then by SIGKILL."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         return process.wait(_PARTING_S)

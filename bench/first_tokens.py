@@ -1,4 +1,4 @@
-"""How many prompt tokens a pass should have (`max_num_batched_tokens`): when first tokens come, and what it costs.
+"""The number of prompt tokens that a pass should have (`max_num_batched_tokens`), by the first tokens and the cost.
 
 For each size: prompts that come at once, with the times of their first tokens and of the last token of all, and one
 long prompt alone. Sizes take turns, and the quickest run of each counts: what else a machine does only slows one down.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import kept
+import results
 
 from slipstream import LLM, SamplingParams
 
@@ -64,7 +64,7 @@ def main() -> None:
                 if repeat:  # the first warms up
                     runs[size].append(run)
     found = [quickest(runs[size]) for size in sizes]
-    print(json.dumps({"options": kept.settings(options), "sizes": found}))
+    print(json.dumps({"options": results.settings(options), "sizes": found}))
 
 
 def timed(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Does a hostile form harm others? A real server, four ordinary streams, and every form of `hostile_forms.py` beside.
+"""The harm that hostile forms do to other requests: a server, four streams, and each form of `hostile_forms.py`.
 
 For each form: how fast the four go from when it is sent until it is answered (a second at least), against their speed
 beside a fifth ordinary request; how much memory the server's processes hold more than before; and that it gets an

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kept import settings
+from results import settings
 
 from slipstream import LLM, SamplingParams
 from slipstream.bench.prompts import load_prompts

@@ -1,4 +1,4 @@
-"""For which families are the tokens the same, with drafts and without, alone and among 32? And do their models load?
+"""By family of models: whether they load, and whether tokens are the same with drafts and without, alone and among 32.
 
     python bench/shapes.py --tiny --seconds 900 --json cpu-fp32.json             # narrow shapes, for a CPU
     python bench/shapes.py --device cuda --dtype bfloat16 --json h200-bf16.json  # real widths, few layers: minutes
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
-from kept import command_line
+from results import command_line
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream import LLM, SamplingParams

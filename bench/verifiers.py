@@ -6,7 +6,7 @@
 
 A drafter is named as on the command line of slipstream, or `blurred`: the model itself with noise on its weights
 (`--blur`, as a part of each weight's own deviation), a draft model that is right now and then. Every round drafts
-as many tokens as it may. alpha is accepted / drafted tokens, tau tokens a pass, the target's own included. The two
+the most tokens that it may. alpha is accepted / drafted tokens, tau tokens a pass, the target's own included. The two
 verifiers give different answers, so their figures differ by chance too. The last line printed is the JSON.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kept import settings, told
+from results import settings, told
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams, SpeculationParams
@@ -38,7 +38,7 @@ BLURRED = "blurred"
 
 @contextmanager
 def blurred(model: str, noise: float) -> Iterator[str]:
-    """A folder with the model, each of its weight matrices with noise of so many deviations."""
+    """A copy of the model with noise in its weight matrices. blur: standard deviations."""
     generator = torch.Generator().manual_seed(0)
     source = resolve(model, None)
     with tempfile.TemporaryDirectory() as folder:

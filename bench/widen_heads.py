@@ -53,7 +53,7 @@ class Wider:
     def product(self, weight: Tensor, shape: tuple[int, int], *, blocks: int = 1, writes: bool = False) -> Tensor:
         """A product that reads `blocks` hidden states side by side, of which what is new is always zero.
 
-        writes: its output is a hidden state, whose new numbers must stay zero; else nobody reads its new outputs.
+        writes: its output is a hidden state, whose new numbers must stay zero; else its new outputs are never read.
         """
         rows, columns = weight.shape
         wide = torch.randn(shape, generator=self._generator) * _NOISE

@@ -1,4 +1,4 @@
-"""The modules of the GPU benchmark, and clocks for it that only say what they are told."""
+"""The benchmarks of `bench/` that need a GPU, and stand-ins for clocks and vLLM. Not a test file."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ from slipstream.models.taps import Taps
 
 ROOT_FOLDER = Path(__file__).parent.parent
 sys.path.append(str(ROOT_FOLDER / "bench"))
-_PARTS = ("clock", "heads", "kernels", "ours", "passes", "peers", "report", "table", "tokens")
-_NAMES = ("gpu", *(f"gpu_{part}" for part in _PARTS), "widen")
-gpu, clocks, heads, kernels, ours, passes, peers, reports, tables, tokens, widen = (
-    import_module(name) for name in _NAMES
-)
-_CURVE = ("curve", "curve_ours", "curve_peers", "curve_run", "curve_table", "curve_work")
-curve, curve_ours, curve_peers, curve_run, curve_table, curve_work = (import_module(name) for name in _CURVE)
+_KERNELS = ("kernel_table", "kernel_clock", "kernel_passes", "results", "vllm_peer", "widen", "work")
+kernels, clocks, passes, results, vllm_peer, widen, work = map(import_module, _KERNELS)
+_CURVE = ("curve", "curve_ours", "curve_peers", "curve_run", "curve_table")
+curve, curve_ours, curve_peers, curve_run, curve_table = map(import_module, _CURVE)
 
 _CELLS = ("cells", "cells_ours", "cells_peers", "cells_run", "cells_table", "cells_trials", "cells_work")
 cells, cells_ours, cells_peers, cells_run, cells_table, cells_trials, cells_work = map(import_module, _CELLS)
@@ -86,7 +83,7 @@ def measure_here(
 
 def write_prompts(folder: Path) -> Path:
     """Categories in Spec-Bench's sizes: 8 of 10 prompts, which are one group, and two of 80."""
-    categories = [*(name for name in sorted(tokens.MULTI_TURN) for _ in range(10)), *["qa"] * 80, *["rag"] * 80]
+    categories = [*(name for name in sorted(work.MULTI_TURN) for _ in range(10)), *["qa"] * 80, *["rag"] * 80]
     rows = [{"category": name, "turns": [f"{name} {i}?", f"and then {i}"]} for i, name in enumerate(categories)]
     path = folder / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_scripts import acceptance, kept
+from bench_scripts import acceptance, results
 from medusa_checkpoints import knowing_medusa
 
 
@@ -66,12 +66,12 @@ def test_tau_by_task_and_temperature(
     ],
 )
 def test_what_is_kept_says_nothing_of_the_machine(given: str, told: str) -> None:
-    assert kept.told(given) == told
+    assert results.told(given) == told
 
 
 def test_the_settings_that_are_kept() -> None:
     given = "--prompts /data/p.jsonl --json /out/a.json --model /models/m --drafter eagle3:/runs/e?depth=6 --limit 3"
-    found = kept.settings(acceptance.parser().parse_args(given.split()))
+    found = results.settings(acceptance.parser().parse_args(given.split()))
     assert "json" not in found
     assert (found["prompts"], found["model"], found["limit"]) == ("p.jsonl", "m", 3)
     assert (found["drafter"], found["temperature"]) == (["eagle3:e?depth=6"], [0.0, 1.0])

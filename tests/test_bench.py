@@ -327,6 +327,16 @@ def test_a_peer_that_cannot_load_says_so(tmp_path: Path) -> None:
         baseline.TransformersPeer(config)
 
 
+def test_a_peer_answers_a_batch(tiny_target: Path) -> None:
+    config = baseline.PeerConfig(str(tiny_target), "float32", "cpu", threads=1)
+    prompts, params = [[5, 6, 7], [8, 9]], [SamplingParams(temperature=0, max_tokens=4, seed=1)] * 2
+    with baseline.TransformersPeer(config) as peer:
+        together = peer.answer(prompts, params)
+        alone = [peer.answer([ids], params[:1]).answers[0] for ids in prompts]
+    assert [answer.token_ids for answer in together.answers] == [answer.token_ids for answer in alone]
+    assert all(0 < answer.first_token_s <= answer.total_s <= together.wall_s for answer in together.answers)
+
+
 def test_a_fresh_process_is_timed_with_the_same_options() -> None:
     common = options.Common(threads=3, memory="1GiB", max_model_len=64, planner="fixed", trust_remote_code=True)
     given = " ".join(startup_options(common, ()))

@@ -20,10 +20,10 @@ from gpu_bench import (
     curve_peers,
     curve_run,
     curve_table,
-    curve_work,
     install_vllm,
     measure_here,
     widen,
+    work,
     write_heads,
     write_prompts,
 )
@@ -216,35 +216,35 @@ def test_a_drafter_that_changed_is_made_again(
 
 
 def test_every_prompt_comes_and_two_batches_at_least() -> None:
-    assert curve_work.batches(3, 1) == [[0], [1], [2]]
-    assert curve_work.batches(3, 2) == [[0, 1], [2, 0]]
-    assert curve_work.batches(3, 4) == [[0, 1, 2, 0], [1, 2, 0, 1]]
-    assert [len(curve_work.batches(14, size)) for size in curve_work.SIZES] == [14, 7, 4, 2, 2, 2]
+    assert work.batches(3, 1) == [[0], [1], [2]]
+    assert work.batches(3, 2) == [[0, 1], [2, 0]]
+    assert work.batches(3, 4) == [[0, 1, 2, 0], [1, 2, 0, 1]]
+    assert [len(work.batches(14, size)) for size in work.SIZES] == [14, 7, 4, 2, 2, 2]
 
 
 def test_runs_in_which_something_was_recorded_do_not_count() -> None:
     graphs = iter([0, 2, 2, 2, 2, 3, 3, 3])  # before and after each run
     runs = iter("wabcd")
-    found = curve_work.timed(lambda: next(runs), 2, recorded=lambda: next(graphs))
+    found = work.timed(lambda: next(runs), 2, recorded=lambda: next(graphs))
     assert (found.runs, found.before, found.recorded) == (("b", "d"), 3, 0)
 
 
 def test_patience_ends() -> None:
     graphs = iter(range(100))
-    found = curve_work.timed(lambda: "run", 2, recorded=lambda: next(graphs), patience=3)
+    found = work.timed(lambda: "run", 2, recorded=lambda: next(graphs), patience=3)
     assert (len(found.runs), found.before, found.recorded) == (2, 4, 2)
 
 
 def test_what_is_short_may_warm_up() -> None:
     done: list[str] = []
-    curve_work.timed(lambda: done.append("run"), 1, warm_up=lambda: done.append("short"))
+    work.timed(lambda: done.append("run"), 1, warm_up=lambda: done.append("short"))
     assert done == ["short", "run"]
 
 
 def test_first_turns_are_spread(tmp_path: Path) -> None:
     path = write_prompts(tmp_path)
-    assert len(curve_work.first_turns(path)) == 240
-    assert curve_work.first_turns(path, 3) == ["coding 0?", "qa 80?", "rag 160?"]
+    assert len(work.first_turns(path)) == 240
+    assert work.first_turns(path, 3) == ["coding 0?", "qa 80?", "rag 160?"]
 
 
 @pytest.mark.parametrize(("drafts", "accepted", "tau"), [(30, 60, 100 / 40), (30, 70, 100 / 40), (10, 20, 100 / 80)])

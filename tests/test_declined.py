@@ -7,25 +7,35 @@ from pathlib import Path
 
 import pytest
 
-from planning import Scripted
 from queueing import OFF, Letters
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
-from slipstream.plan.planner import Planner
-from slipstream.plan.types import Offer
+from slipstream.plan.planner import Beside, Planner
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 TEXT = [7, 8, 9] * 6
 
 
-class Never(Scripted):
+class Never(Planner):
     """Nothing pays."""
 
-    def nodes(self, offer: Offer) -> list[int]:
-        return [0] * len(offer.caps)
+    def budget(
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        caps: Sequence[int],
+        rows: int,
+        beside: Sequence[Sequence[Beside]] = (),
+    ) -> list[int]:
+        return [0] * len(caps)
 
     def trim(
-        self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], *_: object, **__: object
+        self,
+        drafter: str,
+        request_ids: Sequence[str],
+        trees: Sequence[Tree],
+        promises: Sequence[Sequence[float] | None],
+        rows: int,
     ) -> list[Tree]:
         return [Tree()] * len(trees)
 
@@ -33,8 +43,8 @@ class Never(Scripted):
 class Resting(Planner):
     """No guess of the host's is worth waiting for."""
 
-    def asks(self, drafter: str, requests: int) -> bool:
-        return False
+    def rests(self, drafter: str, rows: int) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

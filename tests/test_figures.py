@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench_scripts import acceptance, figures, tiles
-from gpu_bench import cells, curve, gpu
+from bench_scripts import acceptance, figures
+from gpu_bench import cells, curve, kernels
 
 
 def asked(tmp_path: Path) -> Any:
@@ -62,7 +62,7 @@ def _parsed(command: Sequence[str]) -> None:
         told = subprocess.run([sys.executable, *command[:2], "--help"], capture_output=True, text=True, check=True)
         assert all(flag in told.stdout for flag in flags if flag.startswith("--"))
         return
-    known = {"curve": curve, "cells": cells, "gpu": gpu, "acceptance": acceptance, "tiles": tiles}
+    known = {"curve": curve, "cells": cells, "kernel_table": kernels, "acceptance": acceptance}
     known[Path(script).stem].parser().parse_args(flags)
 
 
@@ -76,7 +76,7 @@ def test_every_command_is_one_that_its_script_knows(name: str, tmp_path: Path) -
 def test_unknown_parts_and_missing_places_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         figures.main(["--parts", "cellz"])
-    assert "'cellz' is unknown; choose from passes, crowds, tiles" in capsys.readouterr().err
+    assert "'cellz' is unknown; choose from passes, crowds, curve" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         figures.main(["--out", "x"])
     assert "--target is needed" in capsys.readouterr().err

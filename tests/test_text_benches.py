@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from bench_scripts import exact, replay, suffix_speed
+from bench_scripts import exact, replay
 from slipstream.core.draft import Tree
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
@@ -58,32 +57,9 @@ def test_answers_are_taken_from_a_file(tmp_path: Path) -> None:
     assert replay.recorded(options) == [replay.Recorded("second turns", [1], [2, 3])]
 
 
-def test_the_store_is_filled_and_timed() -> None:
-    text = suffix_speed.stitched([list(range(500)), list(range(300, 900))], seed=0)
-    assert all(0 <= token < 900 for token in islice(text, 1000))
-    drafter = SuffixDrafter(store_tokens=4000)
-    times = suffix_speed.filled(drafter, 4000, text)
-    assert drafter.store.tokens == 4000
-    assert 0 < times["insert_us"] <= times["worst_us"]
-    found = suffix_speed.looked_up(drafter, 4, 8, 5, text)
-    assert 0 < found["best_ms"] <= found["median_ms"]
-    assert 0 < found["drafted"] <= 8
-
-
 def test_a_limit_takes_from_all_parts() -> None:
     assert replay.spread(list(range(10)), 4) == [0, 2, 5, 7]
     assert replay.spread([1, 2], None) == replay.spread([1, 2], 9) == [1, 2]
-
-
-@pytest.mark.parametrize(("words", "said"), [("--tokens 499", "must be 500 or more"), ("--rounds 1", "2 or more")])
-def test_a_store_that_is_too_small_to_be_timed_is_refused(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        suffix_speed.main(words.split())
-    told = capsys.readouterr().err
-    assert words in told
-    assert said in told
 
 
 def test_conversations_that_do_not_fit_are_left_out(tiny_target: Path, tmp_path: Path) -> None:

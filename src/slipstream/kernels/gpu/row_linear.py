@@ -94,7 +94,7 @@ class Tile:
 
     @staticmethod
     def _of_many(rows: int, gated: bool, narrow: bool) -> Tile:
-        """For more than 64 rows, by descriptors: the best compromise over all products measured by `bench/tiles.py`."""
+        """For more than 64 rows, by descriptors: the best compromise over the products measured on an H200."""
         wide = 64 if gated else 128  # a gated product has two
         if narrow:  # only the first operand can be widened
             return Tile(128, wide, 64, 5, 8, tma=True, beside=True)
