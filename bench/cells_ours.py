@@ -69,7 +69,7 @@ class Meter:
         parts = times.host, times.draft, times.verify
         who = tuple(sorted({name for verdict in verdicts if verdict.drafted for name in verdict.authors.names}))
         counts = len(answers), sum(kept), drafted, times.read_rows, made
-        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who, times.ready))
+        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who))
 
 
 class Crowd:

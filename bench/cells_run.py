@@ -208,7 +208,6 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[curve_ours.Mode]) -> None:
             found = side_by_side(names, measure, options.repeats)
             if AUTO in found:
                 found[AUTO]["plan"] = bench.planner.reasons()  # what it decided last, in words
-                found[AUTO]["off"] = bench.planner.resting()
             alike = {name: found[as_] | ({"same_as": as_} if as_ != name else {}) for name, as_ in firsts.items()}
             report.put(known.get(cell.name, {}) | alike, "cells", cell.name)
         report.say(f"{number + 1} of {len(left)} cells; {whole.clock.takes(len(left) - number - 1):.0f} s to go")

@@ -128,7 +128,6 @@ class Beat:
     cpu_s: float | None = None  # that all threads of the process have computed, where that is known
     hoped: float = 1.0  # how many times as fast as plain decoding it was to be
     guessers: tuple[str, ...] = ()  # whose guesses it had
-    ready_s: float = 0.0  # what the host took to queue it while another one was under way; 0: none was
 
     @property
     def device_s(self) -> float:
@@ -207,9 +206,9 @@ def keep_rounds(file: Path, cell: str, setting: str, seen: Window) -> None:
         counts = beat.requests, beat.drafted, beat.tokens, beat.read_rows
         times = map(_us, (*beat.parts_s, one.withheld_s))
         hoped, guessers = round(100 * beat.hoped), "+".join(beat.guessers)
-        rounds.append([_us(one.seconds), *counts, *times, hoped, guessers, _us(beat.ready_s)])
+        rounds.append([_us(one.seconds), *counts, *times, hoped, guessers])
     columns = ["us", "requests", "drafted", "tokens", "read_rows"]
-    columns += ["host_us", "draft_us", "verify_us", "withheld_us", "hoped_percent", "guessers", "ready_us"]
+    columns += ["host_us", "draft_us", "verify_us", "withheld_us", "hoped_percent", "guessers"]
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"cell": cell, "setting": setting, "columns": columns, "rounds": rounds}) + "\n")
 

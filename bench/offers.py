@@ -26,12 +26,11 @@ from cells_work import by_task, prompts_of
 from results import chosen
 
 from slipstream import LLM, SamplingParams, SpeculationParams
-from slipstream.bench.recorder import Guess, offer_of
+from slipstream.bench.recorder import Guess, offer_of, overlap
 from slipstream.bench.recording import Trace, packed
 from slipstream.core.draft import MAX_NODES, Draft, Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRequest, HostDrafter
 from slipstream.engine.odds import reach
-from slipstream.plan.traits import overlap
 
 DRAFTERS = ("suffix", "eagle3", "draft")
 

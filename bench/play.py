@@ -51,7 +51,7 @@ from slipstream.bench.replayed import Walk
 from slipstream.bench.replica import Replica, Setting
 from slipstream.core.errors import ConfigError
 from slipstream.engine.state import Answer
-from slipstream.plan import measured
+from slipstream.plan import types as measured
 
 PASS_MS = {1: 3.72, 4: 3.82, 8: 3.88, 16: 4.03, 32: 4.19, 48: 4.41, 64: 4.72, 128: 5.4, 256: 8.2}
 TREE_MS = {1: 3.72, 4: 3.88, 8: 4.0, 16: 4.14, 32: 4.46, 48: 4.69, 64: 4.95, 128: 5.73, 256: 8.9}

@@ -55,10 +55,10 @@ def release(llm: LLM) -> None:
     _open.set()
 
 
-def kept(llm: LLM) -> tuple[int, int]:
-    """Jobs that this process keeps for its parent: those that run, and those with forms that nobody has started."""
-    child: Any = llm._loop._after_turn[0].__self__  # type: ignore[attr-defined]
-    return len(child._running), len(child._compiled)
+def kept(llm: LLM) -> int:
+    """Jobs that this process keeps for the server: running, or compiled and not started."""
+    child: Any = llm._loop.after_turn.__self__  # type: ignore[attr-defined]
+    return len(child._jobs)
 
 
 def generated_tokens(llm: LLM) -> int:
@@ -71,6 +71,21 @@ def raises(llm: LLM, error: BaseException) -> None:
 
 def gives_what_cannot_be_sent(llm: LLM) -> Any:
     return threading.Lock()
+
+
+def gives_what_cannot_be_read(llm: LLM) -> Any:
+    return Unreadable()
+
+
+class Unreadable:
+    """Pickles, and cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _not_here, ()
+
+
+def _not_here() -> None:
+    raise ImportError("it is elsewhere")
 
 
 def process_id(llm: LLM) -> int:

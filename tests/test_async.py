@@ -278,8 +278,9 @@ def test_a_round_wakes_the_loop_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 def test_requests_started_together_end_together(llm: LLM) -> None:
     async def main() -> None:
-        jobs = [llm.prepare([1, 2], SamplingParams(max_tokens=4 + i, ignore_eos=True, seed=1)) for i in range(3)]
-        stream = llm.start(*jobs)
+        params = [SamplingParams(max_tokens=4 + i, ignore_eos=True, seed=1) for i in range(3)]
+        jobs = [llm._job([1, 2], own, None) for own in params]
+        stream = llm._start(*jobs)
         counts = {}
         while arrived := await stream.take():
             counts.update({o.request_id: len(o.outputs[0].token_ids) for o in arrived if o.finished})
@@ -291,8 +292,7 @@ def test_requests_started_together_end_together(llm: LLM) -> None:
 
 def test_one_that_is_refused_ends_those_started_with_it(llm: LLM) -> None:
     async def main() -> None:
-        jobs = [llm.prepare([1], LONG, request_id="same") for _ in range(2)]
-        stream = llm.start(*jobs)
+        stream = llm._start(*[llm._job([1], LONG, "same") for _ in range(2)])
         with pytest.raises(InvalidRequest, match="same"):
             await stream.take()
 
@@ -301,19 +301,19 @@ def test_one_that_is_refused_ends_those_started_with_it(llm: LLM) -> None:
 
 
 def test_the_pulse_tells_a_hanging_round_from_rest(llm: LLM) -> None:
-    assert llm.pulse().alive
+    assert llm._loop.pulse().alive
     gate = Gate(llm)
 
     async def main() -> None:
         task = asyncio.create_task(collect(llm.generate_async([1], LONG)))
         await asyncio.to_thread(gate.reached.wait)
-        assert llm.pulse().busy_s > 0
+        assert llm._loop.pulse().busy_s > 0
         gate.open.set()
         await task
 
     run(main())
     everything_is_free(llm)
-    while llm.pulse().busy_s:  # until its thread waits for work
+    while llm._loop.pulse().busy_s:  # until its thread waits for work
         pass
     llm.close()
-    assert not llm.pulse().alive
+    assert not llm._loop.pulse().alive

@@ -213,7 +213,7 @@ def test_a_small_model_on_a_cpu_and_a_call_that_goes_on(
 
 def test_settings_are_measured_in_one_engine_and_leave_its_planner(tiny_target: Path) -> None:
     from slipstream import LLM
-    from slipstream.plan.adaptive import AdaptivePlanner
+    from slipstream.plan.planner import AdaptivePlanner
 
     with LLM(str(tiny_target), drafter=["auto", "ngram"], memory="64MiB", max_model_len=128) as llm:
         bench = cells_ours.Bench(llm, "auto")
@@ -246,7 +246,7 @@ def test_prompts_are_read_for_all_drafters(tiny_target: Path, monkeypatch: pytes
 
     spec = f"model:{tiny_target}"
     with LLM(str(tiny_target), drafter=[f"auto+{spec}"], memory="64MiB", max_model_len=128, rounds="queued") as llm:
-        monkeypatch.setattr(llm.engine.drafting.planner, "leaves", lambda drafter: True)
+        monkeypatch.setattr(llm.engine.drafting.planner, "follows", lambda drafter: False)
         bench, prompt = cells_ours.Bench(llm, f"auto+{spec}"), [5, 6, 7] * 20
         bench.read([prompt])
         known = []

@@ -322,7 +322,7 @@ def body(**form: Any) -> dict[str, Any]:
 def test_hostile_forms_over_http(open_llm: Callable[..., LLM]) -> None:
     """They are refused within a second, and a stream and simple forms go on meanwhile."""
     llm = open_llm(drafter="ngram")
-    llm.expect_forms()
+    llm._intake.grammars.warm()
     hostile: list[dict[str, Any]] = [{"guided_grammar": late(letter)} for letter in "pqr"]
     hostile += [{"guided_json": long_enum(letter)} for letter in "st"]
     too_much = {

@@ -15,7 +15,7 @@ from slipstream.bench.recording import HostSeen, Made, Planning, Recording, Trac
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.plans import Plan
 from slipstream.engine.state import Answer
-from slipstream.plan.adaptive import AdaptivePlanner
+from slipstream.plan.planner import AdaptivePlanner
 from test_simulate import Clock, made_up
 
 

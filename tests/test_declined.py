@@ -7,35 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from planning import Scripted
 from queueing import OFF, Letters
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
-from slipstream.plan.planner import Beside, Planner
+from slipstream.plan.planner import Planner
+from slipstream.plan.types import Offer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 TEXT = [7, 8, 9] * 6
 
 
-class Never(Planner):
+class Never(Scripted):
     """Nothing pays."""
 
-    def budget(
-        self,
-        drafter: str,
-        request_ids: Sequence[str],
-        caps: Sequence[int],
-        rows: int,
-        beside: Sequence[Sequence[Beside]] = (),
-    ) -> list[int]:
-        return [0] * len(caps)
+    def nodes(self, offer: Offer) -> list[int]:
+        return [0] * len(offer.caps)
 
     def trim(
-        self,
-        drafter: str,
-        request_ids: Sequence[str],
-        trees: Sequence[Tree],
-        promises: Sequence[Sequence[float] | None],
-        rows: int,
+        self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], *_: object, **__: object
     ) -> list[Tree]:
         return [Tree()] * len(trees)
 
@@ -43,8 +33,8 @@ class Never(Planner):
 class Resting(Planner):
     """No guess of the host's is worth waiting for."""
 
-    def rests(self, drafter: str, rows: int) -> bool:
-        return True
+    def asks(self, drafter: str, requests: int) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

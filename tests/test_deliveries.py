@@ -13,9 +13,8 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import RequestOutput
-from slipstream.engine.pacing import LONGEST_S
 from slipstream.engine.state import Answer, Job
-from slipstream.engine.streams import SHARE, Deliveries, OutputStream
+from slipstream.engine.streams import LONGEST_S, LOOP_SHARE, Deliveries, OutputStream
 
 
 class Loop:
@@ -110,7 +109,7 @@ def test_a_crowd_hears_of_several_short_rounds_together(each: float, wait: float
     assert all(other.told == first.told for other in others)
     assert loop.woken < 400 / first.told[-1] + 30  # it takes some rounds to see how long they and the telling take
     spent = 32 * each * (loop.woken - 1)
-    assert spent < 2 * SHARE * 0.4 or wait == LONGEST_S
+    assert spent < 2 * LOOP_SHARE * 0.4 or wait == LONGEST_S
 
 
 def test_the_end_comes_at_once_with_all_that_was_held() -> None:
@@ -160,8 +159,8 @@ def test_first_tokens_and_ends_are_urgent_of_each_answer(llm: LLM) -> None:
         urgent.append(is_urgent)
         return not is_urgent
 
-    job = llm.prepare("abc", SamplingParams(n=2, output_kind="delta"))
-    job.sink, job.holds = told.append, holds
+    job = llm._intake.job("abc", SamplingParams(n=2, output_kind="delta"), told.append, streaming=True)
+    job.holds = holds
     one, two = job.answers
 
     def say(answer: Answer, token: int) -> None:

@@ -12,7 +12,7 @@ from slipstream.bench import demo
 from slipstream.core.errors import ModelNotFound
 from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing
 from slipstream.core.params import SamplingParams
-from slipstream.plan.measured import Curve, MeasuredCosts
+from slipstream.plan.types import Curve, MeasuredCosts
 
 DEAR = MeasuredCosts(Curve((1, 2, 4), (0.010, 0.022, 0.030)))
 

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from queueing import Queue
 from slipstream import SamplingParams, SpeculationParams
-from slipstream.core.draft import MAX_NODES, Draft
+from slipstream.core.draft import Draft
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs
 from slipstream.engine.queued import QueuedEngine
 from slipstream.kernels.gpu.rows import RECENT, ring
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.cost import PassCost
-from slipstream.plan.planner import Levels, TreeSeen
 from stepping import Arrival, Stepper
 
 PARENTS = (-1, -1, 0, 1, 1, 4, 4, 6)
@@ -140,22 +137,6 @@ def test_the_device_knows_the_last_tokens(tiny_target: Path) -> None:
                 else:
                     assert got[:known] == want[:known]
     bench.drain()
-
-
-def test_the_planner_takes_whole_trees_where_rows_are_cheap() -> None:
-    """And no tree where it never pays; drafting costs the same for one node and for all."""
-    planner = AdaptivePlanner(PassCost(0.001))
-    for _ in range(20):
-        planner.observe_pass(1, 1.0)
-        planner.observe_pass(MAX_NODES + 1, 1.05)
-        planner.observe_draft("bush", 4, 0.2, is_tree=True)
-        planner.observe("bush", "a", 4, 3, TreeSeen(MAX_NODES, (20, 50, 60)))
-    levels = [Levels(4, MAX_NODES)]
-    assert planner.budget_trees("bush", ["a"], [MAX_NODES], 1, levels=levels) == ([MAX_NODES], 4)
-    for _ in range(40):
-        planner.observe("bush", "a", 4, 0, TreeSeen(MAX_NODES, ()))
-    assert planner.budget_trees("bush", ["a"], [MAX_NODES], 1, levels=levels).nodes == [0]
-    assert planner.budget_trees("bush", ["a"], [0], 1, levels=levels).nodes == [0]
 
 
 def test_trees_from_one_that_promised_chains_are_refused(tiny_target: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conftest import EOS
 from exactness import FEW
+from planning import Scripted
 from queueing import PARAMS, Echo, Letters, Queue
 from scripted import Answers, Right
 from slipstream import CompletionOutput, SpeculationParams
@@ -20,7 +21,7 @@ from slipstream.drafters.base import DraftRequest, DraftRound
 from slipstream.drafters.features import FeatureDrafter
 from slipstream.engine import draft_ahead
 from slipstream.engine.draft_ahead import DraftAhead
-from slipstream.plan.planner import Planner
+from slipstream.plan.types import Offer
 from stepping import Arrival, Stepper
 from tiny_heads import DoubtingHead, save_forgetful
 
@@ -44,17 +45,15 @@ class Heads(FeatureDrafter):
     name: ClassVar[str] = "heads"
 
 
-class Sizes(Planner):
+class Sizes(Scripted):
     """Lets device drafters guess so many, round after round; then from the beginning again."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes, self.rounds = sizes, 0
 
-    def budget(
-        self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, beside: object = ()
-    ) -> list[int]:
+    def nodes(self, offer: Offer) -> list[int]:
         self.rounds += 1
-        return [min(cap, self.sizes[self.rounds % len(self.sizes)]) for cap in caps]
+        return [min(cap, self.sizes[self.rounds % len(self.sizes)]) for cap in offer.caps]
 
 
 def plain(model: Path, arrivals: Sequence[Arrival]) -> list[list[int]]:

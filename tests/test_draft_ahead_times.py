@@ -18,10 +18,9 @@ from queueing import Echo, Letters
 from slipstream import SpeculationParams
 from slipstream.engine import queued
 from slipstream.engine.listening import RoundTimes
-from slipstream.engine.tickets import CaughtUp, Heard
-from slipstream.plan.gains import Waited
-from slipstream.plan.measured import Load
+from slipstream.engine.tickets import Heard
 from slipstream.plan.planner import Planner
+from slipstream.plan.types import StepSeen
 from test_draft_ahead import LONG, Bench, Sizes
 
 
@@ -81,9 +80,9 @@ class TestTimes:
         waits: list[float] = []
         parts: list[tuple[bool | None, float, RoundTimes]] = []  # was it taken; what the planner heard; …
         times = bench.queued._times
-        monkeypatch.setattr(Planner, "observe_wait", lambda _, drafter, seconds: waits.append(seconds))
-        told: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(Planner, "observe_waited", lambda _, *round: told.append(round))
+        monkeypatch.setattr(Planner, "observe_wait", lambda _, drafter, requests, seconds: waits.append(seconds))
+        told: list[StepSeen] = []
+        monkeypatch.setattr(Planner, "observe_step", lambda _, step: told.append(step))
 
         def note(heard: Heard) -> RoundTimes:
             found, ahead = times(heard), heard.ticket.ahead
@@ -103,63 +102,24 @@ class TestTimes:
         # between two rounds that are heard behind the next draft lies all that a round takes
         sums = [t.draft + t.verify + t.host for (was, _, t), (after, *_) in pairwise(parts) if was and after]
         assert sums == [17] * len(sums) != []
-        assert len(told) == len(parts), "every round that waited is told, with all that it took"
-        assert {(who, requests) for who, requests, *_ in told} == {(("letters",), 1)}
-        assert [seconds for *_, seconds in told] == [t.draft + t.verify + t.host for *_, t in parts]
-        assert sum(tokens for _, _, tokens, _ in told) <= LONG.max_tokens
+        assert len(told) == len(parts), "every step that waited is told, with all that it took"
+        assert {(step.waited, step.load.requests) for step in told} == {(("letters",), 1)}
+        assert [step.total_s for step in told] == [t.draft + t.verify + t.host for *_, t in parts]
 
-    def test_a_round_that_caught_up_is_told_of_as_well(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whoever is waited for brought it about: only what it took by itself is not known."""
-        told: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(Planner, "observe_waited", lambda _, *round: told.append(round))
-        rounds: list[tuple[bool, bool]] = []
-        times = bench.queued._times
-
-        def late(heard: Heard) -> RoundTimes:
-            ticket = heard.ticket
-            if ticket.steady and len(rounds) % 2:
-                ticket.steady, ticket.caught_up = False, (CaughtUp("echo", 1),)
-            rounds.append((ticket.steady or bool(ticket.caught_up), ticket.steady))
-            return times(heard)
-
-        monkeypatch.setattr(bench.queued, "_times", late)
-        bench.engine.drafting.planner = Sizes(3, 3, 3, 3, 3, 1, 1, 1)
-        bench.add([1, 2, 3], LONG)
-        bench.drain()
-        assert len(told) == sum(counts for counts, _ in rounds) > sum(steady for _, steady in rounds) > 0
-
-    def test_of_a_round_with_prompts_what_they_took_is_left_out(
-        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    @pytest.mark.parametrize("drafts", [False, True])
+    def test_a_step_is_told_of_whatever_prompts_it_reads(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock, drafts: bool
     ) -> None:
-        told: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(Planner, "observe_waited", lambda _, *round: told.append(round))
-        times, beside = bench.queued._times, list[tuple[Any, ...]]()
+        told: list[StepSeen] = []
+        times, reading = bench.queued._times, list[StepSeen]()
+        monkeypatch.setattr(Planner, "observe_step", lambda _, step: told.append(step))
 
         def note(heard: Heard) -> RoundTimes:
             before, found = len(told), times(heard)
-            if heard.ticket.read_rows and heard.ticket.decodes:
-                beside.append((told[before:], found.draft + found.verify + found.host))
+            reading.extend(told[before:] if heard.ticket.read_rows else ())
             return found
 
-        monkeypatch.setattr(bench.engine.target, "forward", clock.taking(3, bench.engine.target.forward))
         monkeypatch.setattr(bench.queued, "_times", note)
-        bench.engine.drafting.planner = Sizes(3, 3, 3, 3, 3, 1, 1, 1)
-        bench.add([1, 2, 3], LONG)
-        for _ in range(4):
-            bench.engine.step()
-        bench.add([3, 2, 1], LONG)
-        bench.drain()
-        (((who, requests, tokens, seconds),), lasted_s) = beside[0]
-        assert (who, requests) == (("letters",), 1), "the newcomer's first token is not of it"
-        assert 1 <= tokens <= 4
-        assert seconds == lasted_s - 3
-
-    @pytest.mark.parametrize("drafts", [False, True])
-    def test_a_round_without_drafts_is_compared_with_whatever_prompts_it_reads(
-        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock, drafts: bool
-    ) -> None:
-        told: list[tuple[Load, float, Waited]] = []
-        monkeypatch.setattr(Planner, "observe_plain", lambda _, *round: told.append(round))
 
         monkeypatch.setattr(bench.engine.target, "forward", clock.taking(3, bench.engine.target.forward))
         params = replace(LONG, speculation=SpeculationParams(enabled=drafts))
@@ -168,8 +128,8 @@ class TestTimes:
             bench.engine.step()
         bench.add([3, 2, 1], params)
         bench.drain()
-        plain = [(load.requests, seconds) for load, seconds, _ in told]
-        assert plain == ([] if drafts else [(1, 10.0)]), "a pass takes 10 s, and the prompts beside it are not of it"
+        plain = [(step.load.requests, step.total_s) for step in reading]
+        assert plain == [(1, 12.0 if drafts else 10.0)], "a pass takes 10 s, and the prompts beside it are not of it"
 
     @pytest.mark.parametrize("drafts", [False, True])
     def test_who_listens_hears_of_prompts_by_themselves_and_who_read_along(

@@ -17,8 +17,8 @@ from slipstream.engine.config import EngineConfig, parse_share
 from slipstream.engine.reasons import copied_from, plan_of
 from slipstream.engine.room import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied
-from slipstream.plan.decisions import Decision
 from slipstream.plan.planner import Planner
+from slipstream.plan.types import Decision
 from stepping import Arrival, Stepper
 
 Open = Callable[..., LLM]

@@ -12,7 +12,7 @@ import pytest
 from slipstream.bench.costs import RoundCosts
 from slipstream.bench.effects import Slowdown, WaitPrice, Wake
 from slipstream.bench.recording import Costs, PassSeen, WaitSeen
-from slipstream.plan.measured import Load
+from slipstream.plan.types import Load
 
 EACH = 0.07
 """Of a doubling, as the logarithm of how many times as long a pass takes."""

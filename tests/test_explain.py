@@ -10,8 +10,7 @@ import pytest
 from slipstream.cli.explain import ALPHAS, BATCHES, choice_table, context_lines, in_words, pass_table
 from slipstream.cli.main import main
 from slipstream.plan.forecast import Choice, Engine, Guesser, forecast
-from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
-from slipstream.plan.planner import Levels
+from slipstream.plan.types import Curve, DraftSeen, Levels, MeasuredCosts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GPU = MeasuredCosts(

@@ -17,7 +17,7 @@ from slipstream import LLM, SamplingParams, SpeculationParams, drafters
 from slipstream.cli.main import main
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, parse_merged
-from slipstream.engine.remote.process import EngineProcess
+from slipstream.engine.remote import EngineProcess
 from slipstream.serve.admission import Admission
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.drain import Drain

@@ -209,7 +209,7 @@ def test_an_engine_whose_device_failed_is_closed(
         (output,) = llm.generate([[1]], PARAMS[0])
         why = "the engine broke: ValueError: not as it should be"
         assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("error", why)
-        assert (llm.pulse().alive, llm.pulse().why) == (False, why)
+        assert (llm._loop.pulse().alive, llm._loop.pulse().why) == (False, why)
         with pytest.raises(EngineDied, match=f"the engine is closed: .*{why}"):
             llm.generate([[1]], PARAMS[0])
 
@@ -290,7 +290,7 @@ def test_a_callers_queue_that_raises_ends_its_request_only(open_llm: Callable[..
         raise Breakdown("not listening")
 
     job = llm._intake.job([1, 2], SamplingParams(max_tokens=200, ignore_eos=True), deaf, streaming=True)
-    llm._loop.submit(job)
+    llm._loop.post([job], lambda error: None)
     assert [tokens(output) for output in llm.generate(GOOD, PARAMS)] == expected
     llm._loop.call(lambda: None)
     assert not llm.engine.jobs

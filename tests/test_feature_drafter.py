@@ -18,7 +18,7 @@ from slipstream.core.draft import Tree
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, HostDrafter
 from slipstream.drafters.features import FeatureDrafter
-from slipstream.plan.planner import TreeBudget
+from slipstream.plan.types import Budget
 from stepping import Arrival, Stepper
 from tiny_heads import DoubtingHead, KnowingHead, RandomHead, save_forgetful, target_features
 
@@ -246,12 +246,11 @@ def test_what_it_missed_it_reads_before_it_drafts_again(forgetful: Path, shape: 
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, logprobs=logprobs)
     held, heard = bench.add([5, 6, 7], params)
     planner = bench.engine.drafting.planner
-    name = "budget_trees" if "width" in shape else "budget"
-    budget, rounds = getattr(planner, name), 0
+    plan, rounds = planner.plan, 0
     while bench.engine.busy:
         rests = rounds % 7 in range(3, 6)
-        nothing = TreeBudget([0], 3) if "width" in shape else [0]
-        setattr(planner, name, (lambda *a, to=nothing, **k: to) if rests else budget)
+        nothing = [Budget([0], 3 if "width" in shape else 0)]
+        planner.plan = (lambda *_, to=nothing: to) if rests else plan  # type: ignore[method-assign]
         bench.engine.step()
         rounds += 1
     text = [5, 6, 7, *heard[-1].outputs[0].token_ids]

@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from planning import Scripted
 from queueing import Queue
 from slipstream import SpeculationParams
 from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DraftRound
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.drafters.features import FeatureDrafter
-from slipstream.engine.levels import levels_of
+from slipstream.engine.gathering import levels_of
 from slipstream.engine.measuring import _draft_sizes
 from slipstream.engine.queued import QueuedEngine
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.measured import Curve, DraftSeen, MeasuredCosts
-from slipstream.plan.planner import Beside, Levels, Planner, TreeBudget, TreeSeen
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import Budget, Curve, DraftSeen, MeasuredCosts, Offer, TreeSeen
 from stepping import Stepper
 from test_feature_drafter import JOBS, Noting, Reference, job, paths, texts
 from tiny_heads import DoubtingHead, KnowingHead, RandomHead, save_forgetful
 
 
-class Levelling(Planner):
+class Levelling(Scripted):
     """Another number of levels in every round, and of nodes."""
 
     def __init__(self) -> None:
         self.rounds = 0
         self.asked: list[int] = []
 
-    def budget_trees(
-        self,
-        drafter: str,
-        request_ids: Sequence[str],
-        caps: Sequence[int],
-        rows: int,
-        beside: Sequence[Sequence[Beside]] = (),
-        *,
-        levels: Sequence[Levels],
-    ) -> TreeBudget:
+    def nodes(self, offer: Offer) -> Budget:
         self.rounds += 1
-        chosen = levels[self.rounds * 5 % len(levels)]
+        chosen = offer.levels[self.rounds * 5 % len(offer.levels)]
         self.asked.append(chosen.deep)
         most = min(chosen.nodes, (MAX_NODES, 7, chosen.deep)[self.rounds // 7 % 3])
-        return TreeBudget([min(cap, most) for cap in caps], chosen.deep)
+        return Budget([min(cap, most) for cap in offer.caps], chosen.deep)
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +104,7 @@ class TestRounds:
         bench = kind(forgetful, drafter, planner="adaptive", draft_tokens=30)
         planner = bench.engine.drafting.planner
         assert isinstance(planner, AdaptivePlanner)
-        monkeypatch.setattr(planner, "speculates", lambda *_: True)
-        monkeypatch.setattr(planner, "observe_pass", lambda *_, **__: None)
+        monkeypatch.setattr(planner, "observe_step", lambda *_: None)
         monkeypatch.setattr(planner, "observe_draft", lambda *_, **__: None)
         planner.adopt(MeasuredCosts(Curve((1, 64), (1.0, 1.1)), drafts={"noting": GROWN}))
         (got,) = bench.run([one])

@@ -18,9 +18,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.lookahead import Growing, LookaheadDrafter, NgramPool, Window
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.cost import PassCost
-from slipstream.plan.measured import Load
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import StepSeen
 from stepping import Arrival, Stepper
 
 Ids = tuple[int, ...]
@@ -240,13 +239,12 @@ class TestExactness:
         class Told(AdaptivePlanner):
             """Believes what it is told of costs, whatever this machine does."""
 
-            def observe_pass(
-                self, rows: int, seconds: float, load: Load | None = None, *, is_tree: bool = False
-            ) -> None:
-                super().observe_pass(rows, 1 + slope * (rows - 1))
+            def observe_step(self, step: StepSeen) -> None:
+                seconds = 1 + slope * (step.rows - 1)
+                super().observe_step(replace(step, pass_s=seconds, total_s=seconds))
 
         llm = open_llm(drafter="lookahead", rounds=rounds)
-        llm.engine.drafting.planner = Told(PassCost(slope))
+        llm.engine.drafting.planner = Told(slope)
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias=FEW)
         batch = [Case("greedy", (10, 20, 30), params)]
         (got,) = run(llm, batch, "lookahead")

@@ -22,9 +22,8 @@ from slipstream.engine.measuring import measure
 from slipstream.engine.posing import Posed, most_context, posed
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.rounds import Round
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.cost import PassCost
-from slipstream.plan.measured import VERSION, Curve, DraftSeen, MeasuredCosts
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import VERSION, Budget, Curve, DraftSeen, Load, MeasuredCosts, Offer
 
 Open = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -280,14 +279,14 @@ def test_the_first_plan_is_by_what_was_measured() -> None:
     """By the prior of a GPU a row costs nothing; measured here, a second one doubles the pass."""
 
     def planner(seconds: tuple[float, ...]) -> AdaptivePlanner:
-        made = AdaptivePlanner(PassCost(0.001))
+        made = AdaptivePlanner(0.001)
         made.adopt(
             MeasuredCosts(Curve((1, 2, 4, 8), seconds), drafts={"d": (DraftSeen(1, Curve((1, 4), (0.1, 0.4))),)})
         )
-        made.next_round(1, 10)
         return made
 
-    assert planner((1.0, 2.0, 4.0, 8.0)).budget("d", ["a"], [4], 1) == [0]
+    offer, load = Offer("d", ["a"], [4]), Load(1, 10)
+    assert planner((1.0, 2.0, 4.0, 8.0)).plan([offer], load) == [Budget([0])]
     flat = planner((1.0, 1.0, 1.0, 1.0))
-    assert flat.budget("d", ["a"], [4], 1)[0] > 0
+    assert flat.plan([offer], load)[0].nodes[0] > 0
     assert flat.reasons()["d"].startswith("d ")

@@ -13,6 +13,7 @@ import torch
 from exactness import FEW, Case, cases, check_exact, differences, plain, run
 from fresh import prefill
 from medusa_checkpoints import head_tensors, knowing_medusa, save_heads, tiny_medusa
+from planning import Scripted
 from queueing import Queue
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft
@@ -23,7 +24,7 @@ from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.medusa_tree import best_tree
 from slipstream.engine import build
 from slipstream.models.resolve import resolve
-from slipstream.plan.planner import Levels, Planner, TreeBudget
+from slipstream.plan.types import Offer
 from stepping import Arrival, Stepper
 
 OFF = SpeculationParams(enabled=False)
@@ -217,21 +218,12 @@ def test_merged_with_another_drafter(open_llm: Callable[..., LLM], knowing: Path
 def test_it_misses_nothing_where_it_rests(tiny_target: Path, knowing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps nothing of its own, so nobody waits for it to catch up."""
 
-    class Moody(Planner):
+    class Moody(Scripted):
         rounds = 0
 
-        def budget_trees(
-            self,
-            drafter: str,
-            request_ids: Sequence[str],
-            caps: Sequence[int],
-            rows: int,
-            beside: object = (),
-            *,
-            levels: Sequence[Levels],
-        ) -> TreeBudget:
+        def nodes(self, offer: Offer) -> list[int]:
             self.rounds += 1
-            return TreeBudget([0 if self.rounds % 4 else cap for cap in caps], levels[-1].deep)
+            return [0 if self.rounds % 4 else cap for cap in offer.caps]
 
     monkeypatch.setattr(MedusaDrafter, "catch_up", lambda *_: pytest.fail("there was nothing to read"))
     bench = Queue(tiny_target, f"medusa:{knowing}", draft_tokens=6)

@@ -225,7 +225,7 @@ def test_a_tree_of_a_larger_size_leaves_room_for_others(bench: Bench) -> None:
 
 def test_who_may_not_guess_leaves_the_place_to_another() -> None:
     """Two device drafters of a request, one of them without a budget for it: what the other guessed stands."""
-    gathered = Gathered.of(2)
+    gathered = Gathered(2)
     gathered.grant(0, "first", 2)
     gathered.grant(1, "second", 2)
     chains = Draft.pack([Tree.chain((5, 6)), Tree.chain((7, 8))], CPU)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from exactness import Case, differences, plain, run
 from families import CPU, random_tokens
 from mtp_checkpoints import MTP, Reference, save_with_modules
+from planning import Scripted
 from queueing import Queue
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
@@ -24,7 +25,7 @@ from slipstream.drafters.mtp import MtpDrafter
 from slipstream.engine import build
 from slipstream.models.heads.mtp import MtpHead
 from slipstream.models.parity import open_model
-from slipstream.plan.planner import Planner
+from slipstream.plan.types import Budget, Offer
 from stepping import Arrival, Stepper
 
 OFF = SpeculationParams(enabled=False)
@@ -145,16 +146,14 @@ class Modules:
         return tokens[length + 1 :]
 
 
-class Moody(Planner):
+class Moody(Scripted):
     """Wants one guess only in most rounds."""
 
     rounds = 0
 
-    def budget(
-        self, drafter: str, request_ids: Sequence[str], caps: Sequence[int], rows: int, beside: object = ()
-    ) -> list[int]:
+    def nodes(self, offer: Offer) -> list[int]:
         self.rounds += 1
-        return [cap if self.rounds % 6 == 0 else min(cap, 1) for cap in caps]
+        return [cap if self.rounds % 6 == 0 else min(cap, 1) for cap in offer.caps]
 
 
 @pytest.mark.parametrize("kind", [Stepper, Queue])
@@ -217,9 +216,10 @@ def test_what_it_missed_it_reads_before_it_drafts_again(tmp_path: Path, modules:
     bench = Queue(folder, drafter)
     _, heard = bench.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logit_bias=FEW))
     planner = bench.engine.drafting.planner
-    budget, rounds = planner.budget, 0
+    plan, rounds = planner.plan, 0
     while bench.engine.busy:
-        planner.budget = (lambda *a: [0]) if rounds % 12 in range(4, 10) else budget  # type: ignore[method-assign]
+        rests = rounds % 12 in range(4, 10)
+        planner.plan = (lambda *_: [Budget([0])]) if rests else plan  # type: ignore[method-assign]
         bench.engine.step()
         rounds += 1
     text = [5, 6, 7, *heard[-1].outputs[0].token_ids]

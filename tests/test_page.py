@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 from browser import chromium
 from serving import MODEL, serving
 from slipstream import LLM
-from slipstream.plan.hosts import HostPlans
+from slipstream.plan.planner import AdaptivePlanner
 from slipstream.serve.config import ApiKey
 from slipstream.serve.server import HttpServer
 
@@ -285,8 +285,10 @@ def test_what_the_planner_decides_is_plotted_with_its_reasons(open_page: Open, s
 def test_the_engines_own_plan_is_shown(open_page: Open, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word of its own: what the planner said of real requests."""
     drafters = ["ngram", "suffix"]
-    monkeypatch.setattr(HostPlans, "asks", lambda *_: True)  # also where a machine's passes leave nothing to hope for
-    monkeypatch.setattr(HostPlans, "least", lambda *_: 0.0)
+    monkeypatch.setattr(
+        AdaptivePlanner, "asks", lambda *_: True
+    )  # also where a machine's passes leave nothing to hope for
+    monkeypatch.setattr(AdaptivePlanner, "least_chance", lambda *_: 0.0)
     with (
         LLM(tiny_target, device="cpu", max_num_seqs=4, memory="64MiB", drafter=drafters) as planned,
         serving(planned) as adaptive,

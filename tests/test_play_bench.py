@@ -10,7 +10,7 @@ import pytest
 
 from bench_scripts import play
 from slipstream.core.draft import Tree
-from slipstream.plan.measured import Load
+from slipstream.plan.types import Load
 
 
 def test_cells_are_played_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

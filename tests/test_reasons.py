@@ -12,11 +12,9 @@ from slipstream.core.draft import Tree
 from slipstream.core.params import SpeculationParams
 from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.guard import Proposals
-from slipstream.engine.fates import LATE, SILENT, UNASKED
-from slipstream.engine.reasons import RESTING
-from slipstream.plan.cost import PassCost
-from slipstream.plan.decisions import Decision
+from slipstream.engine.reasons import LATE, RESTING, SILENT, UNASKED
 from slipstream.plan.planner import Planner
+from slipstream.plan.types import Decision
 
 Open = Callable[..., LLM]
 ODD, EVEN = [5, 6, 7], [5, 6, 7, 8]
@@ -39,7 +37,7 @@ class Weighing(Planner):
         self.off: str | None = None
         self._asks, self._decided = asks, None if asks else Decision(9, 5, 2.0)
 
-    def asks(self, drafter: str, rows: int) -> bool:
+    def asks(self, drafter: str, requests: int) -> bool:
         return self._asks
 
     def trim(
@@ -48,20 +46,22 @@ class Weighing(Planner):
         request_ids: Sequence[str],
         trees: Sequence[Tree],
         promises: Sequence[Sequence[float] | None],
-        rows: int,
+        requests: int,
+        *,
+        whole: bool = False,
     ) -> list[Tree]:
         first = next((i for i, tree in enumerate(trees) if tree), -1)
         if first >= 0:
-            self._decided = Decision(rows, len(trees[first]), 2.0)
+            self._decided = Decision(requests, len(trees[first]), 2.0)
         return [tree if i == first else Tree() for i, tree in enumerate(trees)]
 
     def decision(self, drafter: str) -> Decision | None:
         return self._decided
 
     def words(self, drafter: str, decision: Decision, *, shared: bool = True) -> str:
-        return f"{decision.requests if shared else 'own'} at once: {decision.text(drafter, PassCost(0.1))}"
+        return f"{decision.requests if shared else 'own'} at once: {decision.text(drafter)}"
 
-    def why(self, request_id: str, drafter: str | None = None) -> str | None:
+    def why_off(self, drafter: str) -> str | None:
         return self.off
 
 
@@ -95,13 +95,12 @@ def test_a_tenant_hears_nothing_of_others(open_llm: Open) -> None:
     planner = Weighing()
     llm = opened(open_llm, planner)
     assert plans(llm, [ODD], params(tenant="ann"))[0]["odd"].startswith("own at once")
-    planner.off = "off: drafts made requests of its kind (code, 7 requests) 0.90x as fast as none"
+    planner.off = "off: its drafts made steps of 8 requests 0.90x as fast as none"
     assert plans(llm, [ODD], params())[0]["odd"] == planner.off
     assert plans(llm, [ODD], params(tenant="ann"))[0]["odd"] == RESTING
-    full, cost = Decision(7, 0, 0.5), PassCost(0.1)
-    cost.about = lambda rows: float(rows)  # type: ignore[method-assign]  # arithmetic is used up
-    assert "batch 7" in full.text("odd", cost, "9 of 10 right")
-    private = full.text("odd", cost, shared=False)
+    full = Decision(7, 0, 0.5, row=1.0)  # arithmetic is used up
+    assert "batch 7" in full.text("odd", "9 of 10 right")
+    private = full.text("odd", shared=False)
     assert "the batch leaves no spare arithmetic" in private
     assert "7" not in private
 

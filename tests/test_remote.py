@@ -1,4 +1,4 @@
-"""An engine in a process of its own, without a server: it answers as the library does, and says what is wrong."""
+"""An engine in a process of its own, without a server: its answers, its errors, and the channel to it."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ import gc
 import logging
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import inside
 from conftest import EOS
-from serving import engine_process
+from serving import InProcess, engine_process
 from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams, StructuredOutputsParams
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core import errors
 from slipstream.core.errors import EngineDied, InvalidRequest, ModelError, QueueFull, RequestError
 from slipstream.core.outputs import CompletionOutput
-from slipstream.engine.host import EngineHost
-from slipstream.engine.remote import process as remote
-from slipstream.engine.remote.channel import Channel
-from slipstream.engine.remote.messages import Beat, News, line_of
-from slipstream.engine.remote.outbox import SHARE, Outbox
-from slipstream.engine.remote.process import EngineProcess
-from slipstream.engine.remote.spawn import Spawned, spawn
+from slipstream.core.snapshot import Pulse
+from slipstream.engine import remote
+from slipstream.engine.remote import Channel, EngineProcess, spawn
 from slipstream.engine.requests import Request
+from slipstream.engine.streams import OUTBOX_SHARE, Outbox
 
 EVERYTHING = SamplingParams(
     n=2,
@@ -82,7 +80,7 @@ def process(tiny_target: Path) -> Iterator[EngineProcess]:
         yield made
 
 
-def answered(host: EngineHost, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
+def answered(host: EngineProcess | InProcess, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
     """All that a stream brings of requests that start together."""
 
     async def main() -> list[RequestOutput]:
@@ -119,17 +117,76 @@ def test_every_error_of_ours_travels() -> None:
         assert (type(found), str(found), vars(found)) == (kind, "wrong", vars(error))
 
 
+class Side:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_return(self, numbers: Sequence[int], value: Any) -> None:
+        self.heard.append((tuple(numbers), value))
+
+    def on_failure(self, numbers: Sequence[int], error: BaseException) -> None:
+        self.heard.append((tuple(numbers), str(error)))
+
+
+def test_a_channel_carries_messages_of_all_sizes_from_all_threads_and_reports_its_end() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver, side = Channel(ours), Channel(theirs), Side()
+
+    def talk(number: int) -> None:
+        for i in range(200):
+            sender.send(EngineProcess.on_return, (number,), (i, "x" * (5000 * (i % 7))))
+
+    def say_all() -> None:
+        threads = [threading.Thread(target=talk, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        sender.send(EngineProcess.on_return, (7, 8), threading.Lock())
+        ours.sendall(pickle.dumps("half a message")[:-5])
+        sender.end(socket.SHUT_WR)
+
+    saying = threading.Thread(target=say_all)
+    saying.start()
+    receiver.receive(side)  # type: ignore[arg-type]  # returns where the message is cut off
+    saying.join(60)
+    *said, (numbers, failure) = side.heard
+    assert (numbers, "cannot be pickled" in failure) == ((7, 8), True)
+    for number in range(2):
+        mine = [value for whose, value in said if whose == (number,)]
+        assert mine == [(i, "x" * (5000 * (i % 7))) for i in range(200)]
+    receiver.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        sender.send(EngineProcess.on_return, (), None)
+    sender.close()
+
+
+def test_a_server_does_not_wait_for_a_child_that_does_not_read(process: EngineProcess) -> None:
+    """More than the sockets hold: nothing waits but what asked."""
+    process._process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        for _ in range(20):
+            process._drop(range(10**9, 10**9 + 100_000))
+        assert time.monotonic() - began < 5
+    finally:
+        process._process.send_signal(signal.SIGCONT)
+    assert process.call(inside.process_id) == process._process.pid
+
+
 class Clock:
-    """A channel that takes `each` seconds of work for every line that is written to it."""
+    """An outbox whose sending takes `each` seconds of work for every output."""
 
     def __init__(self, each: float) -> None:
         self.each, self.now, self.worked = each, 100.0, 0.0
-        self.sent: list[News] = []
-        self.outbox = Outbox(self.send, lambda: None, lambda: self.now, lambda: self.worked)  # type: ignore[arg-type, return-value]
+        self.sent: list[Sequence[tuple[int, RequestOutput]]] = []
+        self.outbox = Outbox(self.send, lambda: self.now, lambda: self.worked)
 
-    def send(self, news: News) -> None:
-        self.sent.append(news)
-        self.worked += self.each * len(news.lines)
+    def send(self, outputs: Sequence[tuple[int, RequestOutput]]) -> None:
+        self.sent.append(outputs)
+        self.worked += self.each * len(outputs)
 
 
 class Saying:
@@ -160,22 +217,16 @@ def test_a_crowd_with_short_rounds_is_told_of_several_in_one_message(
         for one in saying:
             one.say()
         clock.outbox.flush()
-    assert {len(news.lines) for news in clock.sent} == {streams}  # one message for all of them
+    assert {len(outputs) for outputs in clock.sent} == {streams}  # one message for all of them
     assert len(clock.sent) == pytest.approx(400 / together, abs=40)
     if together > 1:
-        assert clock.worked == pytest.approx(SHARE * 400 * round_s, rel=0.3)
+        assert clock.worked == pytest.approx(OUTBOX_SHARE * 400 * round_s, rel=0.3)
     for one in saying:
         one.say(last=True)
     clock.outbox.flush()
-    parts = [part for news in clock.sent for _, told, _, _ in news.lines if isinstance(told, list) for part in told]
-    assert sum(len(part[2]) for part in parts) == 401 * streams  # tokens: nothing is lost
-    assert [finished for *_, finished, _ in clock.sent[-1].lines] == [True] * streams
-
-
-def test_plain_text_is_told_in_plain_tuples() -> None:
-    text = CompletionOutput(1, "ab", [3, 4])
-    ended = CompletionOutput(0, "c", [5], finish_reason="stop")
-    assert line_of(7, RequestOutput("r", "p", [1], [ended, text])) == (7, [ended, (1, "ab", [3, 4])], False, 0)
+    tokens = [len(output.outputs[0].token_ids) for outputs in clock.sent for _, output in outputs]
+    assert sum(tokens) == 401 * streams  # nothing is lost
+    assert [output.finished for _, output in clock.sent[-1]] == [True] * streams
 
 
 def test_answers_are_the_librarys(process: EngineProcess, llm: LLM) -> None:
@@ -187,7 +238,7 @@ def test_answers_are_the_librarys(process: EngineProcess, llm: LLM) -> None:
         ("xy", replace(EVERYTHING, speculation=replace(EVERYTHING.speculation, verifier="exact"))),
     ]
     for prompt, params in asked:
-        here, there = answered(cast(EngineHost, llm), (prompt, params)), answered(process, (prompt, params))
+        here, there = answered(InProcess(llm), (prompt, params)), answered(process, (prompt, params))
         for index in range(params.n):
             ours, theirs = ([p for o in outputs for p in o.outputs if p.index == index] for outputs in (here, there))
             if params.output_kind == "delta":
@@ -225,7 +276,7 @@ def test_what_is_wrong_is_refused_as_in_the_library(process: EngineProcess, llm:
         ("a", SamplingParams(structured_outputs=form)),
     ):
         with pytest.raises(InvalidRequest) as ours:
-            llm.prepare(prompt, params, compiling=CompileLimits())
+            InProcess(llm).prepare(prompt, params, compiling=CompileLimits())
         with pytest.raises(InvalidRequest, match=f"^{re.escape(str(ours.value))}$"):
             process.prepare(prompt, params, compiling=CompileLimits())
 
@@ -246,30 +297,24 @@ def test_two_of_one_name_are_refused_by_the_engine(process: EngineProcess) -> No
 
 def test_a_form_that_nobody_starts_is_forgotten(process: EngineProcess) -> None:
     job = process.prepare("a", SamplingParams(structured_outputs=FORM))
-    assert process.call(inside.kept) == (0, 1)
+    assert process.call(inside.kept) == 1
     del job
     gc.collect()
-    assert process.call(inside.kept) == (0, 0)
+    assert process.call(inside.kept) == 0
 
 
-def test_a_form_is_forgotten_before_anything_else_is_asked(
-    process: EngineProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether a beat comes in between or not."""
-    monkeypatch.setattr(process, "_note", lambda beat: None)
-    job = process.prepare("a", SamplingParams(structured_outputs=FORM))
-    del job
-    assert process.call(inside.kept) == (0, 0)
+def test_a_form_whose_owner_forgets_it_while_it_runs_ends_by_itself(process: EngineProcess) -> None:
+    params = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[ab]{20}"))
 
+    async def main() -> None:
+        stream = process.start(await asyncio.to_thread(process.prepare, "a", params))
+        gc.collect()
+        while not stream.finished:
+            outputs = await stream.take()
+        assert (outputs[-1].outputs[0].finish_reason, len(outputs[-1].outputs[0].text)) == ("stop", 20)
 
-def test_a_form_is_forgotten_where_nothing_is_asked(process: EngineProcess) -> None:
-    """With the next beat, of which there is one a second at least."""
-    job = process.prepare("a", SamplingParams(structured_outputs=FORM))
-    del job
-    until = time.monotonic() + 60
-    while process._forgotten and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not process._forgotten
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert process.call(inside.kept) == 0
 
 
 def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
@@ -281,20 +326,30 @@ def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
         process.call(inside.raises, KeyError("x"))
     with pytest.raises(RequestError, match="FileNotFoundError: no such file"):
         process.call(inside.raises, FileNotFoundError("no such file"))
-    with pytest.raises(RequestError, match="pickle"):
+    with pytest.raises(RequestError, match="cannot be pickled"):
         process.call(inside.gives_what_cannot_be_sent)
+    with pytest.raises(RequestError, match=r"cannot be read: .*elsewhere"):
+        process.call(inside.gives_what_cannot_be_read)
 
 
-def test_what_cannot_be_sent_leaves_nobody_waiting(process: EngineProcess) -> None:
+def test_a_bad_message_fails_one_request(process: EngineProcess) -> None:
+    """One that cannot be pickled, and one that the other process cannot read; others go on."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+
     async def main() -> None:
-        job = process.prepare("a")
-        job.request = threading.Lock()  # type: ignore[assignment]
-        with pytest.raises(TypeError, match="pickle"):
-            process.start(job)
+        good = process.start(process.prepare("a", params))
+        for bad in (threading.Lock(), inside.Unreadable()):
+            stream = process.start(replace(process.prepare("a"), prompt=bad))  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="a message cannot be"):
+                await stream.take()
+        while not good.finished:
+            outputs = await good.take()
+        assert len(outputs[-1].outputs[0].token_ids) == 30
 
-    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
-        process.call(lambda llm: llm)
-    asyncio.run(main())
+    for bad in (lambda llm: llm, inside.Unreadable()):
+        with pytest.raises(RequestError, match="a message cannot be"):
+            process.call(inside.raises, bad)
+    asyncio.run(asyncio.wait_for(main(), 60))
     assert not process._waiting
     assert not process._streams
     assert process.call(inside.process_id) == process._process.pid
@@ -315,13 +370,12 @@ def test_threads_of_the_process_take_quick_turns(process: EngineProcess) -> None
 def test_silence_is_a_sign_of_trouble(process: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of the test's own."""
     now = time.perf_counter()
-    monkeypatch.setattr(process, "_note", lambda beat: None)
-    monkeypatch.setattr(process, "_beat", Beat(process.pulse(), process.snapshot()))
+    monkeypatch.setattr(process, "on_state", lambda *_: None)
+    monkeypatch.setattr(process, "_pulse", Pulse(True, 0.0))
     monkeypatch.setattr(process, "_heard_at", now)
-    assert process._beat.pulse.busy_s == 0
-    monkeypatch.setattr("slipstream.engine.remote.process.time.perf_counter", lambda: now + 1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now + 1.0)
     assert process.pulse().busy_s == 0  # it has nothing to do
-    monkeypatch.setattr("slipstream.engine.remote.process.time.perf_counter", lambda: now + 50.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now + 50.0)
     assert process.pulse().busy_s == 50.0
     assert process.pulse().alive
 
@@ -348,22 +402,23 @@ def test_a_process_that_does_not_even_listen(
     program: list[str], why: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "Event" in program[1]:
-        monkeypatch.setattr(remote, "_GRACE_S", 0.1)
+        monkeypatch.setattr(remote, "_END_S", 0.1)
     ours, theirs = socket.socketpair()
     theirs.close()
     process = subprocess.Popen([sys.executable, *program])
+    monkeypatch.setattr(remote, "spawn", lambda: (process, Channel(ours)))
     with pytest.raises(EngineDied, match=why):
-        EngineProcess(tiny_target, spawned=Spawned(process, Channel(ours)))
+        EngineProcess(tiny_target)
     assert process.returncode is not None
 
 
 def test_whatever_lies_in_the_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "socket.py").write_text("raise SystemExit('from the folder')\n")
     monkeypatch.chdir(tmp_path)
-    started = spawn()
-    started.channel.finish()
-    assert started.process.wait(120) == 0
-    started.channel.close()
+    process, channel = spawn()
+    channel.end(socket.SHUT_WR)
+    assert process.wait(120) == 0
+    channel.close()
 
 
 def test_a_closed_one_says_so(tiny_target: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from slipstream.bench.costs import Curve, RoundCosts
 from slipstream.bench.recording import Costs, DraftSeen, PassSeen
 from slipstream.core.errors import ConfigError
-from slipstream.plan.measured import Load
+from slipstream.plan.types import Load
 
 
 def test_curves_go_on_beyond_what_was_seen_and_never_fall() -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from conftest import save_model, tiny_llama
-from serving import MODEL, serving
+from serving import MODEL, InProcess, serving
 from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import HostDrafter
@@ -155,14 +155,14 @@ def test_too_many_at_once_are_told_when_to_come_again(open_llm: Callable[..., LL
 
 
 def test_forms_that_take_long_to_compile_hold_up_only_each_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, released = llm.prepare, threading.Event()
+    prepare, released = InProcess.prepare, threading.Event()
 
-    def slowly(prompt: Any, params: Any, **more: Any) -> Any:
+    def slowly(host: InProcess, prompt: Any, params: Any, **more: Any) -> Any:
         if params.structured_outputs is not None:
             released.wait(60)
-        return prepare(prompt, params, **more)
+        return prepare(host, prompt, params, **more)
 
-    monkeypatch.setattr(llm, "prepare", slowly)
+    monkeypatch.setattr(InProcess, "prepare", slowly)
     long_body = {"model": MODEL, "prompt": "a", "max_tokens": 2, "stop": ["x" * 250] * 16, "user": "u" * 500}
     with serving(llm, limits=Limits(request_s=2.0)) as server:
 

@@ -21,7 +21,7 @@ import openai
 import pytest
 
 from conftest import CHAT_TEMPLATE, save_model, tiny_llama
-from serving import MODEL, client_of, serving
+from serving import MODEL, InProcess, client_of, serving
 from slipstream import LLM
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.serve.auth import Keyring
@@ -74,13 +74,13 @@ class TestKeys:
 
     def test_a_tenant_is_the_keys(self, server: HttpServer, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[str] = []
-        prepare = llm.prepare
+        prepare = InProcess.prepare
 
-        def noted(prompt: Any, params: Any, **more: Any) -> Any:
+        def noted(host: InProcess, prompt: Any, params: Any, **more: Any) -> Any:
             seen.append(params.speculation.tenant)
-            return prepare(prompt, params, **more)
+            return prepare(host, prompt, params, **more)
 
-        monkeypatch.setattr(llm, "prepare", noted)
+        monkeypatch.setattr(InProcess, "prepare", noted)
         for key in ("one-key", "other-key"):
             post(server, {"model": MODEL, "prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
         assert seen == ["ann", "bob"]
@@ -378,10 +378,10 @@ def test_hostile_bodies_are_refused_at_once_while_others_go_on(roomy: Path, open
 def test_an_engine_that_cannot_start_gives_its_place_back(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def start(*jobs: Any) -> Any:
+    def start(host: InProcess, *requests: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(llm, "start", start)
+    monkeypatch.setattr(InProcess, "start", start)
     with serving(llm) as server:
         for stream in (False, True):
             answer = post(server, {**LONG, "stream": stream})

@@ -24,7 +24,7 @@ from slipstream.engine.rounds import Round, Rounds
 from slipstream.engine.stand_ins import StandIns
 from slipstream.engine.warming import likely_shapes, warm_up
 from slipstream.kernels.gpu.jit import room_for
-from slipstream.plan.cost import PassCost
+from slipstream.plan.cost import filled
 from slipstream.sampling.table import Features, SamplingTable, is_stale
 
 GREEDY = Features(greedy=True)
@@ -189,7 +189,7 @@ class TestWarmUp:
         most, most_rows = sizes
         found = LIKELY[sizes]
         assert len(found) == len(set(found)) < rounds._MOST - 100, "or traffic takes their places"
-        assert max(one.rows for one in found) <= PassCost.filled(most_rows)
+        assert max(one.rows for one in found) <= filled(most_rows)
         assert max(one.requests for one in found) == shape([0] * most).requests
 
     def test_a_round_without_drafts_is_all_that_an_engine_without_drafters_needs(

@@ -84,10 +84,10 @@ class NowAndThen(Planner):
     def __init__(self) -> None:
         self.rounds = 0
 
-    def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
+    def trim(
+        self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], *_: object, **__: object
+    ) -> list[Tree]:
         self.rounds += 1
-
-    def take(self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], rows: int) -> list[Tree]:
         return list(trees) if self.rounds % 2 else [Tree()] * len(trees)
 
 

@@ -26,8 +26,8 @@ from slipstream.core.verdict import Verdict, author
 from slipstream.drafters import AUTO, drafter_factory, drafter_names, kind_of
 from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.cost import PassCost
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import Load, StepSeen, Turn
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -187,21 +187,23 @@ class _Guesser:
         self._guard = DrafterGuard(made, int(model.get_output_embeddings().weight.shape[0]))
         self._request = DraftRequest(_ID, tokens, len(tokens), params, 0, tuple(guessed))
         self._most = min(MAX_GUESSES, made.default_draft_tokens) if draft_tokens is None else draft_tokens
-        self._planner = AdaptivePlanner(PassCost(_ROW_SLOPE.get(model.device.type, _GPU_SLOPE)))
+        self._planner = AdaptivePlanner(_ROW_SLOPE.get(model.device.type, _GPU_SLOPE))
         self._name = made.name
         self._round_s = 0.0
         self._guard.start(self._request)
 
     def chain(self) -> tuple[int, ...]:
         """The guesses for this round."""
-        self._planner.next_round()
         proposed = self._guard.propose([self._request], [self._most], self._round_s)
         (tree,) = self._planner.trim(self._name, [_ID], proposed.trees, proposed.promises, 1)
+        self._planner.plan([], Load(1, len(self.tokens)))
         return _first_path(tree)
 
     def observe(self, chain: Sequence[int], accepted: int, seconds: float) -> None:
         self._round_s = seconds
-        self._planner.observe_pass(1 + len(chain), seconds)
+        turn = Turn(_ID, len(chain), 1 + accepted, (self._name,))
+        load = Load(1, len(self.tokens))
+        self._planner.observe_step(StepSeen(load, [turn], seconds, 1 + len(chain), seconds))
         if chain:
             self._planner.observe(self._name, _ID, len(chain), accepted)
         emitted = tuple(self.tokens[-1 - accepted :])

@@ -13,8 +13,8 @@ from slipstream.bench.effects import ContextPrice, Slowdown, WaitPrice, load_of
 from slipstream.bench.recording import Costs, PassSeen
 from slipstream.core.errors import ConfigError
 from slipstream.engine.measuring import ROWS, SIZES
-from slipstream.plan import measured
-from slipstream.plan.measured import Load, MeasuredCosts
+from slipstream.plan import types as measured
+from slipstream.plan.types import Load, MeasuredCosts
 
 _FEW = 3
 _NEAR, _ALIKE = 1.5, 1.1

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.bench.recording import PassSeen, WaitSeen
-from slipstream.plan.measured import Load
+from slipstream.plan.types import Load
 
 Array = NDArray[np.float64]
 

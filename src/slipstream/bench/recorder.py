@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from slipstream.bench.effects import Wake
 from slipstream.bench.recording import (
     Costs,
@@ -27,11 +29,10 @@ from slipstream.bench.recording import (
 from slipstream.core.draft import ROOT, Tree
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
+from slipstream.engine.config import ROW_SLOPE
 from slipstream.engine.listening import Offered, RoundTimes
-from slipstream.engine.planning import ROW_SLOPE
 from slipstream.engine.queued import QueuedEngine
 from slipstream.engine.state import Answer
-from slipstream.plan.traits import overlap
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
@@ -277,3 +278,13 @@ def _kind(name: str, drafter: Drafter) -> DrafterKind:
         width=width,
         planned_draft_tokens=drafter.planned_draft_tokens,
     )
+
+
+def overlap(prompt: Sequence[int]) -> float:
+    """The part of the prompt's runs of three tokens that came before in it."""
+    tokens = np.asarray(prompt[-4096:], dtype=np.uint64)
+    if len(tokens) < 4:
+        return 0.0
+    runs = (tokens[:-2] * np.uint64(1_000_003) + tokens[1:-1]) * np.uint64(1_000_003) + tokens[2:]
+    runs.sort()
+    return int(np.count_nonzero(runs[1:] == runs[:-1])) / len(runs)

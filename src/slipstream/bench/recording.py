@@ -122,7 +122,7 @@ class Trace:
     drafters: tuple[str, ...] = ()
     offers: Mapping[str, tuple[Offer, ...]] = field(default_factory=dict)
     temperature: float = 0.0
-    overlap: float = 0.0  # the part of its prompt that repeats itself: the planner knows kinds of requests by these two
+    overlap: float = 0.0  # the part of its prompt that repeats itself
     spare: int = 0  # tokens that it might have said behind its end, as far as guesses go: nobody knew of that before
 
 

@@ -110,7 +110,7 @@ def _rest(offer: Offer, passed: int) -> Offer | None:
 
 
 def made_prompt(length: int, overlap: float) -> list[int]:
-    """Tokens that never come, of which about such a part came before: the planner takes it for one of its kind."""
+    """Tokens that never come, of which about such a part came before."""
     fresh = length - int(overlap * length)
     return [NEVER + place % max(1, fresh) for place in range(length)]
 

@@ -33,13 +33,10 @@ from slipstream.engine.plans import Gathered, Plan
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.state import Answer, Job, Phase
 from slipstream.engine.text import TextStream
-from slipstream.engine.turns import observe_round
 from slipstream.kv.pages import PagePool
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.cost import PassCost
-from slipstream.plan.gains import NO_WAIT, Waited
-from slipstream.plan.measured import Load
-from slipstream.plan.planner import Planner
+from slipstream.plan.cost import filled
+from slipstream.plan.planner import AdaptivePlanner, Planner
+from slipstream.plan.types import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +53,13 @@ class Setting:
 class _TimedPlanner(AdaptivePlanner):
     """The real planner, told the recorded time of a draft where the engine would have measured one."""
 
-    def __init__(self, cost: PassCost, costs: RoundCosts, min_gain: float) -> None:
-        super().__init__(cost, min_gain=min_gain)
+    def __init__(self, slope: float, costs: RoundCosts, min_gain: float) -> None:
+        super().__init__(slope, min_gain=min_gain)
         self._costs = costs
         self.requests = 1
 
-    def observe_draft(
-        self, drafter: str, size: int, seconds: float, requests: int = 1, *, is_tree: bool = False
-    ) -> None:
-        if not is_tree:  # of trees it is told the recorded time by whoever replays them
-            seconds = self._costs.draft_s(drafter, self.requests, size)
-        super().observe_draft(drafter, size, seconds, self.requests, is_tree=is_tree)
+    def observe_draft(self, drafter: str, size: int, seconds: float, requests: int) -> None:
+        super().observe_draft(drafter, size, self._costs.draft_s(drafter, self.requests, size), self.requests)
 
 
 class _Mute:
@@ -116,7 +109,7 @@ class Replica:
             on_release=self._release,
         )
         planner = (
-            _TimedPlanner(PassCost(machine.row_slope), self.costs, self.setting.min_gain)
+            _TimedPlanner(machine.row_slope, self.costs, self.setting.min_gain)
             if self.setting.speculation == "planned"
             else Planner()
         )
@@ -131,11 +124,9 @@ class Replica:
             max_rows=machine.draft_rows,
             max_len=machine.max_model_len,
             reserve=self.scheduler.reserve_draft,
-            load=self.scheduler.load,
         )
         self._followers = QueuedFollowers(self.drafting, prefixes=None)
         self.drafting.records = not machine.queued  # how often it asks then depends on a real clock
-        planner.limit_rows(machine.draft_rows)
         on_device = [drafter for drafter in drafters.values() if isinstance(drafter, ReplayedDevice)]
         most = MAX_NODES if machine.draft_tokens is None else machine.draft_tokens
         sizes = {drafter.name: drafter.depth or min(reach(drafter), most) for drafter in on_device}
@@ -214,10 +205,10 @@ class Replica:
             _tell(verdicts_of_last)
         if not queued:
             _tell(times_of_last)
-        plan = self.drafting.plan(decodes) if decodes or not queued else Gathered.of(0).plan()
+        plan = self.drafting.plan(decodes) if decodes or not queued else Gathered(0).plan()
         if waits:
             self.deciding.append((len(decodes), time.perf_counter() - begun))
-        hoped = planner.hoped
+        hoped = planner.expected_gain
         lagging = self.drafting.following.lagging(decodes, plan) if queued else {}
         if queued and not waits:  # it was planned while the device was still at work on the round before
             _tell(verdicts_of_last)
@@ -235,7 +226,7 @@ class Replica:
         draft_s = sum([self.costs.draft_s(name, len(decodes), nodes) for name, nodes in guesses])
         rows = len(decodes) + sum(len(tree) for tree, _ in drafts)
         if queued and decodes:
-            rows = PassCost.filled(len(decodes) + sum(plan.counts))
+            rows = filled(len(decodes) + sum(plan.counts))
         read_rows = sum(chunk.rows for chunk in chunks)
         load = Load(len(decodes), sum(len(answer.tokens) for answer in decodes))
         is_tree = self.drafting.makes_trees(plan.drafts)
@@ -258,30 +249,23 @@ class Replica:
             host_s += late_s
             if not chunks:
                 self._times += [partial(planner.observe_catch_up, name, len(lagging[name]), late_s) for name in lagging]
-        times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows, hoped)
+        read_s = 0.0
+        if chunks and decodes:
+            read_s = max(0.0, verify_s - self.costs.pass_s(rows, 0, load, is_tree=is_tree))
+        times = RoundTimes(host_s + wait_s, draft_s, verify_s, rows, read_rows, hoped, read=read_s)
         lasted_s = times.host + times.draft + times.verify
         self.busy_until = now + lasted_s
         self.rounds += 1
         done = self._emit(decodes, verdicts, completing, plan.drafts)
-        tokens = sum([len(verdict.tokens) for verdict in verdicts])
-        read_s = max(0.0, verify_s - self.costs.pass_s(rows, 0, load, is_tree=is_tree)) if chunks else 0.0
-        if wait_s:
-            self._times.append(partial(planner.observe_waited, plan.hosts, len(decodes), tokens, lasted_s - read_s))
-        if queued and decodes:
-            self._times.append(partial(planner.observe_reads, len(decodes), tokens, read_s))
-            if chunks and not (plan.drafts or plan.hosts or lagging):
-                self._times.append(partial(planner.observe_plain, load, lasted_s - read_s, NO_WAIT))
-        if queued and (chunks or lagging):
-            return done  # a round like no other: what it took is not told
-        for size in plan.drafts:
+        if (queued and (lagging or not decodes)) or (chunks and not queued):
+            return done  # a step like no other: what it took is not told
+        for size in plan.drafts if queued else ():
             took = self.costs.draft_s(size.drafter, len(decodes), size.levels or size.nodes)
             self._times.append(partial(self.drafting.observe_draft, size, took, len(decodes)))
         if wait_s:
-            self._times += [partial(planner.observe_wait, name, wait_s) for name in plan.hosts]
-        if not chunks:
-            told = (self.drafting, decodes, verdicts, times, load, lasted_s)
-            waited = Waited(plan.hosts, wait_s)
-            self._times.append(partial(observe_round, *told, waited=waited, is_tree=is_tree))
+            self._times += [partial(planner.observe_wait, name, len(decodes), wait_s) for name in plan.hosts]
+        told = partial(self.drafting.observe_step, decodes, verdicts, times, load, lasted_s - read_s)
+        self._times.append(partial(told, waited=plan.hosts, wait_s=wait_s, is_tree=is_tree))
         return done
 
     def _take_in(self) -> None:

@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.plan.forecast import Choice, Guesser
-    from slipstream.plan.measured import MeasuredCosts
+    from slipstream.plan.types import MeasuredCosts
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
@@ -117,7 +117,7 @@ def _costs(llm: LLM) -> MeasuredCosts:
 
 
 def _choices(llm: LLM, guessers: Sequence[Guesser], costs: MeasuredCosts, context: int) -> list[Choice]:
-    from slipstream.engine.planning import ROW_SLOPE
+    from slipstream.engine.config import ROW_SLOPE
     from slipstream.engine.queued import QueuedEngine
     from slipstream.plan.forecast import Engine, forecast
 
@@ -133,7 +133,7 @@ def _choices(llm: LLM, guessers: Sequence[Guesser], costs: MeasuredCosts, contex
 def _guessers(llm: LLM) -> list[Guesser]:
     """The named drafters. Predictions and forms belong to a request."""
     from slipstream.drafters.base import DeviceDrafter, HostDrafter
-    from slipstream.engine.levels import levels_of
+    from slipstream.engine.gathering import levels_of
     from slipstream.engine.odds import reach
     from slipstream.plan.forecast import Guesser
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
@@ -19,7 +21,7 @@ from slipstream.models.resolve import WAYS, resolve
 if TYPE_CHECKING:
     from slipstream.drafters.base import Drafter
     from slipstream.engine.llm import LLM
-    from slipstream.engine.remote.process import EngineProcess
+    from slipstream.engine.remote import EngineProcess
 
     Named = str | Drafter  # as on the command line, or an object
     Opened = TypeVar("Opened", bound=LLM | EngineProcess)
@@ -68,15 +70,12 @@ def open_llm(
 def open_process(
     common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress | None, **more: Any
 ) -> EngineProcess:
-    """Load the engine in a process of its own; both processes import at the same time."""
-    from slipstream.engine.remote.spawn import spawn
+    """Load the engine in a process of its own. The server's modules are imported meanwhile."""
+    from slipstream.engine.remote import EngineProcess
 
     options = _options(common, drafters, on_fetch, more)
-    spawned = spawn()
-    import slipstream.serve.server  # noqa: F401  # while the other process imports, too
-    from slipstream.engine.remote.process import EngineProcess
-
-    return EngineProcess(**options, spawned=spawned, threads=common.threads, on_progress=on_load)
+    meanwhile = partial(import_module, "slipstream.serve.server")
+    return EngineProcess(**options, threads=common.threads, meanwhile=meanwhile, on_progress=on_load)
 
 
 def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Literal
 from slipstream.core.outputs import DrafterStats
 
 Undrafted = Literal["off", "plain", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
-"""Why a round went without a drafter's guesses for an answer: the request has no drafter, or all are
-switched off; the round was plain to compare others with it, or because drafts slow down requests of its kind; drafting
-was not expected to pay; it had none; the request, the memory for drafts or the pass allows none, or the answer or a
-context ends here; no page was free; it was late; it had failed before. `docs/serving.md` has a table of them."""
+"""Why a step went without a drafter's guesses for an answer: the request has no drafter, or all are switched off; the
+step was plain to compare others with it; drafting was not expected to pay, or lost lately; it had none; the request,
+the memory for drafts or the pass allows none, or the answer or a context ends here; no page was free; it was late; it
+had failed before. `docs/serving.md` has a table of them."""
 
 
 GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
@@ -71,7 +71,7 @@ class Snapshot:
     plan: Mapping[str, str] = field(default_factory=dict)
     """By drafter: what was decided last, in words."""
     gains: Mapping[str, float] = field(default_factory=dict)
-    """By kind of request: how many times as fast as plain ones drafted rounds were lately, as measured."""
+    """By drafter and batch size: how many times as fast as plain steps drafted ones were lately, as measured."""
 
     @property
     def pages_free(self) -> int:

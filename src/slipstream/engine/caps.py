@@ -8,7 +8,7 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DeviceDrafter, Drafter, HostDrafter
 from slipstream.engine.odds import judged_nodes, made_for, most_nodes, reach
 from slipstream.engine.state import Answer
-from slipstream.plan.decisions import NO_MEMORY, NO_TOKENS, little_memory
+from slipstream.plan.types import NO_MEMORY, NO_TOKENS, little_memory
 
 _ON_DEVICE = 2
 """The turn of those on the device."""

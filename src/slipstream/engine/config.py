@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from slipstream.core.errors import ConfigError
+from slipstream.plan.planner import AdaptivePlanner, Planner
 
 PlannerName = Literal["adaptive", "fixed"]
 RoundsName = Literal["queued", "eager"]
@@ -18,6 +19,9 @@ _PASS_TOKENS = 2048
 _FEW_BYTES = 1024
 """Fewer than any page has."""
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
+
+ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
+"""What one more row adds to a pass, as a part of the first one, until the engine has seen or measured its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ class EngineConfig:
     page_size: tokens of a page of the cache.
     draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
     planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
-    min_gain: how many times as fast as plain decoding drafts must be, as expected before and as measured for
-        their kind of request, for more of them to be made.
+    min_gain: how many times as fast as plain decoding drafts must be, as expected before and as measured,
+        for more of them to be made.
     max_draft_memory: most that drafts may take of the cache: what drafters keep there themselves (their own K and V,
         hidden states), and the places of guesses that are being checked. Bytes, or a part of the cache such as 0.2;
         None: no limit.
@@ -112,6 +116,10 @@ class EngineConfig:
     def draft_rows(self) -> int:
         """Most rows of one pass that are last tokens or guesses."""
         return self.max_draft_rows or max(_DRAFT_ROWS, self.max_num_seqs)
+
+    def make_planner(self, device: str) -> Planner:
+        """For a device of this type."""
+        return Planner() if self.planner == "fixed" else AdaptivePlanner(ROW_SLOPE[device], min_gain=self.min_gain)
 
     def step_tokens(self, device: str) -> int:
         """Most prompt tokens of one step on a device of this type. Decodes leave half of it at least."""

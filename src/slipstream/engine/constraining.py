@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.constrain.matcher import mask_words
 from slipstream.core.draft import Draft, Tree
 from slipstream.engine.state import Answer
-from slipstream.plan.cutting import cut
+from slipstream.plan.choose import cut
 
 Promises = Sequence[Sequence[float] | None]
 

@@ -3,7 +3,7 @@
 Where drafters on the host guess as well (`eagle3+suffix`), the host must hear what the last round said before it can
 plan the next, and the device would wait. But drafters on the device need nothing from the host: a draft is a function
 of the lanes and of the drafter's own cache. So it is queued behind the round that is under way, in the size that is
-foreseen, or that the last plans had. A plan that wants just that for the same requests takes it; any other makes its
+the last two plans had. A plan that wants just that for the same requests takes it; any other makes its
 draft as if nothing had been. To guess twice, or for a request that turns out to have ended, harms nobody: what is
 written is written again by the next draft, the lane holds the pages when it is queued, and whoever gets them writes to
 them later in the queue.
@@ -73,13 +73,11 @@ class DraftAhead:
         self._purse = _PURSE
         self._rests = 0  # rounds that go without
 
-    def begin(self, run: Round, answers: Sequence[Answer], foreseen: Drafts | None) -> None:
-        """Queue a draft behind this round for the requests in it, where the next plan will most likely want it.
-
-        foreseen: what that will be; None: it is not planned yet, so it is taken to be like the last two.
-        """
+    def begin(self, run: Round, answers: Sequence[Answer]) -> None:
+        """Queue a draft behind this round for the requests in it, where the next plan will most likely want it:
+        where the last two had the same."""
         before, last = self._planned
-        drafts = foreseen if foreseen is not None else last if last == before else ()
+        drafts = last if last == before else ()
         if self._rests or not drafts:
             return
         following = self._drafting.following

@@ -1,4 +1,4 @@
-"""The drafters of an engine: who drafts for whom, how much, and what becomes of drafters that fail."""
+"""The drafters of an engine: they are asked here, planned for, told of verdicts, and dropped where they fail."""
 
 from __future__ import annotations
 
@@ -22,20 +22,17 @@ from slipstream.engine.caps import NodeCaps
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import DraftFailed, Drafts, DraftSize
-from slipstream.engine.fates import Fates
 from slipstream.engine.following import Following
-from slipstream.engine.foresight import Foresight
-from slipstream.engine.gathering import Gathering
-from slipstream.engine.listening import Offered, RoundListener
-from slipstream.engine.peeks import Peek, peek
+from slipstream.engine.gathering import Found, Gathering
+from slipstream.engine.listening import Offered, RoundListener, RoundTimes
 from slipstream.engine.plans import Drafted, Gathered, Group, Guesses, Plan
-from slipstream.engine.reasons import Decode, note_plan
+from slipstream.engine.reasons import COMPARED, Decode, Outcomes, note_plan
 from slipstream.engine.room import DraftRoom
 from slipstream.engine.state import Answer, Copied
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
-from slipstream.plan.planner import Planner, TreeSeen
-from slipstream.plan.traits import traits_of
+from slipstream.plan.planner import Planner
+from slipstream.plan.types import Load, StepSeen, TreeSeen, Turn
 
 T = TypeVar("T")
 
@@ -55,7 +52,6 @@ class Drafting:
         max_rows: int,
         max_len: int,
         reserve: Callable[[Answer, int], int],
-        load: Callable[[], int],
         auto: Sequence[str] = (),
         places: int | None = None,
         decode: Decode = lambda _: "",
@@ -68,7 +64,7 @@ class Drafting:
         self.planner = planner
         self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
-        self._fates = Fates(self.undrafted, self.totals)
+        self._outcomes = Outcomes(self.undrafted, self.totals)
         self.drops = {name: Counter[str]() for name in drafters}  # by reason: answers that went on without it
         self.raised: DrafterError | None = None  # the last error of a drafter that failed requests of a strict engine
         self._log = FailureLog(strict=strict)
@@ -77,6 +73,7 @@ class Drafting:
         self.on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self.following = Following(drafters)
         self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
+        self._free = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and not d.costly)
         self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
         self._grown: Mapping[str, int] = {}  # by drafter: levels of the trees that were planned last
         self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
@@ -87,13 +84,11 @@ class Drafting:
         self.records = False  # True: somebody wants all guesses, also those that cannot pay
         self.enabled = True  # False: no drafts for anybody, until it is True again
         self._resting: set[str] = set()  # host drafters that nobody waits for in this round
-        self._waited = False  # … is there one that it waits for?
-        self._device, self._load = device, load  # requests that run, those whose prompts are read included
+        self._device = device
         self.constraining = Constraining(vocab_size, device)
         self.room = DraftRoom(reserve)
         self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
         self._gathering = Gathering(drafters, self._caps, self.room, self.following, self.undrafted)
-        self._foresight = Foresight()
         self._decode = decode
         self._sources = {n: d.source for n, d in drafters.items() if isinstance(d, HostDrafter)}
         self._failures: dict[str, dict[str, Failure]] = {}  # by drafter and request: what its next draft will hear of
@@ -114,8 +109,6 @@ class Drafting:
             return
         if (barred := self._caps.barred(answer)) is not None:
             answer.decided = dict.fromkeys(names, barred)
-        prompt = answer.tokens[: answer.prompt_length]
-        self.planner.start(answer.id, traits_of(answer.params.temperature, answer.constraint is not None, prompt))
         view = answer.view = DraftRequest(
             answer.id,
             answer.tokens,
@@ -154,71 +147,62 @@ class Drafting:
 
     def propose(self, decodes: Sequence[Answer]) -> Drafted:
         """Drafts for the decoding requests. Reserves the pages that they need."""
-        gathered = Gathered.of(len(decodes))
+        gathered = Gathered(len(decodes))
         guessed: dict[str, Guesses] = {}
-        for name, mine, budgets in self._gather(decodes, gathered):
+        self._choose_hosts(decodes)
+        for name, mine, budgets in self._gather(decodes, gathered, waits=True):
             asked = DraftSize(name, max(budgets), gathered.levels.get(name, 0))
             guessed[name] = Guesses(mine, self._ask(asked, [decodes[i] for i in mine], budgets))
         return gathered.drafted(guessed, self._device)
 
     def plan(self, decodes: Sequence[Answer]) -> Plan:
         """As `propose`, but what device drafters guess stays on the device: they are told how far to go."""
-        gathered = Gathered.of(len(decodes))
+        gathered = Gathered(len(decodes))
         for _ in self._gather(decodes, gathered):
             pass
         return gathered.plan()
 
-    def _gather(self, decodes: Sequence[Answer], gathered: Gathered) -> Iterator[tuple[str, list[int], list[int]]]:
-        """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each."""
+    def _gather(
+        self, decodes: Sequence[Answer], gathered: Gathered, *, waits: bool = False
+    ) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each.
+
+        waits: nothing else goes on while host drafters guess.
+        """
         self.check()
-        foreseen = self._foresight.take(decodes, self.planner)
-        if foreseen is None:
-            self._next_round(decodes)
         self.guessed_s = 0.0
         self._grown = gathered.levels
-        if not self._waited and self.planner.idles(len(decodes)):
-            for answer in decodes:
-                self.undrafted["off"] += not answer.drafters
-                for name in answer.drafters:
-                    self._fates.skip(name, answer)
-            return
-        self._count_idle(decodes)
-        hosts, on_device = self._groups(decodes)
+        load = Load(len(decodes), sum([len(answer.tokens) for answer in decodes]))
+        hosts, timed = self._groups(decodes)
+        if self.enabled and self.planner.compares:
+            self._compare(decodes)
+            hosts, timed = [], []
+        else:
+            self._count_idle(decodes)
         for name, theirs in hosts:
-            found = self._gathering.group(self.planner, name, theirs, decodes, gathered, asked=self.records or None)
+            found = self._gathering.group(self.planner, name, theirs, decodes, gathered)
             if found is not None:
-                gathered.hosts.append(name)
-                for i, tree in zip(found.requests, self._trees(found.group), strict=True):
-                    gathered.add(i, name, tree)
-        self._foresight.note(decodes, gathered)
-        if foreseen is not None and not foreseen.stands(gathered, self.planner):
-            foreseen = None
-        for name, theirs in on_device:
-            asked = self.records or (foreseen is not None and name in foreseen.budgets)
-            found = self._gathering.group(self.planner, name, theirs, decodes, gathered, asked=asked or None)
-            if found is None:
-                continue
-            requests, group = found
-            known = None if foreseen is None else foreseen.budget(name, requests)
-            budget = known or self._gathering.wanted(self.planner, group)
-            self._fates.weigh(name, self.planner.decision(name), group.answers, group.caps, budget.nodes)
-            nodes = self._gathering.granted(group, budget, gathered, requests)
-            if any(nodes):
-                yield name, requests, nodes
+                self._ask_host(found, found.group.caps, gathered, waits=waits)
+        for found, budget in self._gathering.budgets(self.planner, timed, decodes, gathered, load):
+            name = found.group.drafter
+            decision = self.planner.decision(name)
+            self._outcomes.weigh(name, decision, found.group.answers, found.group.caps, budget.nodes)
+            if name not in self.on_device:
+                self._ask_host(found, budget.nodes, gathered, waits=False)
+            elif any(nodes := self._gathering.granted(found, budget, gathered)):
+                yield name, found.requests, nodes
 
-    def foresee(self, decodes: Sequence[Answer]) -> Drafts | None:
-        """Plan for device drafters while a round of these is under way, as if those on the host guessed as in the last.
-        Says what is drafted then; None: that is planned when it is time."""
-        if not (self.planner.foresees and self.enabled):
-            return None
-        self._next_round(decodes)
-        _, on_device = self._groups(decodes)
-        found = self._gathering.foreseen(self.planner, on_device, decodes, self._foresight.supposed(decodes))
-        self._foresight.put(found)
-        return found.drafts
+    def _ask_host(self, found: Found, caps: Sequence[int], gathered: Gathered, *, waits: bool) -> None:
+        gathered.hosts.append(found.group.drafter)
+        for i, tree in zip(found.requests, self._trees(found.group, caps, waits=waits), strict=True):
+            gathered.add(i, found.group.drafter, tree)
 
-    def _next_round(self, decodes: Sequence[Answer]) -> None:
-        self.planner.next_round(len(decodes), sum([len(answer.tokens) for answer in decodes]), self._load())
+    def _compare(self, decodes: Sequence[Answer]) -> None:
+        """All go without, so that there is something to compare drafted steps with."""
+        for answer in decodes:
+            self.undrafted["plain"] += len(answer.drafters)
+            for name in answer.drafters:
+                answer.decided.setdefault(name, COMPARED)
 
     def fail(self, answers: Sequence[Answer], failed: DraftFailed) -> None:
         """A device drafter failed inside a round: it drafts for none of these any more."""
@@ -263,26 +247,24 @@ class Drafting:
             self.planner.observe_catch_up(name, requests, seconds)
 
     def waits(self, answers: Sequence[Answer]) -> bool:
-        """Does somebody draft on the host for one of these, and so need to know its tokens first?"""
-        resting = [name for name in self.guards if self.planner.rests(name, len(answers))]
-        self._resting = {name for name in resting if not self._peek(name, answers)}
-        awake = {n for n, g in self.guards.items() if self.enabled and g.dropped is None and n not in self._resting}
-        theirs = ((a.id, name) for a in answers for name in a.drafters if name in awake and name not in a.refused)
-        self._waited = any(self.planner.allows(request_id, (name,)) for request_id, name in theirs)
-        return self._waited
+        """Is a host drafter asked for one of these in the next step, and so needs to know its tokens first?"""
+        self._choose_hosts(answers)
+        if not self.enabled or self.planner.compares:
+            return False
+        awake = {n for n, g in self.guards.items() if g.dropped is None and n not in self._resting}
+        return any(name in awake and name not in a.refused for a in answers for name in a.drafters)
 
-    def _peek(self, name: str, answers: Sequence[Answer]) -> bool:
-        """Nobody waits for this drafter on the host. Is it waited for after all?"""
-        seen = peek(self.planner, self.guards[name], answers, self.round_s) if self.enabled else Peek()
-        self._failures.setdefault(name, {}).update(seen.failures)
-        return seen.is_worth
+    def _choose_hosts(self, answers: Sequence[Answer]) -> None:
+        """Which host drafters are asked in the next step."""
+        names = {name for answer in answers for name in answer.drafters if name in self.guards}
+        self._resting = {n for n in names if not (self.records or self.planner.asks(n, len(answers)))}
 
     def read_choices(self, answers: Sequence[Answer]) -> bool:
         """Does somebody who drafts for one of these want to know what the target chose at every node?"""
         return bool(self._reading) and any(not self._reading.isdisjoint(answer.drafters) for answer in answers)
 
     def _groups(self, decodes: Sequence[Answer]) -> tuple[list[tuple[str, list[int]]], list[tuple[str, list[int]]]]:
-        """For each drafter that may be asked, on the host and on the device: which requests are its."""
+        """Drafters that may be asked and their requests: those whose guesses are free, and those that take time."""
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes if self.enabled else ()):
             for name in answer.drafters:
@@ -290,8 +272,8 @@ class Drafting:
                 if is_known and name not in answer.refused and name not in self._resting:
                     groups.setdefault(name, []).append(i)
         ordered = self._gathering.ordered(groups)
-        hosts = [group for group in ordered if group[0] not in self.on_device]
-        return hosts, ordered[len(hosts) :]
+        free = [group for group in ordered if group[0] in self._free]
+        return free, ordered[len(free) :]
 
     def _count_idle(self, decodes: Sequence[Answer]) -> None:
         """Who goes without a drafter before anybody is asked."""
@@ -303,7 +285,7 @@ class Drafting:
         for name in self._resting:
             for answer in decodes:
                 if name in answer.drafters and name not in answer.refused:
-                    self._fates.skip(name, answer)
+                    self._outcomes.skip(name, answer)
 
     def observe(
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], grown: Mapping[str, int] | None = None
@@ -320,8 +302,6 @@ class Drafting:
                     reached = min(share.drafted, grown.get(name, share.drafted))
                     tree = TreeSeen(share.drafted, share.path) if self._gathering.levels[name] else None
                     self.planner.observe(name, answer.id, reached, share.accepted, tree)
-                elif verdict.tokens and name in self.guards:  # others' guesses are not there unless they are checked
-                    self.planner.hear(name, answer.id, verdict.tokens[0])
                 if name not in told:
                     told[name] = ([], [])
                 theirs, parts = told[name]
@@ -340,10 +320,30 @@ class Drafting:
         self.observe_draft(size, time.perf_counter() - started, sum(1 for nodes in budgets if nodes))
         return None if draft is None else self.constraining.lawful_chains(answers, draft)
 
+    def observe_step(
+        self,
+        answers: Sequence[Answer],
+        verdicts: Sequence[Verdict],
+        times: RoundTimes,
+        load: Load,
+        total_s: float,
+        *,
+        waited: Sequence[str] = (),
+        wait_s: float = 0.0,
+        is_tree: bool = False,
+    ) -> None:
+        """What a step took, as in `StepSeen`, and what it brought each request."""
+        self.round_s = times.draft + times.verify
+        parts = zip(answers, verdicts, strict=True)
+        turns = [Turn(a.id, v.drafted, len(v.tokens), v.authors.names) for a, v in parts]
+        pass_s = times.verify - times.read
+        seen = StepSeen(load, turns, total_s, times.rows, pass_s, is_tree, waited, wait_s, times.read, times.hoped)
+        self.planner.observe_step(seen)
+
     def observe_draft(self, size: DraftSize, seconds: float, requests: int) -> None:
         """A device drafter took this long to guess so much for each of some requests."""
         name, nodes, levels = size
-        self.planner.observe_draft(name, levels or nodes, seconds, requests, is_tree=bool(levels))
+        self.planner.observe_draft(name, levels or nodes, seconds, requests)
         if self.listener is not None:
             self.listener.drew(name, levels or nodes, seconds)
 
@@ -355,22 +355,19 @@ class Drafting:
         """Does one of these device drafters guess trees?"""
         return any(size.levels for size in drafts)
 
-    def _trees(self, group: Group) -> list[Tree]:
+    def _trees(self, group: Group, caps: Sequence[int], *, waits: bool) -> list[Tree]:
         """What a host drafter guesses, cut to what pays and to what there are pages for."""
-        name, answers, caps, used, _, _, rows = group
+        name, answers, _, used, rows = group
         views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
-        costly = self.guards[name].drafter.costly
-        if costly:
-            asked, caps = caps, self._gathering.wanted(self.planner, group).nodes
-            self._fates.weigh(name, self.planner.decision(name), answers, asked, caps)
+        is_free, whole = name in self._free, name in self._wholes
         started = time.perf_counter()
-        self.guards[name].drafter.least_chance = 0.0 if self.records else self.planner.least(rows)
+        self.guards[name].drafter.least_chance = 0.0 if self.records else self.planner.least_chance(rows)
         proposals = self.guards[name].propose(views, caps, self.round_s)
-        self._fates.fall_silent(name, answers, caps, proposals)
+        self._outcomes.fall_silent(name, answers, caps, proposals)
         took = time.perf_counter() - started
         if self.listener is not None:
             self.listener.offered(Offered(name, answers, caps, proposals.trees, proposals.promises, took))
-        if costly and any(caps):
+        if not is_free and any(caps):
             self.planner.observe_draft(name, max(caps), took, sum(1 for most in caps if most))
             self.guessed_s += took
         failures = self._failures.setdefault(name, {})
@@ -381,20 +378,22 @@ class Drafting:
             for answer in answers:
                 self._refuse(answer, name, dropped)
         self.check()
-        if name in self._wholes:
-            trees = self.planner.take(name, ids, proposals.trees, rows)
-        else:
-            lawful = self.constraining.lawful(answers, proposals.trees, proposals.promises)
-            trees = self.planner.trim(name, ids, lawful.trees, lawful.promises, rows)
-        self._fates.weigh(name, self.planner.decision(name), answers, proposals.trees, trees)
+        trees: Sequence[Tree] = proposals.trees
+        promises: Sequence[Sequence[float] | None] = proposals.promises
+        if not whole:
+            lawful = self.constraining.lawful(answers, trees, promises)
+            trees, promises = lawful.trees, lawful.promises
+        if is_free:
+            trees = self.planner.trim(name, ids, trees, promises, rows, whole=whole)
+            self._outcomes.weigh(name, self.planner.decision(name), answers, proposals.trees, trees)
         source, fitting = self._sources[name], list(trees)
         for i, (answer, before, tree) in enumerate(zip(answers, used, trees, strict=True)):
             if tree.tokens:
                 fitting[i] = self.room.tree(answer, before, tree)
                 if source and fitting[i].tokens:
                     answer.copied = Copied(name, source, len(answer.tokens), fitting[i].tokens)
-        if not costly and name not in self._wholes:
-            self.planner.observe_asked(name, any(fitting), time.perf_counter() - started)
+        if waits:
+            self.planner.observe_wait(name, rows, time.perf_counter() - started)
         return fitting
 
     def _voice(self, name: str) -> DrafterGuard | Drafter:

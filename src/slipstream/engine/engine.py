@@ -32,19 +32,17 @@ from slipstream.engine.listening import RoundListener, RoundTimes
 from slipstream.engine.logprobs import Emitting, LogprobReader
 from slipstream.engine.memory import drafter_bytes
 from slipstream.engine.packing import PackedPass, pack
-from slipstream.engine.planning import make_planner
 from slipstream.engine.requests import MemoryPlan
 from slipstream.engine.scheduler import Schedule, Scheduler
 from slipstream.engine.snapshots import take_snapshot
 from slipstream.engine.state import Answer, Job
 from slipstream.engine.text import Decoder
-from slipstream.engine.turns import observe_round
 from slipstream.kv.cache import compaction
 from slipstream.kv.pages import PageCopy, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps, TapView
-from slipstream.plan.measured import Load
+from slipstream.plan.types import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
@@ -99,14 +97,13 @@ class Engine:
         self.drafting = Drafting(
             drafters,
             default_drafter,
-            make_planner(config, target.device.type),
+            config.make_planner(target.device.type),
             vocab_size=target.vocab_size,
             device=target.device,
             draft_tokens=config.draft_tokens,
             max_rows=config.draft_rows,
             max_len=plan.max_model_len,
             reserve=self.scheduler.reserve_draft,
-            load=self.scheduler.load,
             auto=auto,
             places=plan.draft_places,
             decode=partial(decoder.decode, skip_special_tokens=False),
@@ -229,7 +226,7 @@ class Engine:
         host = planned - started + time.perf_counter() - verified
         read_rows = sum(chunk.rows for chunk in schedule.chunks)
         rows = packed.batch.num_rows - read_rows
-        hoped = self.drafting.planner.hoped
+        hoped = self.drafting.planner.expected_gain
         times = RoundTimes(host, proposed - planned, verified - proposed, rows, read_rows, hoped)
         self.allowance.observe(read_rows, times.draft + times.verify + times.host, None, bool(schedule.decodes))
         self._account(schedule, packed, told, kept, times)
@@ -314,8 +311,7 @@ class Engine:
         if not schedule.chunks:
             load = Load(len(packed.emitting), sum([len(answer.tokens) for answer in packed.emitting]))
             lasted_s = times.draft + times.verify + times.host
-            beyond_s = times.draft + times.host
-            observe_round(self.drafting, packed.emitting, told, times, load, lasted_s, beyond_s)
+            self.drafting.observe_step(packed.emitting, told, times, load, lasted_s)
         self._tell_listener(packed.emitting, told, kept, times)
         self._count_round(len(told), times)
         self._share_out(packed.emitting, told, kept, times, len(told))

@@ -76,7 +76,7 @@ class QueuedFollowers(Followers):
             behind = {name: known for name, known in leader.behind.items() if name in answer.drafters}
             answer.behind.update({name: known for name, known in behind.items() if known < answer.cached})
         for name in self._of(answer):
-            if self._drafting.planner.leaves(name):
+            if not self._drafting.planner.follows(name):
                 answer.behind.setdefault(name, self._knows(answer, name))
 
     def _resume(self, answer: Answer, name: str, known: int) -> None:

@@ -1,4 +1,4 @@
-"""From what a caller gives to a job that the engine can run."""
+"""From what a caller asks to a job that the engine can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.engine.text import Remembered, TextStream
 
 
 class Intake:
-    """Turns prompts into jobs. Everything that can be refused is refused here, before a job takes any room."""
+    """Turns prompts into jobs, and refuses everything that can be refused before a job takes memory."""
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int], loaded: Loaded) -> None:
         self.loaded = loaded
@@ -32,13 +32,11 @@ class Intake:
         *,
         streaming: bool,
         request_id: str | None = None,
-        compiling: CompileLimits | None = None,
     ) -> Job:
-        request = self._requests.make(prompt, params, streaming=streaming, request_id=request_id)
-        return self.job_of(request, sink, compiling)
+        return self.job_of(self._requests.make(prompt, params, streaming=streaming, request_id=request_id), sink)
 
-    def job_of(self, request: Request, sink: Sink, compiling: CompileLimits | None = None) -> Job:
-        """Of a request that was checked; its form may be refused still."""
+    def job_of(self, request: Request, sink: Sink = lambda output: None, compiling: CompileLimits | None = None) -> Job:
+        """The job of a checked request. Compiles its grammar, within these limits: None has no limit."""
         ids, params = request.prompt_ids, request.params
         job = Job(request.id, request.prompt, ids, params, sink, request.streaming, request.arrived)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)

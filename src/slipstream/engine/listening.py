@@ -21,7 +21,6 @@ class RoundTimes:
     rows: int = 0  # of the target pass, without those of prompts
     read_rows: int = 0  # of prompts
     hoped: float = 1.0  # how many times as fast as plain decoding it was planned to be
-    ready: float = 0.0  # the host took so long to queue it while another one was under way; 0: none was
     waited: float = 0.0
     """Of the host's: the device had nothing to do, since drafters on the host had to hear of the round before it.
     Guesses that the planner counts by themselves (`costly`) are not part of it."""

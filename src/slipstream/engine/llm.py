@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.params import SamplingParams
-from slipstream.core.snapshot import Pulse, Snapshot
+from slipstream.core.snapshot import Snapshot
 from slipstream.core.vllm_names import ENGINE, from_vllm, takes_vllm_names
-from slipstream.engine.bar import progress_bar
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_share
 from slipstream.engine.engine import Engine
@@ -25,11 +24,11 @@ from slipstream.engine.intake import Intake
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.requests import Prompt, check_text
 from slipstream.engine.state import Job
-from slipstream.engine.streams import Listeners, OutputStream
+from slipstream.engine.streams import Arrival, Listeners, OutputStream
 from slipstream.models.default import add_remedy
 from slipstream.models.headers import check_device_name, check_dtype_name
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.measured import MeasuredCosts
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import MeasuredCosts
 
 Message = Mapping[str, str]
 Found = TypeVar("Found")
@@ -133,11 +132,10 @@ class LLM:
         )
         self._listeners = Listeners()
         try:
-            self._loop = EngineLoop(lambda: self._adopt(make()))
+            self._loop = EngineLoop(lambda: self._adopt(make()), self._listeners.flush)
         except ModelError as error:
             add_remedy(error)
             raise
-        self._loop.tell_after_turns(self._listeners.flush)
 
     def _adopt(self, built: Built) -> Engine:
         self.engine = built.engine
@@ -185,16 +183,16 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = _for_each(sampling_params, len(batch))
-        finished: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        finished: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         jobs = [
             self._intake.job(prompt, p, finished.put, streaming=False) for prompt, p in zip(batch, params, strict=True)
         ]
         done: dict[str, RequestOutput] = {}
         try:
-            self._loop.submit(*jobs)  # together: they share their first pass
-            with progress_bar(len(jobs), use_tqdm) as tick:
+            self._loop.post(jobs, finished.put)  # together: they share their first pass
+            with _progress_bar(len(jobs), use_tqdm) as tick:
                 while len(done) < len(jobs):
-                    output = self._strictly(finished.get())
+                    output = self._checked(finished.get())
                     done[output.request_id] = output
                     tick(output)
                     if on_output is not None:
@@ -238,13 +236,13 @@ class LLM:
 
         Closing the iterator aborts the request.
         """
-        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        outputs: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         job = self._intake.job(prompt, sampling_params or SamplingParams(), outputs.put, streaming=True)
         finished = False
         try:
-            self._loop.submit(job)
+            self._loop.post([job], outputs.put)
             while not finished:
-                output = self._strictly(outputs.get())
+                output = self._checked(outputs.get())
                 finished = output.finished
                 yield output
         finally:
@@ -255,23 +253,15 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio. Cancelling the task or closing the iterator aborts the request."""
-        prepare = partial(self.prepare, prompt, sampling_params, request_id=request_id)
+        opened = partial(self._job, prompt, sampling_params, request_id)
         compiles = sampling_params is not None and sampling_params.structured_outputs is not None
-        # a grammar may take a while to compile: other tasks go on meanwhile
-        outputs = self.start(await asyncio.to_thread(prepare) if compiles else prepare())
+        outputs = self._start(await asyncio.to_thread(opened) if compiles else opened())  # other tasks go on meanwhile
         try:
             while arrived := await outputs.take():
                 for output in arrived:
-                    yield self._strictly(output)
+                    yield self._checked(output)
         finally:
             outputs.close()
-
-    def _strictly(self, output: RequestOutput) -> RequestOutput:
-        """Raise what the request ended with, where that is a drafter's error in a strict engine."""
-        error = self.engine.drafting.raised
-        if error is not None and any(str(error) in (answer.error or "") for answer in output.outputs):
-            raise error
-        return output
 
     def open_stream(
         self,
@@ -281,40 +271,21 @@ class LLM:
         request_id: str | None = None,
         streaming: bool = True,
     ) -> OutputStream:
-        """Start a request for the running event loop. Its owner must close the stream, which aborts it if it runs.
+        """Start a request for the running event loop. Its owner must close the stream, which aborts the request.
 
-        streaming: False brings one output, at the end.
+        streaming: False gives one output, at the end.
         """
-        return self.start(self.prepare(prompt, sampling_params, request_id=request_id, streaming=streaming))
+        return self._start(self._job(prompt, sampling_params, request_id, streaming))
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        streaming: bool = True,
-        compiling: CompileLimits | None = None,
+    def _job(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, streaming: bool = True
     ) -> Job:
-        """Everything of `open_stream` that takes time or can be refused; on any thread.
+        """A job for `_start`; on any thread."""
+        params = params or SamplingParams()
+        return self._intake.job(prompt, params, lambda output: None, streaming=streaming, request_id=request_id)
 
-        compiling: what a stranger's form may take; None: as long as it takes.
-        """
-        return self._intake.job(
-            prompt,
-            sampling_params or SamplingParams(),
-            _nobody,
-            streaming=streaming,
-            request_id=request_id,
-            compiling=compiling,
-        )
-
-    def expect_forms(self) -> None:
-        """Strangers will ask for answers of some form: have ready what tries their forms out. Does not wait for it."""
-        self._intake.grammars.warm()
-
-    def start(self, *jobs: Job) -> OutputStream:
-        """Start together what was prepared, for the running event loop. The stream ends when all of them have."""
+    def _start(self, *jobs: Job) -> OutputStream:
+        """Start jobs together, for the running event loop. The stream ends when all of them have."""
 
         def drop() -> None:
             for job in jobs:
@@ -324,24 +295,29 @@ class LLM:
         stream = OutputStream(deliveries, drop, len(jobs))
         for job in jobs:
             job.sink, job.holds = stream.put, deliveries.holds
-        self._loop.post(jobs, stream.put)  # no waiting: a task that is cancelled meanwhile would leave them running
+        self._loop.post(jobs, stream.put)
         return stream
 
-    def pulse(self) -> Pulse:
-        """Does the engine live, and does it get on?"""
-        return self._loop.pulse()
+    def _checked(self, arrival: Arrival) -> RequestOutput:
+        """Raise why a request was refused, or the drafter's error that ended it in a strict engine."""
+        if isinstance(arrival, Exception):
+            raise arrival
+        error = self.engine.drafting.raised
+        if error is not None and any(str(error) in (answer.error or "") for answer in arrival.outputs):
+            raise error
+        return arrival
 
     def abort(self, request_id: str) -> None:
         """End a request after the round in flight; it finishes with the reason "abort". Unknown ids are ignored."""
         self._loop.abort(request_id)
 
     def snapshot(self) -> Snapshot:
-        """Where the engine stands and what it has done so far. Any thread may ask, and nobody waits for it."""
+        """The engine's state and counters so far. Any thread may ask; nothing waits."""
         return self.engine.snapshot()
 
     @property
     def speculates(self) -> bool:
-        """May drafts be made? Set it to False to decode plainly from the next round on, for all requests."""
+        """Whether drafts may be made. Set it to False to decode all requests plainly from the next step on."""
         return self.engine.drafting.enabled
 
     @speculates.setter
@@ -351,9 +327,7 @@ class LLM:
         self.engine.drafting.enabled = wanted
 
     def between_rounds(self, look: Callable[[Engine], Found]) -> Found:
-        """What `look` finds in the engine between two rounds. It runs on the engine's thread, which alone may touch
-        the engine and computes without a second team of threads, and must leave everything as it was.
-        """
+        """Return `look(engine)`, called on the engine's thread between two steps. It must not change the engine."""
         found: list[Found] = []
         self._loop.call(lambda: found.append(look(self.engine)))
         return found[0]
@@ -376,10 +350,6 @@ class LLM:
         self.close()
 
 
-def _nobody(output: RequestOutput) -> None:
-    """Whom a request tells that is not started."""
-
-
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     listed = isinstance(prompts, Sequence) and len(prompts) > 0
     if isinstance(prompts, (str, Mapping)) or (listed and isinstance(prompts[0], Integral)):
@@ -397,3 +367,27 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts: give one, or one for each")
     return list(params)
+
+
+@contextmanager
+def _progress_bar(total: int, wanted: bool) -> Iterator[Callable[[RequestOutput], None]]:
+    """Gives a function to call with each finished request. Shown on stderr, if that is a terminal."""
+    if not wanted:
+        yield lambda output: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), rate)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total, rate="")
+        tokens = 0
+
+        def finished(output: RequestOutput) -> None:
+            nonlocal tokens
+            tokens += sum(len(answer.token_ids) for answer in output.outputs)
+            bar.update(task, advance=1, rate=f"{tokens / max(bar.tasks[0].elapsed or 0.0, 1e-3):.0f} tok/s")
+
+        yield finished

@@ -21,76 +21,70 @@ from slipstream.engine.state import Job
 _CLOSED = "the engine is closed: make a new LLM"
 _log = logging.getLogger("slipstream.engine")
 _PATIENCE_S = 10.0
-"""Most seconds that the end of the program waits for a round in flight."""
+"""Longest time that the end of the program waits for a step in flight."""
 _PAUSE_S = 0.5
-"""Nobody asked for anything for so long: there is time to tidy up."""
+"""Time without work after which garbage is collected."""
 
 _running: set[EngineLoop] = set()  # those whose thread has not ended
 
 
 class EngineLoop:
-    """Takes jobs at any time from any thread; runs rounds while there is work and sleeps when there is none.
+    """Takes jobs at any time from any thread; makes steps while there is work, and sleeps otherwise.
 
     make: builds the engine, on the loop's own thread. On a CPU each thread that computes keeps a team of workers, and
-    two teams on the same cores put each other to sleep between any two products (seen: steps half as fast again).
+    two teams on the same cores delay each other at every product (measured: steps half as long again).
+    after_turn: called on the engine's thread after each step and each action. It must be quick and must not raise.
     """
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[[], Engine], after_turn: Callable[[], None] = lambda: None) -> None:
         self.engine: Engine
+        self.after_turn = after_turn
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
-        self._ended = False  # the engine's thread alone writes it, as the last thing that it was told to do
-        self._broke = ""  # why it ended, where nobody closed it
-        self._turn_began: float | None = None  # of the round in the making; None: it waits for work
-        self._after_turn: tuple[Callable[[], None], ...] = ()
-        self._lock = threading.Lock()  # nothing may enter the inbox once the loop was told to end
-        self._coming = 0  # answers of jobs that are in the inbox
+        self._ended = False  # written by the engine's thread alone, as its last action
+        self._broke = ""  # why the engine ended, where `close` did not end it
+        self._turn_began: float | None = None  # None: it waits for work
+        self._lock = threading.Lock()  # nothing enters the inbox of a loop that was told to end
+        self._coming = 0  # answers of jobs in the inbox
         made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="slipstream-engine", daemon=True)
         _running.add(self)
         try:
             self._thread.start()
-            error = _hear(made)
-        except BaseException:  # Ctrl-C: nobody will use what is being made
+            error = _wait_for(made)
+        except BaseException:  # Ctrl-C
             self._stop_making()
             raise
         if error is not None:
-            # it has only to end: but a program that ends meanwhile tears it out of torch, and that ends in an abort
-            self._thread.join(_PATIENCE_S)
+            self._thread.join(_PATIENCE_S)  # a program that ends first would tear the thread out of torch, and abort
             raise error
 
-    def submit(self, *jobs: Job) -> None:
-        """Start jobs together. Their sinks hear of them from the engine's thread; one that cannot run raises here.
+    def post(self, jobs: Sequence[Job], refused: Callable[[Exception], None]) -> None:
+        """Start jobs together, without waiting. Their sinks, and `refused` where one cannot run, are called on the
+        engine's thread.
 
         Raises `QueueFull` at once where too many wait.
-        """
-        self.call(lambda: self._add(*jobs), jobs)
-
-    def post(self, jobs: Sequence[Job], refused: Callable[[Exception], None]) -> None:
-        """Start jobs without waiting; `refused` hears, on the engine's thread, why one of them cannot run.
-
-        Raises `QueueFull` here and at once where too many wait.
         """
 
         def start() -> None:
             try:
-                self._add(*jobs)
+                self._add(jobs)
             except Exception as error:
-                with suppress(Exception):  # nobody is there any more to hear it
+                with suppress(Exception):  # its caller is gone
                     refused(error)
 
         self._post(start, jobs)
 
     def abort(self, job_id: str) -> None:
-        """End the job of this name after the round in flight. Does not wait."""
+        """End the job of this name after the step in flight. Does not wait."""
         self._post_unless_closed(lambda: self.engine.abort(job_id))
 
     def drop(self, job: Job) -> None:
-        """The same for its owner: where it ended by itself, another of the same name is left alone."""
+        """Abort this very job, and no other that has taken its name since it ended."""
         self._post_unless_closed(lambda: self.engine.abort(job.id) if self.engine.jobs.get(job.id) is job else None)
 
-    def call(self, action: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
-        """Run something between two rounds, and wait for it. It adds these jobs."""
+    def call(self, action: Callable[[], None]) -> None:
+        """Run an action between two steps, and wait for it."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
@@ -100,26 +94,18 @@ class EngineLoop:
             except BaseException as error:
                 done.put(error)
 
-        self._post(run, jobs)
-        error = done.get()
-        if error is not None:
+        self._post(run)
+        if (error := done.get()) is not None:
             raise error
 
-    def tell_after_turns(self, *listeners: Callable[[], None]) -> None:
-        """From now on call these, and no others, on the engine's thread after every round and all else that it does.
-
-        They must be quick and must not raise.
-        """
-        self._after_turn = listeners
-
     def pulse(self) -> Pulse:
-        """How the engine's thread is doing, asked without disturbing it."""
+        """Whether the engine's thread lives, and how long its turn has lasted. Does not disturb it."""
         began = self._turn_began
         alive = self._thread.is_alive() and self._open
         return Pulse(alive, 0.0 if began is None else time.perf_counter() - began, self._broke)
 
     def close(self, timeout: float | None = None) -> None:
-        """Abort what runs, end the thread, and wait for it: no longer than `timeout` seconds."""
+        """Abort all jobs, end the thread, and wait for it: no longer than `timeout` seconds."""
         self._tell_to_end()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -139,18 +125,18 @@ class EngineLoop:
                 self._inbox.put(end)
 
     def _stop_making(self) -> None:
-        """Raise in the thread that makes the engine, and wait for its end.
+        """Raise `KeyboardInterrupt` in the thread that makes the engine, and wait for its end.
 
-        Left alone it would be torn out of the middle of torch when the program ends, and that ends in an abort.
+        A thread that still runs when the program ends is torn out of torch, and that aborts the process.
         """
-        self._tell_to_end()  # it may not have begun, or just be ready and wait for work
+        self._tell_to_end()  # the engine may be ready, or not begun
         thread = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
-        with suppress(RuntimeError):  # not begun: it ends as soon as it does
+        with suppress(RuntimeError):  # the thread was not started
             self._thread.join()
         _running.discard(self)
 
-    def _add(self, *jobs: Job) -> None:
+    def _add(self, jobs: Sequence[Job]) -> None:
         with self._lock:
             self._coming -= _answers(jobs)
         if self._ended:
@@ -160,7 +146,7 @@ class EngineLoop:
             self.engine.add(job)
 
     def _watched(self, job: Job) -> Callable[[RequestOutput], None]:
-        """The job's sink; one that raises has nobody behind it any more, so the job ends and the engine goes on."""
+        """The job's sink; if it raises, the job is dropped and the engine goes on."""
         sink = job.sink
 
         def deliver(output: RequestOutput) -> None:
@@ -181,19 +167,19 @@ class EngineLoop:
             self._inbox.put(action)
 
     def _post_unless_closed(self, action: Callable[[], None]) -> None:
-        with suppress(RequestError):  # nothing runs in a closed engine: there is nothing to end
+        with suppress(RequestError):  # a closed engine has no jobs
             self._post(action)
 
     def _run(self, make: Callable[[], Engine], made: queue.SimpleQueue[BaseException | None]) -> None:
         try:
-            if not self._open:  # nobody waits for it any more
+            if not self._open:  # interrupted before it began
                 raise RequestError(_CLOSED)
             self.engine = make()
         except BaseException as error:
             _running.discard(self)
             made.put(error)
             return
-        del make  # it holds on to whoever made it
+        del make  # it refers to its owner
         made.put(None)
         self._serve()
         _running.discard(self)
@@ -210,22 +196,20 @@ class EngineLoop:
                     action = self._next()
                     self._turn_began = time.perf_counter()
                     action()
-            except BaseException as error:  # a drafter's code may raise anything: this thread must not die of it
+            except BaseException as error:  # a drafter's code may raise anything, and this thread must survive it
                 self._fail(error)
-            for tell in self._after_turn:
-                tell()
+            self.after_turn()
         self._turn_began = None
 
     def _next(self) -> Callable[[], None]:
-        """What is to be done next; waits for it."""
+        """Wait for the next action."""
         with suppress(queue.Empty):
             return self._inbox.get(timeout=_PAUSE_S)
         tidy()
         return self._inbox.get()
 
     def _fail(self, error: BaseException) -> None:
-        """End what runs, with the reason. An engine that cannot even do that, or whose device failed, is closed, and
-        keeps nobody waiting."""
+        """End all jobs, with the reason. If that fails, or the device did, close the engine and answer its callers."""
         try:
             if device_failed(error):
                 raise error
@@ -240,7 +224,7 @@ class EngineLoop:
                     if not answer.ended:
                         answer.end("error", error=broke)
                 job.report()
-            while not self._inbox.empty():  # callers that wait for their turn are told that the engine is closed
+            while not self._inbox.empty():  # each of these reports that the engine is closed
                 with suppress(Exception):
                     self._inbox.get()()
 
@@ -251,13 +235,13 @@ def _answers(jobs: Sequence[Job]) -> int:
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of engines that nobody closed: a thread that computes while Python goes away ends in an abort."""
+    """End the threads of engines that were not closed: one that computes while Python exits aborts the process."""
     for loop in list(_running):
         loop.close(_PATIENCE_S)
 
 
-def _hear(made: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
-    """Wait for it. A Ctrl-C that comes just before a wait begins does not end it, so no wait is long."""
+def _wait_for(made: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
+    """Wait in short turns, since a Ctrl-C that comes just before a wait does not end it."""
     while True:
         with suppress(queue.Empty):
             return made.get(timeout=0.2)

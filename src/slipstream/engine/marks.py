@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,10 +25,6 @@ class Marks:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def since(self, *times: float) -> float:
-        """Seconds of the host since the last of these. 0 without a clock: there it computes what it queues."""
-        return time.perf_counter() - max(times) if self.has_clock else 0.0
 
     def close(self, ticket: Ticket) -> float:
         """Seconds from the end of the round before it, or where that was long ago from its beginning, to its end.

@@ -28,7 +28,7 @@ from slipstream.engine.posing import Posed, Work, most_context, posed
 from slipstream.engine.queued import QueuedEngine
 from slipstream.models.parity import chip_name, code_digest
 from slipstream.models.paths import Progress, cache_folder
-from slipstream.plan.measured import VERSION, Curve, DraftSeen, MeasuredCosts
+from slipstream.plan.types import VERSION, Curve, DraftSeen, MeasuredCosts
 
 _SHORT = 16
 _LONG = {"cpu": 1024, "cuda": 2048}

@@ -19,7 +19,6 @@ from slipstream.core.merge import merge_trees
 from slipstream.core.verdict import NOBODY, Authors, author
 from slipstream.engine.draft_loops import Drafts, DraftSize
 from slipstream.engine.state import Answer
-from slipstream.plan.planner import Beside
 
 _EMPTY = Tree()
 
@@ -39,9 +38,7 @@ class Group(NamedTuple):
     answers: Sequence[Answer]
     caps: Sequence[int]  # most nodes of each
     used: Sequence[int]  # nodes that others gave already
-    room: Sequence[int]  # most nodes of each beside these; caps may be as if no other on the device guessed
-    beside: Sequence[Sequence[Beside]]  # … and who
-    rows: int  # requests of the round, all drafters' and none's
+    rows: int  # requests of the step, all drafters' and none's
 
 
 class Share(NamedTuple):
@@ -49,14 +46,6 @@ class Share(NamedTuple):
 
     drafter: str
     nodes: int
-
-
-class HostGuess(NamedTuple):
-    """What drafters on the host guessed for a request."""
-
-    tree: Tree = _EMPTY
-    authors: Authors = NOBODY
-    company: tuple[str, ...] = ()  # who had something to say
 
 
 @dataclass(frozen=True)
@@ -116,54 +105,24 @@ class Plan:
         return Plan(self.trees, shares, authors, self.hosts, self.levels)
 
 
-_NOTHING = HostGuess()
-
-
 class Gathered:
-    """The drafts of a round as drafter after drafter gives its own: those on the host first."""
+    """The drafts of a step as drafter after drafter gives its own: those on the host first."""
 
-    def __init__(self, guesses: Sequence[HostGuess]) -> None:
-        """guesses: of the host, of each request: what is there already, or supposed to be."""
-        self.trees = [guess.tree for guess in guesses]
-        self.shares: list[tuple[Share, ...]] = [()] * len(guesses)
-        self.company = [guess.company for guess in guesses]  # who drafts for each so far
+    def __init__(self, requests: int) -> None:
+        self.trees = [_EMPTY] * requests  # of the host
+        self.shares: list[tuple[Share, ...]] = [()] * requests
         self.hosts: list[str] = []
         self.levels: dict[str, int] = {}  # as in `Plan`
-        self._authors = [guess.authors for guess in guesses]  # of the trees
+        self._authors = [NOBODY] * requests  # of the trees
 
-    @staticmethod
-    def of(requests: int) -> Gathered:
-        """So many, for which nobody has guessed yet."""
-        return Gathered([_NOTHING] * requests)
-
-    def guesses(self) -> list[HostGuess]:
-        """What the host guessed, as long as no device drafter was granted anything."""
-        return list(map(HostGuess, self.trees, self._authors, self.company))
-
-    def used_by(self, requests: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Nodes that each of these has or may get so far; and of these, what device drafters may guess."""
-        if not any(self.company):
-            return [0] * len(requests), [0] * len(requests)
-        granted = [sum([share.nodes for share in self.shares[i]]) for i in requests]
-        return [len(self.trees[i].tokens) + nodes for i, nodes in zip(requests, granted, strict=True)], granted
-
-    def beside(self, requests: Sequence[int]) -> list[tuple[Beside, ...]]:
-        """Who drafts for these already; nothing where nobody does for any of them."""
-        if not any(self.company[i] for i in requests):
-            return []
-        return [self._beside(i) for i in requests]
-
-    def _beside(self, request: int) -> tuple[Beside, ...]:
-        tree, authors = self.trees[request], self._authors[request]
-        counts = [len(places) for places in authors.places] or [len(tree)]
-        hosts = [Beside(name, count) for name, count in zip(authors.names, counts, strict=False)]
-        return (*hosts, *[Beside(*share) for share in self.shares[request]])
+    def used_by(self, requests: Sequence[int]) -> list[int]:
+        """Nodes that each of these has or may get so far."""
+        return [len(self.trees[i].tokens) + sum([share.nodes for share in self.shares[i]]) for i in requests]
 
     def add(self, request: int, name: str, tree: Tree) -> None:
         """A drafter's tree. Nodes that are there already become a credit to both."""
         if not tree.tokens:
             return
-        self.company[request] += (name,)
         before, authors = self.trees[request], self._authors[request]
         if not before.tokens:
             self.trees[request], self._authors[request] = tree, author(name)
@@ -176,7 +135,6 @@ class Gathered:
     def grant(self, request: int, name: str, nodes: int) -> None:
         """A device drafter may guess so many."""
         if nodes:
-            self.company[request] += (name,)
             self.shares[request] += (Share(name, nodes),)
 
     def plan(self) -> Plan:

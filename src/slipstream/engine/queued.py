@@ -37,13 +37,11 @@ from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer, Crowd, Phase
 from slipstream.engine.telling import TellingEngine
 from slipstream.engine.tickets import CaughtUp, Guessed, Heard, Member, Ticket
-from slipstream.engine.turns import observe_round
 from slipstream.kernels.gpu.rows import RECENT
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS, WIDE_SIZES
 from slipstream.models.graphs import recorded
-from slipstream.plan.gains import Waited
-from slipstream.plan.measured import Load
+from slipstream.plan.types import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
 from slipstream.verify.mixed import undrafted_choices
@@ -83,7 +81,7 @@ class QueuedEngine(TellingEngine):
             self.counters,
         )
         self.drafting.planner.pad_passes()
-        self._idle_since = self._queued_at = time.perf_counter()
+        self._idle_since = time.perf_counter()
 
     @property
     def busy(self) -> bool:
@@ -125,7 +123,6 @@ class QueuedEngine(TellingEngine):
                 self._marks.rest()
                 self._idle_since = time.perf_counter()
             self._tickets.append(self._queue(schedule))
-            self._queued_at = time.perf_counter()
         self._marks.give_back(self._ahead.drop())
         self._tell(heard)
         while len(self._tickets) > (1 if schedule else 0):
@@ -150,7 +147,7 @@ class QueuedEngine(TellingEngine):
         run, members = self._tickets[-1].round, self._tickets[-1].members[: self._tickets[-1].decodes]
         decodes = [answer for answer in self.scheduler.running if answer.decoding and not answer.will_end]
         if run is not None and decodes == [m.answer for m in members] and all(m.listens for m in members):
-            self._ahead.begin(run, decodes, self.drafting.foresee(decodes))
+            self._ahead.begin(run, decodes)
 
     def _hear_all(self) -> list[Heard]:
         heard = [self._hear(ticket) for ticket in self._tickets]
@@ -190,9 +187,8 @@ class QueuedEngine(TellingEngine):
         if schedule.chunks:
             read = self._marks.put()
         marks = (begun, drafted, verified, read) if begun is not None else ()
-        in_time = self._heard_at is None and bool(self._tickets)
         is_new = (len(self.rounds), recorded.seconds) != known
-        usual = not schedule.chunks and not is_new
+        is_timed = bool(schedule.decodes) and not is_new and (self._marks.has_clock or not schedule.chunks)
         return Ticket(
             tuple(members),
             len(schedule.decodes),
@@ -203,7 +199,7 @@ class QueuedEngine(TellingEngine):
             logits,
             marks,
             any(member.answer.params.logprobs is not None for member in members),
-            usual and not caught_up,
+            is_timed and not caught_up,
             drafts,
             hosts,
             waited_s,
@@ -212,13 +208,11 @@ class QueuedEngine(TellingEngine):
             self.drafting.guessed_s if drafting is not None else 0.0,
             sum(chunk.rows for chunk in schedule.chunks),
             ahead=ahead,
-            caught_up=caught_up if usual else (),
+            caught_up=() if schedule.chunks or is_new else caught_up,
             along=along,
             newcomers=schedule.newcomers,
             is_new=is_new,
-            is_plain=bool(schedule.decodes) and not (drafts or hosts or caught_up or is_new),
-            hoped=self.drafting.planner.hoped if drafting is not None else 1.0,
-            ready_s=self._marks.since(self._idle_since, self._queued_at) if in_time else 0.0,
+            hoped=self.drafting.planner.expected_gain if drafting is not None else 1.0,
         )
 
     def _draft(self, decodes: list[Answer]) -> Guessed | None:
@@ -366,12 +360,10 @@ class QueuedEngine(TellingEngine):
         ticket, lasted_s = heard.ticket, heard.lasted_s
         idle_s = ticket.idle_s if self._marks.has_clock else None  # elsewhere a round waits for its own pass anyway
         waited_s = 0.0 if idle_s is None else max(0.0, idle_s - ticket.guessed_s)
-        shape = ticket.rows, ticket.read_rows, ticket.hoped, ticket.ready_s, waited_s if ticket.hosts else 0.0
-        emitted = [len(v.tokens) for m, v in zip(heard.members, heard.verdicts, strict=True) if m.decodes]
-        tokens, read_s = sum(emitted), ticket.read_s
+        waited_s = waited_s if ticket.hosts else 0.0
+        shape = ticket.rows, ticket.read_rows, ticket.hoped, waited_s
+        read_s = ticket.read_s
         if ticket.marks:
-            if ticket.decodes:
-                self.drafting.planner.observe_reads(ticket.decodes, tokens, read_s)
             draft_s, verify_s = ticket.draft_s, ticket.seconds(1) + ticket.seconds(2)
             lasted_s = self._marks.close(ticket)
             host_s = max(0.0, lasted_s - draft_s - verify_s)
@@ -385,19 +377,20 @@ class QueuedEngine(TellingEngine):
         timed_read_s = read_s if ticket.marks else None
         if not ticket.is_new:
             self.allowance.observe(ticket.read_rows, lasted_s, timed_read_s, bool(ticket.decodes))
-        waited = Waited(beyond=times.host)
-        if idle_s is not None:
-            waited = Waited(ticket.hosts, waited_s, max(0.0, times.host - waited_s))
-        if waited.drafters and tokens and not ticket.is_new:
-            self.drafting.planner.observe_waited(waited.drafters, len(emitted), tokens, lasted_s - read_s)
         load = Load(ticket.decodes, sum([member.context for member in ticket.members[: ticket.decodes]]))
-        if ticket.is_plain and ticket.read_rows and self._marks.has_clock:
-            self.drafting.planner.observe_plain(load, lasted_s - read_s, waited)
-        if ticket.decodes and ticket.steady:
-            told = (self.drafting, [m.answer for m in heard.members], heard.verdicts, times, load, lasted_s)
-            observe_round(*told, waited=waited, is_tree=self.drafting.makes_trees(ticket.drafts))
-            for name in waited.drafters:
-                self.drafting.planner.observe_wait(name, waited.seconds)
+        if ticket.steady:
+            self.drafting.observe_step(
+                [member.answer for member in heard.members][: ticket.decodes],
+                heard.verdicts[: ticket.decodes],
+                times,
+                load,
+                lasted_s - read_s,
+                waited=ticket.hosts,
+                wait_s=waited_s,
+                is_tree=self.drafting.makes_trees(ticket.drafts),
+            )
+            for name in ticket.hosts if idle_s is not None else ():
+                self.drafting.planner.observe_wait(name, ticket.decodes, waited_s)
             for size in ticket.drafts:
                 self.drafting.observe_draft(size, times.draft / len(ticket.drafts), ticket.decodes)
         return times

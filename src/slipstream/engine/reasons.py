@@ -1,19 +1,19 @@
-"""Decisions as one person wants to read them: for one answer, and with where its guesses came from.
-
-Put together when the answer ends or somebody asks, and not while rounds run.
-"""
+"""Why an answer was drafted for or not, by drafter: noted step by step, and put into words when the answer ends."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from slipstream.engine.fates import PASSING
+from slipstream.core.draft import Tree
+from slipstream.core.outputs import DrafterStats
+from slipstream.core.snapshot import Undrafted
+from slipstream.drafters.guard import Proposals
 from slipstream.engine.room import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied
-from slipstream.plan.decisions import Decision
 from slipstream.plan.planner import Planner
+from slipstream.plan.types import Decision
 
 _AGREES = 3
 """Tokens by which the place of a copied text is found: the last ones, and the first that is guessed."""
@@ -22,8 +22,60 @@ _READ = 2048
 _ROLES = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user|<start_of_turn>user|<\|user\|>|\[INST\]", re.I)
 """How the chat templates that are around begin what a user says."""
 
-RESTING = "off: drafts made requests of its kind slower; tried again later"
+RESTING = "off: its drafts made steps slower; tried again later"
 SWITCHED_OFF = "off: switched off for everybody (LLM.speculates)"
+
+UNASKED = "off: not asked, since of late its guesses won nothing, or less than another's"
+COMPARED = "off: its rounds were plain, to compare drafted ones with"
+SILENT = "off: it had no guess"
+LATE = "off: it was late"
+UNWEIGHED = ""
+"""Its guesses are taken as they come: there is nothing to say of that."""
+PASSING = frozenset((UNASKED, COMPARED, SILENT, LATE, UNWEIGHED))
+"""What is said where nothing was ever weighed for an answer, and where no limit of its own kept it from guesses."""
+
+
+class Outcomes:
+    """What became of each drafter's part in a step. Of one engine; words are put together when an answer ends."""
+
+    def __init__(self, undrafted: dict[Undrafted, int], totals: Mapping[str, DrafterStats]) -> None:
+        self._undrafted, self._totals = undrafted, totals
+
+    def weigh(
+        self,
+        name: str,
+        decision: Decision | None,
+        answers: Sequence[Answer],
+        had: Sequence[int | Tree],
+        taken: Sequence[int | Tree],
+    ) -> None:
+        """It was decided what is taken of what there was, or could have been. Who had nothing has no part in it."""
+        kept, passed = (UNWEIGHED, UNWEIGHED) if decision is None else (decision, decision.for_others())
+        for answer, before, after in zip(answers, had, taken, strict=True):
+            if before:
+                answer.decided[name] = kept if after else passed
+                if not after:
+                    self.decline(name, answer)
+
+    def decline(self, name: str, answer: Answer) -> None:
+        self._undrafted["declined"] += 1
+        self._totals[name].declined += 1
+        answer.output.speculation.of(name).declined += 1
+
+    def skip(self, name: str, answer: Answer) -> None:
+        """It was not even asked."""
+        answer.decided.setdefault(name, UNASKED)
+        self.decline(name, answer)
+
+    def fall_silent(self, name: str, answers: Sequence[Answer], caps: Sequence[int], proposals: Proposals) -> None:
+        """It was asked, and had nothing to say for some of them, or was late."""
+        silent = [a for a, most, tree in zip(answers, caps, proposals.trees, strict=True) if most and not tree]
+        self._undrafted["late" if proposals.late else "no_guess"] += len(silent)
+        why = LATE if proposals.late else SILENT
+        for answer in silent:
+            if answer.decided.get(name, UNASKED) in (UNASKED, COMPARED):
+                answer.decided[name] = why
+
 
 Decode = Callable[[list[int]], str]
 
@@ -53,11 +105,13 @@ def _why(answer: Answer, drafter: str, planner: Planner, room: DraftRoom) -> str
     decided = answer.decided.get(drafter)
     if isinstance(decided, str) and decided not in PASSING:  # its own limits come before what is known of others
         return decided
-    off = planner.why(answer.id, drafter) or (SHORT if room.is_short(answer) else None)
-    if answer.tenant:  # which sees nothing of others
-        off = RESTING if off and off != SHORT else off
-        return off or (planner.words(drafter, decided, shared=False) if isinstance(decided, Decision) else decided)
-    return off or (planner.words(drafter, decided) if isinstance(decided, Decision) else decided)
+    off = planner.why_off(drafter)
+    if answer.tenant and off:  # which sees nothing of others
+        off = RESTING
+    off = off or (SHORT if room.is_short(answer) else None)
+    return off or (
+        planner.words(drafter, decided, shared=not answer.tenant) if isinstance(decided, Decision) else decided
+    )
 
 
 def _words(answer: Answer, last: Copied, decode: Decode) -> str:

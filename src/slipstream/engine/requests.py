@@ -1,5 +1,5 @@
-"""What a caller asks for, checked and in tokens. Plain data, and everything that can be refused without an engine: a
-server may check requests in one process and run them in another.
+"""Requests, checked and in tokens. Plain data, and every check that needs no engine: a server checks requests in one
+process and runs them in another.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ Limit = Literal["model", "max_model_len", "memory"]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Request:
-    """A prompt and its parameters, in tokens. seed: the request's own, or one that was drawn for it."""
+    """A checked request, in tokens.
+
+    seed: the request's own, or one drawn for it. number: its name between a server and its engine's process.
+    unenforced: rules of its schema that the grammar cannot hold, where that was compiled.
+    """
 
     id: str
     prompt: str | None
@@ -34,6 +38,8 @@ class Request:
     material: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     arrived: float = field(default_factory=time.perf_counter)  # a clock of the whole machine
+    number: int = 0
+    unenforced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +59,13 @@ class MemoryPlan:
 
     @property
     def most_keys(self) -> int:
-        """That a row of a pass ever sees: a whole text, its next token, and guesses behind it."""
-        from slipstream.core.draft import MAX_NODES  # it imports torch, which a server has no use for
+        """Most keys that a row of a pass sees: a whole text, its next token, and the draft behind it."""
+        from slipstream.core.draft import MAX_NODES  # it imports torch, which a server's process does not need here
 
         return self.max_model_len + 1 + MAX_NODES
 
     def check_prompt(self, length: int) -> None:
-        """Raise `InvalidRequest` where a prompt of so many tokens leaves no room for an answer."""
+        """Raise `InvalidRequest` if a prompt of this length leaves no room for an answer."""
         if length < self.max_model_len:
             return
         longer = {
@@ -75,11 +81,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What there is to know of an engine before it is asked: names and numbers.
+    """What requests are checked against: names and numbers of a loaded engine.
 
-    drafters: by name: does it draft from material?
-    default: who drafts where a request names nobody.
-    auto: who is meant by this name.
+    drafters: by name, whether it drafts from material. default: the drafter of a request that names none.
+    auto: the drafters that this name stands for.
     """
 
     vocab_size: int
@@ -90,7 +95,7 @@ class Loaded:
 
 
 class Requests:
-    """Makes requests out of what callers give. Any thread may call it."""
+    """Checks and tokenizes what callers give. Any thread may call it."""
 
     def __init__(self, tokenizer: Any, loaded: Loaded) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +104,7 @@ class Requests:
     def make(
         self, prompt: Prompt, params: SamplingParams, *, streaming: bool, request_id: str | None = None
     ) -> Request:
-        """Raises `InvalidRequest` where there is something wrong with it."""
+        """Raises `InvalidRequest`, with the key, the value and the remedy."""
         text, ids = self._prompt(prompt)
         self._loaded.plan.check_prompt(len(ids))
         params = self._named(params)
@@ -136,7 +141,7 @@ class Requests:
         return text, [int(token) for token in ids]
 
     def _named(self, params: SamplingParams) -> SamplingParams:
-        """With the drafter by the name under which it was loaded, where the request has another name for it."""
+        """The same, with its drafter's name as it was loaded: `eagle3`, say, for `eagle`."""
         wanted = params.speculation.drafter
         own = wanted if wanted is None else loaded_as(wanted, self._loaded.drafters)
         return params if own == wanted else replace(params, speculation=replace(params.speculation, drafter=own))
@@ -163,7 +168,7 @@ class Requests:
             raise InvalidRequest(f"speculation.drafter={wanted!r}: must name each drafter once")
 
     def _check_material(self, params: SamplingParams) -> None:
-        """Material that nobody drafts from would be of no use, and nobody would know."""
+        """Refuse material that no drafter of the request would use."""
         loaded = self._loaded
         named = params.speculation.drafter or chosen_for(loaded.default, params.prediction is not None) or ""
         names = [name for name in names_of(named, loaded.auto) if name in loaded.drafters]
@@ -181,7 +186,7 @@ class Requests:
                 raise InvalidRequest(f"{key}: token id {token!r} must be a whole number, 0 to {size - 1}")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each as it is tokenized at the beginning of a text and behind a space: both are the same word."""
+        """The tokens of each word at the beginning of a text and after a space."""
         found = dict.fromkeys(tuple(self._encode(form)) for word in words for form in (word, " " + word.lstrip()))
         return tuple(ids for ids in found if ids)
 
@@ -191,7 +196,7 @@ class Requests:
 
 
 def check_text(text: str) -> None:
-    """Refuse text that holds bytes of no character, as Python reads them from a file of another encoding."""
+    """Refuse text with lone surrogates, as Python reads them from a file of another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -25,7 +25,7 @@ from slipstream.drafters.base import DraftRequest
 from slipstream.engine.text import TextStream
 from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.pages import PageTable
-from slipstream.plan.decisions import Decision
+from slipstream.plan.types import Decision
 from slipstream.sampling.table import Features
 
 Sink = Callable[[RequestOutput], None]
@@ -191,18 +191,6 @@ class Job:
     cached_tokens: int = 0  # of the prompt that were in the cache when its first answer started
     _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for a whole stream
     _told: list[_Told] = field(init=False, default_factory=list)  # by answer; only where deltas are wanted
-
-    @property
-    def prediction(self) -> Sequence[int]:
-        return self.answers[0].prediction
-
-    @property
-    def unenforced(self) -> Sequence[str]:
-        return self.answers[0].output.unenforced
-
-    @property
-    def material(self) -> Sequence[Sequence[int]]:
-        return self.answers[0].material
 
     def report(self) -> None:
         """Hand the caller where the job stands: every change when streaming, else only the end, once."""

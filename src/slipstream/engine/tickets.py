@@ -77,7 +77,7 @@ class Ticket:
     logits: Tensor | None  # of the others' last rows
     marks: tuple[Any, ...]  # events: begun, drafted, verified, prompts read
     reads_logits: bool  # some of them asked for log probabilities
-    steady: bool  # a round as they come: no prompts, and nothing captured or compiled for it
+    steady: bool  # a step as they come: its times are known, and nothing was captured, compiled or caught up on
     drafts: Drafts
     hosts: tuple[str, ...]  # host drafters that were asked
     waited_s: float | None  # how long the device had nothing to do before it; None: it was queued in time
@@ -90,9 +90,7 @@ class Ticket:
     ahead: Ahead | None = None  # the draft that was begun before it was planned
     caught_up: tuple[CaughtUp, ...] = ()  # before it, where nothing else was unusual
     is_new: bool = False  # something was captured or compiled for it
-    is_plain: bool = False  # nobody guessed in it, or was to; prompts may have been read beside
     hoped: float = 1.0  # how many times as fast as plain decoding it is to be
-    ready_s: float = 0.0  # the host took so long to queue it, while the one before it was under way; 0: none was
 
     def wait(self) -> None:
         if self.marks:

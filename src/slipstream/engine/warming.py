@@ -24,7 +24,7 @@ from slipstream.kernels.gpu.jit import room_for
 from slipstream.models.gpu import WIDE_SIZES
 from slipstream.models.graphs import PROMPT_ROWS, WIDE_PROMPT_ROWS
 from slipstream.models.paths import Progress
-from slipstream.plan.cost import PassCost
+from slipstream.plan.cost import filled
 from slipstream.sampling.table import Features
 
 _LIMIT_S = 60.0
@@ -63,7 +63,7 @@ def _all_likely(engine: QueuedEngine) -> Iterator[RoundShape]:
 
 
 def _ladder(most_rows: int) -> Iterator[int]:
-    rows, last = _LEAST_ROWS, PassCost.filled(most_rows)
+    rows, last = _LEAST_ROWS, filled(most_rows)
     while rows < last:
         yield rows
         rows *= 2

@@ -1,1 +1,1 @@
-"""How much to guess: what a pass costs, what a draft is likely to bring, and the size that pays best."""
+"""How many guesses each request's next draft gets. Plans change speed only, never tokens."""

@@ -1,305 +1,227 @@
-"""How likely a drafter's guesses are right, by request and by depth, learned from verdicts."""
+"""How likely guesses are right, learned from verdicts: by drafter and depth, and how much easier each request is.
+
+A drafter has one estimate for each depth, of all requests. A request has one number, its ease: the log odds by which
+its guesses are right more often than that. It begins at 0 and moves as far as its own guesses say.
+"""
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import exp, log
 
 import numpy as np
-from numpy.typing import NDArray
 
-from slipstream.plan.ranks import DEPTHS
-from slipstream.plan.traits import Traits
+from slipstream.core.draft import MAX_NODES
+from slipstream.plan.types import Floats, TreeSeen
 
-Floats = NDArray[np.float64]
+PRIOR_WEIGHT = 4.0
+"""Guesses that a prior is worth: what is assumed of a drafter, and all requests' estimate to a single request."""
 
-_PRIOR = 0.6
-_PRIOR_WEIGHT = 4.0
-_DECAY = 0.9
-_SHARED_DECAY = 0.98
-_AGES = 0.99
-"""How what is known of guesses fades with every draft, of a request and of everybody; and with every round, where it is
-of a depth."""
-_FIRST_DECAY = 0.995
-"""The same for first guesses, where those further on are compared with them: what is tried in every draft must not
-waver more than what is not."""
-_FRESH, _FADES = 4, 0.95
-"""Rounds without a guess for a request, of drafters whose guesses take time, before what was seen of it begins to fade,
-and how it does: who stopped when it was least lucky would seem to be so for as long as the request runs."""
-_TOLD = 32
-"""Drafts that `Acceptance.told` counts."""
-_MOST_WEIGHT = 16.0
-"""Guesses of one request that are remembered: a long run of right ones must not hide that the text has changed."""
-_HEAVY = 1e9
-"""A weight at which numbers are brought down again."""
-_DEPTH_WEIGHT = 6.0
-"""Guesses at a depth that the drafter's usual course is worth."""
-_ALIKE = 0.7
-"""How much of what makes texts easier or harder for one drafter, since another was tried last, does so for that one."""
-_SURE = 0.02
-"""No share is taken to be nearer to none or all than this where two are compared."""
+DEPTHS = 12
+"""Depths that are told apart; deeper guesses fare as those of the last."""
+_PRIOR = 0.6  # of guesses, before any was compared
+_FADE = 1 - 1 / (16 * PRIOR_WEIGHT)  # of what was seen of a depth, by guess and by step
+_EASE_FADE = 1 - 1 / (2 * PRIOR_WEIGHT)  # of what was seen of a request, by draft
+_MOST = 0.98  # no guess is surer
 
 
-@dataclass(slots=True)
-class _Tally:
-    right: float
-    tried: float
-
-    @property
-    def share(self) -> float:
-        return self.right / self.tried
-
-    def add(self, right: float, tried: int, decay: float) -> None:
-        self.right = self.right * decay + right
-        self.tried = self.tried * decay + tried
-
-
-class _Course:
-    """Right and tried guesses by depth: how a drafter fares the further it goes.
-
-    What was seen before fades by what is new weighing more: so a draft changes as many numbers as it has guesses.
-    """
-
-    __slots__ = ("right", "tried", "weight")
+class Ease:
+    """By request: how much easier its text is to guess than others' (log odds), and how sure that is."""
 
     def __init__(self) -> None:
-        self.right = array("d", bytes(8 * DEPTHS))
-        self.tried = array("d", bytes(8 * DEPTHS))
-        self.weight = 1.0  # of what was seen last
+        self._known: dict[str, tuple[float, float]] = {}  # log odds; the information that they rest on
 
-    def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
-        self.fade(decay)
-        for depth in range(min(tried, DEPTHS)):
-            self.tried[depth] += self.weight
-            self.right[depth] += self.weight if depth < right else missed * self.weight
+    def of(self, request_ids: Sequence[str]) -> Floats:  # [B]
+        known = self._known
+        return np.array([known[name][0] if name in known else 0.0 for name in request_ids])
 
-    def fade(self, decay: float) -> None:
-        """Everything that was seen so far."""
-        self.weight /= decay
-        if self.weight > _HEAVY:
-            self.right = array("d", [count / self.weight for count in self.right])
-            self.tried = array("d", [count / self.weight for count in self.tried])
-            self.weight = 1.0
+    def observe(self, request_id: str, shared: Sequence[float], right: float) -> None:
+        """Guesses of these log odds were compared, of which so many were right."""
+        lean, sure = self._known.get(request_id, (0.0, 0.0))
+        expected = [1 / (1 + exp(-odds - lean)) for odds in shared]
+        sure = sure * _EASE_FADE + sum([chance * (1 - chance) for chance in expected])
+        lean += (right - sum(expected)) / (sure + PRIOR_WEIGHT / 2)
+        self._known[request_id] = min(max(lean, -4.0), 4.0), sure
 
-    def known(self) -> Sequence[float]:  # [D]
-        """Right guesses of those that were tried, by depth."""
-        return self.right
-
-    def chances(self, usual: float) -> Floats:  # [D]
-        """By depth; where little was seen, as one depth before, and in the first as `usual`."""
-        prior, found = _DEPTH_WEIGHT * self.weight, []
-        for right, tried in zip(self.known(), self.tried, strict=True):
-            usual = (right + prior * usual) / (tried + prior)
-            found.append(usual)
-        return np.array(found)
-
-    def beside(self, usual: Floats) -> Floats:  # [D]
-        """By depth; where little was seen, as `usual` [D]."""
-        prior = _DEPTH_WEIGHT * self.weight
-        return (np.array(self.known()) + prior * usual) / (np.array(self.tried) + prior)
-
-
-class _LastingCourse(_Course):
-    """Of everybody. A depth fades when it is tried again, and slowly by rounds: a crowd's short drafts do not make
-    anybody forget at once what guesses further on were worth, or nobody would ever try them. Texts change meanwhile:
-    if first guesses fare better now than when a depth was tried, that depth would, too.
-    """
-
-    __slots__ = ("begun", "first")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = _Tally(0.0, 0.0)  # guesses
-        self.begun = [0.0] * DEPTHS  # as `right`, but first guesses, as they fared when a later depth was tried
-
-    def add(self, right: int, tried: int, decay: float, missed: float = 0.0) -> None:
-        first, weight = self.first, self.weight
-        first.right = first.right * _FIRST_DECAY + (1.0 if right else missed)
-        first.tried = first.tried * _FIRST_DECAY + 1
-        begun = weight * first.right / first.tried
-        for depth in range(min(tried, DEPTHS)):
-            self.tried[depth] = self.tried[depth] * decay + weight
-            self.right[depth] = self.right[depth] * decay + (weight if depth < right else missed * weight)
-            if depth:
-                self.begun[depth] = self.begun[depth] * decay + begun
-
-    def fade(self, decay: float) -> None:
-        before = self.weight
-        super().fade(decay)
-        if self.weight < before:  # numbers were brought down
-            self.begun = [count * decay / before for count in self.begun]
-
-    def known(self) -> Sequence[float]:
-        if not self.first.tried:
-            return self.right
-        now, found = _log_odds(self.first.share), [self.right[0]]
-        for right, tried, begun in zip(self.right[1:], self.tried[1:], self.begun[1:], strict=True):
-            leans = now - _log_odds(begun / tried) if tried else 0.0
-            found.append(tried * _share_of(_log_odds(right / tried) + leans) if leans else right)
-        return found
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
 
 
 class Acceptance:
-    """The chance that a guess is right when everything before it was. Newcomers start from the record of their kind,
-    and a kind of which little is known from everybody's.
+    """Of one drafter. A guess is compared when everything before it was right."""
 
-    traits: the kinds of requests, by id; filled in by its owner.
-    """
+    def __init__(self, ease: Ease) -> None:
+        """ease: may be shared with other drafters that find the same texts easy."""
+        self._ease = ease
+        self._right, self._tried = np.zeros(DEPTHS), np.zeros(DEPTHS)
+        self._odds: list[float] | None = None  # [DEPTHS] of all requests
+        self._seen: deque[tuple[int, int]] = deque(maxlen=32)  # right and compared guesses, by draft
+        self.ranks = NodeRanks()
 
-    def __init__(self, traits: Mapping[str, Traits] | None = None) -> None:
-        self._shared = _Tally(_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
-        self._seen: deque[tuple[int, int]] = deque(maxlen=_TOLD)  # right and tried guesses, by draft
-        self._course = _LastingCourse()
-        self._kinds: dict[Traits, _Tally] = {}
-        self._kind_courses: dict[Traits, _LastingCourse] = {}
-        self._traits = {} if traits is None else traits
-        self.peers: Collection[Acceptance] = ()  # of drafters that find the same text easy, and itself
-        self._beside: dict[Traits | None, dict[Acceptance, _Tally]] = {}  # by kind: their log odds when it was tried
-        self._round = 0
-        self._requests: dict[str, _Tally] = {}
-        self._last: dict[str, int] = {}  # by request: the round in which it was last guessed for
-        self._courses: dict[str, _Course] = {}
+    def next_step(self) -> None:
+        self._right[1:] *= _FADE  # a depth that is not tried any more comes to fare as the one before it
+        self._tried[1:] *= _FADE
+        self._odds = None
+        self.ranks.next_step()
 
-    def next_round(self) -> None:
-        self._round += 1
-        for course in (self._course, *self._kind_courses.values()):
-            course.fade(_AGES)
+    def odds(self) -> list[float]:  # [DEPTHS]
+        """Log odds of all requests' guesses. A depth of which little was seen fares as the one before it."""
+        if self._odds is None:
+            chance, self._odds = _PRIOR, []
+            for right, tried in zip(self._right.tolist(), self._tried.tolist(), strict=True):
+                chance = min(max((right + PRIOR_WEIGHT * chance) / (tried + PRIOR_WEIGHT), 1e-3), _MOST)
+                self._odds.append(log(chance / (1 - chance)))
+        return self._odds
+
+    def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
+        """The chance that all of the first 1, 2, … guesses are right."""
+        odds = np.array(self.odds())[np.minimum(np.arange(depth), DEPTHS - 1)]  # [depth]
+        chances = 1 / (1 + np.exp(-odds[:, None] - self._ease.of(request_ids)))
+        return np.asarray(np.minimum(chances, _MOST).cumprod(0))
+
+    def observe(self, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
+        """drafted: how deep the draft went. tree: where it was one; a larger one may have had the next token."""
+        tried = accepted + (accepted < drafted)
+        odds, missed = self.odds(), 0.0
+        if tree is not None:
+            if accepted < drafted:
+                lean = float(self._ease.of([request_id])[0])
+                chance = 1 / (1 + exp(-odds[min(accepted, DEPTHS - 1)] - lean))
+                missed = self.ranks.missed(chance, tree.nodes, accepted)
+            self.ranks.observe(tree.path, tree.nodes)
+        compared = min(tried, DEPTHS)
+        self._ease.observe(request_id, odds[:compared], min(accepted, compared) + missed * (accepted < compared))
+        self._right[:compared] *= _FADE
+        self._tried[:compared] *= _FADE
+        self._tried[:compared] += 1
+        self._right[: min(accepted, compared)] += 1
+        if accepted < compared:
+            self._right[accepted] += missed
+        self._seen.append((accepted, tried))
+
+    def forget(self, request_id: str) -> None:
+        self._ease.forget(request_id)
 
     def told(self) -> str:
-        """What was seen of the guesses for all requests, or what is assumed before any was compared."""
+        """What was seen, in words; or what is assumed."""
         seen = list(self._seen)  # another thread may add to it
         right, tried = sum([right for right, _ in seen]), sum([tried for _, tried in seen])
         if not tried:
             return f"assuming that {_PRIOR:.0%} of its guesses are right: none was compared yet"
-        return f"{right} of its last {tried} guesses for all requests were right, sent or not"
+        return f"{right} of its last {tried} guesses for all requests were right"
 
-    @property
-    def known(self) -> bool:
-        """Was any guess put to the test?"""
-        return any(self._course.tried)
 
-    def alpha(self, request_id: str) -> float:
-        """At any depth."""
-        own = self._requests.get(request_id)
-        if own is None:
-            return self._newcomer(request_id)
-        passed = self._round - self._last[request_id]
-        if passed <= _FRESH or not self.peers:
-            return own.share
-        left = _FADES ** (passed - _FRESH)
-        prior = _PRIOR_WEIGHT * (1 - left)
-        return (own.right * left + prior * self._newcomer(request_id)) / (own.tried * left + prior)
+# --- trees ------------------------------------------------------------------------------------------------------------
 
-    def _alphas(self, request_ids: Sequence[str]) -> list[float]:
-        """The same of many. Of most a guess was seen lately, and that is soon said."""
-        since, last, own = self._round - _FRESH if self.peers else 0, self._last, self._requests
-        return [own[r].share if last.get(r, since - 1) >= since else self.alpha(r) for r in request_ids]
+EDGES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, MAX_NODES)
+"""Sizes of trees that are told apart."""
+_BUCKET = [bisect_right(EDGES, rank) for rank in range(MAX_NODES)]
+"""By rank of a node: the first of these sizes that has it."""
 
-    def untried(self, request_ids: Sequence[str]) -> float:
-        """For which part of these was nothing of its guesses put to the test?"""
-        return sum([request_id not in self._requests for request_id in request_ids]) / max(len(request_ids), 1)
 
-    def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
-        """The chance that all of the first 1, 2, … guesses are right."""
-        alphas = np.array(self._alphas(request_ids))  # [B]
-        usual = np.minimum(self._usual_courses(request_ids) * alphas, np.maximum(alphas, 0.98))  # [D, B]
-        courses = [self._courses.get(r, _NO_COURSE) for r in request_ids]
-        counts = b"".join([part for course in courses for part in (course.right, course.tried)])
-        seen = np.frombuffer(counts).reshape(-1, 2, DEPTHS)  # [B, 2, D]
-        weights = _DEPTH_WEIGHT * np.array([course.weight for course in courses])  # [B]
-        tried = seen[:, 1].T  # [D, B]
-        chances = (seen[:, 0].T + weights * usual) / (tried + weights)  # [D, B]
-        # what was seen of a request tells depths apart here; how often it is right alpha says, and it counts once
-        mean = np.where(tried.any(0), (tried * chances).sum(0) / np.maximum(tried.sum(0), 1e-9), alphas)  # [B]
-        chances = np.minimum(chances * alphas / np.maximum(mean, 1e-9), np.maximum(alphas, 0.98))
-        deep = np.minimum(np.arange(depth), DEPTHS - 1)
-        return np.cumprod(chances[deep], axis=0)
+def _usual() -> Floats:  # [D, S]
+    """The part of the right nodes of a whole tree that trees of each size have, before anything was seen: a chain of 6
+    nodes has 0.7 of them."""
+    depths, sizes = np.arange(1, DEPTHS + 1)[:, None], np.array(EDGES, dtype=np.float64)
+    kept = (1 - np.exp(-0.6 * sizes / depths)) / (1 - np.exp(-0.6 * MAX_NODES / depths))
+    return np.where(sizes >= depths, kept, 1e-9)
 
-    def _usual_courses(self, request_ids: Sequence[str]) -> Floats:  # [D, B]
-        """How many times as likely as any of its guesses each depth's are for each, by what others of its kind saw."""
-        shared = max(self._shared.share, 1e-6)
-        everybody = self._course.chances(shared) / shared  # [D]
-        known: dict[Traits | None, Floats] = {}
-        for kind in {self._traits.get(request_id) for request_id in request_ids}:
-            course = None if kind is None else self._kind_courses.get(kind)
-            if kind is None or course is None:
-                known[kind] = everybody
-            else:
-                share = max(self._kinds[kind].share, 1e-6)
-                known[kind] = course.beside(everybody * share) / share
-        if len(known) == 1:
-            return next(iter(known.values()))[:, None]
-        return np.stack([known[self._traits.get(request_id)] for request_id in request_ids], axis=1)
 
-    def observe(self, request_id: str, drafted: int, accepted: int, missed: float = 0.0) -> None:
-        """Guesses behind the first wrong one were never put to the test.
+def _between() -> Floats:  # [S + 1, MAX_NODES + 1]
+    """How sizes 0, 1, 2, … are put together of the sizes that are told apart: straight lines along the logarithm."""
+    known = np.log1p(np.array((0, *EDGES), dtype=np.float64))
+    every = np.log1p(np.arange(MAX_NODES + 1, dtype=np.float64))
+    return np.stack([np.interp(every, known, line) for line in np.eye(len(known))])
 
-        missed: the chance that what was not right would have been in a larger draft, which is what is estimated.
+
+_USUAL = _usual()
+_USUALLY_LOST = np.concatenate((np.ones((DEPTHS, 1)), 1 - _USUAL[:, :-1] / _USUAL[:, 1:]), axis=1)
+_BETWEEN = _between()
+_POSSIBLE = np.arange(MAX_NODES + 1) >= np.arange(1, DEPTHS + 1)[:, None]  # a tree is no deeper than it has nodes
+
+
+class NodeRanks:
+    """Which nodes of a drafter's trees turn out right, in its own order of sureness, by depth.
+
+    The first nodes of a tree are the best tree of that size. So a verdict tells what each smaller tree would have
+    brought. What a larger one would have brought is not seen: sizes are compared only within drafts that have both.
+    """
+
+    def __init__(self) -> None:
+        self._last = np.zeros((DEPTHS, len(EDGES) + 1))  # right nodes that a size has and the one before has not
+        self._had = np.zeros((DEPTHS, len(EDGES) + 1))  # its sums: right nodes of drafts no smaller than a size
+        self._kept: Floats | None = None
+
+    def next_step(self) -> None:
+        self._last *= _FADE
+        self._had *= _FADE
+
+    def observe(self, path: Sequence[int], nodes: int) -> None:
+        whole = bisect_right(EDGES, nodes)  # sizes that the draft has all nodes of
+        for depth, rank in enumerate(path[:DEPTHS]):
+            size = _BUCKET[rank]
+            if size < whole:
+                self._last[depth, size] += 1
+                self._had[depth, size] += 1
+                self._had[depth, whole] -= 1
+        self._kept = None
+
+    def kept(self) -> Floats:  # [D, MAX_NODES + 1]
+        """By depth and nodes: the part of what a whole tree has right at that depth."""
+        if self._kept is None:
+            last, had = self._last[:, :-1], self._had[:, :-1].cumsum(1)  # [D, S]
+            lost = (last + PRIOR_WEIGHT * _USUALLY_LOST) / (had + PRIOR_WEIGHT)
+            down = np.cumprod((1 - lost)[:, :0:-1], axis=1)[:, ::-1]  # [D, S - 1]
+            sizes = np.concatenate((np.zeros((DEPTHS, 1)), down, np.ones((DEPTHS, 1))), axis=1)
+            self._kept = np.minimum(np.where(_POSSIBLE, sizes @ _BETWEEN, 0.0), 1.0)
+        return self._kept
+
+    def missed(self, chance: float, nodes: int, accepted: int) -> float:
+        """The chance that a whole tree had the next token, where one of so many nodes was right so far and no further.
+
+        chance: that a whole tree has the right token there.
         """
-        if not drafted:
-            return
-        tried = accepted + (accepted < drafted)
-        if request_id not in self._requests:
-            # what it starts from fades like everything else: one that fares worse than all others must not live on hope
-            self._requests[request_id] = _Tally(self._newcomer(request_id) * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
-            self._courses[request_id] = _Course()
-        own, self._last[request_id] = self._requests[request_id], self._round
-        missed *= accepted < drafted
-        own.add(accepted + missed, tried, _DECAY)
-        if own.tried > _MOST_WEIGHT:
-            own.right, own.tried = own.right * _MOST_WEIGHT / own.tried, _MOST_WEIGHT
-        self._courses[request_id].add(accepted, tried, _DECAY, missed)
-        self._shared.add(accepted + missed, tried, _SHARED_DECAY)
-        self._seen.append((accepted, tried))
-        self._course.add(accepted, tried, _SHARED_DECAY, missed)
-        traits = self._traits.get(request_id)
-        if traits is not None:
-            if traits not in self._kinds:
-                self._kinds[traits], self._kind_courses[traits] = _Tally(0.0, 0.0), _LastingCourse()
-            self._kinds[traits].add(accepted + missed, tried, _SHARED_DECAY)
-            self._kind_courses[traits].add(accepted, tried, _SHARED_DECAY, missed)
-            for peer in self.peers:
-                if peer is not self and peer.known:
-                    mean = self._beside.setdefault(traits, {}).setdefault(peer, _Tally(0.0, 0.0))
-                    mean.add(peer.log_odds(request_id), 1, _SHARED_DECAY)
+        kept, depth = self.kept(), min(accepted, DEPTHS - 1)
+        above = float(kept[depth - 1, nodes]) if depth else 1.0
+        part = min(1.0, float(kept[depth, nodes]) / above) if above > 0 else 0.0
+        return chance * (1 - part) / max(1 - chance * part, 1e-6)
+
+
+# --- promises ---------------------------------------------------------------------------------------------------------
+
+
+class Promises:
+    """What a drafter's own probabilities are worth: tokens that its drafts brought, by those that it promised.
+
+    Never more than their word: a drafter that promises too little costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._promised: dict[str, float] = {}  # by the draft that is being verified
+        self._requests: dict[str, tuple[float, float]] = {}  # tokens promised and brought
+        self._shared = (0.0, 0.0)
+
+    def factor(self, request_id: str) -> float:
+        promised, brought = self._shared
+        usual = min(1.0, (brought + PRIOR_WEIGHT) / (promised + PRIOR_WEIGHT))
+        promised, brought = self._requests.get(request_id, (0.0, 0.0))
+        return min(1.0, (brought + PRIOR_WEIGHT * usual) / (promised + PRIOR_WEIGHT))
+
+    def promise(self, request_id: str, tokens: float) -> None:
+        """A draft of which the drafter expects so many tokens is verified in this step."""
+        self._promised[request_id] = tokens
+
+    def observe(self, request_id: str, accepted: int) -> None:
+        said = self._promised.pop(request_id, None)
+        if said is not None:
+            fade = 1 - 1 / PRIOR_WEIGHT
+            promised, brought = self._requests.get(request_id, (0.0, 0.0))
+            self._requests[request_id] = promised * fade + said, brought * fade + accepted
+            promised, brought = self._shared
+            self._shared = promised * _FADE + said, brought * _FADE + accepted
 
     def forget(self, request_id: str) -> None:
+        self._promised.pop(request_id, None)
         self._requests.pop(request_id, None)
-        self._last.pop(request_id, None)
-        self._courses.pop(request_id, None)
-
-    def _newcomer(self, request_id: str) -> float:
-        usual = self._usual(request_id)
-        beside = self._beside.get(self._traits.get(request_id))
-        if not beside:
-            return usual
-        leans = [peer.log_odds(request_id) - mean.share for peer, mean in beside.items()]
-        return _share_of(_log_odds(usual) + _ALIKE * sum(leans) / len(leans))
-
-    def log_odds(self, request_id: str) -> float:
-        """Of a guess for it, by what was seen of it or of its kind."""
-        own = self._requests.get(request_id)
-        return _log_odds(self._usual(request_id) if own is None else own.share)
-
-    def _usual(self, request_id: str) -> float:
-        """Of its kind."""
-        shared = self._shared.share
-        kind = self._kinds.get(self._traits[request_id]) if request_id in self._traits else None
-        if kind is None:
-            return shared
-        return (kind.right + _PRIOR_WEIGHT * shared) / (kind.tried + _PRIOR_WEIGHT)
-
-
-def _log_odds(share: float) -> float:
-    safe = min(max(share, _SURE), 1 - _SURE)
-    return log(safe / (1 - safe))
-
-
-def _share_of(log_odds: float) -> float:
-    return 1 / (1 + exp(-log_odds))
-
-
-_NO_COURSE = _Course()

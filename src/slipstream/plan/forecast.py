@@ -1,4 +1,4 @@
-"""What the planner would choose, for any number of requests and any share of right guesses: by costs that are known."""
+"""What the planner would choose for any number of requests and any share of right guesses: for `slipstream explain`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.core.draft import Tree
-from slipstream.plan.acceptance import Acceptance, Floats
-from slipstream.plan.adaptive import AdaptivePlanner
-from slipstream.plan.cost import PassCost
-from slipstream.plan.decisions import NO_MEMORY, NO_TOKENS, little_memory
-from slipstream.plan.measured import MeasuredCosts
-from slipstream.plan.planner import Levels
+from slipstream.plan.acceptance import Acceptance, Ease
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import (
+    NO_MEMORY,
+    NO_TOKENS,
+    Floats,
+    Levels,
+    Load,
+    MeasuredCosts,
+    Offer,
+    little_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,46 +77,35 @@ class _Assumed(Acceptance):
     """Such a part of all guesses is right."""
 
     def __init__(self, alpha: float) -> None:
-        super().__init__()
+        super().__init__(Ease())
         self._alpha = alpha
 
     def told(self) -> str:
         return ""  # the reader of a forecast gave the share
-
-    def alpha(self, request_id: str) -> float:
-        return self._alpha
 
     def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
         return np.repeat((self._alpha ** np.arange(1, depth + 1))[:, None], len(request_ids), axis=1)
 
 
 def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> Choice:
-    """What is chosen when all requests are alike. Before it is asked for the first time, nothing was seen of them."""
-    planner = AdaptivePlanner(PassCost(engine.slope), min_gain=engine.min_gain)
-    if engine.is_padded:
-        planner.pad_passes()
+    """What is chosen when all requests are alike and nothing was seen of them."""
+    planner = AdaptivePlanner(engine.slope, min_gain=engine.min_gain)
+    planner.costs.padded = engine.is_padded
     planner.adopt(engine.costs)
     planner.assume(guesser.name, _Assumed(alpha))
-    planner.next_round(requests, requests * engine.context)
-    ids = [str(i) for i in range(requests)]
-    most = min(guesser.nodes, engine.nodes(requests))
-    caps = [most] * requests
+    name, load = guesser.name, Load(requests, requests * engine.context)
+    planner.costs.load = load
+    ids, most = [str(i) for i in range(requests)], min(guesser.nodes, engine.nodes(requests))
     if not most:
         why = engine.why_none(requests) if guesser.nodes else NO_TOKENS
-        return Choice(guesser.name, requests, alpha, 0, 1.0, why)
-    if guesser.levels:
-        sizes = planner.budget_trees(guesser.name, ids, caps, requests, levels=guesser.levels).nodes
-    elif not guesser.is_free:
-        sizes = planner.budget(guesser.name, ids, caps, requests)
-    elif guesser.whole:
-        planner.assume_brought(guesser.name, sum(alpha**depth for depth in range(1, most + 1)))
-        trees = planner.take(guesser.name, ids, [Tree.chain([1] * most)] * requests, requests)
-        sizes = [len(tree) for tree in trees]
+        return Choice(name, requests, alpha, 0, 1.0, why)
+    if guesser.is_free:
+        promises = [[alpha ** (depth + 1) for depth in range(most)]] * requests
+        chains = [Tree.chain([1] * most)] * requests
+        sizes = [len(tree) for tree in planner.trim(name, ids, chains, promises, requests, whole=guesser.whole)]
     else:
-        promise = [alpha ** (depth + 1) for depth in range(most)]
-        trees = planner.trim(guesser.name, ids, [Tree.chain([1] * most)] * requests, [promise] * requests, requests)
-        sizes = [len(tree) for tree in trees]
-    decision = planner.decision(guesser.name)
+        (budget,) = planner.plan([Offer(name, ids, [most] * requests, guesser.levels)], load)
+        sizes = budget.nodes
+    decision, why = planner.decision(name), planner.reasons().get(name, "")
     gain, levels = (1.0, 0) if decision is None else (decision.gain, decision.levels)
-    why = planner.reasons().get(guesser.name, "")
-    return Choice(guesser.name, requests, alpha, sum(sizes) / requests, gain, why, levels)
+    return Choice(name, requests, alpha, sum(sizes) / requests, gain, why, levels)

@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.core.errors import InvalidRequest, RequestError, SlipstreamError
 from slipstream.core.outputs import CompletionOutput, RequestOutput
-from slipstream.engine.host import EngineHost, Prepared
+from slipstream.engine.remote import EngineProcess
+from slipstream.engine.requests import Request
 from slipstream.engine.streams import OutputStream
 from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, for_log, from_exception
@@ -35,7 +36,7 @@ _GRACE_S = 5.0
 class Work:
     """Prepared requests, of which every one has `n` answers, and how to tell of them."""
 
-    jobs: Sequence[Prepared]
+    jobs: Sequence[Request]
     n: int
     wording: Wording
     streamed: bool
@@ -47,7 +48,7 @@ class Work:
 class EngineResponse(Response):
     """Runs the work while it is being sent: only here is it known when the client goes away."""
 
-    def __init__(self, llm: EngineHost, work: Work, drain: Drain) -> None:
+    def __init__(self, llm: EngineProcess, work: Work, drain: Drain) -> None:
         super().__init__()
         self._drain = drain
         self._llm = llm

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Scope
 
 from slipstream import __version__
 from slipstream.core.errors import SlipstreamError
-from slipstream.engine.host import EngineHost
+from slipstream.engine.remote import EngineProcess
 from slipstream.serve.complaints import from_validation
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError, for_log, from_exception
@@ -129,7 +129,7 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def make_gate(llm: EngineHost, config: ServeConfig) -> tuple[ASGIApp, Service]:
+def make_gate(llm: EngineProcess, config: ServeConfig) -> tuple[ASGIApp, Service]:
     """The whole service as one ASGI application."""
     service = Service(llm, config)
     app = make_app(service)

@@ -234,7 +234,7 @@ def main() -> None:
     if options.client:
         asyncio.run(serve_pairs(options.client, asked))
         return
-    from slipstream.engine.remote.process import EngineProcess
+    from slipstream.engine.remote import EngineProcess
     from slipstream.serve.config import ServeConfig
     from slipstream.serve.server import HttpServer
 

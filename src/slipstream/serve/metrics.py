@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import GAP_BOUNDS_S, Snapshot
-from slipstream.engine.host import EngineHost
+from slipstream.engine.remote import EngineProcess
 from slipstream.serve.admission import Admission
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.record import AnswerRecord, Record
@@ -47,7 +47,7 @@ _SECONDS = (
 )
 DECISIONS = (
     "Rounds of an answer by drafter. drafted: it had a draft. Else why not: off: no drafter, or all switched off; "
-    "plain: to compare with, or drafts slow down its kind; declined: not expected to pay; no_guess: it had none; "
+    "plain: to compare with; declined: not expected to pay, or lost lately; no_guess: it had none; "
     "limited: by the request, memory, the pass, or the answer's end; no_pages: the cache is short; "
     "late: not waited for; failed: before."
 )
@@ -57,7 +57,7 @@ _TOKENS = tuple(float(2**n) for n in range(18))
 class Metrics:
     """One engine's. Its registry is its own, so that several servers can live in one process."""
 
-    def __init__(self, llm: EngineHost, config: ServeConfig, admission: Admission) -> None:
+    def __init__(self, llm: EngineProcess, config: ServeConfig, admission: Admission) -> None:
         model, self._slo = config.models[0], (config.slo_ttft_ms, config.slo_tpot_ms)
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(llm, model, admission))
@@ -119,7 +119,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine when somebody asks."""
 
-    def __init__(self, llm: EngineHost, model: str, admission: Admission) -> None:
+    def __init__(self, llm: EngineProcess, model: str, admission: Admission) -> None:
         self._llm = llm
         self._model = model
         self._admission = admission
@@ -193,7 +193,7 @@ class _EngineCollector(Collector):
         yield self._by("spec_decode_decisions", DECISIONS, "reason", now.decisions.items())
         gains = GaugeMetricFamily(
             "slipstream:spec_decode_gain",
-            "How many times as fast as plain ones drafted rounds were lately, by kind of request.",
+            "How many times as fast as plain steps drafted ones were lately, by drafter and batch size.",
             labels=["model_name", "kind"],
         )
         for kind, gain in now.gains.items():

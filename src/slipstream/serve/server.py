@@ -15,7 +15,7 @@ import uvicorn
 
 from slipstream.core.errors import ConfigError, EngineDied
 from slipstream.core.responsive import responsive, tidy
-from slipstream.engine.host import EngineHost
+from slipstream.engine.remote import EngineProcess
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import log
@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
 
     server_state: Connections
 
-    def __init__(self, llm: EngineHost, config: ServeConfig) -> None:
+    def __init__(self, llm: EngineProcess, config: ServeConfig) -> None:
         self.socket = _bound(config.host, config.port)
         self._sockets = [self.socket]
         if config.metrics_port is not None:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
-from slipstream.engine.host import EngineHost, Prepared
+from slipstream.engine.remote import EngineProcess
+from slipstream.engine.requests import Request
 from slipstream.serve.admission import Admission
 from slipstream.serve.answering import EngineResponse, Work
 from slipstream.serve.auth import Keyring
@@ -66,7 +67,7 @@ Made = TypeVar("Made")
 class Service:
     """One engine for many clients."""
 
-    def __init__(self, llm: EngineHost, config: ServeConfig) -> None:
+    def __init__(self, llm: EngineProcess, config: ServeConfig) -> None:
         self.llm = llm
         self.config = config
         self.prompts = PromptMaker(llm.tokenizer)
@@ -121,7 +122,7 @@ class Service:
                 return self.prompts.encode(prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens)
             return prompt
 
-        def make() -> tuple[list[Prepared], Wording]:
+        def make() -> tuple[list[Request], Wording]:
             with about("prompt"):
                 jobs = [self._job(ids(prompt), params, record, i, asked) for i, prompt in enumerate(prompts)]
             echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
@@ -141,7 +142,7 @@ class Service:
         parser = self._tool_parser(asked)
         manner = self._manner(asked, params, record, "chatcmpl")
 
-        def make() -> tuple[list[Prepared], Wording]:
+        def make() -> tuple[list[Request], Wording]:
             with about("messages"):
                 job = self._job(self._conversation(asked), params, record, 0, asked, "messages")
             return [job], ChatWording(manner, parser, params.logprobs or 0, self.prompts.bytes_of)
@@ -304,7 +305,7 @@ class Service:
         index: int,
         asked: CompletionRequest | ChatRequest,
         param: str = "prompt",
-    ) -> Prepared:
+    ) -> Request:
         if asked.truncate_prompt_tokens is not None:
             most = self.llm.max_model_len
             room = most - (params.max_tokens if params.max_tokens < most else 1)
@@ -327,7 +328,7 @@ class Service:
 
     async def _response(
         self,
-        make: Callable[[], tuple[list[Prepared], Wording]],
+        make: Callable[[], tuple[list[Request], Wording]],
         asked: CompletionRequest | ChatRequest,
         params: SamplingParams,
         record: Record,

@@ -13,7 +13,7 @@ from slipstream.core.params import SamplingParams
 
 if TYPE_CHECKING:  # the client of a measurement has no use for torch
     from slipstream.engine.llm import LLM
-    from slipstream.engine.remote.process import EngineProcess
+    from slipstream.engine.remote import EngineProcess
 
 
 @dataclass(frozen=True, slots=True)

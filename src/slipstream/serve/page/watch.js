@@ -158,7 +158,7 @@ function showCache(engine, grown) {
   $("prefix").textContent = `${hits} · ${count(grown.preemptions)} preemptions`;
 }
 
-/** What drafts bring by kind of request, over time, and what was decided last for each drafter, in the planner's words. */
+/** What drafts bring by drafter and batch size, over time, and what was decided last for each drafter, in the planner's words. */
 function showPlan({ gains, plan }) {
   for (const kind of Object.keys(gains)) if (!kinds.includes(kind)) kinds.push(kind);
   const series = kinds.map((kind, i) => ({

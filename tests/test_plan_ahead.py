@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from queueing import PARAMS, Echo, Queue
+from slipstream.core.draft import Tree
 from slipstream.plan.planner import Planner
+from slipstream.plan.types import Budget, Load, Offer
 
 
 class Watching(Planner):
@@ -15,8 +18,15 @@ class Watching(Planner):
         self._bench = bench
         self.queued: list[int] = []
 
-    def next_round(self, requests: int = 0, context: int = 0, running: int = 0) -> None:
+    def plan(self, offers: Sequence[Offer], load: Load) -> list[Budget]:
         self.queued.append(len(self._bench.tickets))
+        return super().plan(offers, load)
+
+    def trim(
+        self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], *_: object, **__: object
+    ) -> list[Tree]:
+        self.queued.append(len(self._bench.tickets))
+        return list(trees)
 
 
 def test_plans_for_device_drafters_are_hidden_behind_a_round(tiny_target: Path) -> None:

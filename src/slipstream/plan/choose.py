@@ -1,0 +1,230 @@
+"""The draft with the most expected tokens a second. Pure functions over arrays: nothing here remembers anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.core.draft import MAX_NODES, ROOT, Tree
+from slipstream.plan.acceptance import DEPTHS, EDGES
+from slipstream.plan.types import Floats, Levels, Offer
+
+Ints = NDArray[np.int64]
+
+_LEVELS = (1, 2, 4, 6, 8, 10, 16, 24, 32, 48)
+_EMPTY = Tree()
+
+
+def level_choices(depth: int) -> tuple[int, ...]:
+    """Levels that trees of a drafter may have that goes so deep: few, since each is captured by itself."""
+    return (*[levels for levels in _LEVELS if levels < depth], depth)
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Nodes of a draft that are compared: few, since each is captured by itself."""
+    return [*[size for size in EDGES if size < most], *[most] * (most > 0)]
+
+
+# --- guesses that take time -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Guesses that are there already: they are verified whatever is drafted beside them."""
+
+    nodes: int = 0  # of all requests
+    chances: Mapping[str, Sequence[float]] | None = None  # by request: that they are right to depth 1, 2, …
+
+    def right(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
+        found = np.zeros((depth, len(request_ids)))
+        for i, request_id in enumerate(request_ids):
+            if self.chances and (chances := self.chances.get(request_id)):
+                found[: len(chances), i] = chances[:depth]
+        return found
+
+    @property
+    def tokens(self) -> float:
+        return sum(map(sum, self.chances.values())) if self.chances else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The drafts of an offer that are compared, smallest first."""
+
+    nodes: list[int]  # [C] most of a request
+    levels: list[int]  # [C] of trees; 0: a chain
+    gained: Floats  # [C, B] tokens
+    drafted: Ints  # [C, B] rows
+
+    @property
+    def steps(self) -> list[int]:  # [C]
+        """What the time of the guesses depends on."""
+        return [levels or nodes for nodes, levels in zip(self.nodes, self.levels, strict=True)]
+
+
+def chain_sizes(caps: Sequence[int], chances: Floats) -> Sizes:
+    """chances [K, B]: that a chain is right to each depth."""
+    nodes = sizes_up_to(len(chances))
+    drafted = np.minimum(np.array(nodes)[:, None], np.array(caps))  # [C, B]
+    brought = np.concatenate((np.zeros((1, len(caps))), chances.cumsum(0)))  # [K + 1, B]
+    return Sizes(nodes, [0] * len(nodes), np.take_along_axis(brought, drafted, 0), drafted)
+
+
+def tree_sizes(caps: Sequence[int], levels: Sequence[Levels], chances: Floats, kept: Floats) -> Sizes:
+    """chances [L, B]: that a whole tree is right to each depth; kept [D, MAX_NODES + 1]: as in `NodeRanks`."""
+    pairs: list[tuple[int, int]] = []
+    above = 0
+    for deep, most in levels:  # what fits into fewer levels is no reason for more
+        found = sizes_up_to(min(max(caps), most))
+        pairs += [(nodes, deep) for nodes in found if nodes > above]
+        above = deep
+    pairs = pairs or [(max(caps), levels[0].deep)]
+    nodes, deep = np.array(pairs).T  # [C]
+    drafted = np.minimum(nodes[:, None], np.array(caps))  # [C, B]
+    depths = np.arange(len(chances))  # [L]
+    parts = kept[np.minimum(depths, DEPTHS - 1)][:, np.minimum(drafted, MAX_NODES)]  # [L, C, B]
+    right = np.where((depths[:, None] < deep)[:, :, None], chances[:, None, :] * parts, 0.0)
+    return Sizes(nodes.tolist(), deep.tolist(), right.sum(0), drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One drafter's guesses for some of its requests."""
+
+    offer: Offer
+    nodes: int
+    levels: int
+    members: Ints  # requests of the offer
+    tokens: float  # of the whole step
+    seconds: float
+    guess_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def best_size(
+    offer: Offer,
+    sizes: Sizes,
+    draft_s: Floats,  # [C]
+    late_s: Floats,  # [B + 1]: what is added where 0, 1, … requests have to be caught up on
+    pass_s: Floats,  # by rows
+    requests: int,
+    free: Free,
+    last: tuple[int, int],
+    margin: float,
+) -> Candidate:
+    """The size with the highest rate, for as many requests as pay, those of which most is expected first.
+
+    last: nodes and levels that stay unless others are better by the margin.
+    """
+    order = np.argsort(-sizes.gained[-1], kind="stable")  # [B]
+    tokens = requests + free.tokens + sizes.gained[:, order].cumsum(1)  # [C, B]: with the first 1, 2, …
+    rows = requests + free.nodes + sizes.drafted[:, order].cumsum(1)
+    seconds = pass_s[np.minimum(rows, len(pass_s) - 1)] + draft_s[:, None]
+    if offer.lagging:
+        lags = np.array([offer.request_ids[i] in offer.lagging for i in order.tolist()])
+        seconds += late_s[lags.cumsum()]
+    rates = tokens / seconds
+    counts = rates.argmax(1)  # [C]
+    by_size = rates[np.arange(len(counts)), counts]
+    best = int(by_size.argmax())
+    for i, pair in enumerate(zip(sizes.nodes, sizes.levels, strict=True)):
+        if pair == last and by_size[i] * margin > by_size[best]:
+            best = i
+    count = int(counts[best])
+    found = float(tokens[best, count]), float(seconds[best, count]), float(draft_s[best])
+    return Candidate(offer, sizes.nodes[best], sizes.levels[best], order[: count + 1], *found)
+
+
+# --- guesses that are there already -----------------------------------------------------------------------------------
+
+
+class Ranked:
+    """The nodes of a step's trees, likeliest first. A node's chance is at most its parent's."""
+
+    def __init__(self, trees: Sequence[Tree], chances: Sequence[Sequence[float]]) -> None:
+        """chances: of each tree, by node: that its whole path is right."""
+        self._trees = trees
+        sizes = np.array([len(tree.tokens) for tree in trees])  # [B]
+        self._ends = np.cumsum(sizes)  # [B]
+        count, begins = int(self._ends[-1]), self._ends - sizes
+        flat = np.fromiter(chain.from_iterable(chances), np.float64, count=count)  # [N]
+        if all(tree.is_chain for tree in trees):
+            above = np.arange(-1, count - 1)
+            above[begins[sizes > 0]] += 1  # the first node of each has no parent: its own
+        else:
+            parents = np.fromiter(chain.from_iterable([tree.parents for tree in trees]), np.int64, count=count)
+            above = np.where(parents == ROOT, np.arange(count), parents + np.repeat(begins, sizes))
+        while not np.array_equal(bounded := np.minimum(flat, flat[above]), flat):
+            flat = bounded
+        self._chances = flat
+        self._ranked = -np.sort(-flat)
+
+    def tokens(self, requests: int) -> Floats:  # [N + 1]
+        """Expected of the step with the 0, 1, … likeliest nodes."""
+        return np.concatenate(([0.0], np.cumsum(self._ranked))) + requests
+
+    def take(self, count: int) -> tuple[list[Tree], list[list[float]]]:
+        """The trees cut to the `count` likeliest nodes of all, and the chances of those."""
+        bar = self._ranked[count - 1]
+        kept = self._chances > bar
+        kept[np.flatnonzero(self._chances == bar)[: count - int(kept.sum())]] = True  # of equals the first: parents are
+        marks, chances = kept.tolist(), self._chances.tolist()
+        trees, left = list[Tree](), list[list[float]]()
+        begin = 0
+        for tree, end in zip(self._trees, self._ends.tolist(), strict=True):
+            trees.append(cut(tree, marks[begin:end]))
+            left.append([chances[node] for node in range(begin, end) if marks[node]])
+            begin = end
+        return trees, left
+
+
+def cut(tree: Tree, kept: list[bool]) -> Tree:
+    """The tree without the nodes that are not kept. A kept node's parent must be kept."""
+    count = sum(kept)
+    if count == len(kept):
+        return tree
+    if not count:
+        return _EMPTY
+    if not any(kept[count:]):  # the first nodes, as always of a chain: their parents are among them
+        return Tree(tree.tokens[:count], tree.parents[:count])
+    new_index = [place - 1 for place in accumulate(kept)]
+    nodes = [node for node, keep in enumerate(kept) if keep]
+    parents = [tree.parents[node] for node in nodes]
+    return Tree(
+        tuple(tree.tokens[node] for node in nodes),
+        tuple(ROOT if parent == ROOT else new_index[parent] for parent in parents),
+    )
+
+
+def shared_out(tree: Tree, chance: float) -> list[float]:
+    """The chance of each node, for a drafter that does not say: siblings share their parent's, the first of them most.
+
+    chance: of a guess when everything before it was right.
+    """
+    chances: list[float] = []
+    left = {ROOT: 1.0}  # the chance that a node is accepted and none of its children so far is
+    for node, parent in enumerate(tree.parents):
+        chances.append(chance * left[parent])
+        left[parent] -= chances[node]
+        left[node] = chances[node]
+    return chances
+
+
+def by_depth(tree: Tree, chances: Sequence[float]) -> list[float]:
+    """The chance that the tree is right to depth 1, 2, …: siblings exclude each other."""
+    found: list[float] = []
+    depths: list[int] = []
+    for parent, chance in zip(tree.parents, chances, strict=True):
+        depth = 0 if parent == ROOT else depths[parent] + 1
+        depths.append(depth)
+        if depth == len(found):
+            found.append(0.0)
+        found[depth] = min(found[depth] + chance, 1.0)
+    return found
