@@ -20,7 +20,7 @@ from work import PEER_DEPTH
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.suffix import SuffixDrafter
-from slipstream.drafters.suffix_store import SuffixStore
+from slipstream.drafters.suffix.store import SuffixStore
 from slipstream.engine.engine import Engine
 from slipstream.engine.listening import Offered, RoundTimes
 from slipstream.engine.odds import made_for

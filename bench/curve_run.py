@@ -20,7 +20,7 @@ from kernel_clock import free
 from results import Report
 from work import CONTEXT, Setup, opened, prompts_for
 
-from slipstream.drafters.shipped import HEADS
+from slipstream.drafters.opening import HEADS
 from slipstream.models.load import load_config
 from slipstream.models.resolve import resolve
 

@@ -22,7 +22,7 @@ from typing import Any
 from results import command_line
 
 from slipstream import LLM, SamplingParams
-from slipstream.audit.answers import AuditPrompt, Mode, ask, with_seeds
+from slipstream.audit.stage import AuditPrompt, Mode, ask, with_seeds
 from slipstream.bench.prompts import load_prompts
 from slipstream.core.outputs import parting
 from slipstream.drafters import merged_name, parse_merged

@@ -18,8 +18,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from slipstream.drafters.shipped import HEADS
-from slipstream.train.card import model_card
+from slipstream.drafters.opening import HEADS
+from slipstream.train.record import model_card
 
 MOST_BYTES = 64 * 2**20
 FILES = ("config.json", "*.safetensors")

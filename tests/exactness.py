@@ -100,14 +100,3 @@ def differences(
         elif have.speculation.rounds > len(have.token_ids):
             found.append(f"{case.name}: {have.speculation.rounds} rounds for {len(have.token_ids)} tokens")
     return found
-
-
-def check_exact(llm: LLM, drafter: str) -> None:
-    """Every sampling parameter, alone and in company: the same tokens as without, though it does guess right."""
-    batch = cases()
-    expected = plain(llm, batch)
-    for alone in (True, False):
-        got = run(llm, batch, drafter, alone=alone)
-        assert not differences(batch, expected, got)
-        few = [output for case, output in zip(batch, got, strict=True) if case.few]
-        assert sum(output.speculation.accepted for output in few) > len(few)

@@ -16,15 +16,17 @@ from transformers import AutoModelForCausalLM
 from conftest import save_model, tiny_llama
 from slipstream import LLM, SamplingParams
 from slipstream.audit import equality, report
-from slipstream.audit.answers import AuditPrompt
+from slipstream.audit.distribution import Fit
 from slipstream.audit.probe import PROBE, Probe
-from slipstream.audit.results import Audit, Check, Outcome
+from slipstream.audit.report import Audit, Check, Outcome
 from slipstream.audit.run import AuditConfig, audit, settings
+from slipstream.audit.stage import AuditPrompt
 from slipstream.core.draft import Draft
 from slipstream.core.verdict import Verdicts
 from slipstream.engine import engine as engine_module
 from slipstream.kv.cache import Moves, compaction
 from slipstream.sampling.choose import choose
+from slipstream.verify import rejection
 from slipstream.verify.exact import verify_exact
 
 TEXTS = ("abcabcabcabc", "one two one two one two", "x", "to be or not to be, that is")
@@ -50,8 +52,8 @@ class Audited:
         )
         self.prompts = [AuditPrompt(text, tuple(self.llm.tokenizer.encode(text))) for text in TEXTS]
 
-    def audit(self, config: AuditConfig = GREEDY) -> Audit:
-        return audit(self.llm, self.probe, self.prompts, config)
+    def audit(self, config: AuditConfig = GREEDY, prompts: int | None = None) -> Audit:
+        return audit(self.llm, self.probe, self.prompts[:prompts], config)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def test_a_verifier_that_accepts_too_much_is_a_bug(audited: Audited, monkeypatch
     assert worst.got is not None
     assert worst.expected != worst.got
     assert worst.position is not None
-    assert f"prompt {worst.prompt}, token {worst.position}" in report.told(worst)
+    assert f"prompt {worst.prompt}, token {worst.position}" in report.describe(worst)
     monkeypatch.undo()
     assert audited.audit().passed(strict=True)
 
@@ -307,3 +309,101 @@ def test_an_empty_check_is_not_tested() -> None:
 def test_own_sampling_replaces_ours() -> None:
     own = SamplingParams(temperature=0.7, top_k=5, min_p=0.1, seed=3, max_tokens=9)
     assert [setting.name for setting in settings(9, 3, own)] == ["greedy", "T=0.7, top-k 5, min-p 0.1"]
+
+
+OWN = SamplingParams(temperature=0.4, seed=5, max_tokens=14)  # sharp enough that answers share their beginnings
+SAMPLED = replace(CONFIG, drafters=("model",), settings=settings(14, 5, OWN), samples=384)
+
+
+@pytest.fixture(scope="module")
+def rejecting(tiny_target: Path, tiny_draft: Path) -> Iterator[Audited]:
+    tiny = Audited(tiny_target, f"model:{tiny_draft}", max_num_seqs=8)
+    yield tiny
+    tiny.llm.close()
+
+
+def by_title(result: Audit) -> dict[str, Outcome]:
+    return {check.title: check.outcome for check in result.checks if check.kind == "distribution"}
+
+
+RULES = ["rejection sampling, the rule on a chain", "rejection sampling, the rule on a tree"]
+DRAWN = ["rejection sampling · model", f"rejection sampling · {PROBE}"]
+
+
+@pytest.mark.parametrize("rounds", ["eager", "queued"])
+def test_right_rules_pass(tiny_target: Path, tiny_draft: Path, rounds: str) -> None:
+    rejecting = Audited(tiny_target, f"model:{tiny_draft}", max_num_seqs=8, rounds=rounds)
+    try:
+        result = rejecting.audit(SAMPLED, prompts=2)
+    finally:
+        rejecting.llm.close()
+    assert by_title(result) == dict.fromkeys(RULES + DRAWN, Outcome.PASS)
+    assert result.passed()
+    for check in result.checks:
+        if check.kind == "distribution":
+            assert check.drafted > check.accepted > 0
+            assert check.compared > 500
+
+
+def test_a_biased_rule_is_a_bug(rejecting: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(u: Tensor, chance: Tensor, odds: Tensor) -> Tensor:
+        return u.double() * odds * 0.8 < chance
+
+    monkeypatch.setattr(rejection, "_passes", lenient)
+    result = rejecting.audit(replace(SAMPLED, samples=1), prompts=2)
+    assert [by_title(result)[title] for title in RULES] == [Outcome.BUG] * 2
+    assert not result.passed()
+
+
+def test_an_engine_that_believes_drafts_is_a_bug(rejecting: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    def believing(
+        choices: Tensor, logits: Tensor, rows: Any, row_of: Tensor, draft: Any, *rest: Any, **more: Any
+    ) -> Tensor:
+        """Accepts the first guess of every request with rejection sampling."""
+        found = choices.clone()
+        if draft.width:
+            found[:, 0] = torch.where(draft.counts > 0, draft.tokens[:, 0], found[:, 0])
+        return found
+
+    monkeypatch.setattr(engine_module, "mixed_choices", believing)
+    result = rejecting.audit(SAMPLED, prompts=2)
+    assert by_title(result)[DRAWN[1]] is Outcome.BUG
+    assert "do not have the model's distribution" in result.bugs[0].why
+
+
+P = torch.tensor([0.5, 0.25, 0.2, 0.04, 0.01, 0.0])
+
+
+def drawn(p: Tensor, count: int = 3000) -> Tensor:
+    picked = torch.multinomial(p, count, replacement=True, generator=torch.Generator().manual_seed(3))
+    return picked.bincount(minlength=len(p))
+
+
+def test_a_fit_believes_what_was_drawn_and_nothing_else() -> None:
+    fit = Fit()
+    fit.add(drawn(P), P)
+    assert 0.01 < fit.p_value < 1
+    assert (fit.draws, fit.freedom, fit.impossible) == (3000, 4, 0)
+    other = Fit()
+    other.add(drawn(torch.tensor([0.42, 0.33, 0.2, 0.04, 0.01, 0.0])), P)
+    assert other.p_value < 1e-10
+
+
+def test_a_fit_forgives_what_slack_explains() -> None:
+    p = torch.tensor([0.53, 0.22, 0.2, 0.04, 0.01, 0.0])
+    strict, lax = Fit(), Fit(slack=0.2)
+    strict.add(drawn(p), P)
+    lax.add(drawn(p), P)
+    assert strict.p_value < 0.01 < lax.p_value
+
+
+def test_what_cannot_be_drawn_must_not_be() -> None:
+    fit = Fit()
+    fit.add(torch.tensor([500, 250, 200, 40, 10, 1]), P)
+    assert fit.p_value == 0
+
+
+def test_no_draws_tell_nothing() -> None:
+    fit = Fit()
+    fit.add(torch.tensor([1, 1, 0, 0, 0, 0]), P)
+    assert (fit.freedom, fit.p_value) == (0, 1.0)

@@ -132,7 +132,7 @@ def test_temperature_0_samples_nothing(run: Run) -> None:
         ("--samples 0", 0, "rejection sampling", "left out (--samples 0)"),
         ("--concurrency 1", 0, "answers in a batch", "left out (--concurrency 1)"),
         ("--limit 1", 1, "answers in a batch", "there was one prompt only; give more (--limit, --prompts)"),
-        ("--samples 8", 1, "rejection sampling · probe", "no beginning is shared by 40 answers"),
+        ("--samples 8", 1, "rejection sampling · probe", "no 40 answers share a beginning"),
     ],
 )
 def test_a_check_that_is_not_made_is_not_tested(run: Run, arguments: str, code: int, title: str, why: str) -> None:

@@ -69,7 +69,7 @@ def test_what_is_no_number_is_said_as_before(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("words", ["generate Hi", "bench", "serve"])
 def test_nobody_stands_alone(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    said = "error: --drafter: drafter 'none' means nobody, and cannot stand in a list: give it alone, or leave it out\n"
+    said = "error: --drafter: drafter 'none': cannot be combined with other drafters; give it alone or leave it out\n"
     assert refused(capsys, f"{words} --drafter suffix --drafter none") == said
 
 

@@ -22,7 +22,7 @@ from families import (
     save_random,
     tiny_config,
 )
-from slipstream.drafters import suffix_compile
+from slipstream.drafters.suffix import compiling
 from slipstream.kernels.cpu import compiled as code
 from slipstream.kernels.cpu.compiled import can_compile
 from slipstream.models.fused import FusedTrunk
@@ -194,8 +194,8 @@ def test_code_of_another_kind_of_machine_is_not_ours(tmp_path: Path, monkeypatch
     kept: list[object] = []
     for machine in ("x86_64", "aarch64"):
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        suffix_compile._digest.cache_clear()
+        compiling._digest.cache_clear()
         code.keep_in(tmp_path / "compiled")
-        kept += [code._folder, suffix_compile._digest()]
-    suffix_compile._digest.cache_clear()
+        kept += [code._folder, compiling._digest()]
+    compiling._digest.cache_clear()
     assert len(set(kept)) == 4

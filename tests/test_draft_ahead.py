@@ -18,7 +18,7 @@ from scripted import Answers, Right
 from slipstream import CompletionOutput, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DraftRequest, DraftRound
-from slipstream.drafters.features import FeatureDrafter
+from slipstream.drafters.heads import FeatureDrafter
 from slipstream.engine import draft_ahead
 from slipstream.engine.draft_ahead import DraftAhead
 from slipstream.plan.types import Offer

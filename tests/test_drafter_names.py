@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 import eagle_scenes
+from medusa_checkpoints import tiny_medusa
+from mtp_checkpoints import MTP, save_with_modules
 from serving import client_of, serving
-from slipstream import LLM, SamplingParams, SpeculationParams
-from slipstream.core.errors import ConfigError, InvalidRequest, ModelNotFound
+from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams, drafters
+from slipstream.core.errors import CapacityError, ConfigError, InvalidRequest, ModelNotFound
 from slipstream.core.vllm_names import from_vllm
-from slipstream.drafters import loaded_as
+from slipstream.drafters import DrafterSpec, loaded_as, opening, parse_merged, parse_spec, register, shipped_as
+from slipstream.drafters.opening import HEADS, auto_specs, expanded, with_shipped
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.reasons import SWITCHED_OFF
+from slipstream.models.default import default_folder
+from slipstream.models.heads.checkpoint import TargetShape
+from slipstream.models.heads.medusa import check_medusa
 
-OpenLLM = Callable[..., LLM]
+Open = Callable[..., LLM]
 
 
 def asked(llm: LLM, drafter: str | None) -> set[str]:
-    """Who drafted for a request that asks for this one."""
+    """The drafters that drafted for a request with this setting."""
     params = SamplingParams(
         temperature=0, max_tokens=12, ignore_eos=True, speculation=SpeculationParams(drafter=drafter, origins=True)
     )
@@ -32,7 +45,7 @@ def asked(llm: LLM, drafter: str | None) -> set[str]:
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
-def test_it_is_shown_as_it_was_written(name: str, rounds: str, open_llm: OpenLLM, tmp_path: Path) -> None:
+def test_it_is_shown_as_it_was_written(name: str, rounds: str, open_llm: Open, tmp_path: Path) -> None:
     head = eagle_scenes.eagle3().write(tmp_path / "head")
     llm = open_llm(drafter=f"{name}:{head}?depth=2", planner="fixed", rounds=rounds)
     for wanted in (None, "eagle", "eagle3"):  # both are names for it
@@ -45,7 +58,7 @@ def test_it_is_shown_as_it_was_written(name: str, rounds: str, open_llm: OpenLLM
         asked(llm, "eagle+eagle3")
 
 
-def test_over_http_too(open_llm: OpenLLM, tmp_path: Path) -> None:
+def test_over_http_too(open_llm: Open, tmp_path: Path) -> None:
     head = eagle_scenes.eagle3().write(tmp_path / "head")
     llm = open_llm(drafter=f"eagle3:{head}?depth=2", planner="fixed")
     with serving(llm) as server:
@@ -74,8 +87,239 @@ def test_vllm_names_stay_ours() -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "draft", "eagle3", "medusa"])
-def test_missing_weights_name_the_drafter(name: str, open_llm: OpenLLM, tmp_path: Path) -> None:
+def test_missing_weights_name_the_drafter(name: str, open_llm: Open, tmp_path: Path) -> None:
     path = f"{tmp_path}/nowhere"
     expected = f"drafter='{name}:{path}': '{path}': no such folder or file. Give NAME:PATH with the folder"
     with pytest.raises(ModelNotFound, match=re.escape(expected)):
         open_llm(drafter=f"{name}:{path}")
+
+
+ECHO = [5, 6, 7, 8, 9, 10] * 6
+
+
+def params(**more: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def test_every_target_has_suffix(tiny_target: Path) -> None:
+    assert auto_specs(tiny_target, "cpu", {}) == (DrafterSpec("suffix"),)
+    assert auto_specs(tiny_target, "cuda", {}) == (DrafterSpec("suffix"),)
+
+
+def test_it_is_the_default(open_llm: Open) -> None:
+    llm = open_llm(planner="fixed")
+    assert llm.engine.drafting.default == "auto"
+    assert llm.engine.drafting.auto == ("suffix",)
+    assert set(llm.generate(ECHO, params())[0].outputs[0].speculation.by_drafter) == {"suffix"}
+
+
+def test_the_default_model_has_its_head_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.drafters.opening._has_modules", lambda folder: False)
+    head = DrafterSpec("eagle3", str(HEADS / "eagle3"))
+    assert auto_specs(default_folder(), "cpu", {}) == (DrafterSpec("suffix"),)
+    assert auto_specs(default_folder(), "cuda", {}) == (DrafterSpec("suffix"), head)
+
+
+def test_who_names_another_head_has_that_one() -> None:
+    own = DrafterSpec("suffix", "?mine")
+    assert auto_specs(Path("nowhere"), "cpu", {"suffix": own}) == (own,)
+
+
+def test_it_stands_among_others() -> None:
+    auto = (DrafterSpec("suffix"), DrafterSpec("mtp"))
+    specs = parse_merged("ngram+auto+suffix+model:some/path")
+    names = [spec.name for spec in expanded(specs, auto)]
+    assert names == ["ngram", "suffix", "mtp", "model"]
+    assert [spec.name for spec in parse_merged("model:a+b+auto")] == ["model", "auto"]
+    with pytest.raises(ConfigError, match="taken"):
+        register("auto", "nowhere:Nothing")
+
+
+def test_the_same_tokens(open_llm: Open, tiny_draft: Path) -> None:
+    llm = open_llm(drafter=f"auto+model:{tiny_draft}", planner="fixed")
+    plain = llm.generate(ECHO, params(speculation=SpeculationParams(enabled=False)))[0].outputs[0]
+    auto = llm.generate(ECHO, params())[0].outputs[0]
+    assert auto.token_ids == plain.token_ids
+    assert set(auto.speculation.by_drafter) == {"suffix", "model"}
+    named = llm.generate(ECHO, params(speculation=SpeculationParams(drafter="auto")))[0].outputs[0]
+    assert named.token_ids == plain.token_ids
+    assert set(named.speculation.by_drafter) == {"suffix"}
+
+
+def test_a_prediction_joins_it(open_llm: Open) -> None:
+    llm = open_llm(drafter="auto", planner="fixed")
+    plain = llm.generate(ECHO, params(speculation=SpeculationParams(enabled=False)))[0].outputs[0]
+    guided = llm.generate(ECHO, params(prediction=plain.text))[0].outputs[0]
+    assert guided.token_ids == plain.token_ids
+    assert {"suffix", "prediction"} <= set(guided.speculation.by_drafter)
+
+
+def test_requests_know_it_only_where_it_is_loaded(open_llm: Open) -> None:
+    llm = open_llm(drafter="ngram")
+    with pytest.raises(InvalidRequest, match="auto"):
+        llm.generate(ECHO, params(speculation=SpeculationParams(drafter="auto")))
+
+
+def test_modules_of_the_checkpoint_are_found(tmp_path: Path) -> None:
+    folder = save_with_modules(tmp_path / "mtp", MTP["deepseek"])
+    assert auto_specs(folder, "cpu", {}) == (DrafterSpec("suffix"), DrafterSpec("mtp"))
+
+
+def test_the_hard_switch_and_what_the_plan_says(open_llm: Open) -> None:
+    llm = open_llm(drafter="auto", planner="adaptive", min_gain=1.05)
+    llm.speculates = False
+    off = llm.generate(ECHO, params())[0].outputs[0]
+    assert off.speculation.drafted == 0
+    assert llm.snapshot().decisions["off"] > 0
+    assert off.speculation.plan == {"suffix": SWITCHED_OFF}
+    assert set(llm.snapshot().plan.values()) == {SWITCHED_OFF}
+    llm.speculates = True
+    on = llm.generate(ECHO, params())[0].outputs[0]
+    assert on.token_ids == off.token_ids
+    assert set(on.speculation.plan) <= {"suffix"}
+    assert (
+        on.speculation.plan == {}
+        or "x expected" in on.speculation.plan["suffix"]
+        or "off" in on.speculation.plan["suffix"]
+    )
+    assert on.speculation.measured_gain is None or on.speculation.measured_gain > 0
+
+
+def test_a_gain_below_one_is_refused(open_llm: Open) -> None:
+    with pytest.raises(ConfigError, match=r"min_gain=0\.5"):
+        open_llm(min_gain=0.5)
+
+
+def test_a_gain_is_not_asked_of_drafts_that_are_always_made(open_llm: Open) -> None:
+    with pytest.raises(ConfigError, match=r"min_gain=1\.5: must be 1 with planner='fixed'"):
+        EngineConfig(planner="fixed", min_gain=1.5)
+    EngineConfig(planner="fixed", min_gain=1)
+    llm = open_llm(drafter="suffix", planner="fixed")
+    stats = llm.generate(ECHO, params())[0].outputs[0].speculation
+    assert stats.drafted
+    assert (stats.expected_gain, stats.measured_gain) == (None, None), "nothing was measured"
+
+
+def test_it_is_switched_by_true_and_false_only(open_llm: Open) -> None:
+    llm = open_llm(drafter="suffix")
+    with pytest.raises(ConfigError, match=r"speculates='no': must be True or False"):
+        llm.speculates = "no"  # type: ignore[assignment]
+    assert llm.speculates
+
+
+def test_it_goes_without_those_that_keep_too_much_of_the_cache(open_llm: Open, tmp_path: Path) -> None:
+    folder = save_with_modules(tmp_path / "mtp", MTP["deepseek"])
+    said: list[str] = []
+    llm = open_llm(folder, drafter="auto", max_draft_memory=0.001, on_progress=said.append)
+    assert "mtp" not in llm.engine.drafting.drafters
+    assert llm.engine.drafting.auto == ("suffix",)
+    assert any("auto goes without mtp" in line for line in said)
+    assert len(llm.generate(ECHO, params())[0].outputs[0].token_ids) == 24
+    with pytest.raises(CapacityError, match="max_draft_memory"):
+        open_llm(folder, drafter="mtp", max_draft_memory=0.001)
+
+
+MOST_BYTES = 64 * 2**20
+QUESTIONS = ("What are the three primary colours?", "Tom has 3 apples and buys 4 more. How many has he now?")
+
+
+@pytest.fixture
+def heads(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny target is the default model, and only Medusa heads are shipped for it."""
+    monkeypatch.setattr(opening, "HEADS", tmp_path / "heads")
+    monkeypatch.setattr(opening, "default_folder", lambda: tiny_target)
+    tiny_medusa(tmp_path / "heads" / "medusa")
+    return tmp_path / "heads"
+
+
+def test_a_bare_name_means_what_is_shipped(heads: Path, tiny_target: Path, tmp_path: Path) -> None:
+    found = DrafterSpec("medusa", str(heads / "medusa"))
+    assert with_shipped(parse_spec("medusa"), tiny_target) == found
+    assert with_shipped(parse_spec("medusa"), "default") == found
+    assert with_shipped(parse_spec("medusa:own"), tmp_path) == DrafterSpec("medusa", "own")
+    assert with_shipped(parse_spec("ngram"), tmp_path) == DrafterSpec("ngram")
+    (heads / "eagle3").mkdir()
+    (heads / "eagle3" / "config.json").write_text("{}")
+    with_options = with_shipped(parse_spec("eagle3:?depth=2&width=3"), "default")
+    assert str(with_options) == f"eagle3:{heads / 'eagle3'}?depth=2&width=3"
+    assert [shipped_as(name) for name in ("eagle", "medusa", "model", "ngram")] == ["eagle3", "medusa", "draft", None]
+
+
+def test_what_is_missing_says_how_to_have_it(heads: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'eagle3' without a path: its weights are not in this installation"
+    ) as error:
+        with_shipped(parse_spec("eagle3"), "default")
+    assert "`slipstream train eagle3 --target default --out runs/eagle3 --self-prompts 20000`" in str(error.value)
+    assert "then eagle3:runs/eagle3/drafter" in str(error.value)
+    other = tmp_path / "other"
+    with pytest.raises(ConfigError, match=rf"'draft' without a path: .* not for {other}; name .* draft:PATH") as error:
+        with_shipped(parse_spec("draft"), other)
+    assert f"slipstream train draft --target {other} " in str(error.value)
+
+
+def test_an_engine_opens_them(heads: Path, tiny_target: Path, open_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    llm = open_llm(tiny_target, drafter=["medusa", "medusa+ngram"], planner="fixed")
+    answer = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=6, ignore_eos=True))[0].outputs[0]
+    assert answer.speculation.by_drafter["medusa"].drafted > 0
+    with pytest.raises(ConfigError, match="its weights are not in this installation"):
+        open_llm(tiny_target, drafter="eagle3")
+    with pytest.raises(ConfigError, match="'medusa' is given twice"):
+        open_llm(tiny_target, drafter=["medusa", "medusa:elsewhere"])
+
+
+def test_a_drafter_that_ships_nothing_needs_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafters, "_entries", dict(drafters._entries))
+    register("homegrown", "nowhere:Nobody", takes_path=True)
+    with pytest.raises(ConfigError, match="drafter 'homegrown' needs a model: write homegrown:PATH"):
+        parse_spec("homegrown")
+
+
+def test_it_is_found_without_torch() -> None:
+    code = "import sys, slipstream.drafters.opening; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_the_package_holds_no_more_than_it_may() -> None:
+    """Whatever is shipped has weights in fp16 or less, a card that names its data, and 64 MiB at most in all."""
+    files = [file for file in opening.HEADS.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= MOST_BYTES
+    folders = {file.parent for file in files}
+    assert folders == {opening.HEADS / name for name in ("eagle3", "medusa", "draft")}
+    for folder in folders:
+        json.loads((folder / "config.json").read_text())
+        card = (folder / "README.md").read_text()
+        assert "## Data" in card
+        assert "| tau by task |" in card
+        assert not re.search(r"[`: ]/\w", card)  # no paths of the machine that made it
+        for weights in folder.glob("*.safetensors"):
+            with safe_open(weights, "pt") as tensors:
+                kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+            assert not kinds & {"F32", "F64"}
+
+
+def test_the_medusa_heads_fit_the_default_model() -> None:
+    found = with_shipped(parse_spec("medusa"), "default")
+    assert found == DrafterSpec("medusa", str(opening.HEADS / "medusa"))
+    check_medusa(opening.HEADS / "medusa", TargetShape(hidden=576, vocab=49152, layers=30, max_positions=8192))
+    assert json.loads((opening.HEADS / "medusa" / "config.json").read_text())["medusa_chained"] is True
+
+
+@pytest.mark.slow
+def test_the_default_model_answers_with_them() -> None:
+    """What is shipped is what the code computes: heads that were trained otherwise are seldom right."""
+    least = {"eagle3": 3.0, "medusa": 2.0, "draft": 2.0}
+    with LLM("default", drafter=[*least], device="cpu", planner="fixed", max_num_seqs=2, max_model_len=256) as llm:
+        prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+        def answered(how: SpeculationParams) -> list[CompletionOutput]:
+            params = SamplingParams(temperature=0, max_tokens=32, speculation=how)
+            return [output.outputs[0] for output in llm.generate(prompts, params)]
+
+        plain = answered(SpeculationParams(enabled=False))
+        for name, tau in least.items():
+            answers = answered(SpeculationParams(drafter=name))
+            assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+            did = [answer.speculation for answer in answers]
+            assert sum(one.emitted for one in did) > tau * sum(one.rounds for one in did), name

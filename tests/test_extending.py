@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from serving import engine_process
 from slipstream import LLM, SamplingParams, SpeculationParams, drafters
 from slipstream.cli.main import main
 from slipstream.core.errors import ConfigError, InvalidRequest
-from slipstream.drafters import DrafterSpec, parse_merged
+from slipstream.drafters import DrafterSpec, base, parse_merged
 from slipstream.engine.remote import EngineProcess
 from slipstream.serve.admission import Admission
 from slipstream.serve.config import ServeConfig
@@ -45,6 +46,15 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str], page: dict[str, Any])
     stats = page["drafted"].speculation.by_drafter["followers"]
     assert (stats.failures, stats.drafts > 0, stats.drafted > 0) == (0, True, True)
     assert drafters.drafter_factory("followers") is page["FollowersDrafter"]
+
+
+def test_the_example_of_the_contract_drafts(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
+    example = re.findall(r"^    .*\n|^\n(?=    )", base.__doc__ or "", re.MULTILINE)
+    file = tmp_path / "repeat.py"
+    file.write_text(textwrap.dedent("".join(example)))
+    (output,) = open_llm(drafter=f"{file}:RepeatDrafter", planner="fixed").generate([[5, 6, 7]], PARAMS)
+    stats = output.outputs[0].speculation.by_drafter["RepeatDrafter"]
+    assert (stats.failures, stats.drafted > 0) == (0, True)
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

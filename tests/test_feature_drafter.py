@@ -17,7 +17,7 @@ from slipstream import CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, HostDrafter
-from slipstream.drafters.features import FeatureDrafter
+from slipstream.drafters.heads import FeatureDrafter
 from slipstream.plan.types import Budget
 from stepping import Arrival, Stepper
 from tiny_heads import DoubtingHead, KnowingHead, RandomHead, save_forgetful, target_features

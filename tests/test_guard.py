@@ -211,7 +211,7 @@ def test_calls_arrive_in_order(kind: type[Scripted]) -> None:
 
 @pytest.fixture
 def never() -> Iterator[threading.Event]:
-    """An event that nobody sets until the test is over, when the thread that waits for it may go."""
+    """An event that is set when the test is over, which releases the waiting thread."""
     event = threading.Event()
     yield event
     event.set()
@@ -227,7 +227,7 @@ def test_a_drafter_that_hangs_is_skipped_and_then_dropped(never: threading.Event
         assert proposals.late
         assert guard.late == late
     assert guard.dropped == Failure("late", "it was late 3 times in a row")
-    assert not guard.propose([request("a")], [4], PATIENT).late  # nobody is asked any more
+    assert not guard.propose([request("a")], [4], PATIENT).late  # it is not asked any more
     guard.observe([verdict("a")])
     guard.stop("a")
     assert 0.030 <= time.perf_counter() - begin < 5

@@ -15,7 +15,7 @@ from conftest import save_model, tiny_llama
 from medusa_checkpoints import tiny_medusa
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import DrafterError
-from slipstream.drafters.shipped import HEADS
+from slipstream.drafters.opening import HEADS
 from slipstream.models.default import default_folder, default_model
 from slipstream.models.gguf import ORIGIN
 from slipstream.models.identity import TRAINED_FOR, check_pair, identity_of, larger_draft, record_base

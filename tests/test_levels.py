@@ -13,7 +13,7 @@ from slipstream import SpeculationParams
 from slipstream.core.draft import MAX_NODES
 from slipstream.drafters.base import DraftRound
 from slipstream.drafters.eagle import EagleDrafter
-from slipstream.drafters.features import FeatureDrafter
+from slipstream.drafters.heads import FeatureDrafter
 from slipstream.engine.gathering import levels_of
 from slipstream.engine.measuring import _draft_sizes
 from slipstream.engine.queued import QueuedEngine

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactness import FEW, Case, cases, differences, plain, run
+from exactness import FEW, Case, differences, plain, run
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import MAX_NODES, ROOT, Tree
 from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest
-from slipstream.drafters.lookahead import Growing, LookaheadDrafter, NgramPool, Window
+from slipstream.drafters.lookahead import LookaheadDrafter, NgramPool, TreeBuilder, Window
 from slipstream.plan.planner import AdaptivePlanner
 from slipstream.plan.types import StepSeen
-from stepping import Arrival, Stepper
 
 Ids = tuple[int, ...]
 few = st.integers(0, 3)
@@ -93,7 +91,7 @@ class TestWindow:
         """Level j of column i is reached by the first i heads behind the root and then its own column."""
         columns = data.draw(st.lists(st.lists(few, min_size=levels, max_size=levels), min_size=width, max_size=width))
         root = data.draw(few)
-        window, growing = Window(), Growing(MAX_NODES)
+        window, growing = Window(), TreeBuilder(MAX_NODES)
         window.columns = [list(column) for column in columns]
         window.plant(growing, root)
         tree = growing.tree()
@@ -118,7 +116,7 @@ class TestWindow:
         assert window.columns == [gram[1:] for gram in grams[emitted - 1 :]]
 
     def test_an_unusable_choice_ends_the_window(self) -> None:
-        window, growing = Window(), Growing(9)
+        window, growing = Window(), TreeBuilder(9)
         window.columns = [[1, 2], [3, 4]]
         window.plant(growing, 9)
         nodes = {path: 1 + node for node, path in enumerate(paths_of(growing.tree()))}
@@ -169,7 +167,7 @@ class TestDrafter:
             ask(drafter, [1, 2, 3], budget)
             assert len(drafter._texts["a"].window.columns) == columns
 
-    def test_a_tree_that_nobody_verified_is_forgotten_also_without_room_for_a_window(self) -> None:
+    def test_an_unverified_tree_is_forgotten_also_without_room_for_a_window(self) -> None:
         drafter = LookaheadDrafter(window=8, ngram=4)
         text = [1, 2, 3, 1]
         ask(drafter, text, 16)  # the planner declines it
@@ -213,25 +211,6 @@ class TestDrafter:
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
 class TestExactness:
-    def test_every_parameter_and_temperature_in_a_batch_and_alone(
-        self, open_llm: Callable[..., LLM], rounds: str
-    ) -> None:
-        llm = open_llm(drafter="lookahead", rounds=rounds, planner="fixed")
-        batch = cases()
-        expected = plain(llm, batch)
-        got = run(llm, batch, "lookahead")
-        assert not differences(batch, expected, got)
-        assert sum(a.speculation.accepted for a in got) > 0
-        some = batch[::4]
-        assert not differences(some, expected[::4], run(llm, some, "lookahead", alone=True))
-
-    def test_merged_with_another(self, open_llm: Callable[..., LLM], rounds: str) -> None:
-        llm = open_llm(drafter="ngram+lookahead", rounds=rounds, planner="fixed")
-        batch = cases()[::3]
-        got = run(llm, batch, "ngram+lookahead")
-        assert not differences(batch, plain(llm, batch), got)
-        assert all("lookahead" in a.speculation.by_drafter for a in got)
-
     @pytest.mark.parametrize(("slope", "drafts"), [(0.001, True), (0.15, False)])
     def test_the_planner_takes_its_trees_whole_where_rows_are_cheap(
         self, open_llm: Callable[..., LLM], rounds: str, slope: float, drafts: bool
@@ -263,18 +242,6 @@ class TestExactness:
         got = run(llm, batch, "lookahead")
         assert not differences(batch, plain(llm, batch), got)
         assert all(a.speculation.accepted > 0 for a in got)
-
-    def test_short_of_pages(self, tiny_target: Path, rounds: str) -> None:
-        """Trees are cut, requests are preempted and come back: the same tokens."""
-        arrivals = [
-            Arrival(5 + i, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias=FEW), 2 * i)
-            for i in range(4)
-        ]
-        want = [a.token_ids for a in Stepper(tiny_target, None).run(arrivals)]
-        bench = Stepper(tiny_target, "lookahead", pages=9, page_size=8, max_num_seqs=4, rounds=rounds)
-        got = bench.run(arrivals)
-        assert [a.token_ids for a in got] == want
-        assert sum(a.speculation.accepted for a in got) > 0
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])

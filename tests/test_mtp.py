@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from exactness import Case, differences, plain, run
-from families import CPU, random_tokens
+from families import CPU
 from mtp_checkpoints import MTP, Reference, save_with_modules
 from planning import Scripted
 from queueing import Queue
-from slipstream import LLM, SamplingParams, SpeculationParams
+from slipstream import RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.core.errors import ConfigError, DrafterError
 from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, HostDrafter
@@ -32,58 +31,6 @@ OFF = SpeculationParams(enabled=False)
 ROUNDS = ["eager", "queued"]
 FEW = {10: 14.0, 20: 14.0}
 """A bias under which random weights agree now and then."""
-EXTRAS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "top_p": {"top_p": 0.9},
-    "top_k": {"top_k": 5},
-    "penalties": {"presence_penalty": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.4},
-    "bias": {"logit_bias": {10: 6.0, 20: 6.0, 30: 6.0}},
-}
-
-
-def cases() -> list[Case]:
-    found: list[Case] = []
-    for name, extra in EXTRAS.items():
-        for temperature in (0.0, 1.0):
-            i = len(found)
-            params = SamplingParams(temperature=temperature, seed=i, max_tokens=8 + 3 * i % 7, ignore_eos=True, **extra)
-            found.append(Case(f"{name} at {temperature}", tuple(random_tokens(1 + 5 * i % 17, i)), params))
-    return found
-
-
-@pytest.fixture(scope="module", params=["deepseek", "glm", "mimo", "mimo-3"])
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of each layout, and one of several modules."""
-    name, _, modules = request.param.partition("-")
-    return save_with_modules(tmp_path_factory.mktemp("mtp") / name, MTP[name], int(modules or 1))
-
-
-@pytest.mark.parametrize("rounds", ROUNDS)
-def test_the_same_tokens_as_without(open_llm: Callable[..., LLM], target: Path, rounds: str) -> None:
-    llm = open_llm(target, drafter="mtp", planner="fixed", rounds=rounds)
-    batch = cases()
-    expected = plain(llm, batch)
-    for alone in (True, False):
-        got = run(llm, batch, "mtp", alone=alone)
-        assert not differences(batch, expected, got)
-        assert all(a.speculation.drafted > 0 for a in got)
-        assert not any(a.speculation.by_drafter["mtp"].failures for a in got)
-
-
-@pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("modules", [1, 3])
-@pytest.mark.parametrize("n", [1, 2])
-def test_preempted_and_forked(tmp_path: Path, rounds: str, modules: int, n: int) -> None:
-    folder = save_with_modules(tmp_path / "target", MTP["mimo"], modules)
-    bench = Stepper(
-        folder, "mtp", pages=18, page_size=4, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48, rounds=rounds
-    )
-    params = SamplingParams(max_tokens=20, ignore_eos=True, n=n)
-    together = [Arrival(5 + 3 * i, replace(params, seed=i, temperature=i % 2)) for i in range(5)]
-    on = bench.run(together)
-    assert bench.engine.scheduler.preemptions > 0
-    off = [replace(a, params=replace(a.params, speculation=OFF)) for a in together]
-    assert [a.token_ids for a in on] == [a.token_ids for a in bench.run(off)]
 
 
 class Noting(MtpDrafter):
@@ -263,3 +210,45 @@ def test_a_target_without_modules_is_refused(tiny_target: Path, monkeypatch: pyt
         Stepper(tiny_target, "mtp")
     with pytest.raises(ConfigError, match="mtp takes no path"):
         Stepper(tiny_target, "mtp:somewhere")
+
+
+BEGINS = [5, 90, 17, 33, 200, 8, 61, 140, 77]  # two pages, and the token behind them by which they are named
+ENDS = ([9, 9, 1], [9, 9, 4, 3, 2], [9, 101, 102, 103, 104, 105], [7, 8, 9])
+"""Behind [9, 9, 9]: two that agree in all tokens that three modules read, and two that do not."""
+
+
+@pytest.mark.parametrize("kind", [Stepper, Queue])
+@pytest.mark.parametrize("together", [False, True])
+def test_prompts_that_begin_alike_share_no_guesses(tmp_path: Path, kind: Any, together: bool) -> None:
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"], 3)
+    drafter = Noting(MtpHead.open(folder, open_model(folder, torch.float32, CPU)), depth=4)
+    bench = kind(folder, drafter, page_size=4, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logit_bias=FEW)
+    heard: list[RequestOutput] = []
+    for end in ([9, 9, 9], *ENDS):  # the first one leaves its pages
+        bench.engine.add(bench._intake.job([*BEGINS, *end], params, heard.append, streaming=False))
+        while bench.engine.busy and not (together and len(heard)):
+            bench.engine.step()
+    while bench.engine.busy:
+        bench.engine.step()
+    assert [output.num_cached_tokens for output in heard] == [0, 8, 8, 4, 4]
+    drafter.hold_to(Modules(folder, "mimo", 3, tmp_path), 20)
+
+
+@pytest.mark.parametrize("kind", [Stepper, Queue])
+@pytest.mark.parametrize("length", [8, 9, 10, 11])  # of the prompt: it ends on a page's border, or a little behind it
+def test_answers_to_one_prompt_do_not_meet(tmp_path: Path, kind: Any, length: int) -> None:
+    folder = save_with_modules(tmp_path / "target", MTP["mimo"], 3)
+    target = open_model(folder, torch.float32, CPU)
+    params = SamplingParams(temperature=1, seed=1, n=3, max_tokens=12, ignore_eos=True, logit_bias=FEW)
+    found = []
+    for page_size in (4, 64):  # the larger page is copied, whatever is in it
+        drafter = Noting(MtpHead.open(folder, target), depth=4)
+        bench = kind(folder, drafter, page_size=page_size, max_num_seqs=4)
+        bench.engine.add(bench._intake.job([*BEGINS, 3, 4][:length], params, lambda _: None, streaming=False))
+        while bench.engine.busy:
+            bench.engine.step()
+        bench.engine.scheduler.check_integrity()
+        found.append({(*text[: at + 1],): guesses for text, at, guesses in drafter.noted if at + 1 <= len(text)})
+    assert found[0] == found[1]
+    assert len(found[0]) > 5

@@ -17,7 +17,7 @@ from queueing import OFF, PARAMS, Echo, Letters
 from slipstream import LLM
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import DraftRequest, DraftRound
-from slipstream.drafters.features import FeatureDrafter
+from slipstream.drafters.heads import FeatureDrafter
 from tiny_heads import RandomHead
 
 BAD = 13

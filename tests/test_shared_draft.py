@@ -18,7 +18,7 @@ from families import CPU, Passes, random_tokens
 from shared_drafts import tiny_shared, with_words
 from slipstream import LLM
 from slipstream.core.errors import ModelError, UnsupportedModel
-from slipstream.drafters import shipped
+from slipstream.drafters import opening
 from slipstream.drafters.model import ModelDrafter
 from slipstream.kernels.cpu.compiled import can_compile
 from slipstream.kernels.cpu.interface import Codes
@@ -135,7 +135,7 @@ def test_it_is_found_by_its_bare_name(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_llm: Callable[..., LLM]
 ) -> None:
     """As the default model's is: without a tokenizer or a path."""
-    monkeypatch.setattr(shipped, "HEADS", tmp_path)
-    monkeypatch.setattr(shipped, "default_folder", lambda: tiny_target)
+    monkeypatch.setattr(opening, "HEADS", tmp_path)
+    monkeypatch.setattr(opening, "default_folder", lambda: tiny_target)
     tiny_shared(tmp_path / "draft")
     assert isinstance(drafter_of(open_llm(tiny_target, drafter="draft"), "draft"), ModelDrafter)

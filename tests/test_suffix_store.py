@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
-from slipstream.drafters import suffix_code as code
-from slipstream.drafters.suffix_store import SuffixIndex, SuffixStore
+from slipstream.drafters.suffix import index as code
+from slipstream.drafters.suffix.store import SuffixIndex, SuffixStore
 
 Texts = list[list[int]]
 letters = st.integers(0, 2)
@@ -133,7 +133,7 @@ def test_eviction_goes_by_use_and_leaves_nothing_behind(steps: list[tuple[str, s
                     kept.append((tenant, used))
         assert store.tokens == sum(len(t) for _, t in kept) <= bound
         for owner in "ab":
-            texts = [t for who, t in kept if who == owner]
+            texts = [t for name, t in kept if name == owner]
             assert found(store, tokens, owner) == scan(texts, tokens)
     for owner in "ab":
         if index := store.index(owner):

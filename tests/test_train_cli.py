@@ -12,8 +12,8 @@ import pytest
 from slipstream.cli import train as command
 from slipstream.cli.main import main
 from slipstream.core.errors import ConfigError
-from slipstream.train import recipe
 from slipstream.train.config import TrainConfig
+from slipstream.train.recipe import recipe_class
 from slipstream.train.run import Finished
 
 
@@ -68,13 +68,11 @@ def test_options_become_a_configuration(
     assert not capsys.readouterr().out  # of several processes the first one speaks
 
 
-def test_recipes_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(recipe._recipes, "later", "slipstream.train.later:LaterRecipe")
-    with pytest.raises(ConfigError, match="recipe 'later': this installation does not have it"):
-        recipe.recipe_class("later")
+def test_recipes_are_known_by_name() -> None:
     with pytest.raises(ConfigError, match="recipe 'bogus' is unknown"):
-        recipe.recipe_class("bogus")
-    assert recipe.recipe_class("eagle3").name == "eagle3"
+        recipe_class("bogus")
+    for name in ("eagle3", "medusa", "draft"):
+        assert recipe_class(name).name == name
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_errors_are_said_in_flags(capsys: pytest.CaptureFixture[str], arguments:
         ("eagle3 --set heads=5", "--set heads=5: must divide the hidden size of the target, 32"),
         ("eagle3 --set draft_vocab=9999", "--set draft_vocab=9999: the target's vocabulary has 300 tokens"),
         ("eagle3 --set steps=0", "--set steps=0: must be at least 1"),
-        ("draft --set start=0,9,1", "--set start='0,9,1': the target has 3 layers"),
+        ("draft --set start=0,9,1", "--set start='0,9,1': must be below 3"),
         ("draft --set hidden=64", "--set hidden=64: must be at most the target's hidden size, 32"),
         ("draft --held-out 9", "--held-out=9: only 9 prompts have at most 512 tokens (--max-prompt-tokens)"),
         ("draft --prompts missing.jsonl", "--prompts missing.jsonl: there is no file"),

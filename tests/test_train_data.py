@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import EOS
+from slipstream import LLM, SamplingParams
 from slipstream.core.errors import ConfigError
 from slipstream.models.load import load_tokenizer
+from slipstream.models.parity import open_model
+from slipstream.models.runner import Runner
 from slipstream.train import data as data_module
-from slipstream.train.bulk import Ask, Bulk, Written
+from slipstream.train.batch import RowPlan
+from slipstream.train.bulk import Bulk, BulkAnswer, BulkRequest
 from slipstream.train.config import TrainConfig, read_options
-from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
-from slipstream.train.data import Data, gather
-from slipstream.train.packing import RowPlan
-from slipstream.train.prompts import TrainPrompt, as_tokens, asked, self_prompts
+from slipstream.train.data import Corpus, CorpusWriter, Data, gather, load_corpus
+from slipstream.train.prompts import TrainPrompt, answer_requests, as_tokens, self_prompts
 from slipstream.train.ranks import Ranks
 from tiny_recipe import TinyOptions
 
@@ -29,9 +32,9 @@ def nothing(_: str) -> None:
     pass
 
 
-def sequences(lengths: list[int]) -> Sequences:
+def sequences(lengths: list[int]) -> Corpus:
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    return Sequences(
+    return Corpus(
         np.arange(starts[-1], dtype=np.uint32), starts, np.array(lengths) // 2, np.arange(len(lengths), dtype=np.int64)
     )
 
@@ -39,17 +42,17 @@ def sequences(lengths: list[int]) -> Sequences:
 class Scripted:
     """Stands in for `Bulk`: writes what the script says, in any order."""
 
-    unended = 0
+    unfinished_tokens = 0
 
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
         self.headers: list[list[int]] = []
 
-    def write(self, asks: Iterable[tuple[int, Ask]], end_ids: Iterable[int]) -> Iterator[Written]:
+    def write(self, asks: Iterable[tuple[int, BulkRequest]], end_ids: Iterable[int]) -> Iterator[BulkAnswer]:
         wanted = list(asks)
         self.headers += [list(ask.prompt) for _, ask in wanted]
         for number, _ in reversed(wanted):
-            yield Written(number, np.array(self.texts[number % len(self.texts)], dtype=np.int32))
+            yield BulkAnswer(number, np.array(self.texts[number % len(self.texts)], dtype=np.int32))
 
 
 def test_a_chat_model_writes_user_turns(tiny_target: Path) -> None:
@@ -83,7 +86,7 @@ def test_a_chat_model_writes_user_turns(tiny_target: Path) -> None:
 
 
 def test_temperatures_are_dealt_and_seeds_differ() -> None:
-    every = [ask for _, ask in asked([(1,), (2,)], seed=0, samples=2, temperatures=(0.0, 1.0), max_tokens=5)]
+    every = [ask for _, ask in answer_requests([(1,), (2,)], seed=0, samples=2, temperatures=(0.0, 1.0), max_tokens=5)]
     assert [ask.temperature for ask in every] == [0.0, 1.0, 1.0, 0.0]
     assert len({ask.seed for ask in every}) == 4
 
@@ -98,7 +101,7 @@ def test_a_corpus_is_read_back_in_order(tmp_path: Path) -> None:
     later = CorpusWriter(tmp_path, 49152, rank=0)
     later.add(0, [5, 5, 5], np.array([6], dtype=np.int32))
     later.flush()
-    found = load_sequences(tmp_path)
+    found = load_corpus(tmp_path)
     assert found.numbers.tolist() == [0, 1, 2]
     assert [found.at(i).tolist() for i in range(3)] == [[5, 5, 5, 6], [7, 8], [1, 2, 3, 40000]]
     assert found.prompt_lengths.tolist() == [3, 1, 2]
@@ -108,7 +111,7 @@ def test_a_corpus_is_read_back_in_order(tmp_path: Path) -> None:
     assert counts[[3, 6, 8, 40000]].tolist() == [1, 1, 1, 1]
     (tmp_path / "part-000-00000.npz").write_bytes(b"not a zip file")
     with pytest.raises(ConfigError, match="part-000-00000"):
-        load_sequences(tmp_path)
+        load_corpus(tmp_path)
 
 
 def test_rows_hold_every_sequence_once_an_epoch() -> None:
@@ -156,12 +159,12 @@ def config(tiny_target: Path, tmp_path: Path) -> TrainConfig:
 def test_data_are_made_once(config: TrainConfig, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     made = gather(config, tiny_target, Ranks(), lines.append)
-    assert len(made.sequences) == (12 - 3) * 2
+    assert len(made.corpus) == (12 - 3) * 2
     assert len(made.held_out) == 3
     assert any("18 of 18" in line and "tok/s" in line for line in lines)
     tokenizer = load_tokenizer(tiny_target)
     asked_for = {tuple(as_tokens(tokenizer, TrainPrompt(f"Question {i}?"))) for i in range(12)}
-    learnt = {tuple(made.sequences.at(i)[:n].tolist()) for i, n in enumerate(made.sequences.prompt_lengths)}
+    learnt = {tuple(made.corpus.at(i)[:n].tolist()) for i, n in enumerate(made.corpus.prompt_lengths)}
     assert learnt | set(made.held_out) == asked_for
     assert not learnt & set(made.held_out)
 
@@ -182,24 +185,24 @@ def test_data_go_on_where_they_were_stopped(
     whole = gather(replace(config, out=tmp_path / "whole"), tiny_target, Ranks(), nothing)
     write = Bulk.write
 
-    def killed(self: Bulk, asks: Any, end_ids: Any = None) -> Iterator[Written]:
+    def killed(self: Bulk, asks: Any, end_ids: Any = None) -> Iterator[BulkAnswer]:
         for count, answer in enumerate(write(self, asks, end_ids)):
             if count == 7:
                 raise KeyboardInterrupt
             yield answer
 
-    monkeypatch.setattr("slipstream.train.corpus._PART", 3)
+    monkeypatch.setattr("slipstream.train.data._PART", 3)
     with monkeypatch.context() as patch:
         patch.setattr(Bulk, "write", killed)
         with pytest.raises(KeyboardInterrupt):
             gather(config, tiny_target, Ranks(), nothing)
-    assert len(load_sequences(config.data_folder)) == 7
+    assert len(load_corpus(config.data_folder)) == 7
     assert _same(gather(config, tiny_target, Ranks(), nothing), whole)
 
 
 def _same(one: Data, other: Data) -> bool:
-    tokens = np.array_equal(one.sequences.tokens, other.sequences.tokens)
-    return tokens and np.array_equal(one.sequences.starts, other.sequences.starts) and one.held_out == other.held_out
+    tokens = np.array_equal(one.corpus.tokens, other.corpus.tokens)
+    return tokens and np.array_equal(one.corpus.starts, other.corpus.starts) and one.held_out == other.held_out
 
 
 def test_too_few_prompts(config: TrainConfig, tiny_target: Path) -> None:
@@ -229,3 +232,70 @@ def test_options_of_a_recipe() -> None:
         read_options(TinyOptions, {"bogus": 1})
     with pytest.raises(ConfigError, match="option decay='much': must be float"):
         read_options(TinyOptions, {"decay": "much"})
+
+
+PROMPTS = [[5, 6, 7], [40], [9] * 30, [80, 81], [1, 2, 3, 4, 5], [200, 7], [11, 12, 13]]
+
+
+def asks(max_tokens: int) -> list[BulkRequest]:
+    return [
+        BulkRequest(prompt, 2**64 - 1 - i, (0.0, 1.0, 1.6)[i % 3], max_tokens - i % 2)
+        for i, prompt in enumerate(PROMPTS + PROMPTS[::-1])
+    ]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Runner:
+    return open_model(tiny_target, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("lanes", "max_tokens"), [(1, 5), (4, 40), (64, 33)])
+def test_answers_are_the_engines(
+    target: Runner, open_llm: Callable[..., LLM], lanes: int, max_tokens: int, tiny_target: Path
+) -> None:
+    wanted = asks(max_tokens)
+    bulk = Bulk(target, lanes=lanes, max_len=80, end_ids=[EOS])
+    written = {answer.number: answer.tokens.tolist() for answer in bulk.write(enumerate(wanted))}
+    assert sorted(written) == list(range(len(wanted)))
+    llm = open_llm(tiny_target, drafter=None)
+    params = [SamplingParams(temperature=a.temperature, seed=a.seed, max_tokens=a.max_tokens) for a in wanted]
+    outputs = llm.generate([{"prompt_token_ids": list(a.prompt)} for a in wanted], params)
+    for number, output in enumerate(outputs):
+        assert written[number] == output.outputs[0].token_ids, number
+
+
+def test_answers_end_at_any_of_the_ends(target: Runner) -> None:
+    ask = BulkRequest([5, 6, 7], 3, 1.0, 40)
+    free = next(iter(Bulk(target, lanes=2, max_len=80, end_ids=[]).write([(7, ask)])))
+    assert free.number == 7
+    assert len(free.tokens) == 40
+    end = int(free.tokens[11])
+    first = free.tokens.tolist().index(end)
+    cut = next(iter(Bulk(target, lanes=2, max_len=80, end_ids=[299, end]).write([(0, ask)])))
+    assert cut.tokens.tolist() == free.tokens[: first + 1].tolist()
+
+
+def test_a_bulk_can_be_used_again(target: Runner) -> None:
+    bulk = Bulk(target, lanes=3, max_len=80, end_ids=[EOS])
+    first = [answer.tokens.tolist() for answer in bulk.write(enumerate(asks(9)))]
+    assert [answer.tokens.tolist() for answer in bulk.write(enumerate(asks(9)))] == first
+
+
+def test_what_is_being_written_is_counted(target: Runner) -> None:
+    """When the first of three answers ends, the others have about equally many tokens: steps come in batches."""
+    bulk = Bulk(target, lanes=3, max_len=80, end_ids=[])
+    assert bulk.unfinished_tokens == 0
+    counts = []
+    for _ in bulk.write((i, BulkRequest([5, 6 + i], i, 1.0, 17 + 20 * i)) for i in range(3)):
+        counts.append(bulk.unfinished_tokens)
+    assert counts[0] >= 2 * 17
+    assert 37 <= counts[1] <= 57
+    assert counts[2] == bulk.unfinished_tokens == 0
+
+
+def test_what_does_not_fit_is_refused(target: Runner) -> None:
+    with pytest.raises(ConfigError, match="256 positions"):
+        Bulk(target, lanes=1, max_len=250, end_ids=[])
+    bulk = Bulk(target, lanes=1, max_len=20, end_ids=[])
+    with pytest.raises(ConfigError, match="at most 20"):
+        list(bulk.write([(0, BulkRequest([1] * 15, 0, 0.0, 10))]))

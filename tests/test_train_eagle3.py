@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import VOCAB, save_model, tiny_llama
-from slipstream import LLM, SamplingParams
+from conftest import VOCAB
+from slipstream import LLM
 from slipstream.core.errors import ConfigError, DrafterError
-from slipstream.drafters.base import Drafter
 from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
@@ -25,13 +24,10 @@ from slipstream.models.heads.eagle_files import read_eagle
 from slipstream.train.batch import Batch, Rows
 from slipstream.train.chain_attention import Sequences
 from slipstream.train.config import TrainConfig
-from slipstream.train.draft_vocab import choose_vocab
-from slipstream.train.eagle3 import Eagle3Recipe
-from slipstream.train.eagle3_module import Eagle3Module
-from slipstream.train.recipe import Setting, recipe_class
+from slipstream.train.eagle3 import Eagle3Module, Eagle3Recipe, choose_vocab
+from slipstream.train.recipe import Setting
 from slipstream.train.teacher import Teacher
-from training_rows import packed, random_rows
-from training_scenes import learn
+from training_scenes import check_gradients, check_learnt, check_packing, packed, random_rows
 
 LENGTHS = ([9, 4], [12])
 WIDTH = 16
@@ -52,7 +48,7 @@ def make(teacher: Teacher, counts: Tensor | None = None, **options: Any) -> Eagl
 
 
 def look(teacher: Teacher, recipe: Eagle3Recipe, rows: Rows | None = None) -> Batch:
-    return teacher.look(random_rows(LENGTHS, WIDTH, VOCAB) if rows is None else rows, recipe.taps)
+    return teacher.run(random_rows(LENGTHS, WIDTH, VOCAB) if rows is None else rows, recipe.taps)
 
 
 def opened(recipe: Eagle3Recipe, teacher: Teacher, folder: Path) -> EagleHead:
@@ -125,27 +121,14 @@ def test_training_and_inference_are_one_head(options: dict[str, Any], teacher: T
 
 def test_gradients_reach_every_weight_and_nothing_of_the_target(teacher: Teacher) -> None:
     recipe = make(teacher, steps=3, variation=0.3, fc_norm=True)
-    losses = recipe.loss(look(teacher, recipe))
-    (losses.total / losses.count).backward()
-    for name, weight in recipe.module.named_parameters():
-        assert weight.grad is not None, name
-        assert weight.grad.isfinite().all(), name
-        assert weight.grad.abs().max() > 0, name
-    assert all(weight.grad is None for weight in teacher.model.parameters())
+    check_gradients(recipe, look(teacher, recipe), teacher)
     assert not any(name.startswith("_") for name in recipe.module.state_dict())
 
 
 def test_a_loss_knows_nothing_of_neighbours_and_counts_what_it_should(teacher: Teacher) -> None:
     """Sequences packed together lose what they lose apart; prompts count a little, the last two tokens not at all."""
     recipe = make(teacher, prompt_weight=0.25)
-    together = recipe.loss(look(teacher, recipe))
-    made = random_rows(LENGTHS, WIDTH, VOCAB).ids
-    sequences = [made[0, :9], made[0, 9:13], made[1, :12]]
-    apart = [recipe.loss(look(teacher, recipe, packed([[ids.tolist()]], len(ids)))) for ids in sequences]
-    for name in ("total", "count", "accepted", "positions"):
-        torch.testing.assert_close(
-            getattr(together, name), sum(getattr(one, name) for one in apart), rtol=1e-4, atol=1e-4
-        )
+    together = check_packing(recipe, teacher, LENGTHS, WIDTH)
     # of n tokens n - 2 are guessed, two of which would be a prompt's: but the first two tokens have no row
     assert float(together.count) == (9 - 2) + (4 - 2) + (12 - 2)
     assert together.positions.tolist() == [19, 16, 13, 11]
@@ -184,41 +167,8 @@ def test_the_loss_begins_near_the_targets_own_size(teacher: Teacher) -> None:
 
 
 def test_what_is_learnt_is_accepted_in_the_engine(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
-    """A few answers learnt by heart: the engine's tau rises from about 1, in an engine that stays open."""
-    target = save_model(tmp_path / "target", tiny_llama(), seed=3)
-    teacher = Teacher.open(target, "cpu")
-    prompts = [[10 + i, 20 + i, 30 + i] for i in range(4)]
-    how = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
-    plain = open_llm(target, drafter=None)
-    texts = [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, plain.generate(prompts, how), strict=True)]
-    counts = torch.bincount(torch.tensor(texts).flatten(), minlength=VOCAB)
-    recipe = make(teacher, counts, draft_vocab=0, coverage=1.0, steps=3, depth=3, width=2)
-    recipe.export(tmp_path / "head")
-    llm = open_llm(target, drafter=recipe.drafter(tmp_path / "head"), planner="fixed")
-    drafter = the_drafter(llm)
-
-    def tau() -> float:
-        outputs = llm.generate(prompts, how)
-        assert [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, outputs, strict=True)] == texts
-        spoken = [o.outputs[0].speculation for o in outputs]
-        return 1 + sum(s.accepted for s in spoken) / sum(s.rounds for s in spoken)
-
-    before = tau()
-    rows = packed([texts[:2], texts[2:]], 2 * len(texts[0]), prompt=3)
-    accepted = learn(recipe, look(teacher, recipe, rows), 150)
-    assert accepted.min() > 0.7
-    recipe.refresh(drafter)
-    after = tau()
-    assert before < 1.8  # here 1.4
-    assert after > 2.4  # 3.0
-    recipe.export(tmp_path / "again")
-    again = open_llm(target, drafter=recipe.drafter(tmp_path / "again"), planner="fixed")
-    llm = again
-    assert tau() == after
-
-
-def the_drafter(llm: LLM) -> Drafter:
-    return llm.engine.drafting.drafters["eagle"]
+    options: dict[str, Any] = {"draft_vocab": 0, "coverage": 1.0, "steps": 3, "depth": 3, "width": 2}
+    check_learnt(lambda teacher, counts: make(teacher, counts, **options), "eagle", tmp_path, open_llm, (1.8, 2.4))
 
 
 def test_both_layouts_are_read_back(teacher: Teacher, tmp_path: Path) -> None:
@@ -271,7 +221,3 @@ def test_wrong_options_say_what_would_be_right(options: dict[str, Any], message:
 def test_layers_that_the_target_lacks_are_refused(teacher: Teacher) -> None:
     with pytest.raises(DrafterError, match="after layer 9 are wanted"):
         make(teacher, taps="9")
-
-
-def test_the_recipe_is_known_by_name() -> None:
-    assert recipe_class("eagle3") is Eagle3Recipe

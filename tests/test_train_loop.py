@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,23 +19,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CapacityError, ConfigError, NumericError
-from slipstream.train import loop, states
+from slipstream.train import loop, teacher
 from slipstream.train.batch import Batch
-from slipstream.train.checkpoint import load_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import Best, keep_best, load_best, load_checkpoint, save_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.loop import Trainer, learning_rate
 from slipstream.train.measure import Measure, Measured
 from slipstream.train.plot import Panel, draw
-from slipstream.train.progress import watched
+from slipstream.train.progress import Stop, stop_asked, watched
 from slipstream.train.recipe import Losses
-from slipstream.train.run import train
-from slipstream.train.stop import stop_asked
+from slipstream.train.run import Finished, train
 from tiny_recipe import TinyRecipe
-from training_scenes import killed_before, measure_on_known, small_run
+from training_scenes import killed_before, small_run
 
 CPU = torch.device("cpu")
 
@@ -93,24 +93,6 @@ def test_a_run_leaves_a_drafter_and_a_record(
     assert "<polyline" in (base.out / "curves.svg").read_text()
     llm = open_llm(tiny_target, drafter=f"medusa:{base.out / 'drafter'}")
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0].outputs[0].error is None
-
-
-def test_training_raises_tau_in_the_engine(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On prompts that it has seen: a random target has nothing that could be learnt for others."""
-    measure_on_known(monkeypatch)
-    config = replace(base, out=base.out.parent / "long", steps=160, measure_every=80, average=0.0, log_every=60)
-    lines: list[str] = []
-    run(config, lines)
-    record = json.loads((config.out / "run.json").read_text())
-    tau = [point["tau"]["0"] for point in record["measured"]]
-    assert tau[-1] > 1.08  # without training: 1.0
-    assert tau[-1] > record["curves"][-1]["expected_tau"] - 0.1  # that of a chain; its drafter makes trees
-    for what in ("loading the target to learn from", "opening the engine to measure with"):
-        said = [line for line in lines if line.startswith(what)]
-        assert said[0].endswith(" ...")
-        assert said[1].endswith(" s")  # how long it took
-    assert any("acceptance" in line and "left" in line and "tok/s" in line for line in lines)
-    assert any("tau" in line and "T=0" in line for line in lines)
 
 
 def test_a_step_that_takes_long_says_so_and_a_measurement_speaks_for_itself(
@@ -181,7 +163,7 @@ def test_a_stopped_run_saves_and_goes_on(
     resumed = run(config, lines)
     assert "resumed at step 7 of 12" in lines
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-    monkeypatch.setattr("slipstream.train.run.resolve", None)  # it is said before anything is fetched or loaded
+    monkeypatch.setattr("slipstream.train.run.resolve", None)  # checked before anything is fetched or loaded
     with pytest.raises(ConfigError, match=r"learning_rate=0\.5: the run in"):
         run(replace(config, learning_rate=0.5))
 
@@ -195,7 +177,7 @@ def test_passes_add_up(base: TrainConfig, whole: dict[str, Tensor]) -> None:
 def test_two_ranks_are_one(base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is this process, so that only the other one must import everything."""
     config = replace(base, out=base.out.parent / "ranks", rows=1, data=str(base.out.parent / "ranks-data"))
-    monkeypatch.setattr("slipstream.train.ranks._PATIENCE", timedelta(seconds=200))
+    monkeypatch.setattr("slipstream.train.ranks._TIMEOUT", timedelta(seconds=200))
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", free_port()), ("WORLD_SIZE", 2), ("RANK", 0)):
         monkeypatch.setenv(name, str(value))
     code = (
@@ -237,7 +219,7 @@ def test_kept_states_make_room_for_a_step(
     base: TrainConfig, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails for want of memory begins anew, with nothing of its first half; the run ends as it would have."""
-    monkeypatch.setattr(states, "worth_keeping", lambda *_: True)
+    monkeypatch.setattr(teacher, "worth_keeping", lambda *_: True)
     loss, passes = TinyRecipe.loss, list[None]()
 
     def short(self: TinyRecipe, batch: Batch) -> Losses:
@@ -251,12 +233,12 @@ def test_kept_states_make_room_for_a_step(
     config = replace(base, out=base.out.parent / "room", rows=1, accumulate=2)
     found = run(config, lines)
     assert len(passes) == 2 * config.steps + 2
-    assert sum("are kept once they are made" in line for line in lines) == 1
-    assert sum("not kept any more" in line for line in lines) == 1
+    assert sum("keeping the target's states" in line for line in lines) == 1
+    assert sum("releasing the target's kept states" in line for line in lines) == 1
     for name, tensor in whole.items():
         torch.testing.assert_close(found[name], tensor, msg=name)
     passes.clear()
-    monkeypatch.setattr(states, "worth_keeping", lambda *_: False)
+    monkeypatch.setattr(teacher, "worth_keeping", lambda *_: False)
     with pytest.raises(CapacityError, match="halve rows and double accumulate=2"):
         run(replace(config, out=base.out.parent / "no-room"))
 
@@ -289,7 +271,7 @@ def test_a_checkpoint_whose_optimizer_has_no_parts_is_named(base: TrainConfig) -
     kept = torch.load(file, weights_only=True)
     (kept["optimizer"],) = kept["optimizer"]["parts"]
     torch.save(kept, file)
-    with pytest.raises(ConfigError, match=r"optimizer\.pt: it has no 'parts'.*remove .*checkpoint to begin anew"):
+    with pytest.raises(ConfigError, match=r"optimizer\.pt: has no 'parts'.*remove .*checkpoint to start again"):
         run(config)
 
 
@@ -297,7 +279,7 @@ def test_a_damaged_checkpoint_is_named(base: TrainConfig, whole: dict[str, Tenso
     config = replace(base, out=base.out.parent / "damaged", steps=5)
     run(config)
     (config.out / "checkpoint" / "optimizer.pt").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="checkpoint: this checkpoint cannot be read"):
+    with pytest.raises(ConfigError, match="checkpoint: cannot read this checkpoint"):
         run(config)
 
 
@@ -340,3 +322,150 @@ def test_who_asks_it_to_stop_hears_of_it_at_once() -> None:
             signal.raise_signal(signal.SIGINT)
     assert len(said) == 1
     assert "after this step" in said[0]
+
+
+@pytest.fixture(scope="module")
+def short_run(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    return small_run(
+        tmp_path_factory.mktemp("best"),
+        tiny_target,
+        "tiny",
+        prompts=8,
+        steps=8,
+        learning_rate=0.02,
+        average=0.5,
+        checkpoint_every=3,
+    )
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, taus: Sequence[float]) -> None:
+    """Measurements give these together, one after the other; at temperature 0 alone they rise always."""
+    left: Iterator[float] = iter(taus)
+    rising = iter(range(100))
+
+    def measure(self: Measure) -> list[Measured]:
+        tau, greedy = next(left), float(next(rising))
+        return [Measured(0.0, greedy, 0.5, 10, 20), Measured(1.0, tau - greedy, 0.5, 10, 20)]
+
+    monkeypatch.setattr(Measure, "__call__", measure)
+
+
+def finish(config: TrainConfig, lines: list[str] | None = None) -> Finished:
+    return train(config, (lines if lines is not None else []).append, recipe=TinyRecipe)
+
+
+def exported_weights(folder: Path) -> torch.Tensor:
+    return load_file(folder / "medusa_lm_head.safetensors")["0.0.linear.weight"]
+
+
+def test_the_best_measured_is_the_finished_one(short_run: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: dict[int, torch.Tensor] = {}
+    keep = Trainer._measure_now
+
+    def noted(self: Trainer, stop: Stop) -> None:
+        keep(self, stop)
+        with self.averaged():
+            self.recipe.export(short_run.out / "now")
+        exported[self.step] = exported_weights(short_run.out / "now")
+
+    monkeypatch.setattr(Trainer, "_measure_now", noted)
+    measured(monkeypatch, [1.5, 1.9, 1.9, 1.7])
+    lines: list[str] = []
+    finished = finish(short_run, lines)
+    assert finished.tau == {"0": 1.0, "1": 0.9}
+    assert torch.equal(exported_weights(finished.folder), exported[4])  # not step 6, which is no better
+    assert not torch.equal(exported[4], exported[6])
+    record = json.loads((short_run.out / "run.json").read_text())
+    assert record["best"] == {"step": 4, "tau": {"0": 1.0, "1": 0.9}}
+    assert [point["step"] for point in record["measured"]] == [2, 4, 6, 8]
+    assert any("the drafter of step 4" in line for line in lines)
+    again = finish(short_run)  # nothing is left to do
+    assert again.tau == finished.tau
+    assert torch.equal(exported_weights(again.folder), exported[4])
+
+
+def test_a_resumed_run_keeps_it(short_run: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed behind the best measurement, at whose checkpoint it goes on."""
+    config = replace(short_run, out=short_run.out.parent / "killed")
+    measured(monkeypatch, [1.5, 1.9])
+    killed_before(monkeypatch, 5, lambda: finish(config))
+    assert load_best(config.out) == Best(4, {"0": 1.0, "1": 0.9})
+    kept = exported_weights(config.out / "best" / "drafter")
+    measured(monkeypatch, [1.6, 1.7])  # steps 6 and 8
+    finished = finish(config)
+    assert sum(finished.tau.values()) == 1.9
+    assert torch.equal(exported_weights(finished.folder), kept)
+
+
+def test_ctrl_c_in_the_first_measurement_loses_nothing(short_run: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any checkpoint was due. The measurement is broken off, and the run goes on with it."""
+    config = replace(short_run, out=short_run.out.parent / "interrupted", checkpoint_every=100)
+    measuring = False
+
+    def interrupted(self: Measure) -> list[Measured]:
+        nonlocal measuring
+        measuring = True
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it goes on measuring")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Measure, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finish(config)
+    assert measuring
+    found = load_checkpoint(config.out, torch.device("cpu"))
+    assert found is not None
+    assert found.step == 2
+    measured(monkeypatch, [1.9, 1.6, 1.7, 1.8])  # step 2, which was broken off, 4, 6 and 8
+    lines: list[str] = []
+    finished = finish(config, lines)
+    assert "resumed at step 2 of 8" in lines
+    assert sum(finished.tau.values()) == 1.9
+    record = json.loads((config.out / "run.json").read_text())
+    assert [point["step"] for point in record["measured"]] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_kill_while_the_best_is_replaced_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """renames: number of renames before the kill."""
+
+    def export(text: str, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(text)
+
+    keep_best(tmp_path, Best(1, {"0": 1.5}), partial(export, "old"))
+    rename, done = Path.rename, 0
+
+    def killed(self: Path, to: Path) -> Path:
+        nonlocal done
+        if done == renames:
+            raise RuntimeError("killed")
+        done += 1
+        return rename(self, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            keep_best(tmp_path, Best(2, {"0": 1.6}), partial(export, "new"))
+    assert load_best(tmp_path) == Best(1, {"0": 1.5})
+    assert (tmp_path / "best" / "drafter" / "weights").read_text() == "old"
+    keep_best(tmp_path, Best(3, {"0": 1.7}), partial(export, "newer"))
+    assert load_best(tmp_path) == Best(3, {"0": 1.7})
+    assert (tmp_path / "best" / "drafter" / "weights").read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_run_that_begins_anew_forgets_it(short_run: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(short_run, out=short_run.out.parent / "anew")
+    keep_best(config.out, Best(400, {"0": 9.0}), lambda folder: folder.mkdir(parents=True))
+    measured(monkeypatch, [1.1, 1.2, 1.3, 1.4])
+    assert sum(finish(config).tau.values()) == 1.4
+
+
+def test_a_damaged_note_is_named(tmp_path: Path) -> None:
+    keep_best(tmp_path, Best(1, {"0": 1.5}), lambda folder: folder.mkdir(parents=True))
+    (tmp_path / "best" / "best.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"best\.json: cannot read it .* remove"):
+        load_best(tmp_path)

@@ -15,7 +15,7 @@ from conftest import VOCAB
 from slipstream.train import measure as measuring
 from slipstream.train import progress
 from slipstream.train.config import TrainConfig
-from slipstream.train.distill import DraftRecipe
+from slipstream.train.draft import DraftRecipe
 from slipstream.train.measure import Measure
 from slipstream.train.progress import Clock, watched
 from slipstream.train.recipe import Setting
@@ -70,7 +70,7 @@ def test_texts_that_none_of_has_ended_are_spoken_of(monkeypatch: pytest.MonkeyPa
     def say(line: str) -> None:
         lines.append(line)
         for name, form in (
-            ("reading", r"answers: 0 of 2, reading what they follow"),
+            ("reading", r"answers: 0 of 2, reading prompts"),
             ("begun", r"answers: 0 of 2, 30 tokens, [\d,]+ tok/s, at most \d+ s left"),
             ("one", r"answers: 1 of 2, 25 tokens, [\d,]+ tok/s, at most \d+ s left"),
         ):
@@ -90,7 +90,7 @@ def test_texts_that_none_of_has_ended_are_spoken_of(monkeypatch: pytest.MonkeyPa
     assert lines[-1].endswith(" 0 s left")
     told = len(lines)
     time.sleep(0.01)
-    assert len(lines) == told, "nobody watches any more"
+    assert len(lines) == told, "no more lines after its end"
 
 
 def test_what_is_left_is_bounded_by_what_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,11 @@ def test_what_is_left_is_bounded_by_what_is_being_written(monkeypatch: pytest.Mo
     written = 0
     clock = Clock("answers", 4, 100, print, lambda: written)
     now, written = 1.0, 40
-    assert clock.told() == "answers: 0 of 4, 40 tokens, 40 tok/s, at most 9 s left"
+    assert clock.line() == "answers: 0 of 4, 40 tokens, 40 tok/s, at most 9 s left"
     clock.tick(90)
     now, written = 9.0, 270
-    assert clock.told() == "answers: 1 of 4, 360 tokens, 40 tok/s, at most 1 s left"
+    assert clock.line() == "answers: 1 of 4, 360 tokens, 40 tok/s, at most 1 s left"
     written = 0
-    assert clock.told() == "answers: 1 of 4, 90 tokens, 10 tok/s, at most 27 s left", "not 30: by those who ended"
+    assert clock.line() == "answers: 1 of 4, 90 tokens, 10 tok/s, at most 27 s left", (
+        "not 30: bounded by the answers that ended"
+    )

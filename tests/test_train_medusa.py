@@ -17,18 +17,15 @@ from families import CPU
 from medusa_checkpoints import counting_target
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import ConfigError
-from slipstream.drafters.medusa import MedusaDrafter
-from slipstream.drafters.medusa_tree import RANKS, best_tree, usual_table
+from slipstream.drafters.medusa import RANKS, MedusaDrafter, best_tree, usual_table
 from slipstream.models.heads.medusa import load_medusa
 from slipstream.models.runner import open_unchecked
 from slipstream.train.batch import Batch
 from slipstream.train.config import TrainConfig
-from slipstream.train.medusa import MedusaModule, MedusaRecipe
-from slipstream.train.medusa_table import measure_table, table_of
-from slipstream.train.recipe import Listens, Setting, Text, recipe_class
+from slipstream.train.medusa import MedusaModule, MedusaRecipe, measure_table, table_of
+from slipstream.train.recipe import Setting, Text, UsesTexts
 from slipstream.train.teacher import Teacher
-from training_rows import random_rows
-from training_scenes import learn
+from training_scenes import learn, random_rows
 
 LENGTHS = ([9, 4, 3], [12])
 WIDTH = 16
@@ -52,7 +49,7 @@ def make(teacher: Teacher, **options: Any) -> MedusaRecipe:
 
 
 def look(teacher: Teacher, recipe: MedusaRecipe) -> Batch:
-    return teacher.look(random_rows(LENGTHS, WIDTH, VOCAB), recipe.taps)
+    return teacher.run(random_rows(LENGTHS, WIDTH, VOCAB), recipe.taps)
 
 
 APART: dict[str, Any] = {"chained": False}
@@ -194,9 +191,9 @@ def test_the_table_is_measured_on_texts(teacher: Teacher) -> None:
     wanted = table_of(torch.tensor(places))
     found = measure_table(teacher, recipe.module, 3, texts)
     assert all(row == pytest.approx(theirs) for row, theirs in zip(found, wanted, strict=True))
-    assert isinstance(recipe, Listens)
+    assert isinstance(recipe, UsesTexts)
     assert recipe.table == usual_table(3)  # nothing was heard yet
-    recipe.hear([*texts, Text((1, 2), (3,))])  # one token is nothing to learn from
+    recipe.use_texts([*texts, Text((1, 2), (3,))])  # one token is nothing to learn from
     assert recipe.table == found
 
 
@@ -210,7 +207,7 @@ def test_an_open_engine_takes_weights_and_tree(
     prompts = [{"prompt_token_ids": [10 + i, 20, 30 + i]} for i in range(3)]
     how = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     said = llm.generate(prompts, how)
-    recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
+    recipe.use_texts([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
     with torch.no_grad():
         for weight in recipe.module.parameters():
             weight.mul_(0.5)
@@ -238,7 +235,7 @@ def test_an_open_engine_takes_weights_of_chained_heads(
     how = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     llm = open_llm(tiny_target, drafter=recipe.drafter(tmp_path / "first"), rounds=rounds, planner="fixed")
     said = llm.generate(prompts, how)
-    recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
+    recipe.use_texts([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
     learn(recipe, look(teacher, recipe), 20)
     recipe.refresh(llm.engine.drafting.drafters["medusa"])
     refreshed = [o.outputs[0].speculation.accepted for o in llm.generate(prompts, how)]
@@ -249,12 +246,12 @@ def test_an_open_engine_takes_weights_of_chained_heads(
 
 
 def test_chained_heads_learn_what_follows_from_guesses(tmp_path: Path) -> None:
-    """The target counts on from tokens that nobody can foresee: who does not read the last one cannot know the next."""
+    """The target counts on from unforeseeable tokens: a head must read the last one to know the next."""
     teacher = Teacher.open(counting_target(tmp_path / "counting"), "cpu")
     right = {}
     for chained in (False, True):
         recipe = make(teacher, chained=chained, sharpen=1.0)
-        known, other = (teacher.look(random_rows([[64]] * 24, 64, 32, seed=s), recipe.taps) for s in (1, 2))
+        known, other = (teacher.run(random_rows([[64]] * 24, 64, 32, seed=s), recipe.taps) for s in (1, 2))
         before = recipe.loss(other).total.detach()
         learn(recipe, known, 150)
         losses = recipe.loss(other)
@@ -268,7 +265,7 @@ def test_chained_heads_learn_what_follows_from_guesses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"token": False}, r"option token=False: must be true where heads are chained \(chained=false\)"),
+        ({"token": False}, r"option token=False: must be true for chained heads \(chained=false\)"),
         ({"heads": 0}, "option heads=0: must be between 1 and 16"),
         ({"sharpen": 2}, r"option sharpen=2\.0: must be between 0 and 1"),
         ({"kept": "int4"}, "option kept='int4': must be one of fp16, bf16, fp32"),
@@ -279,7 +276,3 @@ def test_chained_heads_learn_what_follows_from_guesses(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, teacher: Teacher) -> None:
     with pytest.raises(ConfigError, match=message):
         make(teacher, **options)
-
-
-def test_the_recipe_is_known() -> None:
-    assert recipe_class("medusa") is MedusaRecipe

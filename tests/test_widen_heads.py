@@ -19,12 +19,12 @@ from medusa_checkpoints import head_tensors, save_heads
 from slipstream import LLM, SamplingParams
 from slipstream.models.identity import TRAINED_FOR, identity_of
 from slipstream.train.config import TrainConfig
-from slipstream.train.distill import DraftRecipe
+from slipstream.train.draft import DraftRecipe
 from slipstream.train.eagle3 import Eagle3Recipe
 from slipstream.train.medusa import MedusaRecipe
 from slipstream.train.recipe import Recipe, Setting
 from slipstream.train.teacher import Teacher
-from training_rows import packed
+from training_scenes import packed
 
 heads = import_module("widen_heads")
 
@@ -56,7 +56,7 @@ def learnt(kind: type[Recipe], teacher: Teacher, texts: list[list[int]], turns: 
     config = TrainConfig(kind.name, "t", Path("out"), self_prompts=1, options={"kept": "fp32", **options})
     counts = torch.bincount(torch.tensor(texts).flatten(), minlength=VOCAB)
     recipe = kind.make(Setting(config, teacher, counts))
-    batch = teacher.look(packed([texts[:2], texts[2:]], 2 * len(texts[0]), prompt=3), recipe.taps)
+    batch = teacher.run(packed([texts[:2], texts[2:]], 2 * len(texts[0]), prompt=3), recipe.taps)
     optimizer = torch.optim.AdamW(recipe.module.parameters(), lr=4e-3, weight_decay=0.0)
     for _ in range(turns):
         losses = recipe.loss(batch)

@@ -1,9 +1,9 @@
-"""What the tests of all recipes do: small runs, killed ones, a few steps, and engines that take new weights."""
+"""Packed rows for tests of training: sequences laid end to end, with a prompt each and padding behind."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,39 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conftest import VOCAB
+from conftest import VOCAB, save_model, tiny_llama
 from slipstream import LLM, SamplingParams
-from slipstream.train.batch import Batch
+from slipstream.train.batch import NO_SEQUENCE, Batch, Rows
 from slipstream.train.config import TrainConfig
 from slipstream.train.data import Data, gather
 from slipstream.train.loop import Trainer
-from slipstream.train.recipe import Recipe
+from slipstream.train.recipe import Losses, Recipe
 from slipstream.train.run import train
 from slipstream.train.teacher import Teacher
-from training_rows import random_rows
+
+
+def packed(rows: Sequence[Sequence[Sequence[int]]], width: int, prompt: int = 2) -> Rows:
+    """Rows of sequences of token ids. prompt: number of prompt tokens of each."""
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    positions, segments = torch.zeros_like(ids), torch.full_like(ids, NO_SEQUENCE)
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    for i, sequences in enumerate(rows):
+        at = 0
+        for number, sequence in enumerate(sequences):
+            here = slice(at, at + len(sequence))
+            ids[i, here] = torch.tensor(list(sequence))
+            positions[i, here] = torch.arange(len(sequence))
+            segments[i, here] = number
+            answers[i, at + prompt : at + len(sequence)] = True
+            at += len(sequence)
+        positions[i, at:] = torch.arange(width - at)
+    return Rows(ids, positions, segments, answers)
+
+
+def random_rows(lengths: Sequence[Sequence[int]], width: int, vocab: int, seed: int = 0) -> Rows:
+    made = torch.Generator().manual_seed(seed)
+    return packed([[torch.randint(0, vocab, (n,), generator=made).tolist() for n in row] for row in lengths], width)
+
 
 LENGTHS = ([40, 3, 70], [128], [1, 90])
 PROMPTS = [{"prompt_token_ids": [10 + i, 20, 30 + i]} for i in range(4)]
@@ -60,7 +83,7 @@ def small_run(folder: Path, target: Path, recipe: str, *, prompts: int = 12, **c
 
 
 def killed_before(monkeypatch: pytest.MonkeyPatch, step: int, run: Callable[[], object]) -> None:
-    """Run, and be killed when so many steps are done."""
+    """Run, and be killed after `step` steps."""
     real = Trainer._train_step
 
     def killed(self: Trainer) -> None:
@@ -106,7 +129,7 @@ def check_narrow_steps(
     for where in ("cpu", device):
         teacher = Teacher.open(target, where)
         recipe = make(teacher)
-        batch = teacher.look(random_rows(LENGTHS, 128, VOCAB).to(teacher.device), recipe.taps)
+        batch = teacher.run(random_rows(LENGTHS, 128, VOCAB).to(teacher.device), recipe.taps)
         with torch.autocast(where, torch.bfloat16, enabled=bool(found)):
             losses = recipe.loss(batch)
         losses.total.backward()
@@ -148,7 +171,72 @@ def measure_on_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def known(*args: Any) -> Data:
         data = gather(*args)
-        prompts = [data.sequences.at(i)[:n].tolist() for i, n in enumerate(data.sequences.prompt_lengths)]
+        prompts = [data.corpus.at(i)[:n].tolist() for i, n in enumerate(data.corpus.prompt_lengths)]
         return replace(data, held_out=tuple(tuple(ids) for ids in prompts))
 
     monkeypatch.setattr("slipstream.train.run.gather", known)
+
+
+def check_gradients(recipe: Recipe, batch: Batch, teacher: Teacher) -> None:
+    """Every weight of the recipe has a gradient, and none of the target's."""
+    losses = recipe.loss(batch)
+    (losses.total / losses.count).backward()
+    for name, weight in recipe.module.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
+        assert weight.grad.abs().max() > 0, name
+    assert all(weight.grad is None for weight in teacher.model.parameters())
+
+
+def check_packing(recipe: Recipe, teacher: Teacher, lengths: Sequence[Sequence[int]], width: int) -> Losses:
+    """Sequences packed together lose what they lose alone. Returns what they lose together."""
+    rows = random_rows(lengths, width, VOCAB)
+    together = recipe.loss(teacher.run(rows, recipe.taps))
+    alone = []
+    for row, own in zip(rows.ids.tolist(), lengths, strict=True):
+        at = 0
+        for length in own:
+            single = packed([[row[at : at + length]]], length)
+            alone.append(recipe.loss(teacher.run(single, recipe.taps)))
+            at += length
+    for name in ("total", "count", "accepted", "positions"):
+        parts = sum(getattr(one, name) for one in alone)
+        torch.testing.assert_close(getattr(together, name), parts, rtol=1e-4, atol=1e-4)
+    return together
+
+
+def check_learnt(
+    make: Callable[[Teacher, Tensor], Recipe],
+    name: str,
+    folder: Path,
+    open_llm: Callable[..., LLM],
+    taus: tuple[float, float],
+) -> None:
+    """A few answers learnt by heart raise tau from below taus[0] to above taus[1], in an engine that stays open."""
+    target = save_model(folder / "target", tiny_llama(), seed=3)
+    teacher = Teacher.open(target, "cpu")
+    prompts = [[10 + i, 20 + i, 30 + i] for i in range(4)]
+    how = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
+    plain = open_llm(target, drafter=None).generate(prompts, how)
+    texts = [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, plain, strict=True)]
+    recipe = make(teacher, torch.bincount(torch.tensor(texts).flatten(), minlength=VOCAB))
+    recipe.export(folder / "first")
+
+    def tau(llm: LLM) -> float:
+        outputs = llm.generate(prompts, how)
+        assert [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, outputs, strict=True)] == texts
+        stats = [o.outputs[0].speculation for o in outputs]
+        return 1 + sum(s.accepted for s in stats) / sum(s.rounds for s in stats)
+
+    llm = open_llm(target, drafter=recipe.drafter(folder / "first"), planner="fixed")
+    before = tau(llm)
+    rows = packed([texts[:2], texts[2:]], 2 * len(texts[0]), prompt=3)
+    assert learn(recipe, teacher.run(rows, recipe.taps), 150).min() > 0.7
+    recipe.refresh(llm.engine.drafting.drafters[name])
+    after = tau(llm)
+    assert before < taus[0]
+    assert after > taus[1]
+    recipe.export(folder / "again")
+    assert tau(open_llm(target, drafter=recipe.drafter(folder / "again"), planner="fixed")) == after
+    queued = open_llm(target, drafter=recipe.drafter(folder / "again"), planner="fixed", rounds="queued")
+    assert tau(queued) == pytest.approx(after, abs=0.2)  # steps that begin before the host knows the end count there

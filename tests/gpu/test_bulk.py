@@ -11,7 +11,7 @@ from conftest import EOS
 from gpu_scenes import save_real_heads
 from slipstream import LLM, SamplingParams
 from slipstream.models.parity import open_model
-from slipstream.train.bulk import Ask, Bulk
+from slipstream.train.bulk import Bulk, BulkRequest
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("lanes", [3, 8])
 def test_answers_are_the_engines(target: Path, lanes: int, graphs: bool) -> None:
     """Few short prompts at a time, so that their passes are row-independent here as there."""
-    asks = [Ask([i + 1, i + 2, 7], i, (0.0, 1.0)[i % 2], 100 + i) for i in range(20)]
+    asks = [BulkRequest([i + 1, i + 2, 7], i, (0.0, 1.0)[i % 2], 100 + i) for i in range(20)]
     runner = open_model(target, torch.bfloat16, torch.device("cuda", 0))
     bulk = Bulk(runner, lanes=lanes, max_len=200, end_ids=[EOS], graphs=graphs)
     written = {answer.number: answer.tokens.tolist() for answer in bulk.write(enumerate(asks))}
@@ -36,7 +36,7 @@ def test_answers_are_the_engines(target: Path, lanes: int, graphs: bool) -> None
 
 
 def test_a_thousand_lanes(target: Path) -> None:
-    asks = [Ask([i % 250 + 1] * (1 + i % 40), i, 1.0, 20 + i % 50) for i in range(2500)]
+    asks = [BulkRequest([i % 250 + 1] * (1 + i % 40), i, 1.0, 20 + i % 50) for i in range(2500)]
     runner = open_model(target, torch.bfloat16, torch.device("cuda", 0))
     bulk = Bulk(runner, lanes=1024, max_len=128, end_ids=[EOS])
     written = {answer.number: answer for answer in bulk.write(enumerate(asks))}

@@ -10,7 +10,7 @@ import torch
 
 from conftest import VOCAB
 from slipstream.train.config import TrainConfig
-from slipstream.train.distill import DraftRecipe
+from slipstream.train.draft import DraftRecipe
 from slipstream.train.recipe import Setting
 from slipstream.train.teacher import Teacher
 from training_scenes import check_narrow_steps, check_new_weights

@@ -12,12 +12,10 @@ from conftest import VOCAB
 from slipstream.train import chain_attention
 from slipstream.train.chain_attention import Sequences, attend_chain
 from slipstream.train.config import TrainConfig
-from slipstream.train.eagle3 import Eagle3Recipe
-from slipstream.train.eagle3_module import Eagle3Module, Layer
+from slipstream.train.eagle3 import Eagle3Module, Eagle3Recipe, Layer
 from slipstream.train.recipe import Setting
 from slipstream.train.teacher import Teacher
-from training_rows import random_rows
-from training_scenes import LENGTHS, check_narrow_steps, check_new_weights
+from training_scenes import LENGTHS, check_narrow_steps, check_new_weights, random_rows
 
 pytestmark = pytest.mark.gpu
 WIDTH = 128

@@ -44,7 +44,7 @@ def test_an_open_engine_takes_weights_and_tree(tiny_target: Path, tmp_path: Path
     recipe = make(Teacher.open(tiny_target, "cuda"))
     with open_with(recipe, tiny_target, tmp_path / "first") as llm:
         said = llm.generate(PROMPTS, GREEDY)
-        recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
+        recipe.use_texts([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
         with torch.no_grad():
             for weight in recipe.module.parameters():
                 weight.mul_(0.3)

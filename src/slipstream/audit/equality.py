@@ -1,24 +1,37 @@
-"""The same tokens with speculation on and off, alone and in company: at temperature 0, and for the same seeds.
+"""Token equality with speculation on and off, and the cache that speculation leaves behind.
 
-Plain decoding of one request at a time is what everything is measured by.
+`Equality` compares answers with plain decoding of one request at a time, greedy and for the same seeds. `Cache` takes
+log probabilities from passes over the continued cache and compares them with a fresh pass over the same tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from slipstream.audit.answers import Asked, Mode, ask, with_seeds
-from slipstream.audit.results import Check, Finding, Outcome
+from slipstream.audit.report import Check, Finding, Outcome
 from slipstream.audit.rounding import Row
-from slipstream.audit.stage import MAX_FINDINGS, Bench, Setting, Stage, Tally
+from slipstream.audit.stage import (
+    MAX_FINDINGS,
+    Asked,
+    AuditPrompt,
+    Bench,
+    Mode,
+    Setting,
+    Source,
+    Stage,
+    Tally,
+    ask,
+    with_seeds,
+)
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import CompletionOutput, parting
+from slipstream.core.params import MAX_LOGPROBS
 
 
 class Reference(Stage):
-    """The plain answers, one request at a time. The probe is told them."""
+    """The plain answers, one request at a time. The probe learns these answers."""
 
     def __init__(self, bench: Bench, setting: Setting) -> None:
         self.title = f"{setting.name} · plain, alone (what the others are compared with)"
@@ -45,7 +58,7 @@ class Reference(Stage):
 
 
 class Equality(Stage):
-    """One mode's answers against the plain ones."""
+    """Compares one mode's answers with the plain ones."""
 
     def __init__(self, bench: Bench, setting: Setting, mode: Mode, at_once: int) -> None:
         self.title = f"{setting.name} · {mode.name}, {bench.company(at_once)}"
@@ -70,20 +83,8 @@ class Equality(Stage):
 
     def check(self, *, complete: bool, seconds: float) -> Check:
         tally = self._tally
-        return Check(
-            kind="equality",
-            title=self.title,
-            drafter=self._mode.drafter,
-            compared=tally.compared,
-            same=tally.same,
-            tokens=tally.tokens,
-            drafted=tally.drafted,
-            accepted=tally.accepted,
-            failures=tally.failures,
-            complete=complete,
-            seconds=seconds,
-            findings=tuple(self._findings),
-        )
+        more = {"complete": complete, "seconds": seconds, "findings": tuple(self._findings)}
+        return tally.check("equality", self, self._mode.drafter, tally.compared, tally.same, **more)
 
     def _compare(self, one: Asked, plain: CompletionOutput) -> Finding | None:
         answer, prompt = one.answer, self._bench.prompts[one.index]
@@ -105,7 +106,7 @@ class Equality(Stage):
         return self._judge(one, plain, at)
 
     def _judge(self, one: Asked, plain: CompletionOutput, at: int) -> Finding:
-        """Where two answers part: could rounding have done it?"""
+        """Classify the first difference: a near-tie that rounding explains, or a bug."""
         bench, prompt = self._bench, self._bench.prompts[one.index]
         before = [*prompt.token_ids, *plain.token_ids[:at]]
         logits = bench.fresh.logits(before, [len(before) - 1])[0]
@@ -125,3 +126,74 @@ class Equality(Stage):
             margin,
             allowed,
         )
+
+
+_MAY_STRAY = {"float32": 0.0}
+"""Share of tokens that may differ by more than rounding, by dtype. In 16 bits a mixture of experts may route a token to
+another expert, which changes all of its numbers."""
+_STRAY_IN_16_BITS = 0.02
+
+
+class Cache(Stage):
+    """Compares one mode's log probabilities with a source that has no history."""
+
+    def __init__(self, bench: Bench, setting: Setting, mode: Mode, source: Source, *, most: int | None = None) -> None:
+        self.title = f"cache against {source.name} · {mode.name}, {bench.company(bench.at_once)}"
+        self._prompts: Sequence[AuditPrompt] = bench.prompts[:most]
+        self.size = len(self._prompts)
+        self._bench, self._setting, self._mode, self._source = bench, setting, mode, source
+        self._tally = Tally()
+        self._failed: list[Finding] = []
+        self._strays: list[Finding] = []
+        self._same = 0
+        self._worst = self._worst_part = 0.0
+
+    def steps(self) -> Iterator[int]:
+        bench = self._bench
+        asking = replace(self._setting.params, speculation=self._mode.speculation, logprobs=MAX_LOGPROBS)
+        for asked in ask(bench.llm, self._prompts, with_seeds(asking, self.size), bench.at_once):
+            for one in asked:
+                self._tally.add(one.answer)
+                self._compare(one)
+                yield 1
+
+    def check(self, *, complete: bool, seconds: float) -> Check:
+        tally, limit = self._tally, _MAY_STRAY.get(self._bench.rounding.dtype, _STRAY_IN_16_BITS)
+        strayed = tally.tokens - self._same
+        return tally.check(
+            "cache",
+            self,
+            self._mode.drafter,
+            tally.tokens,
+            self._same,
+            unit="tokens",
+            complete=complete,
+            seconds=seconds,
+            figures={"largest_error": self._worst, "largest_error_of_allowed": self._worst_part},
+            findings=(*self._failed, *(self._strays if strayed > limit * tally.tokens else ())),
+        )
+
+    def _compare(self, one: Asked) -> None:
+        bench, answer, prompt = self._bench, one.answer, self._prompts[one.index]
+        if answer.error is not None or answer.logprobs is None:
+            self._failed.append(Finding(Outcome.BUG, prompt.id, f"The request failed: {answer.error}"))
+            return
+        if len(answer.logprobs) != len(answer.token_ids):
+            why = f"{len(answer.token_ids)} tokens with {len(answer.logprobs)} log probabilities."
+            self._failed.append(Finding(Outcome.BUG, prompt.id, why))
+            return
+        tokens = [*prompt.token_ids, *answer.token_ids]
+        first = len(prompt.token_ids) - 1
+        logits = self._source.logits(tokens[:-1], range(first, len(tokens) - 1))  # [N, V]
+        right = logits.log_softmax(1)
+        for at, reported in enumerate(answer.logprobs):
+            bound = max(bench.rounding.of_row(logits[at]), self._source.stray(logits[at]))
+            allowed = 2 * bound  # for the logit and for the normalizing sum
+            error = max(abs(entry.logprob - float(right[at, token])) for token, entry in reported.items())
+            self._worst, self._worst_part = max(self._worst, error), max(self._worst_part, error / allowed)
+            bench.errors[self._mode.name] = max(self._worst, bench.errors.get(self._mode.name, 0.0))
+            self._same += error <= allowed
+            if not error <= allowed and len(self._strays) < MAX_FINDINGS:
+                why = "The log probabilities over the continued cache are not those of a fresh pass."
+                token = bench.token(answer.token_ids[at])
+                self._strays.append(Finding(Outcome.BUG, prompt.id, why, at, token, None, error, allowed))

@@ -1,8 +1,8 @@
-"""A drafter that knows the answer, and is wrong on purpose.
+"""A drafter that knows the answer and is wrong on purpose.
 
-A real drafter may be right so seldom that accepted paths, and what follows them in the cache, are hardly tried. This
-one is right for a while and then wrong, in chains and in trees whose wrong branches stand before the right one and lead
-on as if they had been right: so it is accepted, rejected and moved about in every way there is.
+A real drafter may be right too rarely to test accepted paths and the cache after them. This one is right for a while,
+then wrong, in chains and in trees whose wrong branches come before the right one and continue as if they were right. It
+exercises acceptance, rejection and cache moves in every way.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from slipstream.core.draft import ROOT, Tree
 from slipstream.drafters.base import DraftRequest, HostDrafter
 
 PROBE = "probe"
-_BUSH = 3  # nodes of a level: a wrong one, what it leads on to, the right one
+_BRANCHING = 3  # nodes of a level: a wrong one, its continuation, the right one
 
 
 class Probe(HostDrafter):
-    """Drafts from the plain answers that it was told."""
+    """Drafts from plain answers that it is told."""
 
     name: ClassVar[str] = PROBE
     bounded: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class Probe(HostDrafter):
         self._answers.clear()
 
     def tell(self, prompt: Sequence[int], seed: int | None, answer: Sequence[int]) -> None:
-        """The plain answer to a prompt. Seeds tell apart what was asked of the same prompt."""
+        """Register the plain answer to a prompt with a seed."""
         self._answers[tuple(prompt), seed] = tuple(answer)
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
@@ -44,20 +44,20 @@ class Probe(HostDrafter):
         rest = self._answers.get((prompt, request.params.seed), ())[done:]
         if not rest or not budget:
             return Tree((), ())
-        right = (done * 5 + len(prompt)) % 4  # how many levels are right: by turns, and not the same for all
-        if done % 3 == 0 or budget < _BUSH:
+        right = (done * 5 + len(prompt)) % 4  # correct levels, varying by position and prompt
+        if done % 3 == 0 or budget < _BRANCHING:
             return self._chain(rest, right, budget)
-        return self._bush(rest, right, budget)
+        return self._branches(rest, right, budget)
 
     def _chain(self, rest: Sequence[int], right: int, budget: int) -> Tree:
-        """So many right tokens, a wrong one, and behind it what would have come."""
+        """`right` correct tokens, a wrong one, then what would have followed."""
         tokens = list(rest[:budget])
         if right < len(tokens):
             tokens[right] = self._wrong(tokens[right])
         return Tree.chain(tokens)
 
-    def _bush(self, rest: Sequence[int], right: int, budget: int) -> Tree:
-        """At each level a wrong token that leads on as if it were right, then the right one."""
+    def _branches(self, rest: Sequence[int], right: int, budget: int) -> Tree:
+        """At each level a wrong token with the right token's continuation, then the right token."""
         tokens: list[int] = []
         parents: list[int] = []
 
@@ -68,7 +68,7 @@ class Probe(HostDrafter):
 
         parent = ROOT
         for level, token in enumerate(rest[: right + 1]):
-            if len(tokens) + _BUSH > budget:
+            if len(tokens) + _BRANCHING > budget:
                 break
             decoy = add(self._wrong(token), parent)
             if level + 1 < len(rest):

@@ -1,16 +1,15 @@
-"""Could rounding have made two answers part here? Told by the margin between their tokens.
+"""The bound on rounding errors that tells a near-tie from a bug, by the margin between two tokens.
 
-The bound is that of one logit, and holds for two ways to compute the same thing in a different order:
+The bound is for one logit, computed in two orders of summation:
 
     unit        relative error of one rounding: 2^-24 in fp32, 2^-11 in fp16, 2^-8 in bf16
-    roundings   about 8 in a row for every layer (norms, products, attention). In fp32 sums are kept in the same
-                precision as what they add up, so that each product rounds once for every number added; 16 bits are
-                added up in fp32
-    walk        errors have either sign and add up like the steps of a random walk: by the square root of their number
+    roundings   about 8 in sequence per layer (norms, products, attention). fp32 sums are accumulated in fp32: each
+                product rounds once for every number added. 16-bit numbers are accumulated in fp32
+    walk        errors have either sign and add up like a random walk, by the square root of their number
     spread      relative to the standard deviation of the row's logits
-    4           because the worst of many rows and tokens counts
+    4           for the worst of many rows and tokens
 
-Seen on the default model: 1/5 of it in fp32 between our passes and transformers', most of it in bf16.
+Measured on the default model, our passes against transformers': 1/5 of the bound in fp32, most of it in bf16.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What rounding can do to a logit of one model in one precision."""
+    """The effect of rounding on the logits of one model in one precision."""
 
     dtype: str
     unit: float
     layers: int
-    summed: int  # numbers that one sum adds up in the precision of `unit`
+    summed: int  # terms of one sum that is accumulated in the precision of `unit`
 
     @staticmethod
     def of(target: Runner) -> Rounding:
@@ -52,11 +51,11 @@ class Rounding:
 
     @property
     def relative(self) -> float:
-        """Largest error of a logit as a part of its row's standard deviation."""
+        """Largest error of a logit relative to its row's standard deviation."""
         return _WORST_OF_MANY * self.unit * math.sqrt(_ROUNDINGS_A_LAYER * self.layers * self.summed)
 
     def of_row(self, logits: Tensor) -> float:
-        """Largest error of one of these logits [V] that rounding explains."""
+        """Largest error of these logits [V] that rounding explains."""
         return self.relative * float(logits[logits.isfinite()].double().std())
 
     @property
@@ -75,7 +74,7 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Which tokens top-k, top-p and min-p could let through, and which they could leave out."""
+    """Tokens that top-k, top-p and min-p may keep, and those that they may drop, within an error of the logits."""
 
     may_keep: Tensor  # [V] bool
     may_drop: Tensor  # [V] bool
@@ -83,15 +82,15 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One choice: the model's logits, and what sampling makes of them."""
+    """One sampling decision: the model's logits, the noise and the parameters."""
 
     logits: Tensor  # [V] fp64
-    noise: Tensor  # [V] fp64, 0 where the request is greedy
+    noise: Tensor  # [V] fp64, 0 for greedy requests
     params: SamplingParams
 
     @staticmethod
     def of(logits: Tensor, params: SamplingParams, position: int) -> Row:
-        """`position` is the absolute one of the token being chosen; `params` have a seed unless they are greedy."""
+        """position: of the token being chosen. Parameters that are not greedy must have a seed."""
         logits = logits.double().cpu()
         if params.greedy:
             return Row(logits, torch.zeros_like(logits), params)
@@ -104,8 +103,8 @@ class Row:
     def margin(self, *tokens: int) -> float:
         """Twice the smallest error of the logits with which each of these tokens could be the choice.
 
-        Without top-k, top-p and min-p it is the gap in logits between the token that lies farthest behind and the
-        best one, noise counted. With them it also tells how near a token is to being left out, or not.
+        Without top-k, top-p and min-p this is the gap, noise included, between the best token and the farthest of
+        these. With limits it also covers how close a token is to being kept or dropped.
         """
         low, high = 0.0, float(self.logits.max() - self.logits[self.logits.isfinite()].min()) + 1.0
         high *= 1 + float(self.noise.abs().max()) * max(self.params.temperature, 1.0)
@@ -117,7 +116,7 @@ class Row:
         return 2 * high
 
     def _possible(self, error: float, tokens: tuple[int, ...]) -> bool:
-        """Could each of the tokens be chosen if every logit were off by at most `error`?"""
+        """True if each of the tokens could be chosen with errors of up to `error` in every logit."""
         greedy = self.params.greedy
         temperature = 1.0 if greedy else self.params.temperature
         slack = 2 * error / temperature
@@ -134,11 +133,11 @@ class Row:
         return True
 
     def _limits(self, error: float, temperature: float) -> _Limits:
-        """What top-k, top-p and min-p could do if every logit were off by at most `error`."""
+        """The effect of top-k, top-p and min-p with errors of up to `error` in every logit."""
         logits, params, slack = self.logits, self.params, 2 * error / temperature
         kept, dropped = torch.ones_like(logits, dtype=torch.bool), torch.zeros_like(logits, dtype=torch.bool)
         order = logits.sort()
-        # how many tokens, and how much probability, surely come before each, and may come before each
+        # number of tokens that certainly and possibly come before each
         surely = logits.shape[0] - torch.searchsorted(order.values, logits + 2 * error, right=True)  # [V]
         maybe = logits.shape[0] - torch.searchsorted(order.values, logits - 2 * error) - 1  # [V], itself not counted
         if params.top_k:
@@ -150,7 +149,7 @@ class Row:
                 weights[: -params.top_k] = 0
             shares = weights.flip(0).cumsum(0) / weights.sum()  # [V]
             before = torch.cat((torch.zeros_like(shares[:1]), shares))  # [V + 1]
-            factor = math.exp(min(slack, _LARGEST_EXPONENT))  # by which odds may be off
+            factor = math.exp(min(slack, _LARGEST_EXPONENT))  # largest relative error of the odds
             odds = before / (1 - before).clamp(min=0)  # [V + 1], infinite at the end
             wanted = params.top_p / (1 - params.top_p)
             kept &= odds[surely] / factor < wanted

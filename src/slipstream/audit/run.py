@@ -1,4 +1,4 @@
-"""The whole audit: which stages, in which order; interrupted, it tells what is known so far."""
+"""The whole audit: its stages in order. An interrupted audit still reports what it found."""
 
 from __future__ import annotations
 
@@ -7,33 +7,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.audit.answers import AuditPrompt, Mode
-from slipstream.audit.cache import Cache
-from slipstream.audit.drawn import Drawn
-from slipstream.audit.equality import Equality, Reference
-from slipstream.audit.fresh import Transformers, fits_twice
+from slipstream.audit.distribution import SHAPES, Drawn, Rule
+from slipstream.audit.equality import Cache, Equality, Reference
 from slipstream.audit.probe import PROBE, Probe
-from slipstream.audit.results import Audit, Check
-from slipstream.audit.rule import SHAPES, Rule
-from slipstream.audit.stage import Bench, LeftOut, Setting, Stage
+from slipstream.audit.report import Audit, Check
+from slipstream.audit.stage import AuditPrompt, Bench, LeftOut, Mode, Setting, Stage, Transformers, fits_twice
 from slipstream.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-TRANSFORMERS_PROMPTS = 4
-"""Prompts that transformers computes as well: whether our passes are right does not depend on many."""
+TRANSFORMERS_PROMPTS = 4  # prompts compared with transformers; more would add little
 
 
 @dataclass(frozen=True, slots=True)
 class AuditConfig:
-    """What to audit, and how thoroughly."""
+    """What to audit, and how much."""
 
     drafters: tuple[str, ...]  # their names in the engine
     settings: tuple[Setting, ...]  # the first is greedy
     at_once: int = 8
     draft_tokens: int | None = None
-    samples: int = 256  # answers drawn for each test of a distribution; 0: none is tested
+    samples: int = 256  # answers drawn for each test of a distribution; 0: no such test
     transformers: bool = True
     trust_remote_code: bool = False
 
@@ -41,8 +36,7 @@ class AuditConfig:
 def settings(
     max_tokens: int, seed: int, own: SamplingParams | None = None, *, sampled: bool = True
 ) -> tuple[Setting, ...]:
-    """Greedy, and unless that is all, sampled: with `own` where it is given, else at temperature 1, without and with
-    top-p."""
+    """The greedy setting and, if `sampled`, sampled ones: `own` if given, else temperature 1 without and with top-p."""
     greedy = Setting("greedy", SamplingParams(temperature=0, max_tokens=max_tokens))
     if not sampled:
         return (greedy,)
@@ -60,25 +54,22 @@ def settings(
 
 
 class Progress:
-    """Hears how an audit goes on. This one does nothing with it."""
+    """Receives an audit's progress; this base class ignores it."""
 
     def start(self, stage: Stage, number: int, of: int) -> None:
         """A stage begins."""
 
     def step(self, steps: int) -> None:
-        """So many steps of it are done."""
+        """The stage finished another `steps` steps."""
 
     def done(self, check: Check | None) -> None:
-        """It is over."""
+        """The stage ended."""
 
 
 def audit(
     llm: LLM, probe: Probe, prompts: Sequence[AuditPrompt], config: AuditConfig, progress: Progress | None = None
 ) -> Audit:
-    """Run all stages. `llm` must have the drafters of `config` and this probe.
-
-    Ctrl-C or an error ends it early, with a result.
-    """
+    """Run all stages. `llm` must have the drafters of `config` and this probe. Ctrl-C and errors end it early."""
     progress = progress or Progress()
     bench = Bench(llm, prompts, min(config.at_once, len(prompts)), probe)
     notes: list[str] = []
@@ -91,7 +82,7 @@ def audit(
         try:
             for steps in stage.steps():
                 progress.step(steps)
-        except (KeyboardInterrupt, Exception) as error:  # out of memory, say: what is known so far shall not be lost
+        except (KeyboardInterrupt, Exception) as error:  # keep the results so far, such as after out of memory
             stopped = error
         check = stage.check(complete=stopped is None, seconds=time.perf_counter() - started)
         progress.done(check)
@@ -109,7 +100,7 @@ def audit(
 
 
 def plan(bench: Bench, config: AuditConfig) -> Iterator[Stage]:
-    """The stages in order, with those that are left out."""
+    """The stages in order, left-out ones included."""
     if not config.drafters:
         yield LeftOut("drafters", "none was named (--drafter)", declined=True)
     if bench.at_once == 1:

@@ -18,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from slipstream.audit import report
-from slipstream.audit.answers import AuditPrompt
-from slipstream.audit.results import Audit, Check, Outcome
+from slipstream.audit.report import Audit, Check, Outcome
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.measuring import hardware, versions
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from slipstream.audit.run import AuditConfig
     from slipstream.audit.run import Progress as Listener
-    from slipstream.audit.stage import Stage
+    from slipstream.audit.stage import AuditPrompt, Stage
     from slipstream.engine.llm import LLM
 
 CHECKING = "Checking"
@@ -182,6 +181,8 @@ def report_files(out: Path | None, json_file: Path | None, markdown_file: Path |
 
 def tokenized(llm: LLM, chosen: Sequence[BenchPrompt], max_tokens: int) -> list[AuditPrompt]:
     """The prompts that fit the model's context, as tokens."""
+    from slipstream.audit.stage import AuditPrompt
+
     asked = [AuditPrompt(p.id, tuple(llm.chat_prompt([{"role": "user", "content": p.text}]))) for p in chosen]
     fitting = [prompt for prompt in asked if len(prompt.token_ids) + max_tokens <= llm.max_model_len]
     if not fitting:
@@ -266,7 +267,7 @@ def show(result: Audit, files: Mapping[str, Sequence[Path]]) -> None:
         )
     console.print(table)
     for finding in sorted(result.bugs or result.near_ties, key=lambda one: -one.excess)[:3]:
-        console.print(f"{finding.outcome}: {report.told(finding)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{finding.outcome}: {report.describe(finding)}", markup=False, highlight=False, soft_wrap=True)
     for line in (*result.notes, result.verdict):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for file in (*files["markdown"], *files["json"]):

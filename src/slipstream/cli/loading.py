@@ -13,8 +13,8 @@ from rich.console import Console
 
 from slipstream.cli.flags import naming_memory_flags
 from slipstream.cli.options import Common
-from slipstream.drafters import DrafterSpec, parse_merged, places
-from slipstream.drafters.places import naming
+from slipstream.drafters import DrafterSpec, opening, parse_merged
+from slipstream.drafters.opening import naming
 from slipstream.models.paths import Progress
 from slipstream.models.resolve import WAYS, resolve
 
@@ -45,7 +45,7 @@ def _fetched(common: Common, spec: DrafterSpec, on_fetch: Progress) -> DrafterSp
     if spec.place is None:
         return spec
     with naming(f"--drafter {spec}"):
-        return spec.moved(fetch(common, spec.place, on_fetch, places.WAYS))
+        return spec.moved(fetch(common, spec.place, on_fetch, opening.WAYS))
 
 
 def use_threads(count: int | None) -> None:

@@ -23,9 +23,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
 from slipstream.core.reading import read_named
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
-from slipstream.drafters import parse_specs, places, python_file
-from slipstream.drafters.places import naming
-from slipstream.drafters.shipped import with_shipped
+from slipstream.drafters import opening, parse_specs, python_file
+from slipstream.drafters.opening import naming, with_shipped
 from slipstream.engine.config import EngineConfig, PlannerName, parse_share
 from slipstream.models.headers import AUTO, check_device_name, check_dtype_name
 from slipstream.models.resolve import find_local
@@ -398,7 +397,7 @@ class Common:
         for spec, place in found:
             with naming(f"{option} {spec}"):
                 if place is not None:
-                    find_local(place, places.WAYS)
+                    find_local(place, opening.WAYS)
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:
         """The request's parameters. A sampled request without a seed gets one here, to be shown.

@@ -24,7 +24,7 @@ from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest, install
 from slipstream.core.reading import read_named
 from slipstream.core.vllm_names import from_vllm, from_vllm_flags
-from slipstream.drafters.places import naming
+from slipstream.drafters.opening import naming
 from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat
 
 SERVER = "Server"

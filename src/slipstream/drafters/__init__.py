@@ -1,6 +1,7 @@
-"""The registry of drafters. A new drafter is one file in this folder and one line at the end of this one.
+"""The registry of drafters, and the specs by which users name them.
 
-Factories are named as "module:class" and imported when first asked for, so that listing drafters loads none of them.
+A new drafter is one file in this folder and one line at the end of this one. Factories are "module:class" strings,
+imported on first use, so listing drafters loads none of them.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ DrafterFactory = Callable[..., "Drafter"]
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter as a user names it: `NAME[:PATH[?OPTIONS]]` or `FILE.py:CLASS`. The path says where its weights lie;
-    `NAME:?OPTIONS` and `NAME` mean those that come with Slipstream. A class in a file goes by its own name."""
+    """A drafter as users name it: `NAME[:PATH[?OPTIONS]]` or `FILE.py:CLASS`. PATH: its weights; without one, with or
+    without OPTIONS, those that come with Slipstream. A class in a file goes by its own name."""
 
-    name: str  # as it was written, also where that is an alias: under this name it is asked for and shown
-    path: str | None = None  # with the options
-    file: str | None = None  # the Python file that has the class of this name
+    name: str  # as written, even if it is an alias: requests and output use this name
+    path: str | None = None  # including the options
+    file: str | None = None  # the Python file of the class
 
     @property
     def kind(self) -> str:
-        """What it is called in the registry."""
+        """Its name in the registry."""
         return kind_of(self.name)
 
     @property
     def place(self) -> str | None:
-        """Where its weights lie: the path without the options; None: not said."""
+        """The path without the options, or None."""
         return None if self.path is None else self.path.partition("?")[0] or None
 
     def moved(self, place: str) -> DrafterSpec:
-        """The same drafter with its weights in another place."""
+        """The same drafter with another path."""
         return DrafterSpec(self.name, place + (self.path or "").removeprefix(self.place or ""))
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ class _Entry:
 
 
 AUTO = "auto"
-"""Not a drafter: all those that make sense for the target (`auto.py`)."""
+"""Not a drafter, but all those that suit the target (`opening.py`)."""
 
 _entries: dict[str, _Entry] = {}
 _aliases: dict[str, str] = {}
@@ -74,14 +75,14 @@ def register(
     ships: str | None = None,
     aliases: Sequence[str] = (),
 ) -> None:
-    """Make a drafter known. `factory` makes it, or is the "module:class" that does.
+    """Register a drafter. `factory`: a class or function, or its "module:class".
 
-    takes_path: it is named with the place of its weights, NAME:PATH.
-    ships: without a path it means weights that come with Slipstream, in the folder of this name (`shipped.py`).
+    takes_path: it is named with the path of its weights, NAME:PATH.
+    ships: without a path it uses the weights in this folder, which come with Slipstream (`opening.py`).
     """
     for taken in (name, *aliases):
         if not taken or ":" in taken or "+" in taken:
-            raise ConfigError(f"drafter name {taken!r}: must not be empty, or have a colon (NAME:PATH) or a plus (A+B)")
+            raise ConfigError(f"drafter name {taken!r}: must not be empty or have a colon (NAME:PATH) or a plus (A+B)")
         if taken in _entries or taken in _aliases or taken == AUTO:
             raise ConfigError(f"drafter name {taken!r} is taken: choose another")
     _entries[name] = _Entry(factory, takes_path, ships)
@@ -89,29 +90,29 @@ def register(
 
 
 def drafter_names() -> tuple[str, ...]:
-    """The known drafters, without aliases, in alphabetical order."""
+    """The registered drafters in alphabetical order, without aliases."""
     return tuple(sorted(_entries))
 
 
 def kind_of(name: str) -> str:
-    """A drafter's own name, of an alias too; unknown names stay as they are."""
+    """The registered name of a drafter or alias; unknown names are returned unchanged."""
     return _aliases.get(name, name)
 
 
 def loaded_as(wanted: str, loaded: Collection[str]) -> str:
-    """`A+B` in the names by which the drafters were loaded: who loaded eagle3 may ask for eagle, which is the same."""
+    """Translate `A+B` into the names of loaded drafters: one loaded as eagle3 also answers to eagle."""
     own = {kind_of(name): name for name in loaded}
     return "+".join(name if name in loaded else own.get(kind_of(name), name) for name in wanted.split("+"))
 
 
 def shipped_as(name: str) -> str | None:
-    """The folder of the weights that come with Slipstream for this drafter; None: it has none."""
+    """The folder of this drafter's weights that come with Slipstream, or None."""
     kind = kind_of(name)
     return _entries[kind].ships if kind in _entries else None
 
 
 def parse_spec(text: str) -> DrafterSpec:
-    """Read `NAME[:PATH]` or `FILE.py:CLASS`. No file is read."""
+    """Parse `NAME[:PATH]` or `FILE.py:CLASS` without reading a file."""
     name, colon, path = text.partition(":")
     if text == AUTO:
         return DrafterSpec(AUTO)
@@ -136,7 +137,7 @@ def parse_spec(text: str) -> DrafterSpec:
 
 
 def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
-    """Read `A+B`: drafters whose drafts are merged. A plus in a path stands, unless a drafter's name follows it."""
+    """Parse `A+B`, drafters whose drafts are merged. A plus in a path is kept unless a drafter's name follows it."""
     parts: list[str] = []
     for piece in text.split("+"):
         name = piece.partition(":")[0]
@@ -147,7 +148,7 @@ def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
             parts.append(piece)
     if len(parts) > 1 and ("none" in parts or not all(parts)):
         raise ConfigError(
-            f"drafter {text!r}: a drafter's name must stand on both sides of a plus, and none stands alone"
+            f"drafter {text!r}: must have a drafter's name on both sides of a plus, and cannot include none"
         )
     specs = tuple(parse_spec(part) for part in parts)
     _check_once([spec.kind for spec in specs], f" in {text!r}")
@@ -155,12 +156,12 @@ def parse_merged(text: str) -> tuple[DrafterSpec, ...]:
 
 
 def merged_name(specs: Sequence[DrafterSpec]) -> str:
-    """By what a request asks for the union of these."""
+    """The name of the union of these drafters in requests."""
     return "+".join(spec.name for spec in specs)
 
 
 def names_of(merged: str, auto: Sequence[str]) -> tuple[str, ...]:
-    """The names in `A+B`, each once, with what `auto` means in its place."""
+    """The names in `A+B`, each once, with `auto` expanded."""
     found: dict[str, None] = {}
     for name in merged.split("+"):
         found.update(dict.fromkeys(auto if name == AUTO and auto else (name,)))
@@ -168,16 +169,16 @@ def names_of(merged: str, auto: Sequence[str]) -> tuple[str, ...]:
 
 
 def chosen_for(default: str | None, predicted: bool) -> str | None:
-    """Who drafts for a request that names nobody. With a prediction that is what is drafted from, and `auto` beside."""
+    """The drafter of a request that names none: its prediction if it has one, merged with `auto` if that is loaded."""
     if not predicted:
         return default
     return f"prediction+{default}" if default is not None and AUTO in default.split("+") else "prediction"
 
 
 def parse_specs(texts: Sequence[str]) -> list[DrafterSpec]:
-    """All drafters that these name, merged or not. A request chooses by the name, so a name must mean one thing."""
+    """All drafters named by these texts, each once. Requests choose by name, so names must be unique."""
     if "none" in texts:
-        raise ConfigError("drafter 'none' means nobody, and cannot stand in a list: give it alone, or leave it out")
+        raise ConfigError("drafter 'none': cannot be combined with other drafters; give it alone or leave it out")
     merged = [parse_merged(text) for text in texts]
     _check_once([merged_name(specs) for specs in merged])
     found = list(dict.fromkeys(spec for specs in merged for spec in specs))
@@ -189,12 +190,12 @@ def _check_once(names: Sequence[str], where: str = "") -> None:
     for name in names:
         if names.count(name) > 1:
             others = [alias for alias, own in _aliases.items() if own == name]
-            also = f" ({', '.join(others)} is another name for it)" if others else ""
+            also = f" ({', '.join(others)} is an alias)" if others else ""
             raise ConfigError(f"drafter {name!r} is given twice{where}: give each once{also}")
 
 
 def python_file(spec: DrafterSpec) -> Path:
-    """The file of a drafter `FILE.py:CLASS`. Raises `ConfigError` where there is none."""
+    """The path of a drafter `FILE.py:CLASS`. Raises `ConfigError` if there is no such file."""
     path = Path(spec.file or "").expanduser().absolute()
     if not path.is_file():
         raise ConfigError(f"drafter {str(spec)!r}: there is no file {path}")
@@ -202,8 +203,8 @@ def python_file(spec: DrafterSpec) -> Path:
 
 
 @contextmanager
-def telling_the_line(spec: DrafterSpec) -> Iterator[None]:
-    """Turn what the code of a drafter's own file raises into a `ConfigError` that names the line."""
+def naming_the_line(spec: DrafterSpec) -> Iterator[None]:
+    """Turn exceptions from a drafter's own file into a `ConfigError` that names the line."""
     try:
         yield
     except SlipstreamError:
@@ -218,14 +219,14 @@ def telling_the_line(spec: DrafterSpec) -> Iterator[None]:
 
 
 def class_in_file(spec: DrafterSpec) -> type[HostDrafter]:
-    """The class that `FILE.py:CLASS` names. Runs the file: an operator may name it, and never a request."""
+    """Load the class that `FILE.py:CLASS` names. Executes the file: allow it to operators, never to requests."""
     from slipstream.drafters.base import HostDrafter
 
     path = python_file(spec)
     module = ModuleType(f"slipstream_drafter_{path.stem}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    with telling_the_line(spec):
+    sys.modules[module.__name__] = module  # dataclasses look up their module
+    with naming_the_line(spec):
         exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), vars(module))
     made = getattr(module, spec.name, None)
     if isinstance(made, type) and issubclass(made, HostDrafter):
@@ -237,7 +238,7 @@ def class_in_file(spec: DrafterSpec) -> type[HostDrafter]:
 
 
 def drafter_factory(name: str) -> DrafterFactory:
-    """What makes the drafter of this name: usually its class. Imports its module now."""
+    """The factory of this drafter, usually its class. Imports its module."""
     name = kind_of(name)
     if name not in _entries:
         raise ConfigError(f"drafter {name!r} is unknown: must be one of {', '.join(drafter_names())}")

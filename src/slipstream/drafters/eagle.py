@@ -1,6 +1,6 @@
-"""EAGLE-1, 2 and 3: a head of one layer that goes on from the target's hidden states, in chains or in trees.
+"""EAGLE-1, 2 and 3: a one-layer head that continues from the target's hidden states, in chains or in trees.
 
-What such a head computes is in `models/heads/eagle.py`, how a head drafts in `features.py`; here is how one is named.
+`models/heads/eagle.py` computes the head, `heads.py` drafts with it; this file parses its spec.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, cast, get_args
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import Opening
-from slipstream.drafters.features import FeatureDrafter
-from slipstream.drafters.growing import parse_sizes
+from slipstream.drafters.heads import FeatureDrafter, parse_sizes
 from slipstream.models.heads.base import Head, Weights
 
 if TYPE_CHECKING:
@@ -24,14 +23,14 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class EagleOptions:
-    """What stands behind a head's path."""
+    """The options after a head's path."""
 
-    sizes: Mapping[str, int]  # of its drafts: those that are named
+    sizes: Mapping[str, int]  # the named ones of depth, width and nodes
     weights: Weights = "auto"
 
 
 class EagleDrafter(FeatureDrafter):
-    """Drafts with an EAGLE head: chains where width is 1, else trees, deep where it is sure and broad elsewhere."""
+    """Drafts with an EAGLE head: chains for width 1, else trees, deep where it is confident and broad elsewhere."""
 
     name: ClassVar[str] = "eagle"
 
@@ -64,9 +63,9 @@ class EagleDrafter(FeatureDrafter):
 
 
 def parse_options(text: str) -> EagleOptions:
-    """Read `depth=6&width=8&nodes=32&weights=plain`; what is not named keeps its default."""
+    """Parse `depth=6&width=8&nodes=32&weights=plain`; others keep their defaults."""
     found = parse_sizes(text, (WEIGHTS,))
     weights = found.others.get(WEIGHTS, "auto")
     if weights not in get_args(Weights):
-        raise ConfigError(f"PATH?{text}: {WEIGHTS}={weights!r}, must be one of {', '.join(get_args(Weights))}")
+        raise ConfigError(f"PATH?{text}: {WEIGHTS}={weights!r}: must be one of {', '.join(get_args(Weights))}")
     return EagleOptions(found.sizes, cast(Weights, weights))

@@ -1,8 +1,8 @@
-"""Forced tokens as guesses: where the form of an answer leaves one text to come, it is drafted for nothing.
+"""Drafts the tokens that the format of an answer forces.
 
-An answer that must be JSON of a schema is in good part known beforehand: its keys, its quotes, its commas. The text is
-certain; how the model cuts it into tokens is not, so that it is a draft like any other and is verified like one. The
-engine adds this drafter to those of every request with `structured_outputs`.
+In an answer that must be JSON of a schema, keys, quotes and commas are known beforehand. The text is certain, but its
+tokenization is not, so it is verified like any draft. The engine adds this drafter to every request with
+`structured_outputs`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.drafters.base import DraftRequest, HostDrafter
 
 
 class GrammarDrafter(HostDrafter):
-    """Drafts what a request's grammar forces; nothing for requests without one."""
+    """Drafts what a request's grammar forces; nothing without a grammar."""
 
     name: ClassVar[str] = "grammar"
     bounded: ClassVar[bool] = True

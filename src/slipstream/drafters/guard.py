@@ -1,8 +1,9 @@
-"""The engine's only way to a host drafter, so that a bad one costs its draft and never an answer.
+"""Calls to host drafters: a bad one costs its draft and never an answer.
 
-A drafter may be anybody's code. One that raises or returns nonsense is dropped for the requests concerned, which go on
-undrafted. One that might hang runs in a thread of its own behind a mailbox: late, it is skipped for the round; three
-times late in a row, it is dropped for good. Everything is counted, and each cause is logged once, with its traceback.
+A drafter may be third-party code. One that raises or returns nonsense is dropped for the requests concerned, which go
+on without drafts. One that might hang runs in a thread of its own, fed by a queue: if it is late, the step goes on
+without it; after three late steps in a row it is dropped for good. Everything is counted, and each cause is logged once
+with its traceback.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from slipstream.core.errors import DrafterError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
 
-LATE_SHARE = 0.1  # of a round
-LATE_AT_LEAST_S = 0.010  # below this the thread switch itself would be late
+LATE_SHARE = 0.1  # deadline as a share of a step
+LATE_AT_LEAST_S = 0.010  # shortest deadline; thread switches alone can take less than this
 LATE_IN_A_ROW = 3
-BACKLOG = 1024  # notes that a drafter may leave unread
+BACKLOG = 1024  # calls that a drafter may leave waiting
 SETTLE_S = 1.0  # longest wait of a strict engine for a drafter to handle the end of a request
 
 _log = logging.getLogger(__name__)
@@ -37,36 +38,36 @@ _NOTHING = Tree()
 
 
 class Failure(NamedTuple):
-    """What a drafter did wrong. reason: one of four, for metrics; why: what its user is told."""
+    """A drafter's failure. reason: one of four, for metrics; why: what users are told."""
 
     reason: str  # "raised", "invalid", "late" or "unread"
     why: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The error's text is for the log alone: a drafter may put others' tokens into it."""
+        """The error's text goes to the log only: it may contain other users' tokens."""
         if isinstance(error, DrafterError):
             return cls("invalid", "it gave no valid draft")
         return cls("raised", f"it raised {type(error).__name__}")
 
 
 class FailureLog:
-    """Logs what drafters do wrong: each cause once, so that a broken drafter does not fill the log.
+    """Logs failures of drafters, each cause once.
 
-    error: the first failure, where `strict`. Its owner raises and clears it.
+    error: with `strict`, the first failure. Its owner raises and clears it.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
         self.error: DrafterError | None = None
         self.strict = strict
-        self._told: set[tuple[str, str, int]] = set()
+        self._logged: set[tuple[str, str, int]] = set()
 
     def note(self, name: str, failure: Failure, error: BaseException | None = None, stack: str = "") -> None:
         text = f"drafter {name} failed: {failure.why}"
         at = traceback.extract_tb(error.__traceback__)[-1:] if error is not None else []
         cause = (name, failure.why, (at[0].lineno or 0) if at else 0)
-        if cause not in self._told:
-            self._told.add(cause)
+        if cause not in self._logged:
+            self._logged.add(cause)
             _log.warning("%s (more of this is only counted)%s", text, stack, exc_info=error)
         if self.strict and self.error is None:
             self.error = DrafterError(text if error is None else f"{text}: {error}")
@@ -75,11 +76,11 @@ class FailureLog:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """What the drafter gave for a round, checked: one tree and one promise for each request that was asked for."""
+    """The checked drafts of a step: one tree and one promise for each request."""
 
     trees: tuple[Tree, ...]
     promises: tuple[Sequence[float] | None, ...]
-    failures: Mapping[str, Failure] = field(default_factory=dict)  # requests it was dropped for since the last round
+    failures: Mapping[str, Failure] = field(default_factory=dict)  # by request, since the last step
     late: bool = False
 
 
@@ -93,7 +94,7 @@ _NO_ANSWER = _Answer(_NOTHING)
 
 
 class _Job:
-    """One call in the mailbox. Nobody waits for a job that was given up."""
+    """A call in the mailbox. A job that was given up and has not started is skipped."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work = work
@@ -102,17 +103,17 @@ class _Job:
 
 
 class DrafterGuard:
-    """Calls a `HostDrafter` on behalf of one engine. Nothing here raises for the drafter's sake, or blocks for long."""
+    """Calls a `HostDrafter` for one engine. Never raises because of the drafter, and never blocks for long."""
 
     def __init__(self, drafter: HostDrafter, vocab_size: int, log: FailureLog | None = None) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
-        self.failures = 0  # calls that raised or returned nonsense
-        self.late = 0  # rounds skipped
-        self.dropped: Failure | None = None  # why, if for good
+        self.failures = 0  # number of calls that raised or returned nonsense
+        self.late = 0  # number of steps skipped
+        self.dropped: Failure | None = None  # the reason, if it is dropped for good
         self._log = log or FailureLog()
         self._late_in_a_row = 0
-        self._failed: dict[str, Failure] = {}  # requests that go on undrafted
+        self._failed: dict[str, Failure] = {}  # requests without drafts
         self._unreported: dict[str, Failure] = {}
         self._lock = threading.Lock()  # over the failures, which both threads write
         self._mailbox: SimpleQueue[_Job | None] | None = None
@@ -125,11 +126,11 @@ class DrafterGuard:
 
     @property
     def is_quick(self) -> bool:
-        """Is it asked in place?"""
+        """True if it is called in place, without a thread."""
         return self._mailbox is None
 
     def propose(self, requests: Sequence[DraftRequest], budgets: Sequence[int], round_s: float) -> Proposals:
-        """Drafts for these requests, within a tenth of a round of `round_s` seconds (at least 10 ms)."""
+        """Drafts for these requests, within a tenth of a step of `round_s` seconds (at least 10 ms)."""
         answers: dict[str, _Answer] = {}
         asked = [
             (request, budget)
@@ -138,7 +139,7 @@ class DrafterGuard:
         ]
         late = False
         if asked and self.dropped is None:
-            if self._mailbox is None:  # in place: a hand-over between threads would cost more than the guesses
+            if self._mailbox is None:  # in place: a thread switch would cost more than the guesses
                 self._ask(asked, answers)
             else:
                 late = not self._run(lambda: self._ask(asked, answers), max(LATE_AT_LEAST_S, LATE_SHARE * round_s))
@@ -156,27 +157,27 @@ class DrafterGuard:
         self._post(lambda: self._start(request))
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        heard = [v for v in verdicts if v.request_id not in self._failed] if self._failed else verdicts
-        if heard:
-            self._post(lambda: self._tell(heard))
+        served = [v for v in verdicts if v.request_id not in self._failed] if self._failed else verdicts
+        if served:
+            self._post(lambda: self._tell(served))
 
     def stop(self, request_id: str) -> None:
         self._post(lambda: self._stop(request_id))
 
     def settle(self) -> None:
-        """Wait until the drafter has handled what lies in its mailbox; no longer than a late draft of a slow step."""
+        """Wait until the drafter has handled the calls in its mailbox, at most `SETTLE_S`."""
         if self._mailbox is not None and self.dropped is None:
             self._run(lambda: None, SETTLE_S)
 
     def close(self) -> None:
-        """Let the thread end when it has done what lies in its mailbox. The guard drafts no more."""
+        """Let the thread end after the calls in its mailbox. No more drafts."""
         if self.dropped is None:
             self._end(Failure("closed", "the engine was closed"))
 
-    # Below, what runs in the drafter's thread (or in place, for a bounded one).
+    # The following run in the drafter's thread, or in place for a bounded drafter.
 
     def _ask(self, asked: Sequence[tuple[DraftRequest, int]], answers: dict[str, _Answer]) -> None:
-        """Fill in an answer for each request that the drafter serves; one by one if it fails on all of them."""
+        """Fill in the answers. If the drafter fails on all requests together, ask for one at a time."""
         try:
             trees = self._propose(asked)
         except _BAD_CODE as error:
@@ -199,7 +200,7 @@ class DrafterGuard:
     def _propose(self, asked: Sequence[tuple[DraftRequest, int]]) -> Sequence[Tree]:
         trees = list(self.drafter.propose([request for request, _ in asked], [budget for _, budget in asked]))
         if len(trees) != len(asked):
-            raise DrafterError(f"{len(trees)} trees for {len(asked)} requests: must be as many")
+            raise DrafterError(f"{len(trees)} trees for {len(asked)} requests: must be one for each")
         return trees
 
     def _tell(self, verdicts: Sequence[Verdict]) -> None:
@@ -210,7 +211,7 @@ class DrafterGuard:
                 self._fail(verdicts[0].request_id, error)
                 return
             self._caught(error)
-            for verdict in verdicts:  # it may hear of one twice: that spoils an estimate at most
+            for verdict in verdicts:  # a verdict may be observed twice, which only spoils an estimate
                 self._tell([verdict])
 
     def _start(self, request: DraftRequest) -> None:
@@ -224,7 +225,7 @@ class DrafterGuard:
             self.drafter.stop(request_id)
         except _BAD_CODE as error:
             self._caught(error)
-        self._failed.pop(request_id, None)  # here, behind every call about this request: none can mark it again
+        self._failed.pop(request_id, None)  # after all calls for this request: none can mark it again
 
     def _fail(self, request_id: str, error: BaseException) -> None:
         failure = self._caught(error)
@@ -237,10 +238,10 @@ class DrafterGuard:
         self._log.note(self.drafter.name, failure, error)
         return failure
 
-    # Below, the mailbox.
+    # The mailbox.
 
     def _run(self, work: Callable[[], None], deadline_s: float) -> bool:
-        """Have it done in time; False if it is late. A late job that was not begun never will be."""
+        """Run the work. Returns False if it is late; a late job that has not begun never will."""
         assert self._mailbox is not None
         job = _Job(work)
         self._mailbox.put(job)
@@ -250,7 +251,7 @@ class DrafterGuard:
         return False
 
     def _post(self, work: Callable[[], None]) -> None:
-        """Do the work in order with everything else, without waiting."""
+        """Queue the work, in order, without waiting."""
         if self.dropped is not None:
             return
         if self._mailbox is None:
@@ -267,7 +268,7 @@ class DrafterGuard:
             self._drop(Failure("late", f"it was late {LATE_IN_A_ROW} times in a row"))
 
     def _drop(self, failure: Failure) -> None:
-        """For good. The log shows what its thread is at."""
+        """Drop it for good. The log shows its thread's stack."""
         if self.dropped is None:
             frame = sys._current_frames().get(self._thread.ident or 0)
             stack = "".join(["\nIts thread is at:\n", *traceback.format_stack(frame)]) if frame is not None else ""
@@ -281,16 +282,16 @@ class DrafterGuard:
 
 
 def _serve(mailbox: SimpleQueue[_Job | None]) -> None:
-    """The life of a drafter's thread. It knows the mailbox only, so a dropped guard can be forgotten."""
+    """The drafter's thread. It holds no reference to the guard, which can thus be collected."""
     while (job := mailbox.get()) is not None:
         if not job.given_up:
             job.work()
         job.done.set()
-        del job  # it knows the guard
+        del job  # it refers to the guard
 
 
 def _checked(tree: object, vocab_size: int, budget: int) -> Tree:
-    """The tree in plain integers, or an error."""
+    """The tree with plain integers. Raises if it is invalid."""
     if not isinstance(tree, Tree):
         raise DrafterError(f"{type(tree).__name__} instead of a Tree")
     if (tree.tokens == () and tree.parents == ()) or _is_plain_chain(tree, vocab_size, budget):
@@ -301,7 +302,7 @@ def _checked(tree: object, vocab_size: int, budget: int) -> Tree:
 
 
 def _is_plain_chain(tree: Tree, vocab_size: int, budget: int) -> bool:
-    """Seen at a glance to be right, as nearly all trees are: a chain of plain integers that is none too long."""
+    """Fast check for the usual case: a chain of plain integers within the budget."""
     tokens, parents = tree.tokens, tree.parents
     if type(tokens) is not tuple or len(tokens) > min(budget, MAX_NODES) or parents is not chain_parents(len(tokens)):
         return False
@@ -313,7 +314,7 @@ def _checked_promise(promise: Sequence[float] | None, tree: Tree) -> Sequence[fl
         return None
     chances = tuple(map(float, promise))
     if len(chances) != len(tree.tokens):
-        raise DrafterError(f"{len(chances)} promises for {len(tree)} nodes: must be as many")
+        raise DrafterError(f"{len(chances)} promises for {len(tree)} nodes: must be one for each")
     if not chances or (math.isfinite(sum(chances)) and min(chances) >= 0 and max(chances) <= 1):
         return chances
     for node, chance in enumerate(chances):

@@ -1,8 +1,8 @@
-"""Lookahead decoding: the target itself writes the n-grams that are drafted, in the rows that a pass has to spare.
+"""Lookahead decoding: the target itself writes the n-grams that are drafted, in spare rows of its passes.
 
-Beside the candidates of a round, the pass carries a window of guesses at tokens further on. What the target chooses
-behind them makes n-grams, which are kept and become candidates as soon as the text comes to their first token. No
-weights, no second model. See docs/drafters/lookahead.md.
+Besides the candidates of a step, the pass has a window of guesses at later tokens. The target's choices behind them
+make n-grams, which are kept and become candidates when the text reaches their first token. No weights, no second model.
+See docs/drafters/lookahead.md.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter, Needs
 
-_WINDOW_SHARE = 0.75
-"""Of the nodes of a draft, the window has so many at most: n-grams that are never drafted bring nothing."""
+_WINDOW_SHARE = 0.75  # of a draft's nodes, at most, for the window: n-grams that are never drafted gain nothing
 
 
 class NgramPool:
-    """N-grams by their first token; the one met last comes first, and those not met for longest are forgotten.
+    """N-grams by their first token, latest first; the least recently met are dropped.
 
-    per_token: most that are kept for one first token. size: most of all.
+    per_token: most n-grams for one first token. size: most of all.
     """
 
     def __init__(self, per_token: int, size: int) -> None:
@@ -55,12 +54,12 @@ class NgramPool:
                 del self._followers[token]
 
     def after(self, token: int) -> Iterator[tuple[int, ...]]:
-        """What followed this token, the latest first."""
+        """What followed this token, latest first."""
         return reversed(self._followers.get(token, ()))
 
 
-class Growing:
-    """A tree in the making: siblings with the same token are one node."""
+class TreeBuilder:
+    """Builds a tree; siblings with the same token are one node."""
 
     def __init__(self, budget: int) -> None:
         self._tokens: list[int] = []
@@ -69,7 +68,7 @@ class Growing:
         self._budget = budget
 
     def add(self, parent: int, token: int) -> int | None:
-        """The node of this token under this parent; None where there is no room for it."""
+        """The node of this token under this parent; None if there is no room for it."""
         node = self._nodes.get((parent, token))
         if node is None and len(self._tokens) < self._budget:
             node = self._nodes[parent, token] = len(self._tokens)
@@ -93,20 +92,20 @@ class Growing:
 
 
 class Window:
-    """Guesses at the tokens to come, in columns: level j of column i stands i + j tokens behind the root.
+    """Guesses at later tokens, in columns: level j of column i is i + j tokens behind the root.
 
-    The first level is a chain from the root, which is its column 0; below each of its tokens hangs the rest of its
-    column. Each round brings what the target chooses behind every column: that is an n-gram, and the column, without
-    its first level, goes on with it.
+    The first level is a chain from the root, which is its column 0; the rest of each column hangs below its token. Each
+    step gives the target's choice behind every column: column and choice are an n-gram, and the column continues with
+    the choice, without its first level.
     """
 
     def __init__(self) -> None:
         self.columns: list[list[int]] = []  # [W][N - 1]
-        self._nodes: list[int] = []  # [W]: the last node of each column, while the tree is out
+        self._nodes: list[int] = []  # [W]: last node of each column in the current draft
 
-    def plant(self, tree: Growing, root: int) -> None:
-        """Hang the columns, if there are any, from the root of an empty tree, which has room for them."""
-        self._nodes = []  # a tree that nobody verified may be forgotten
+    def plant(self, tree: TreeBuilder, root: int) -> None:
+        """Add the columns to an empty tree, which must have room for them."""
+        self._nodes = []  # forgets a tree that was not verified
         if not self.columns:
             return
         heads: list[int] = [ROOT]
@@ -120,9 +119,9 @@ class Window:
             self._nodes.append(node)
 
     def advance(self, choices: Sequence[int], emitted: int) -> list[list[int]]:
-        """The target chose `choices` (behind the root, then behind each node) and `emitted` tokens came of it.
+        """Take the target's `choices` (behind the root, then behind each node), of which `emitted` were emitted.
 
-        Gives the n-grams. The columns move on with the root; those that it has passed are gone.
+        Returns the n-grams. The columns move on with the root; those that it has passed are dropped.
         """
         grams = [[*column, choices[1 + node]] for column, node in zip(self.columns, self._nodes, strict=True)]
         self._nodes = []
@@ -132,29 +131,29 @@ class Window:
 
 
 def _placed(node: int | None) -> int:
-    assert node is not None, "the window is cut to the budget before it is planted"
+    assert node is not None, "the window must be cut to the budget before it is planted"
     return node
 
 
 @dataclass(slots=True)
 class _Text:
-    """What the drafter knows of one request."""
+    """The drafter's state of one request."""
 
     pool: NgramPool
     dice: random.Random
     window: Window = field(default_factory=Window)
-    drafted: int = 0  # nodes of the tree that is out
-    read: int = 0  # tokens of the request whose n-grams are in the pool
+    drafted: int = 0  # nodes of the current draft
+    read: int = 0  # tokens whose n-grams are in the pool
 
 
 class LookaheadDrafter(HostDrafter):
-    """Drafts n-grams that the target wrote while it was decoding.
+    """Drafts n-grams that the target wrote while decoding.
 
-    window: columns of guesses that a pass carries; fewer where a request has less rows.
-    ngram: tokens of an n-gram; the first of them is the one it is found by.
-    candidates: most n-grams kept for one first token.
-    pool_size: most n-grams kept for one request.
-    from_text: n-grams of the prompt and the answer are candidates, too.
+    window: columns of guesses in a pass; fewer if a request has fewer rows.
+    ngram: tokens of an n-gram; it is found by its first one.
+    candidates: most n-grams for one first token.
+    pool_size: most n-grams for one request.
+    from_text: n-grams of prompt and answer are candidates too.
     """
 
     name: ClassVar[str] = "lookahead"
@@ -175,7 +174,7 @@ class LookaheadDrafter(HostDrafter):
             raise ConfigError(f"ngram={ngram}: must be 2 to 16")
         if not 1 <= window * (ngram - 1) <= MAX_NODES + 1:
             most = (MAX_NODES + 1) // (ngram - 1)
-            raise ConfigError(f"window={window}: must be 1 to {most} with ngram={ngram}, so that a pass has the rows")
+            raise ConfigError(f"window={window}: must be 1 to {most} with ngram={ngram}, to fit into a pass")
         if candidates < 1:
             raise ConfigError(f"candidates={candidates}: must be 1 or more")
         if pool_size < 1:
@@ -188,10 +187,10 @@ class LookaheadDrafter(HostDrafter):
         self._texts: dict[str, _Text] = {}
 
     def start(self, request: DraftRequest) -> None:
-        # seeded by what is known of the request, so that the same request gives the same drafts
+        # seeded by the request: the same request gives the same drafts
         dice = random.Random(len(request.tokens))
         text = self._texts[request.id] = _Text(NgramPool(self._candidates, self._pool_size), dice)
-        self._read(text, request.tokens)  # now, and not when a round waits for its draft
+        self._read(text, request.tokens)  # now, before a step waits for the draft
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
         return [self._propose(request, nodes) for request, nodes in zip(requests, budget, strict=True)]
@@ -199,7 +198,7 @@ class LookaheadDrafter(HostDrafter):
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
             text = self._texts.get(verdict.request_id)
-            # where nodes were cut, nobody says which: what the target chose there is not known to be behind the window
+            # if nodes were cut, it is unknown which: the choices cannot be assigned to the window
             if text is not None and verdict.choices and verdict.drafted == text.drafted > 0:
                 for gram in text.window.advance(verdict.choices, len(verdict.tokens)):
                     text.pool.add(gram)
@@ -213,7 +212,7 @@ class LookaheadDrafter(HostDrafter):
             self.start(request)
         text = self._texts[request.id]
         self._read(text, tokens)
-        tree = Growing(budget)
+        tree = TreeBuilder(budget)
         columns = min(self._window, (int(budget * _WINDOW_SHARE) + 1) // self._levels)
         self._fill(text, tokens, columns)
         text.window.plant(tree, tokens[-1])
@@ -224,7 +223,7 @@ class LookaheadDrafter(HostDrafter):
 
     @staticmethod
     def _found(pool: NgramPool, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Candidates: what agrees in two tokens goes first."""
+        """Candidates; those that agree in two tokens come first."""
         if len(tokens) > 1:
             for rest in pool.after(tokens[-2]):
                 if rest[0] == tokens[-1]:
@@ -232,7 +231,7 @@ class LookaheadDrafter(HostDrafter):
         yield from pool.after(tokens[-1])
 
     def _read(self, text: _Text, tokens: Sequence[int]) -> None:
-        """Take in the n-grams that are new in the text."""
+        """Add the text's new n-grams."""
         if not self._from_text:
             return
         size = self._levels + 1
@@ -241,7 +240,7 @@ class LookaheadDrafter(HostDrafter):
         text.read = len(tokens)
 
     def _fill(self, text: _Text, tokens: Sequence[int], columns: int) -> None:
-        """Make the window so wide: new columns begin as pieces of the text, which the target soon replaces."""
+        """Set the window's width. New columns begin as pieces of the text, which the target soon replaces."""
         window = text.window.columns
         del window[columns:]
         while len(window) < columns:

@@ -1,54 +1,42 @@
-"""Medusa: heads on the target's last hidden state guess the next positions all at once, and a static tree of their
-best guesses is checked in one pass.
+"""Medusa: heads on the target's last hidden state guess the next positions.
 
-No recurrence and no cache of its own: a draft is one small product, read from the hidden state that the target left in
-its cache at the token before the last one, and with heads of our own from the last token. The shape of the tree follows
-how often each rank of each head is right (`medusa_tree.py`). Heads that are chained draft otherwise
-(`medusa_chain.py`).
+A draft needs no cache of its own: it starts from the hidden state that the target left at the token before the last
+one, and our own heads also read the last token. `MedusaDrafter` runs heads that know nothing of one another: all guess
+at once, and a static tree of their best guesses follows how often each rank of each head is right. In
+`ChainedMedusaDrafter` each head continues the one before it: it reads the guesses so far, and trees grow level by
+level by its confidence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import MAX_NODES, Draft
+from slipstream.core.draft import MAX_NODES, ROOT, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Opening, Services
-from slipstream.drafters.growing import parse_sizes
-from slipstream.drafters.head_rows import slots_before_last
-from slipstream.drafters.medusa_chain import ChainedMedusaDrafter
-from slipstream.drafters.medusa_tree import (
-    RANKS,
-    HeadAcceptance,
-    StaticTree,
-    Table,
-    best_tree,
-    chances_under,
-    check_table,
-    usual_table,
-)
+from slipstream.drafters.heads import answer_of, check_sizes, grow_trees, host_round, parse_sizes, slots_before_last
+from slipstream.kernels.gpu.grow_tree import Growth, Level, candidates
 from slipstream.models.heads.checkpoint import TargetShape, read_config
 from slipstream.models.heads.medusa import CHAINED, MedusaHeads, check_medusa, load_medusa
 from slipstream.models.runner import Runner
-from slipstream.sampling.rank import rank
+from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features
 
-_REVIEW = 512
-"""Drafts after which the shape of the tree is looked at again."""
-_GAIN = 1.02
-"""What another shape must promise to be worth the change."""
-_IN_FLIGHT = 2
-"""Rounds that may have been drafted with the old shape when it changes: nothing is learnt from them."""
+_REVIEW = 512  # drafts between reviews of the tree's shape
+_GAIN = 1.02  # expected gain that justifies another shape
+_IN_FLIGHT = 2  # steps that may still use the old shape after a change; nothing is learnt from them
 
 
 class MedusaDrafter(DeviceDrafter):
-    """Drafts trees with Medusa's heads. acceptance [heads][ranks]: how often each guess is right, if that is known."""
+    """Drafts static trees. acceptance [heads][ranks]: accuracy of each guess, if known."""
 
     name: ClassVar[str] = "medusa"
     needs: ClassVar[Needs] = Needs(device=True)
@@ -65,13 +53,13 @@ class MedusaDrafter(DeviceDrafter):
         self._ranks = min(RANKS, heads.width)
         self._acceptance = HeadAcceptance(tuple(row[: self._ranks] for row in table))
         self._services: Services | None = None
-        self._seen = self._stale = 0  # drafts since the last look at the shape; rounds of the shape before
+        self._seen = self._stale = 0  # drafts since the last review; steps still in flight with the old shape
         self.tree = best_tree(self._acceptance.table)
         self.most_nodes = len(self.tree)
 
     @classmethod
     def check(cls, opening: Opening) -> None:
-        assert opening.path is not None  # it is registered as one that takes a path
+        assert opening.path is not None  # its registration requires a path
         place, _, options = opening.path.partition("?")
         asked = parse_sizes(options).sizes
         folder = opening.resolve(place)
@@ -85,7 +73,7 @@ class MedusaDrafter(DeviceDrafter):
 
     @classmethod
     def open(cls, opening: Opening, target: Runner) -> MedusaDrafter | ChainedMedusaDrafter:
-        """The heads in a folder. Its config.json may bring `medusa_acceptance`, a table measured before."""
+        """Load the heads in a folder. Its config.json may have `medusa_acceptance`, a measured table."""
         assert opening.path is not None
         place, _, options = opening.path.partition("?")
         folder = opening.resolve(place)
@@ -96,11 +84,11 @@ class MedusaDrafter(DeviceDrafter):
 
     @property
     def acceptance(self) -> Table:
-        """How often each rank of each head is right, as far as this was seen."""
+        """Accuracy of each rank of each head, as measured so far."""
         return self._acceptance.table
 
     def adopt(self, table: Table) -> None:
-        """Go on from this table and its tree, as if nothing had been seen: the heads have other weights now."""
+        """Replace the table and its tree: the heads have new weights."""
         check_table(table, self.heads.heads, "table")
         self._acceptance = HeadAcceptance(tuple(row[: self._ranks] for row in table))
         self._seen = self._stale = 0
@@ -115,7 +103,7 @@ class MedusaDrafter(DeviceDrafter):
         self._use(self.tree)
 
     def _use(self, tree: StaticTree) -> None:
-        """From the next draft on. The numbers change, their place does not: what was captured stays good."""
+        """Use this tree from the next draft on. It is copied in place: captured graphs stay valid."""
         self.tree = tree
         host = torch.tensor((tree.heads, tree.ranks, tree.parents), dtype=torch.int64)
         self._shape.copy_(host.pin_memory() if self._shape.is_cuda else host, non_blocking=True)
@@ -150,7 +138,7 @@ class MedusaDrafter(DeviceDrafter):
 
     def _guess(
         self,
-        places: Tensor,  # [B]: where the target's hidden state lies of the token before the last one
+        places: Tensor,  # [B]: slots of the target's hidden states at the token before the last one
         last: Tensor,  # [B]: the last token
         lanes: Tensor,  # [B]: rows of the sampling table
         length: Tensor,  # [B]: position of the last token
@@ -173,7 +161,8 @@ class MedusaDrafter(DeviceDrafter):
         return best.view(self.depth, places.shape[0], self._ranks)[head, :, place].T.contiguous()
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        drafted = [v for v in verdicts if v.drafted and not v.authors.mixed]  # else nobody knows which nodes were right
+        # in merged drafts the accepted nodes are not attributed to one drafter
+        drafted = [v for v in verdicts if v.drafted and not v.authors.mixed]
         if self._stale:
             self._stale -= bool(drafted)
             return
@@ -188,3 +177,180 @@ class MedusaDrafter(DeviceDrafter):
             if sum(other.chances[:nodes]) > _GAIN * sum(chances_under(self.tree, table)[:nodes]):
                 self._use(other)
                 self._stale = _IN_FLIGHT
+
+
+WIDTH = 16  # twice EAGLE's: heads are less certain, and trees of few levels have room
+
+
+class ChainedMedusaDrafter(DeviceDrafter):
+    """Drafts trees with chained heads.
+
+    depth: levels, at most the number of heads. width: guesses that each row offers, and rows of each level that are
+    continued. nodes: largest tree, which takes the likeliest of all guesses offered.
+    """
+
+    name: ClassVar[str] = "medusa"
+    needs: ClassVar[Needs] = Needs(device=True)
+    default_draft_tokens: ClassVar[int] = MAX_NODES  # limited by `most_nodes`
+    makes_trees = grows = True
+
+    def __init__(
+        self, heads: MedusaHeads, *, depth: int | None = None, width: int = WIDTH, nodes: int = MAX_NODES
+    ) -> None:
+        assert heads.chained, "unchained heads need `MedusaDrafter`"
+        self.depth = heads.heads if depth is None else depth
+        if not 1 <= self.depth <= heads.heads:
+            raise ConfigError(f"depth={depth}: must be 1 to {heads.heads}, the number of heads")
+        self.width = min(width, heads.width)
+        self.most_nodes = min(nodes, check_sizes(self.depth, self.width, nodes))
+        self.heads = heads
+        self.taps = heads.taps
+        self.weights_bytes = heads.weights_bytes
+        self._services: Services | None = None
+
+    def most_at(self, levels: int) -> int:
+        return min(self.most_nodes, candidates(self.width, levels))
+
+    def attach(self, services: Services) -> None:
+        self._services = services
+        device = services.sampling.token_hashes.device
+        self._nowhere = torch.zeros(self.width * self.depth, dtype=torch.int64, device=device)
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        """The same as `draft`, from the host's view of the requests."""
+        return self.propose_trees(requests, budget, self.depth)
+
+    def propose_trees(self, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
+        assert self._services is not None
+        asked = [i for i, nodes in enumerate(budget) if nodes]
+        views = [requests[i] for i in asked]
+        made = self.draft(host_round(self._services, views, max(budget), levels, self._nowhere.device))
+        return answer_of(made, asked, budget)
+
+    def draft(self, round: DraftRound) -> DeviceTree:
+        """One level a head."""
+        assert self._services is not None
+        assert self._services.taps is not None
+        state, lanes = round.state, round.lanes
+        width = min(self.width, round.nodes)  # see `FeatureDrafter._tree`
+        # noise apart from the text's: a tree's first nodes depend on what its last ones are
+        table = self._services.sampling.apart(self.name, round.features)
+        length = state.length[lanes]  # [B]
+        slots = slots_before_last(state, lanes, self._services.pool.page_size)
+
+        def go_on(level: Level, made: Tensor, step: int) -> Tensor:
+            return self.heads.chained_hidden(step, made[level.rows], level.tokens)
+
+        def offer(made: Tensor, rows: SampleRows, step: int) -> Ranked:
+            return rank(self.heads.head_logits(step, made), rows, table, round.features, width, self.heads.vocab)
+
+        first = self.heads.chained_hidden(0, self._services.taps.at(slots), state.last[lanes])
+        roots = SampleRows(lanes, length + 1, state.generated[lanes])
+        growth = Growth(state, lanes, width, round.depth, last_place=0, guests=self._nowhere, each=0)
+        return grow_trees(round, growth, roots, first, go_on, offer)
+
+
+RANKS = 10  # guesses of a head that can become nodes
+
+Table = tuple[tuple[float, ...], ...]
+"""[heads][ranks]: probability that the head's guess of that rank is right, given a right path to it."""
+
+_PRIOR_WEIGHT = 64.0  # tries that the initial table counts for
+_MEMORY = 4096.0  # tries of a rank after which older ones count half
+
+
+@dataclass(frozen=True, slots=True)
+class StaticTree:
+    """Nodes in descending order of probability, parents before children: every prefix is the best tree of its size."""
+
+    heads: tuple[int, ...]  # [K] head of the node: its depth - 1
+    ranks: tuple[int, ...]  # [K] rank among the head's guesses
+    parents: tuple[int, ...]  # [K]
+    chances: tuple[float, ...]  # [K] probability that the path to the node is accepted
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+
+def best_tree(table: Table, nodes: int = MAX_NODES) -> StaticTree:
+    """The tree of the `nodes` likeliest paths; ties go to shallower nodes and lower ranks."""
+    found: list[tuple[int, int, int, float]] = []  # head, rank, parent, chance
+    # -probability, head, parent, index of the rank in the head's order: a path enters after its parent and after its
+    # likelier sibling
+    waiting: list[tuple[float, int, int, int]] = []
+    orders = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in table]
+
+    def offer(head: int, parent: int, place: int, above: float) -> None:
+        if head < len(table) and place < len(table[head]):
+            heappush(waiting, (-above * table[head][orders[head][place]], head, parent, place))
+
+    offer(0, ROOT, 0, 1.0)
+    while waiting and len(found) < nodes:
+        minus, head, parent, place = heappop(waiting)
+        found.append((head, orders[head][place], parent, -minus))
+        offer(head, parent, place + 1, 1.0 if parent == ROOT else found[parent][3])
+        offer(head + 1, len(found) - 1, 0, -minus)
+    heads, ranks, parents, chances = zip(*found, strict=True) if found else ((), (), (), ())
+    return StaticTree(heads, ranks, parents, chances)
+
+
+def chances_under(tree: StaticTree, table: Table) -> list[float]:
+    """The nodes' probabilities under another table than the tree's own."""
+    chances: list[float] = []
+    for head, index, parent in zip(tree.heads, tree.ranks, tree.parents, strict=True):
+        chances.append(table[head][index] * (1.0 if parent == ROOT else chances[parent]))
+    return chances
+
+
+def usual_table(heads: int) -> Table:
+    """The table to start with: roughly what trained heads of a 7B model were reported to reach."""
+    first = [0.6 * 0.8**head for head in range(heads)]
+    return tuple(tuple(top * 0.25 / rank if rank else top for rank in range(RANKS)) for top in first)
+
+
+def check_table(table: Sequence[Sequence[float]], heads: int, name: str) -> Table:
+    """Validate a table; raises `ConfigError`."""
+    if not isinstance(table, Sequence) or len(table) != heads:
+        raise ConfigError(f"{name}: must have one row for each of the {heads} heads")
+    rows = []
+    for head, row in enumerate(table):
+        numbers = isinstance(row, Sequence) and all(isinstance(p, int | float) and 0 <= p <= 1 for p in row)
+        if not numbers or not 0 < len(row) <= RANKS:
+            raise ConfigError(f"{name}[{head}]={row!r}: must be 1 to {RANKS} numbers from 0 to 1, one for each rank")
+        rows.append(tuple(float(p) for p in row))
+    return tuple(rows)
+
+
+class HeadAcceptance:
+    """Counts how often each rank of each head was right below a right path."""
+
+    def __init__(self, prior: Table) -> None:
+        self._prior = prior
+        self._tries = [[0.0] * len(row) for row in prior]
+        self._hits = [[0.0] * len(row) for row in prior]
+
+    def observe(self, tree: StaticTree, verdict: Verdict) -> None:
+        """Learn from the verdict on the first nodes of `tree`."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents[: verdict.drafted]):
+            children.setdefault(parent, []).append(node)
+        for parent, right in zip((ROOT, *verdict.path), (*verdict.path, None), strict=True):
+            for node in children.get(parent, ()):
+                self._note(tree.heads[node], tree.ranks[node], node == right)
+
+    def _note(self, head: int, rank: int, right: bool) -> None:
+        tries, hits = self._tries[head], self._hits[head]
+        tries[rank] += 1
+        hits[rank] += right
+        if tries[rank] > _MEMORY:
+            tries[rank] /= 2
+            hits[rank] /= 2
+
+    @property
+    def table(self) -> Table:
+        """The measured table, blended with the initial one."""
+        rows = zip(self._prior, self._hits, self._tries, strict=True)
+        return tuple(
+            tuple((hit + _PRIOR_WEIGHT * p) / (tried + _PRIOR_WEIGHT) for p, hit, tried in zip(*row, strict=True))
+            for row in rows
+        )

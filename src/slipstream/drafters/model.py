@@ -1,8 +1,8 @@
-"""A small model as drafter: it goes ahead token by token, and the target checks the whole run in one pass.
+"""A small model as drafter: it runs ahead token by token, and the target checks the whole run in one pass.
 
-It samples by the target's own rule with the same noise, temperature, penalties and masks, so that where the two models
-agree in distribution they also pick the same token. Where a request is judged by rejection sampling, which has noise of
-its own, it tells the whole distribution that each guess was drawn from. Its cache hangs on the target's page table.
+It samples by the target's rule with the same noise, temperature, penalties and masks: where the two models agree in
+distribution, they mostly pick the same token. For requests with rejection sampling, which has noise of its own, it
+reports the distribution of each guess. Its cache uses the target's page table.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from slipstream.sampling.choose import choose, processed
 from slipstream.sampling.rows import SampleRows
 
 _FEW, _FAR = 8, 32
-"""For up to 8 requests a draft begins with up to 32 of their last tokens, if need be."""
+"""Up to 8 requests: a draft can reread up to 32 of their last tokens."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the draft model has read a request, and what it wrote in this round."""
+    """The draft model's progress in a request."""
 
     length: int = 0  # tokens whose K and V are in the draft's cache
-    base: int = 0  # tokens of the request when the last draft began
-    depth: int = 0  # how deep that draft went
+    base: int = 0  # the request's tokens when the last draft began
+    depth: int = 0  # length of that draft
 
 
 class ModelDrafter(DeviceDrafter):
@@ -53,7 +53,7 @@ class ModelDrafter(DeviceDrafter):
     name: ClassVar[str] = "model"
     needs: ClassVar[Needs] = Needs(device=True, own_cache=True, probabilities=True)
     default_draft_tokens: ClassVar[int] = 5
-    planned_draft_tokens: ClassVar[int] = 11  # where text is easy; and it fills the rows of a captured pass
+    planned_draft_tokens: ClassVar[int] = 11  # for predictable text; fills the rows of a captured pass
     rereads = 8
     fewer_rereads = (2, 8)
 
@@ -61,7 +61,7 @@ class ModelDrafter(DeviceDrafter):
         self.runner = runner
         self.weights_bytes = runner.weights_bytes
         self.max_positions = runner.max_positions
-        # ids from here on are a wider target's padding: should one come, the draft reads another, and guesses badly
+        # larger ids are a wider target's padding; the draft reads another token instead, and guesses badly
         self._known_ids = cast(Tensor, runner.model.get_input_embeddings().weight).shape[0]
         self._services: Services | None = None
         self._cache: KVCache | None = None
@@ -80,7 +80,7 @@ class ModelDrafter(DeviceDrafter):
 
     @classmethod
     def open(cls, opening: Opening, target: Runner) -> ModelDrafter | TranslatedDrafter:
-        """One that shares the target's vocabulary, or one that translates."""
+        """A `ModelDrafter` if the draft has the target's vocabulary, else a `TranslatedDrafter`."""
         folder = cls._folder(opening)
         if shares_embeddings(folder):  # and so the vocabulary
             return cls(opening.open_runner(folder, target))
@@ -96,7 +96,7 @@ class ModelDrafter(DeviceDrafter):
 
     @staticmethod
     def _folder(opening: Opening) -> Path:
-        assert opening.path is not None  # it is registered as one that takes a path
+        assert opening.path is not None  # its registration requires a path
         return opening.resolve(opening.path)
 
     def page_bytes(self, page_size: int) -> int:
@@ -130,12 +130,12 @@ class ModelDrafter(DeviceDrafter):
         for verdict in verdicts:
             progress = self._progress.get(verdict.request_id)
             if progress is not None and progress.depth:
-                # the last guess was never read, and what follows the first wrong one is of no use
+                # the last guess was never read, and what follows the first wrong one is useless
                 progress.length = progress.base + min(verdict.accepted, progress.depth - 1)
                 progress.depth = 0
 
     def read(self, batch: PassBatch) -> None:
-        """Beside the target. Who outgrows the draft's context is not drafted for: what it reads of it may be wrong."""
+        """Run beside the target. A request beyond the draft's context is not drafted for: its rows may be wrong."""
         assert self._cache is not None
         parts = zip(batch.prefix_lengths, batch.row_starts, batch.row_starts[1:], strict=False)
         ends = [prefix + end - start for prefix, start, end in parts]
@@ -147,10 +147,10 @@ class ModelDrafter(DeviceDrafter):
         self.runner.capture_prompts(self._cache, trash_slot, pool)
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
-        """All of them together, as many rows in a pass as it may have: what one missed is mostly a few tokens."""
+        """Read all of them together, in passes of up to `max_rows` rows; mostly a few tokens each."""
         assert self._services is not None
         room = most = self._services.max_rows
-        missed: list[tuple[DraftRequest, int, int]] = []  # request, first and end of what is read of it
+        missed: list[tuple[DraftRequest, int, int]] = []  # request, first and end of the tokens to read
         for request, start in zip(requests, known, strict=True):
             at, end = start, len(request.tokens) - 2
             while at < end:
@@ -172,11 +172,11 @@ class ModelDrafter(DeviceDrafter):
         self.runner.forward(self._own(self._batch(whose, starts, rows, given)), self._cache)
 
     def draft(self, round: DraftRound) -> Tensor:
-        """Step by step, each a pass of one row a request; the first reads the last tokens again.
+        """Guess step by step, each a pass of one row a request; the first pass rereads the last tokens.
 
-        After a round in which every guess was right the last of them has not been read yet, and others may have guessed
-        further, or for a round or two alone. What was read already is written again as it was, but no one has to know
-        how far behind it is, nor to wait until it has caught up.
+        If every guess of the step before was right, the last one has not been read yet; others may have guessed
+        further, or alone for a step or two. Rereading writes the same entries again: the device need not know how far
+        behind a request is, nor wait until it has caught up.
         """
         assert self._services is not None
         assert self._cache is not None
@@ -184,7 +184,8 @@ class ModelDrafter(DeviceDrafter):
         sampling = self._services.sampling.apart(self.name, round.features)
         requests, device = lanes.shape[0], lanes.device
         ahead = torch.arange(round.depth, device=device)[:, None]  # [depth, 1]
-        last = min(self.runner.max_positions, state.pages.shape[1] * size) - 1  # who is there is not drafted for
+        # requests at the last position are not drafted for
+        last = min(self.runner.max_positions, state.pages.shape[1] * size) - 1
         at = (state.length[lanes] + ahead).clamp_(0, last)  # [depth, B]
         slots = state.pages[lanes, at // size].long() * size + at % size  # [depth, B]
         generated = state.generated[lanes] + ahead  # [depth, B]
@@ -192,7 +193,7 @@ class ModelDrafter(DeviceDrafter):
         guesses = torch.zeros((round.depth, requests), dtype=torch.int64, device=device)
         one = torch.arange(requests + 1, dtype=torch.int32, device=device)
         count = next((few for few in self.fewer_rereads if few >= round.recent), self.reaches(requests))
-        trash_slot = (self._services.cache_pages - 1) * size  # where rounds are queued, the last page is nobody's
+        trash_slot = (self._services.cache_pages - 1) * size  # if steps are queued, the last page is for padding
         rows = last_rows(state, lanes, count, page_size=size, trash_slot=trash_slot, last_place=last, shift=0)
         begin = self._layout(round, rows.places, rows.slots, count * one)
         logits = self.runner.run(self._known(rows.ids), begin, self._cache, rows.last)
@@ -209,7 +210,7 @@ class ModelDrafter(DeviceDrafter):
             )
             logits = self._fit(logits)
             chosen = choose(logits, guessed, sampling, round.features)
-            torch.clamp_min(chosen, 0, out=guesses[depth])  # nonsense is found out by the target
+            torch.clamp_min(chosen, 0, out=guesses[depth])  # the target rejects nonsense
             if round.q is not None:
                 round.q[:, depth] = processed(logits, guessed, sampling, round.features).softmax(1)
         return guesses.T
@@ -220,17 +221,17 @@ class ModelDrafter(DeviceDrafter):
         return RowLayout(positions, slots, starts, round.lanes, state.length, state.pages, None, size, round.keys)
 
     def _known(self, ids: Tensor) -> Tensor:
-        """These ids, where the draft has such tokens: what stands in for nobody may hold anything."""
+        """Clamp ids to the draft's vocabulary; padding rows may hold anything."""
         return ids.clamp(0, self._known_ids - 1)
 
     def _own(self, batch: PassBatch) -> PassBatch:
-        """The target's rows for this model; one row of logits, which nobody wants."""
+        """The target's rows for this model, with one unused row of logits."""
         return replace(
             batch,
             input_ids=self._known(batch.input_ids),
             positions=batch.positions.clamp_max(self.runner.max_positions - 1),
             logit_rows=batch.slots.new_zeros(1),
-            # what it reads decides no token, and a small model is sooner done with a captured pass
+            # its states decide no token, and a small model is faster in a captured pass
             wide=batch.size > PROMPT_ROWS[-1],
         )
 
@@ -257,7 +258,7 @@ class ModelDrafter(DeviceDrafter):
         return Draft(tokens, parents, torch.tensor(counts, dtype=torch.int64, device=device), True, q)
 
     def _told_of(self, requests: Sequence[DraftRequest], width: int) -> Tensor | None:  # [B, K, V]
-        """Room for what the guesses are drawn from, where somebody wants to know."""
+        """Room for the distributions of the guesses, if a request needs them."""
         assert self._services is not None
         if not any(request.params.rejects for request in requests):
             return None
@@ -267,7 +268,7 @@ class ModelDrafter(DeviceDrafter):
     def _catch_up(
         self, requests: Sequence[DraftRequest], budgets: Sequence[int], tokens: Tensor, q: Tensor | None
     ) -> list[int]:
-        """Read what is new, at most one pass of it; those who are done have their first guess in `tokens`."""
+        """Read new tokens, one pass at most. Returns the requests read to their end: `tokens` has their first guess."""
         assert self._services is not None
         room = self._services.max_rows
         active: list[int] = []
@@ -276,7 +277,7 @@ class ModelDrafter(DeviceDrafter):
         ids: list[int] = []
         ready: list[int] = []
         unread = [len(request.tokens) - self._progress[request.id].length for request in requests]
-        for i in sorted(range(len(requests)), key=unread.__getitem__):  # a long prompt must not keep the others waiting
+        for i in sorted(range(len(requests)), key=unread.__getitem__):  # short ones first: a long prompt can wait
             request = requests[i]
             known = self._progress[request.id].length
             count = min(unread[i], room)
@@ -298,15 +299,15 @@ class ModelDrafter(DeviceDrafter):
     def _pass(
         self,
         requests: Sequence[DraftRequest],
-        columns: Sequence[int],  # of each request, its row in `tokens`
+        columns: Sequence[int],  # each request's row in `tokens`
         at: Sequence[int],  # position of each request's first row
         rows: Sequence[int],
         ids: Tensor,  # [N]
         depth: int,
-        tokens: Tensor,  # [B, K]: column `depth` is filled with the next guesses
-        q: Tensor | None,  # [B, K, V]: … and with what they were drawn from
+        tokens: Tensor,  # [B, K]: column `depth` gets the guesses
+        q: Tensor | None,  # [B, K, V]: column `depth` gets their distributions
     ) -> None:
-        """Read the rows of each request and guess the token behind its last one."""
+        """Read the rows of each request and guess the next token."""
         assert self._services is not None
         assert self._cache is not None
 
@@ -321,7 +322,7 @@ class ModelDrafter(DeviceDrafter):
             generated=self._tensor([len(r.tokens) - r.prompt_length + depth for r in requests]),
             path=tokens[index, :depth] if depth and (features.penalties or features.bad_words) else None,
         )
-        # a draft that computes nonsense guesses token 0, and is found out by the target
+        # nonsense becomes token 0, which the target rejects
         tokens[index, depth] = choose(logits, guessed, sampling, features).clamp_min(0)
         if q is not None:
             q[index, depth] = processed(logits, guessed, sampling, features).softmax(1)
@@ -329,7 +330,7 @@ class ModelDrafter(DeviceDrafter):
     def _batch(
         self, requests: Sequence[DraftRequest], at: Sequence[int], rows: Sequence[int], ids: Tensor
     ) -> PassBatch:
-        """A pass over `rows` tokens of each request from position `at` on, whose last rows reach the LM head."""
+        """A pass over `rows` tokens of each request from position `at`, with logits of the last rows."""
         assert self._services is not None
 
         tables = [self._services.page_table(request.id) for request in requests]
@@ -339,7 +340,7 @@ class ModelDrafter(DeviceDrafter):
         return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """Models pad their vocabularies differently: bring the logits to the target's width."""
+        """Cut or pad the logits to the target's vocabulary, since models pad theirs differently."""
         assert self._services is not None
         width = self._services.sampling.vocab_size
         if logits.shape[1] >= width:

@@ -1,9 +1,8 @@
 """Native multi-token prediction: the modules in the target's own checkpoint guess, one after another.
 
-One module is a head like any other (`features.py`). Of several, each makes one guess: module j reads at place i the
-token at i + 1 + j and what module j - 1 made of the same place, so that all of them stand at the same places and look
-over the whole text. What a module made of a place is kept beside K and V, for the next module to read when a text comes
-in parts.
+One module is a head like any other (`heads.py`). Several modules make one guess each: module j reads at position i the
+token at i + 1 + j and module j - 1's output at the same position, so all of them stand at the same positions and see
+the whole text. A module's outputs are kept beside K and V, for the next module to read when a text comes in parts.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRound, Opening, Services
-from slipstream.drafters.features import Chains, FeatureDrafter
-from slipstream.drafters.head_rows import Stretch, head_batch
+from slipstream.drafters.heads import Chains, FeatureDrafter, Stretch, head_batch
 from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pages import PageCopy
@@ -30,8 +28,7 @@ from slipstream.models.heads.mtp_files import find_modules
 if TYPE_CHECKING:
     from slipstream.models.runner import Runner
 
-_DEPTH = 3
-"""Guesses in a row by default: one module, repeated, is seldom right further ahead."""
+_DEPTH = 3  # default length of a chain: one repeated module is seldom right further ahead
 
 
 class MtpDrafter(FeatureDrafter):
@@ -45,9 +42,9 @@ class MtpDrafter(FeatureDrafter):
         if width > 1 and self.modules > 1:
             raise ConfigError(f"width={width}: {self.modules} modules guess chains; use width=1")
         super().__init__(head, depth=depth, width=width, nodes=nodes)
-        self.rereads -= self.modules - 1  # a module's last places had tokens that were guessed
-        self.reads_ahead = self.modules  # the last one reads at place i the token at i + modules
-        self._kept = (self.modules - 1) * head.hidden_size  # numbers of a place that the next modules read
+        self.rereads -= self.modules - 1  # a module's last positions were read with guessed tokens
+        self.reads_ahead = self.modules  # the last one reads at position i the token at i + modules
+        self._kept = (self.modules - 1) * head.hidden_size  # numbers kept of each position, for the next modules
         self._states: KVCache | None = None
 
     @classmethod
@@ -79,7 +76,7 @@ class MtpDrafter(FeatureDrafter):
             self._states.clear([*pages, self._trash_page])
 
     def _read(self, batch: PassBatch) -> None:
-        """All modules one after another; each begins one place further back, for it reads one token further on."""
+        """Run all modules in turn; each begins one position further back, since it reads one token further on."""
         if self._states is None:
             super()._read(batch)
             return
@@ -87,11 +84,11 @@ class MtpDrafter(FeatureDrafter):
         for module in range(1, self.modules):
             rows = self._shifted(batch, module)
             if rows is None:
-                return  # too short a text for it, and for those behind it
+                return  # the text is too short for this and the following modules
             self._keep(module, rows.slots, self._run(rows, self._made(module - 1, rows.slots), module).features)
 
     def _shifted(self, batch: PassBatch, by: int) -> PassBatch | None:
-        """The same tokens, each so many places further back; those that would stand before the text are left out."""
+        """The same tokens at positions `by` further back; those that fall before the text are dropped."""
         assert self._cache is not None
         stretches: list[Stretch] = []
         kept: list[int] = []
@@ -107,7 +104,7 @@ class MtpDrafter(FeatureDrafter):
         return head_batch(stretches, batch.input_ids[index], self._cache.page_size)
 
     def _keep(self, module: int, slots: Tensor, hidden: Tensor) -> None:
-        """What a module made of these places, where another reads it."""
+        """Keep a module's outputs for the next one."""
         if module + 1 < self.modules:
             self._plane(module).index_copy_(0, slots, hidden.to(self.head.dtype))
 
@@ -123,9 +120,9 @@ class MtpDrafter(FeatureDrafter):
         return super().draft(round) if self._states is None else self._by_modules(round)
 
     def _by_modules(self, round: DraftRound) -> Tensor:  # [B, depth]
-        """Each module over the last places again, one token further on; the last module goes on alone.
+        """Run each module over the last positions again, one token further on; the last module continues alone.
 
-        All of them, however few guesses are wanted: what one does not read now it would miss later.
+        All modules run, however few guesses are wanted: a module that skips a token would miss it later.
         """
         state, lanes = round.state, round.lanes
         most = max(round.depth, self.modules)

@@ -1,7 +1,7 @@
-"""Drafts from the request's own text: what followed the last time that these tokens stood here.
+"""Drafts from the request's own text: what followed the last occurrence of the latest tokens.
 
-Answers that quote, edit or repeat (code, extraction, retrieval, loops) say again what prompt and answer already hold.
-Looking that up costs microseconds and no weights. See docs/drafters/ngram.md.
+Answers that quote, edit or repeat (code, extraction, retrieval, loops) reuse what prompt and answer already contain.
+Finding it takes microseconds and no weights. See docs/drafters/ngram.md.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.promise import PromiseTable
 
-LONGEST_MATCH = 32  # a longer agreement says no more
+LONGEST_MATCH = 32  # longer agreement adds no information
 
-# Match length -> state, and the chance of a token in each state before anything was seen.
+# Match length -> state, and the initial probability of a token in each state.
 _STEPS = ((1, 0.15), (2, 0.25), (3, 0.4), (4, 0.5), (6, 0.6), (8, 0.7), (12, 0.8), (16, 0.87), (24, 0.92), (32, 0.95))
 _PRIORS = tuple(prior for _, prior in _STEPS)
 _STATE = [
@@ -29,31 +29,30 @@ _STATE = [
 ]
 
 _NOTHING = Tree()
-_ENTRY = 2 * sys.getsizeof(2**40)
-"""Bytes of a key and a value, beside a table that points to them."""
+_ENTRY = 2 * sys.getsizeof(2**40)  # bytes of a key and a value in a dictionary
 
 
 class GramIndex:
-    """Where each gram of n tokens was followed by something, latest first. Grows with the text, never rescans it.
+    """Where each gram of n tokens was followed by something, latest first. It grows with the text.
 
-    Grams are kept by hash: a place that it gives may be wrong, so whoever asks compares the tokens.
+    Grams are stored by hash. A found place can be wrong, so the caller compares the tokens.
     """
 
     __slots__ = ("_key", "_latest", "earlier", "latest", "n")
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self._latest: dict[int, int] = {}  # hash of a gram -> where its latest continuation begins
-        self._key: int | None = None  # hash of the text's last gram: the next token will be its continuation
-        self.latest = -1  # where the last gram was followed by something before, most recently; -1 for nowhere
-        self.earlier = array("q", [-1] * n)  # continuation -> the one before it of the same gram, -1 for none
+        self._latest: dict[int, int] = {}  # hash of a gram -> beginning of its latest continuation
+        self._key: int | None = None  # hash of the text's last gram, which the next token continues
+        self.latest = -1  # latest earlier continuation of the last gram; -1: none
+        self.earlier = array("q", [-1] * n)  # continuation -> the previous one of the same gram; -1: none
 
     @property
     def nbytes(self) -> int:
         return sys.getsizeof(self._latest) + len(self._latest) * _ENTRY + sys.getsizeof(self.earlier)
 
     def grow(self, tokens: Sequence[int]) -> None:
-        """Take in what stands behind the part already seen."""
+        """Add the text's new tokens."""
         n, known, earlier, key, place = self.n, self._latest, self.earlier, self._key, self.latest
         begin, end = len(earlier), len(tokens)
         if key is None:
@@ -72,27 +71,27 @@ class GramIndex:
 
 @dataclass(slots=True)
 class _Text:
-    """What the drafter knows of one request: where its grams stand, and what was last guessed from them."""
+    """The drafter's state of one request: its indexes, and its last guess."""
 
     short: GramIndex
-    long: GramIndex  # finds long matches where there are too many short ones to look at
-    length: int = 0  # tokens taken in
+    long: GramIndex  # finds long matches among too many short ones
+    length: int = 0  # tokens indexed
     guess: tuple[int, ...] = ()
-    states: Sequence[int] = ()  # by how many tokens before each of the guess agreed
+    states: Sequence[int] = ()  # state of each guess, by the agreement before it
 
 
 @dataclass(slots=True)
 class _Match:
-    place: int = 0  # where the continuation begins
-    length: int = 0  # how many tokens before it agree
+    place: int = 0  # beginning of the continuation
+    length: int = 0  # agreeing tokens before it
 
 
 class NgramDrafter(HostDrafter):
-    """Copies what followed the longest match of the latest tokens; of equally long ones, the most recent.
+    """Copies the continuation of the longest match of the latest tokens, the most recent one among equals.
 
     min_match: fewest agreeing tokens to draft from.
     long_match: size of the second index, which finds long matches among many short ones.
-    candidates: most places looked at in each index.
+    candidates: most places compared in each index.
     """
 
     name: ClassVar[str] = "ngram"
@@ -169,7 +168,7 @@ class NgramDrafter(HostDrafter):
         return best
 
     def _search(self, index: GramIndex, tokens: Sequence[int], tail: Sequence[int], best: _Match) -> bool:
-        """Look for a longer match than the best. True: there are more places than it looked at."""
+        """Look for a longer match than the best. Returns True if there are more places than it compared."""
         place, earlier, length = index.latest, index.earlier, best.length
         for _ in range(self._candidates):
             if place < 0:
@@ -187,7 +186,7 @@ class NgramDrafter(HostDrafter):
 
 
 def _agreement(tokens: Sequence[int], place: int, tail: Sequence[int]) -> int:
-    """How many tokens before `place` agree with the tail, which has the latest first."""
+    """Number of tokens before `place` that agree with the tail, which is latest first."""
     length = 0
     for before, token in zip(range(place - 1, -1, -1), tail, strict=False):
         if tokens[before] != token:
@@ -197,8 +196,8 @@ def _agreement(tokens: Sequence[int], place: int, tail: Sequence[int]) -> int:
 
 
 def _copy(tokens: Sequence[int], place: int, count: int) -> tuple[int, ...]:
-    """`count` tokens from `place` on. Past the end of the text it reads its own guesses, so a loop goes on looping."""
+    """`count` tokens from `place` on. Past the end of the text it reads its own guesses, which continues a loop."""
     guess = tuple(tokens[place : place + count])
     while len(guess) < count:
-        guess += guess[: count - len(guess)]  # all of it so far stands a whole number of periods before what comes
+        guess += guess[: count - len(guess)]  # the guess so far is a whole number of periods
     return guess

@@ -1,7 +1,7 @@
 """Drafts from the user's own guess at the answer: `prediction`, as in OpenAI's predicted outputs.
 
-It follows the prediction token by token. Where the answer leaves it (a word replaced, lines inserted or deleted), it
-looks for the latest emitted tokens further on and goes on from there. See docs/drafters/prediction.md.
+It follows the prediction token by token. Where the answer departs from it (a word replaced, lines inserted or deleted),
+it finds the latest emitted tokens further on and continues there. See docs/drafters/prediction.md.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.drafters.promise import PromiseTable
 
-SURE = 3  # agreeing tokens after which the place is certain
-LONGEST_MATCH = 8  # a longer agreement does not make a place better
-SUBSTITUTED = 4  # most replaced tokens for which "as many as before" is worth a guess
+SURE = 3  # agreeing tokens that make the place certain
+LONGEST_MATCH = 8  # longer agreement does not make a place better
+SUBSTITUTED = 4  # most replaced tokens after which the old position is worth a guess
 CANDIDATES_AHEAD = 32
 CANDIDATES_BEHIND = 16
 
@@ -34,15 +34,15 @@ _STATE = [
 
 @dataclass(slots=True)
 class _Follower:
-    """Where one answer stands in its prediction."""
+    """The position of one answer in its prediction."""
 
     prediction: Sequence[int]
-    read: int  # tokens of the request seen so far
-    pointer: int | None = 0  # the next guess; None where the place is lost
-    agreed: int = 0  # tokens before the pointer that the answer repeated
-    anchor: int = 0  # the pointer when the place was last certain
+    read: int  # tokens read so far
+    pointer: int | None = 0  # the next guess; None: the place is lost
+    agreed: int = 0  # agreeing tokens before the pointer
+    anchor: int = 0  # the last certain pointer
     since: int = 0  # tokens emitted since then
-    places: dict[int, list[int]] = field(default_factory=dict)  # token -> where it stands in the prediction
+    places: dict[int, list[int]] = field(default_factory=dict)  # token -> its places in the prediction
     guess: Sequence[int] = ()
     states: Sequence[int] = ()
 
@@ -51,7 +51,7 @@ class _Follower:
             self.places.setdefault(token, []).append(place)
 
     def follow(self, tokens: Sequence[int], prompt_length: int) -> None:
-        """Take in what was emitted since the last call."""
+        """Read the tokens emitted since the last call."""
         if len(tokens) == self.read:
             return
         for token in tokens[self.read :]:
@@ -68,19 +68,19 @@ class _Follower:
             self._find(tokens[max(prompt_length, self.read - LONGEST_MATCH) :])
 
     def _find(self, tail: Sequence[int]) -> None:
-        """Set the pointer behind the place in the prediction that the answer's last tokens repeat best."""
+        """Point behind the place in the prediction that agrees best with the answer's last tokens."""
         places = self.places.get(tail[-1], [])
         ahead = bisect_left(places, self.anchor)
         best = 0
         self.agreed = 0
         behind = places[max(0, ahead - CANDIDATES_BEHIND) : ahead]
-        for place in [*places[ahead : ahead + CANDIDATES_AHEAD], *reversed(behind)]:  # the nearest wins a tie
+        for place in [*places[ahead : ahead + CANDIDATES_AHEAD], *reversed(behind)]:  # nearest first, for ties
             agreed = self._agreement(place, tail)
             score = agreed - _doubt(place - self.anchor) + (2 if len(places) == 1 else 0)
             if score > best:
                 best, self.agreed, self.pointer = score, agreed, place + 1
         if best == 0 and self.since <= SUBSTITUTED:
-            self.pointer = self.anchor + self.since  # as many tokens as before, but others: a renamed word
+            self.pointer = self.anchor + self.since  # assume replaced tokens, such as a renamed word
 
     def _agreement(self, place: int, tail: Sequence[int]) -> int:
         length = 0
@@ -99,7 +99,7 @@ class _Follower:
 
 
 def _doubt(distance: int) -> int:
-    """How many more tokens must agree for a place that far from the last certain one."""
+    """Further agreeing tokens required of a place at this distance from the last certain one."""
     if distance < 0:
         return 3
     return 0 if distance < 16 else 1 if distance < 128 else 2

@@ -16,14 +16,12 @@ from slipstream.drafters import (
     DrafterSpec,
     class_in_file,
     drafter_factory,
+    naming_the_line,
     parse_merged,
     parse_specs,
-    telling_the_line,
 )
-from slipstream.drafters.auto import auto_specs, expanded
 from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
-from slipstream.drafters.places import WAYS, naming
-from slipstream.drafters.shipped import is_shipped_for, with_shipped
+from slipstream.drafters.opening import WAYS, auto_specs, expanded, is_shipped_for, naming, with_shipped
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.measuring import known_costs
@@ -142,7 +140,7 @@ def build(
         if isinstance(choice, Drafter):
             made = choice
         elif kind is not None and choice.file is not None:
-            with telling_the_line(choice):
+            with naming_the_line(choice):
                 made = kind.open(opening, target)
         elif kind is not None:
             made = kind.open(replace(opening, path=choice.path), target)

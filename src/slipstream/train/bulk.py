@@ -1,10 +1,9 @@
-"""Very many answers at once: the device's rounds, driven without a scheduler.
+"""Bulk generation: about a thousand answers at a time, without a scheduler.
 
-A serving engine does some Python for each answer and round, which a thousand answers at a time would wait for. Here a
-lane has its pages for good, rounds are queued several at a time without the host looking, and numpy sorts out what they
-gave. The host is one batch of rounds behind: while it reads what came, and prompts are queued for lanes that became
-free, the device is at work on the next. The rule of sampling is the engine's, so an answer is the one that
-`LLM.generate` gives for the same prompt, temperature and seed.
+A serving engine runs some Python for each answer and step, which a thousand answers would wait for. Here each lane owns
+its pages, steps are queued several at a time without synchronizing, and numpy sorts the results. The host is one batch
+of steps behind: while it reads results and queues prompts for free lanes, the device runs the next batch. The rule of
+sampling is the engine's: an answer is the one that `LLM.generate` gives for the same prompt, temperature and seed.
 """
 
 from __future__ import annotations
@@ -32,19 +31,16 @@ from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
 
 PAGE_SIZE = 16
-ROUNDS = 8
-"""Queued at a time. More: less work for the host; fewer: an answer that ended is noticed sooner."""
-_READ_ROWS = 8192
-"""Prompt tokens of one pass."""
-_SPARE_LANES = 32
-"""Lanes are filled again when one in so many is free: prompts are cheaper together."""
-_NOBODY = -1
+ROUNDS = 8  # steps queued at a time. More is less work for the host; fewer notices ends sooner
+_READ_ROWS = 8192  # prompt tokens in one pass
+_REFILL_SHARE = 32  # refill when one lane in 32 is free: prompts are cheaper together
+_FREE = -1
 _EMPTY = Tree()
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """An answer that is wanted."""
+class BulkRequest:
+    """A request for one answer."""
 
     prompt: Sequence[int]
     seed: int
@@ -53,51 +49,51 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """An answer that ended: to which ask, and its tokens, the one that ended it included."""
+class BulkAnswer:
+    """A finished answer: the number of its request, and its tokens with the end token."""
 
     number: int
     tokens: NDArray[np.int32]
-    broken: bool = False  # the model gave NaN, or no possible token
+    broken: bool = False  # the model gave NaN or masked every token
 
 
 @dataclass(frozen=True, slots=True)
 class _Firsts:
-    """The first tokens of answers whose prompts were read."""
+    """The first tokens of answers, chosen by their prompts' pass."""
 
     lanes: NDArray[np.int64]  # [A]
-    tokens: torch.Tensor  # [A], on the host when the device has got there
+    tokens: torch.Tensor  # [A] on the host, valid after synchronizing
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rounds that are queued."""
+    """Queued steps."""
 
     lanes: NDArray[np.int64]  # [B]
-    owners: NDArray[np.int64]  # [B]: the ask that each lane worked for
+    owners: NDArray[np.int64]  # [B]: the request of each lane
     firsts: tuple[_Firsts, ...]
-    tokens: torch.Tensor  # [ROUNDS, requests], on the host when the device has got there
+    tokens: torch.Tensor  # [ROUNDS, requests] on the host, valid after `done`
     done: Any  # an event, or None on a CPU
 
 
 def page_span(max_len: int) -> int:
-    """Pages of a lane: an answer that ended goes on for up to two batches of rounds before that is noticed."""
+    """Pages of a lane. A finished answer runs on for up to two batches of steps before the host notices."""
     return -(-(max_len + 2 * ROUNDS + 1) // PAGE_SIZE)
 
 
 def lane_bytes(target: Runner, max_len: int) -> int:
-    """Memory that one more lane takes, for answers of so many tokens with their prompts: its cache and its logits."""
+    """Memory of one lane, its cache and its logits, for prompts and answers of `max_len` tokens together."""
     cache = KVCache.bytes_per_page(target.layers, PAGE_SIZE, target.dtype, 0) * page_span(max_len)
     return cache + 3 * 4 * target.vocab_size
 
 
 class Bulk:
-    """Writes answers with one target, so many at a time."""
+    """Writes answers with one target, `lanes` at a time."""
 
     def __init__(
         self, target: Runner, *, lanes: int, max_len: int, end_ids: Iterable[int], graphs: bool = True
     ) -> None:
-        """max_len: no prompt and answer together have more tokens. end_ids: an answer ends with one of these."""
+        """max_len: most tokens of a prompt and its answer together. end_ids: tokens that end an answer."""
         if max_len + 2 * ROUNDS > target.max_positions:
             raise ConfigError(
                 f"prompts and answers of up to {max_len} tokens: the model has {target.max_positions} positions; ask "
@@ -111,10 +107,10 @@ class Bulk:
             self._cache = target.new_cache(lanes * span + 1, PAGE_SIZE)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"lanes={lanes}: their cache does not fit on {device}; ask for fewer lanes, or shorter answers"
+                f"lanes={lanes}: their cache does not fit on {device}; lower lanes or max_tokens"
             ) from error
         self._sampling = SamplingTable(lanes + 1, target.vocab_size, device)
-        trash = lanes * span  # a page for what belongs to nobody
+        trash = lanes * span  # the page of padding lanes
         pages = torch.full((lanes + 1, span), trash, dtype=torch.int32)
         pages[:lanes] = torch.arange(lanes * span, dtype=torch.int32).view(lanes, span)
 
@@ -128,43 +124,45 @@ class Bulk:
         self._collected = [torch.zeros((ROUNDS, lanes), dtype=torch.int64, device=device) for _ in range(2)]
         self._turn = 0
         self._lanes = lanes
-        # of each lane, as the host knows it
-        self._asks: dict[int, Ask] = {}  # by number
-        self._owner = np.full(lanes, _NOBODY, dtype=np.int64)
+        # the host's view of each lane
+        self._requests: dict[int, BulkRequest] = {}  # by number
+        self._owner = np.full(lanes, _FREE, dtype=np.int64)
         self._count = np.zeros(lanes, dtype=np.int64)
         self._limit = np.zeros(lanes, dtype=np.int64)
-        self._said = np.zeros((lanes, max_len + 2 * ROUNDS + 1), dtype=np.int32)
+        self._written = np.zeros((lanes, max_len + 2 * ROUNDS + 1), dtype=np.int32)
         self._firsts: list[_Firsts] = []
 
-    def write(self, asks: Iterable[tuple[int, Ask]], end_ids: Iterable[int] | None = None) -> Iterator[Written]:
-        """Answer these, each with a number of its own, and give them out as they end. Reads ahead as lanes get free.
+    def write(
+        self, requests: Iterable[tuple[int, BulkRequest]], end_ids: Iterable[int] | None = None
+    ) -> Iterator[BulkAnswer]:
+        """Answer numbered requests; yields answers as they end. Reads requests as lanes become free.
 
-        end_ids: in place of the usual ones.
+        end_ids: overrides the usual ones.
         """
-        coming = iter(asks)
+        coming = iter(requests)
         self._ends = np.array(sorted(self._usual_ends if end_ids is None else end_ids), dtype=np.int64)
         queued: _Batch | None = None
         features = Features(greedy=True, sampled=True)
         while True:
-            # not as a decorator: whoever reads the answers between two of them is not in inference mode
+            # not a decorator: the caller, between two answers, must not be in inference mode
             with torch.inference_mode():
                 self._fill(coming, features)
-                batch = self._queue(features) if self._asks else None
-                ended = self._hear(queued) if queued is not None else []
+                batch = self._queue(features) if self._requests else None
+                ended = self._collect(queued) if queued is not None else []
             yield from ended
             queued = batch
-            if queued is None and not self._asks:
+            if queued is None and not self._requests:
                 return
 
     @property
-    def unended(self) -> int:
-        """Tokens of answers that are being written. Any thread may ask."""
-        return int(self._count[self._owner != _NOBODY].sum())
+    def unfinished_tokens(self) -> int:
+        """Tokens of unfinished answers. Safe to call from any thread."""
+        return int(self._count[self._owner != _FREE].sum())
 
-    def _fill(self, coming: Iterator[tuple[int, Ask]], features: Features) -> None:
-        """Give free lanes new prompts, and read these."""
-        free = np.flatnonzero(self._owner == _NOBODY)
-        if len(free) < max(1, self._lanes // _SPARE_LANES):
+    def _fill(self, coming: Iterator[tuple[int, BulkRequest]], features: Features) -> None:
+        """Give free lanes new prompts, and run these."""
+        free = np.flatnonzero(self._owner == _FREE)
+        if len(free) < max(1, self._lanes // _REFILL_SHARE):
             return
         new = list(islice(coming, len(free)))
         lanes: list[int] = []
@@ -182,13 +180,13 @@ class Bulk:
             lane = int(free[at])
             lanes.append(lane)
             rows += length
-            self._asks[number] = ask
+            self._requests[number] = ask
             self._owner[lane], self._count[lane], self._limit[lane] = number, 0, ask.max_tokens
         if lanes:
             self._read(np.array(lanes), [one for _, one in new[begin:]], features)
 
-    def _read(self, lanes: NDArray[np.int64], asks: Sequence[Ask], features: Features) -> None:
-        """One pass over prompts; the lanes begin with what it chooses."""
+    def _read(self, lanes: NDArray[np.int64], asks: Sequence[BulkRequest], features: Features) -> None:
+        """Run prompts in one pass, and give their lanes the first tokens."""
         device, count = self._target.device, len(asks)
         lengths = np.array([len(ask.prompt) for ask in asks])
         starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -232,8 +230,8 @@ class Bulk:
         return tuple(range(first, first + -(-int(length) // PAGE_SIZE)))
 
     def _queue(self, features: Features) -> _Batch:
-        """Rounds for all lanes that have work, as far as the host knows."""
-        lanes = np.flatnonzero(self._owner != _NOBODY)
+        """Queue steps for all lanes with unfinished answers, as far as the host knows."""
+        lanes = np.flatnonzero(self._owner != _FREE)
         run = self._round(len(lanes), features)
         run.load(lanes.tolist(), [_EMPTY] * len(lanes), [()] * len(lanes))
         self._turn = 1 - self._turn
@@ -250,7 +248,7 @@ class Bulk:
         return _Batch(lanes, self._owner[lanes], firsts, tokens, done)
 
     def _round(self, lanes: int, features: Features) -> Round:
-        """In few sizes: all lanes, or a half, a quarter, ... of them when the last answers are written."""
+        """A step of a few possible sizes: all lanes, a half, a quarter, ..."""
         size = self._lanes
         while size // 2 >= lanes:
             size //= 2
@@ -258,23 +256,23 @@ class Bulk:
         version = self._sampling.version_of(features)
         return self._rounds.of(RoundShape(size, 0, size, keys, False, features, version, False))
 
-    def _hear(self, batch: _Batch) -> list[Written]:
-        """Read what rounds gave, and free the lanes of answers that ended."""
+    def _collect(self, batch: _Batch) -> list[BulkAnswer]:
+        """Read the results of queued steps; free the lanes of finished answers."""
         if batch.done is not None:
             batch.done.synchronize()
-        ended: list[Written] = []
+        ended: list[BulkAnswer] = []
         for firsts in batch.firsts:
             ended += self._take(firsts.lanes, firsts.tokens.numpy()[:, None])
-        mine = self._owner[batch.lanes] == batch.owners  # others ended before these rounds did
-        told = batch.tokens.numpy()[:, : len(batch.lanes)].T  # [B, ROUNDS]
-        return ended + self._take(batch.lanes[mine], told[mine])
+        mine = self._owner[batch.lanes] == batch.owners  # the other answers ended earlier
+        tokens = batch.tokens.numpy()[:, : len(batch.lanes)].T  # [B, ROUNDS]
+        return ended + self._take(batch.lanes[mine], tokens[mine])
 
-    def _take(self, lanes: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Written]:
-        """So many tokens [B, n] were chosen for distinct lanes [B]: keep them, as far as the answers go."""
+    def _take(self, lanes: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[BulkAnswer]:
+        """Append chosen tokens [B, n] to the answers of distinct lanes [B], up to their ends. Returns finished ones."""
         if not len(lanes):
             return []
         have, reach = self._count[lanes], np.arange(tokens.shape[1])
-        self._said[lanes[:, None], have[:, None] + reach] = tokens
+        self._written[lanes[:, None], have[:, None] + reach] = tokens
         broken = tokens < 0
         stops = broken | np.isin(tokens, self._ends)
         first_stop = np.where(stops.any(axis=1), stops.argmax(axis=1), tokens.shape[1])
@@ -287,7 +285,7 @@ class Bulk:
             lane = int(lanes[at])
             number = int(self._owner[lane])
             nan = bool(first_stop[at] < taken[at] and broken[at, first_stop[at]])
-            ended.append(Written(number, self._said[lane, : self._count[lane]].copy(), nan))
-            self._owner[lane] = _NOBODY
-            del self._asks[number]
+            ended.append(BulkAnswer(number, self._written[lane, : self._count[lane]].copy(), nan))
+            self._owner[lane] = _FREE
+            del self._requests[number]
         return ended

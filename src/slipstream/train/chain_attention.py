@@ -1,10 +1,10 @@
-"""Attention of a head that trains on its own guesses: over the text up to where a chain began, then along the chain.
+"""Attention for training-time test, where a head trains on its own guesses: over the text, then along its chain.
 
-At step k of training-time test the row at p stands k guesses behind a text that ends at p - k. It sees the step-0 rows
-up to there, and of each step i from 1 to k the one row of its own chain, at p - k + i. Written as one dense product
-over all steps that would be mostly mask. So the text's part is a causal attention like any other, by the fast kernels,
-the chain's part is k products a row, and both are joined by the logarithm of their sums. The kernels' backward pass
-needs only the joined output and sum to give the right gradients of its part.
+At step k the row at p stands k guesses behind a text that ends at p - k. It sees the step-0 rows up to there, and of
+each step i from 1 to k the one row of its own chain, at p - k + i. One dense product over all steps would be mostly
+mask. So the text's part is causal attention by the fast kernels, the chain's part is k products a row, and the two are
+joined by the logarithms of their sums. The kernels' backward pass gives the right gradients of its part from the joined
+output and sum.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from torch import Tensor
 
 from slipstream.train.batch import Rows
 
-_NEVER = 1e4
-"""A sum of exponentials so large that nothing has a share in it."""
+_NEVER = 1e4  # log-sum of a row that must get no gradient: every share is 0
 _CLOSE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Where packed sequences lie when each has a row of its own, for attention that knows no packing."""
+    """Maps packed rows [N] to one padded row per sequence [S, L], and back."""
 
-    source: Tensor  # [S, L] int64: the packed token that stands here; any behind the end
-    filled: Tensor  # [S, L] bool: not behind the end
-    place: Tensor  # [N] int64: where in S * L each packed token stands; 0 for padding
-    real: Tensor  # [N] bool: not padding
-    offset: Tensor  # [N] int64: tokens before it in its sequence
+    source: Tensor  # [S, L] int64: index of the packed token; arbitrary behind a sequence's end
+    filled: Tensor  # [S, L] bool: False behind a sequence's end
+    place: Tensor  # [N] int64: index of each packed token in S * L; 0 for padding
+    real: Tensor  # [N] bool: False for padding
+    offset: Tensor  # [N] int64: position in its sequence
 
     @staticmethod
     def of(rows: Rows) -> Sequences:
-        """Waits for the device, once: shapes depend on the sequences."""
+        """Build the maps. Waits for the device once: shapes depend on the sequences."""
         before = torch.roll(rows.segments, 1, dims=1)
         column = torch.arange(rows.ids.shape[1], device=rows.ids.device).expand_as(rows.ids)
         first = (column == 0) | (rows.segments != before)  # [B, T]
@@ -52,21 +51,19 @@ class Sequences:
         filled[place[tokens]] = True
         return Sequences(source.view(count, longest), filled.view(count, longest), place, real, offset)
 
-    def apart(self, packed: Tensor) -> Tensor:  # [N, h, D] -> [S, h, L, D]
+    def unpack(self, packed: Tensor) -> Tensor:  # [N, h, D] -> [S, h, L, D]
         return packed[self.source].transpose(1, 2)
 
     def shifted(self, query: Tensor, key: Tensor, value: Tensor, by: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Each [S, h, L - by, D], such that causal attention sees keys up to so many places before its own."""
+        """Unpack to [S, h, L - by, D], such that causal attention sees keys up to `by` positions before its own."""
         read = self.source.shape[1] - by
-        return self.apart(query)[:, :, by:], self.apart(key)[:, :, :read], self.apart(value)[:, :, :read]
+        return self.unpack(query)[:, :, by:], self.unpack(key)[:, :, :read], self.unpack(value)[:, :, :read]
 
-    def together(
-        self, apart: Tensor, skipped: int, nothing: float
-    ) -> Tensor:  # [S, h, L - skipped, ...] -> [N, h, ...]
-        """Back to packed. skipped: rows that are missing at the front of each sequence, to be `nothing`."""
+    def pack(self, unpacked: Tensor, skipped: int, fill: float) -> Tensor:  # [S, h, L - skipped, ...] -> [N, h, ...]
+        """Pack rows. skipped: rows missing at the front of each sequence, set to `fill`."""
         count, longest = self.source.shape
-        whole = apart.new_full((count, longest, apart.shape[1], *apart.shape[3:]), nothing)
-        whole[:, skipped:] = apart.transpose(1, 2)
+        whole = unpacked.new_full((count, longest, unpacked.shape[1], *unpacked.shape[3:]), fill)
+        whole[:, skipped:] = unpacked.transpose(1, 2)
         return whole.flatten(0, 1)[self.place]
 
 
@@ -74,20 +71,20 @@ def attend_chain(
     query: Tensor,  # [N, h, D], of this step
     key: Tensor,  # [N, h, D], of step 0
     value: Tensor,  # [N, h, D], of step 0
-    chain_keys: Tensor,  # [k, N, h, D]: of steps 1 to k, each moved to the row that sees it
+    chain_keys: Tensor,  # [k, N, h, D]: of steps 1 to k, each rolled to the row that sees it
     chain_values: Tensor,  # [k, N, h, D]
     sequences: Sequences,
 ) -> Tensor:  # [N, h, D]
-    """Attention at step k. Rows with fewer than k tokens before them, and padding, come out finite and meaningless."""
+    """Attention at step k. Padding and rows with fewer than k tokens before them give finite, meaningless numbers."""
     out = _Chain.apply(query, key, value, chain_keys, chain_values, sequences)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 
-class Text(NamedTuple):
-    """Causal attention over the text, and what its backward pass wants back."""
+class TextAttention(NamedTuple):
+    """Causal attention over the text, with what its backward pass needs."""
 
     out: Tensor  # [S, h, R, D]
-    total: Tensor  # [S, h, R] fp32: logarithm of the sum
+    total: Tensor  # [S, h, R] fp32: log of the sum of exponentials
     kept: tuple[Any, ...]
 
 
@@ -104,10 +101,10 @@ class _Chain(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             if read:
                 laid = where.shifted(query, key, value, skipped)
-                part = (_flash if _uses_flash(query) else _written_out)(*laid, scale)
+                part = (_flash if _uses_flash(query) else _reference)(*laid, scale)
                 kept = part.kept
-                text = where.together(part.out, skipped, 0.0)
-                sums = where.together(part.total, skipped, -torch.inf)
+                text = where.pack(part.out, skipped, 0.0)
+                sums = where.pack(part.total, skipped, -torch.inf)
             scores = _dot(query, chain_keys) * scale  # [k, N, h] fp32
             total = torch.cat((sums[None], scores)).logsumexp(0)  # [N, h]
             out = text * (sums - total).exp()[..., None]
@@ -130,18 +127,18 @@ class _Chain(torch.autograd.Function):
         grad_key = grad_value = None
         if read:
             missing = ~where.filled[:, None, skipped:]  # [S, 1, R]
-            back = (_flash_back if _uses_flash(query) else _written_out_back)(
-                where.apart(grad)[:, :, skipped:].masked_fill(missing[..., None], 0.0),
+            back = (_flash_back if _uses_flash(query) else _reference_back)(
+                where.unpack(grad)[:, :, skipped:].masked_fill(missing[..., None], 0.0),
                 *where.shifted(query, key, value, skipped),
-                where.apart(out)[:, :, skipped:],
+                where.unpack(out)[:, :, skipped:],
                 total[where.source].transpose(1, 2)[:, :, skipped:].masked_fill(missing, _NEVER),
                 ctx.kept,
                 scale,
             )
             padding = ~where.real[:, None, None]
-            grad_query = grad_query + where.together(back[0], skipped, 0.0).masked_fill(padding, 0.0)
+            grad_query = grad_query + where.pack(back[0], skipped, 0.0).masked_fill(padding, 0.0)
             longer = [torch.nn.functional.pad(part, (0, 0, 0, skipped)) for part in back[1:]]
-            grad_key, grad_value = (where.together(part, 0, 0.0).masked_fill(padding, 0.0) for part in longer)
+            grad_key, grad_value = (where.pack(part, 0, 0.0).masked_fill(padding, 0.0) for part in longer)
         return grad_query.to(query.dtype), grad_key, grad_value, grad_chain_keys, grad_chain_values, None
 
 
@@ -149,12 +146,12 @@ def _dot(one: Tensor, many: Tensor) -> Tensor:  # [..., D], [..., D] -> [...] fp
     return (one * many).sum(-1, dtype=torch.float32)
 
 
-def _written_out(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Text:
+def _reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> TextAttention:
     scores = _scores(q, k, scale)
-    return Text((scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1), ())
+    return TextAttention((scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1), ())
 
 
-def _written_out_back(
+def _reference_back(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, kept: tuple[Any, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     shares = (_scores(q, k, scale) - total[..., None]).exp()
@@ -168,10 +165,10 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [S, h, R, R] fp32
     return (q.float() @ k.float().mT * scale).masked_fill(later, -torch.inf)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Text:
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> TextAttention:
     found = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True, False, scale=scale)
     out, total, *kept = found
-    return Text(out, total, tuple(kept[:6]))
+    return TextAttention(out, total, tuple(kept[:6]))
 
 
 def _flash_back(
@@ -179,23 +176,8 @@ def _flash_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     starts_q, starts_k, most_q, most_k, state, unused = kept
     back = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    grads = back(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        total.contiguous(),
-        starts_q,
-        starts_k,
-        most_q,
-        most_k,
-        0.0,
-        True,
-        state,
-        unused,
-        scale=scale,
-    )
+    ranges = (starts_q, starts_k, most_q, most_k)
+    grads = back(grad, q, k, v, out, total.contiguous(), *ranges, 0.0, True, state, unused, scale=scale)
     return cast("tuple[Tensor, Tensor, Tensor]", grads)
 
 
@@ -206,15 +188,15 @@ def _uses_flash(query: Tensor) -> bool:
 
 @lru_cache
 def _flash_is_right(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Tried here: the kernels are torch's inner ones, and joining their sums is not what they are sold for."""
+    """Compare torch's flash kernels with the reference: they are private, and joining their sums is undocumented."""
     made = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, 3, 80, dim, generator=made).to(device, dtype) for _ in range(4))
     scale = float(dim) ** -0.5
     try:
-        ours, theirs = _written_out(q, k, v, scale), _flash(q, k, v, scale)
-        more = ours.total + 0.5  # as if a chain had a share
+        ours, theirs = _reference(q, k, v, scale), _flash(q, k, v, scale)
+        more = ours.total + 0.5  # as if there were a chain
         args = (grad, q, k, v, ours.out * 0.6, more)
-        pairs = zip(_written_out_back(*args, (), scale), _flash_back(*args, theirs.kept, scale), strict=True)
+        pairs = zip(_reference_back(*args, (), scale), _flash_back(*args, theirs.kept, scale), strict=True)
         found = [(ours.out, theirs.out), (ours.total, theirs.total), *pairs]
     except (RuntimeError, ValueError, TypeError):
         return False

@@ -1,12 +1,12 @@
-"""Everything that a training run depends on, in one frozen record: checked when it is made, stored with the run.
+"""The settings of a training run: a frozen record, checked when it is made and stored with the run.
 
-A run that is resumed must be the same run, so the record is compared on resuming, and what differs is named.
+Resuming compares the stored record with the new one and names what differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
@@ -20,60 +20,69 @@ OptimizerName = Literal["adamw", "muon"]
 OptionValue = str | int | float | bool
 Options = TypeVar("Options")
 
-_NOT_THE_RUN = ("out", "data", "device", "lanes", "checkpoint_every", "measure_every", "log_every")
-"""May differ when a run is resumed: they do not change what is learnt. `out` may have been moved."""
+_MAY_CHANGE = ("out", "data", "device", "lanes", "checkpoint_every", "measure_every", "log_every")
+"""Settings that a resumed run may change: they do not affect what it learns."""
+
+
+def _least(default: int, least: int) -> Any:
+    """A whole number of at least `least`."""
+    return field(default=default, metadata={"least": least})
+
+
+def _between(default: float, low: float, high: float) -> Any:
+    """A number from `low` to `high`."""
+    return field(default=default, metadata={"between": (low, high)})
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """One run: a recipe, a target, data, and how to train.
-
-    A recipe's own options (layers, losses, ...) are in `options`; the recipe reads them with `read_options`.
-    """
+    """One run: a recipe, a target, data, and how to train. `options` are the recipe's own; see `read_options`."""
 
     recipe: str
     target: str
     out: Path
 
     # data
-    data: str = ""  # folder of the data, used as it is where it is complete; "": in the folder of the run
-    prompts: tuple[str, ...] = ()  # JSON lines files, as `bench` reads them
-    self_prompts: int = 0  # user turns that the target writes itself
-    systems: tuple[str, ...] = ()  # system messages for these, dealt in turns; "" and none: the template's own
-    openings: tuple[str, ...] = ()  # how these begin, dealt in turns; none: the usual mix (`train/prompts.py`)
-    samples: int = 1  # answers to each prompt
-    temperatures: tuple[float, ...] = (1.0,)  # of the answers, dealt in turns
-    max_prompt_tokens: int = 512
-    max_tokens: int = 512  # of an answer
-    held_out: int = 64  # prompts that are kept from training, to measure with
-    lanes: int = 1024  # answers that are written at a time
+    data: str = ""  # folder of the data, used as it is if complete; "": a folder of the run
+    prompts: tuple[str, ...] = ()  # JSON lines files, in the format of `slipstream bench`
+    self_prompts: int = _least(0, 0)  # user turns that the target writes itself
+    systems: tuple[str, ...] = ()  # system messages for these, in turn; "" and none: the template's own
+    openings: tuple[str, ...] = ()  # first words of these, in turn; none: the usual mix (`train/prompts.py`)
+    samples: int = _least(1, 1)  # answers to each prompt
+    temperatures: tuple[float, ...] = (1.0,)  # of the answers, in turn
+    max_prompt_tokens: int = _least(512, 1)
+    max_tokens: int = _least(512, 1)  # of an answer
+    held_out: int = _least(64, 1)  # prompts kept from training, for measuring
+    lanes: int = _least(1024, 1)  # answers written at a time
 
     # training
-    steps: int = 1000  # of the optimizer
-    optimizer: OptimizerName = "adamw"  # muon: for the matrices of layers, AdamW for the rest
-    muon_rate: float = 1.0  # the learning rate of these matrices, as a multiple of the others'
-    row_tokens: int = 2048  # sequences are laid end to end in rows of so many
-    rows: int = 8  # in one pass, on each device
-    accumulate: int = 1  # passes before the optimizer takes a step
-    learning_rate: float = 1e-3
-    final_rate: float = 0.05  # of the learning rate, at the last step
-    warmup: int = 50  # steps
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip: float = 1.0  # norm of the gradient at most
-    average: float = 0.0  # weights that are exported: a moving average that keeps so much of itself; 0 is off
-    seed: int = 0
-    precision: PrecisionName = "auto"  # of the arithmetic; weights are fp32. auto: bf16 on a GPU
+    steps: int = _least(1000, 1)  # optimizer steps
+    optimizer: OptimizerName = "adamw"  # muon: Muon for the matrices of layers, AdamW for the rest
+    muon_rate: float = _between(1.0, 1e-6, 1e6)  # Muon's learning rate as a multiple of AdamW's
+    row_tokens: int = _least(2048, 16)  # length of the rows that sequences are packed into
+    rows: int = _least(8, 1)  # in one pass of each device
+    accumulate: int = _least(1, 1)  # passes in a step
+    learning_rate: float = _between(1e-3, 1e-9, 10.0)
+    final_rate: float = _between(0.05, 0.0, 1.0)  # learning rate at the last step, relative to the highest
+    warmup: int = _least(50, 0)  # steps
+    weight_decay: float = _between(0.0, 0.0, 10.0)
+    beta1: float = _between(0.9, 0.0, 0.9999)
+    beta2: float = _between(0.95, 0.0, 0.99999)
+    clip: float = _between(1.0, 1e-6, 1e6)  # largest norm of the gradient
+    average: float = _between(
+        0.0, 0.0, 0.99999
+    )  # decay of the moving average of the weights, which is exported; 0: off
+    seed: int = _least(0, 0)
+    precision: PrecisionName = "auto"  # of the arithmetic; weights are fp32. auto: bf16 on a GPU, else fp32
     device: str = AUTO
     trust_remote_code: bool = False
 
-    # looking at it
-    log_every: int = 10  # steps
-    checkpoint_every: int = 200
-    measure_every: int = 200  # 0: only at the end
-    measure_prompts: int = 32
-    measure_tokens: int = 128
+    # progress
+    log_every: int = _least(10, 1)  # steps
+    checkpoint_every: int = _least(200, 1)
+    measure_every: int = _least(200, 0)  # steps; 0: only at the end
+    measure_prompts: int = _least(32, 1)
+    measure_tokens: int = _least(128, 1)
 
     options: Mapping[str, OptionValue] = field(default_factory=dict)
 
@@ -88,14 +97,13 @@ class TrainConfig:
         for name, known in (("precision", PrecisionName), ("optimizer", OptimizerName)):
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
-        for name, (low, high) in _BETWEEN.items():
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and isfinite(value) and low <= value <= high):
-                raise ConfigError(f"{name}={value!r}: must be between {low:g} and {high:g}")
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata.get("least")
+            if least is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"{f.name}={value!r}: must be a whole number of at least {least}")
+            low, high = f.metadata.get("between", (None, None))
+            if low is not None and not (isinstance(value, int | float) and isfinite(value) and low <= value <= high):
+                raise ConfigError(f"{f.name}={value!r}: must be between {low:g} and {high:g}")
         if not self.temperatures or not all(isfinite(t) and t >= 0 for t in self.temperatures):
             raise ConfigError(f"temperatures={self.temperatures!r}: must name at least one, each 0 or more")
         if not self.prompts and not self.self_prompts and not self.data:
@@ -109,7 +117,7 @@ class TrainConfig:
         return Path(self.data) if self.data else self.out / "data"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it."""
+        """The settings for JSON; `from_dict` reads them."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {**values, "out": str(self.out), "options": dict(self.options)}
 
@@ -117,53 +125,22 @@ class TrainConfig:
     def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         known = {f.name for f in fields(TrainConfig)}
         if unknown := set(values) - known:
-            raise ConfigError(f"{sorted(unknown)[0]!r} is no setting of a training run: known are {sorted(known)}")
+            raise ConfigError(f"setting {sorted(unknown)[0]!r} is unknown: must be one of {', '.join(sorted(known))}")
         return TrainConfig(**values)
 
     def check_same_run(self, stored: TrainConfig) -> None:
-        """Raise `ConfigError` where resuming `stored` with these settings would be another run."""
+        """Raise `ConfigError` if these settings cannot resume the run `stored`."""
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(stored, f.name)
-            if f.name not in _NOT_THE_RUN and mine != theirs:
+            if f.name not in _MAY_CHANGE and mine != theirs:
                 raise ConfigError(
-                    f"{f.name}={mine!r}: the run in {self.out} was begun with {theirs!r}; give that again to resume "
-                    "it, or another --out to begin anew"
+                    f"{f.name}={mine!r}: the run in {self.out} was begun with {theirs!r}; give {theirs!r} to resume "
+                    "it, or another --out to start a new run"
                 )
 
 
-_LEAST = {
-    "self_prompts": 0,
-    "samples": 1,
-    "max_prompt_tokens": 1,
-    "max_tokens": 1,
-    "held_out": 1,
-    "lanes": 1,
-    "steps": 1,
-    "row_tokens": 16,
-    "rows": 1,
-    "accumulate": 1,
-    "warmup": 0,
-    "seed": 0,
-    "log_every": 1,
-    "checkpoint_every": 1,
-    "measure_every": 0,
-    "measure_prompts": 1,
-    "measure_tokens": 1,
-}
-_BETWEEN = {
-    "learning_rate": (1e-9, 10.0),
-    "final_rate": (0.0, 1.0),
-    "weight_decay": (0.0, 10.0),
-    "muon_rate": (1e-6, 1e6),
-    "beta1": (0.0, 0.9999),
-    "beta2": (0.0, 0.99999),
-    "clip": (1e-6, 1e6),
-    "average": (0.0, 0.99999),
-}
-
-
 def read_options(kind: type[Options], given: Mapping[str, OptionValue]) -> Options:
-    """A recipe's own options, a frozen dataclass, from `TrainConfig.options`. Text becomes what the field is."""
+    """Make a recipe's options, a frozen dataclass, from `TrainConfig.options`, converting text to the field's type."""
     hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     for name, value in given.items():
@@ -188,6 +165,25 @@ def _as(hint: Any, name: str, value: OptionValue) -> Any:
     raise ConfigError(f"option {name}={value!r}: must be {' or '.join(kind.__name__ for kind in kinds)}")
 
 
-def options_as_dict(options: Any) -> dict[str, Any]:
-    """All options of a recipe with their values, for the run record."""
-    return asdict(options)
+StoredAs = Literal["fp16", "bf16", "fp32"]
+"""The dtype in which a recipe writes weights."""
+
+
+def check_option(name: str, value: object, right: bool, wanted: str) -> None:
+    if not right:
+        raise ConfigError(f"option {name}={value!r}: must be {wanted}")
+
+
+def check_one_of(name: str, value: object, known: object) -> None:
+    """Raise unless `value` is one of the names of the `Literal` type `known`."""
+    check_option(name, value, value in get_args(known), "one of " + ", ".join(get_args(known)))
+
+
+def check_at_least(options: object, least: int, *names: str) -> None:
+    for name in names:
+        check_option(name, getattr(options, name), getattr(options, name) >= least, f"at least {least}")
+
+
+def check_between(options: object, low: float, high: float, *names: str) -> None:
+    for name in names:
+        check_option(name, getattr(options, name), low <= getattr(options, name) <= high, f"between {low} and {high}")

@@ -1,16 +1,21 @@
-"""The data of a run, made by the target itself: prompts, then answers to them. Goes on where it was stopped."""
+"""The data of a run: prompts and the target's own answers, on disk. A stopped run continues where it was.
+
+Tokens lie in parts of up to 2,048 sequences, two bytes a token where the vocabulary allows; each part is written whole.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.engine.build import eos_ids
@@ -20,10 +25,113 @@ from slipstream.models.parity import open_model
 from slipstream.models.paths import Progress
 from slipstream.train.bulk import ROUNDS, Bulk, lane_bytes
 from slipstream.train.config import TrainConfig
-from slipstream.train.corpus import CorpusWriter, Sequences, load_sequences
 from slipstream.train.progress import Clock, sized, under_way
-from slipstream.train.prompts import OPENINGS, as_tokens, asked, read_files, read_made, self_prompts, write_made
+from slipstream.train.prompts import (
+    OPENINGS,
+    answer_requests,
+    as_tokens,
+    read_files,
+    read_prompts,
+    self_prompts,
+    write_prompts,
+)
 from slipstream.train.ranks import Ranks
+
+_PART = 2048  # sequences in a part
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Prompts with their answers, ordered by number."""
+
+    tokens: NDArray[np.uint32]  # [N]: all sequences, concatenated
+    starts: NDArray[np.int64]  # [S + 1]
+    prompt_lengths: NDArray[np.int64]  # [S]
+    numbers: NDArray[np.int64]  # [S]: number of each answer
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:  # [S]
+        return np.diff(self.starts)
+
+    @property
+    def answer_tokens(self) -> int:
+        return int((self.lengths - self.prompt_lengths).sum())
+
+    def at(self, index: int) -> NDArray[np.uint32]:
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    def counts(self, vocab_size: int) -> Tensor:  # [V] int64
+        """Occurrences of each token in the answers."""
+        place = np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths)
+        is_answer = place >= np.repeat(self.prompt_lengths, self.lengths)
+        return torch.from_numpy(np.bincount(self.tokens[is_answer], minlength=vocab_size).astype(np.int64))
+
+
+class CorpusWriter:
+    """Adds sequences to a folder. Each rank writes files of its own."""
+
+    def __init__(self, folder: Path, vocab_size: int, rank: int = 0) -> None:
+        self._folder, self._rank = folder, rank
+        self._kind = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self._held: list[tuple[int, int, NDArray[np.uint32]]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self._parts = len(list(folder.glob(f"part-{rank:03}-*.npz")))
+
+    def add(self, number: int, prompt: Sequence[int], answer: NDArray[np.int32]) -> None:
+        whole = np.concatenate((np.asarray(prompt, dtype=np.uint32), answer.astype(np.uint32)))
+        self._held.append((number, len(prompt), whole))
+        if len(self._held) >= _PART:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added to the disk."""
+        if not self._held:
+            return
+        numbers, prompts, wholes = zip(*self._held, strict=True)
+        name = f"part-{self._rank:03}-{self._parts:05}.npz"
+        part = self._folder / f".{name}.part"
+        with part.open("wb") as file:
+            np.savez(
+                file,
+                tokens=np.concatenate(wholes).astype(self._kind),
+                lengths=np.array([len(whole) for whole in wholes], dtype=np.int64),
+                prompt_lengths=np.array(prompts, dtype=np.int64),
+                numbers=np.array(numbers, dtype=np.int64),
+            )
+        part.replace(self._folder / name)
+        self._held, self._parts = [], self._parts + 1
+
+
+def load_corpus(folder: Path) -> Corpus:
+    """Read all parts in the folder."""
+    tokens: list[NDArray[np.uint32]] = [np.zeros(0, dtype=np.uint32)]
+    columns: dict[str, list[NDArray[np.int64]]] = {"lengths": [], "prompt_lengths": [], "numbers": []}
+    for file in sorted(folder.glob("part-*.npz")):
+        try:
+            with np.load(file, allow_pickle=False) as part:
+                tokens.append(part["tokens"].astype(np.uint32))
+                for name, column in columns.items():
+                    column.append(part[name].astype(np.int64))
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{file}: cannot read it ({error}); remove it to have its answers made again") from error
+    lengths, prompt_lengths, numbers = (
+        np.concatenate([np.zeros(0, dtype=np.int64), *column]) for column in columns.values()
+    )
+    flat, ends = np.concatenate(tokens), np.cumsum(lengths)
+    if len(flat) != lengths.sum() or (prompt_lengths > lengths).any():
+        raise ConfigError(f"{folder}: the lengths in its parts do not add up; remove them to have them made again")
+    order = np.argsort(numbers, kind="stable")
+    own = [flat[ends[i] - lengths[i] : ends[i]] for i in order]
+    return Corpus(
+        np.concatenate([np.zeros(0, dtype=np.uint32), *own]),
+        np.concatenate(([0], np.cumsum(lengths[order]))),
+        prompt_lengths[order],
+        numbers[order],
+    )
+
 
 _MADE_OF = (
     "prompts",
@@ -36,26 +144,25 @@ _MADE_OF = (
     "max_tokens",
     "held_out",
 )
-_SHARE = 0.8
-"""Of the free memory, for lanes."""
+_SHARE = 0.8  # of the free memory, for lanes
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What there is to learn from, and what to measure with."""
+    """A run's training data and held-out prompts."""
 
-    sequences: Sequences
+    corpus: Corpus
     held_out: tuple[tuple[int, ...], ...]  # prompts
-    record: Mapping[str, Any]  # how it was made
+    record: Mapping[str, Any]  # the contents of data.json: how it was made
 
 
 def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Data:
-    """Read the data of this run; what is missing is made first."""
+    """Read the run's data; make what is missing."""
     folder = config.data_folder
     noted = folder / "data.json"
     record = json.loads(noted.read_text()) if noted.exists() else None
     if record is None and not (config.prompts or config.self_prompts):
-        raise ConfigError(f"data={config.data!r}: holds no data of a run (data.json); name prompts to make some")
+        raise ConfigError(f"data={config.data!r}: has no data.json; name prompts to make data there")
     if record is not None and (config.prompts or config.self_prompts):
         _check_same(config, target, record)
     if record is None or not record["complete"]:
@@ -68,13 +175,13 @@ def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Da
         ranks.wait()
         rates = _Maker(config, wanted, target, ranks, say).make()
         ranks.wait()
-        sequences = load_sequences(folder)
+        corpus = load_corpus(folder)
         record = {
             "made_of": wanted,
             "complete": True,
-            "answers": len(sequences),
-            "answer_tokens": sequences.answer_tokens,
-            "tokens": int(sequences.starts[-1]),
+            "answers": len(corpus),
+            "answer_tokens": corpus.answer_tokens,
+            "tokens": int(corpus.starts[-1]),
             **rates,
         }
         if ranks.leads:
@@ -82,7 +189,7 @@ def gather(config: TrainConfig, target: Path, ranks: Ranks, say: Progress) -> Da
     with under_way(say, f"reading the data in {folder}"):
         tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
         _, held_out = _split(_usable(folder, tokenizer, record["made_of"]), record["made_of"])
-        return Data(load_sequences(folder), tuple(held_out), record)
+        return Data(load_corpus(folder), tuple(held_out), record)
 
 
 def _made_of(config: TrainConfig, target: Path) -> dict[str, Any]:
@@ -97,13 +204,13 @@ def _check_same(config: TrainConfig, target: Path, record: Mapping[str, Any]) ->
         theirs = record["made_of"].get(name)
         if theirs != value:
             raise ConfigError(
-                f"{name}={value!r}: the data in {config.data_folder} was made with {theirs!r}; give that again, leave "
+                f"{name}={value!r}: the data in {config.data_folder} was made with {theirs!r}; give {theirs!r}, leave "
                 "out the options of the prompts to use it as it is (--data), or choose another folder"
             )
 
 
 def _check_enough(config: TrainConfig, target: Path, made_of: Mapping[str, Any]) -> None:
-    """Refuse before anything is written what would leave nothing to train on, and files that cannot be read."""
+    """Before anything is written, refuse prompts that leave nothing to train on and files that cannot be read."""
     files = read_files(made_of["prompts"])
     tokenizer: Any = load_tokenizer(target, config.trust_remote_code)
     fitting = sum(len(as_tokens(tokenizer, prompt)) <= made_of["max_prompt_tokens"] for prompt in files)
@@ -115,7 +222,7 @@ def _check_held_out(made_of: Mapping[str, Any], prompts: int) -> None:
     if prompts <= held:
         raise ConfigError(
             f"held_out={held}: only {prompts} prompts have at most {longest} tokens (max_prompt_tokens); "
-            "name more prompts, or hold fewer out"
+            "name more prompts, or lower held_out"
         )
 
 
@@ -127,14 +234,14 @@ def _note(file: Path, record: Mapping[str, Any]) -> None:
 
 def _usable(folder: Path, tokenizer: Any, made_of: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The prompts as tokens, without those that are too long."""
-    tokens = [tuple(as_tokens(tokenizer, prompt)) for prompt in read_made(folder / "prompts.jsonl")]
+    tokens = [tuple(as_tokens(tokenizer, prompt)) for prompt in read_prompts(folder / "prompts.jsonl")]
     return [ids for ids in tokens if 0 < len(ids) <= made_of["max_prompt_tokens"]]
 
 
 def _split(
     prompts: list[tuple[int, ...]], made_of: Mapping[str, Any]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """For training, and held out: chosen by the seed."""
+    """Prompts for training and held-out prompts, chosen by the seed."""
     count = made_of["held_out"]
     _check_held_out(made_of, len(prompts))
     order = np.random.default_rng(made_of["seed"]).permutation(len(prompts)).tolist()
@@ -142,7 +249,7 @@ def _split(
 
 
 class _Maker:
-    """Opens the target for as long as data is made."""
+    """Makes prompts and answers with the target, which it loads and releases."""
 
     def __init__(
         self, config: TrainConfig, made_of: Mapping[str, Any], target: Path, ranks: Ranks, say: Progress
@@ -169,13 +276,13 @@ class _Maker:
                     end_ids=ends,
                     say=self._say,
                 )
-            write_made(listed, dict.fromkeys(prompts))
+            write_prompts(listed, dict.fromkeys(prompts))
         self._ranks.wait()
         rates = self._answer(bulk)
         del bulk
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # training needs it
+            torch.cuda.empty_cache()
         return rates
 
     def _open(self) -> tuple[Bulk, frozenset[int]]:
@@ -185,12 +292,12 @@ class _Maker:
             torch.cuda.set_device(device)
         dtype = pick_dtype("auto", device, load_config(self._target, config.trust_remote_code))
         runner = open_model(self._target, dtype, device, trust_remote_code=config.trust_remote_code, progress=self._say)
-        # a user turn is written behind the header of its template, an answer behind the whole prompt
+        # the target writes a user turn after its template's header, an answer after the whole prompt
         longest = made_of["max_prompt_tokens"] + max(made_of["max_tokens"], made_of["max_prompt_tokens"])
         longest = min(longest, runner.max_positions - 2 * ROUNDS)
         if longest <= made_of["max_tokens"]:
             raise ConfigError(
-                f"max_tokens={made_of['max_tokens']}: the target has {runner.max_positions} positions, which leaves no "
+                f"max_tokens={made_of['max_tokens']}: the target's {runner.max_positions} positions leave no "
                 "room for a prompt; ask for shorter answers"
             )
         fits = int(available_bytes(device) * _SHARE // lane_bytes(runner, longest))
@@ -203,8 +310,8 @@ class _Maker:
         made_of, ranks = self._made_of, self._ranks
         prompts, _ = _split(_usable(self._folder, self._tokenizer, made_of), made_of)
         prompts = [ids for ids in prompts if len(ids) + made_of["max_tokens"] <= self._longest]
-        known = set(load_sequences(self._folder).numbers.tolist())
-        wanted = asked(
+        known = set(load_corpus(self._folder).numbers.tolist())
+        wanted = answer_requests(
             prompts,
             seed=made_of["seed"],
             samples=made_of["samples"],
@@ -214,7 +321,7 @@ class _Maker:
         mine = {number: ask for number, ask in wanted if number % ranks.world == ranks.rank and number not in known}
         writer = CorpusWriter(self._folder, self._vocab(), ranks.rank)
         say: Progress = self._say if ranks.leads else lambda _: None
-        clock = Clock("answers", len(mine), made_of["max_tokens"], say, lambda: bulk.unended)
+        clock = Clock("answers", len(mine), made_of["max_tokens"], say, lambda: bulk.unfinished_tokens)
         broken = 0
         try:
             with clock:

@@ -1,7 +1,7 @@
-"""The trainer: one function of plain calls for a step, whatever is being trained.
+"""The trainer, for any recipe. `Trainer.run` is the loop and `Trainer._train_step` one step.
 
-Everything that a step depends on is a function of its number and of the checkpoint, so that a run that was killed and
-resumed ends with the weights of one that was not. The host does not wait for the device but where it reports.
+A step depends only on its number and the checkpoint: a killed and resumed run ends with the same weights as an
+uninterrupted one. The host waits for the device only to report.
 """
 
 from __future__ import annotations
@@ -18,28 +18,34 @@ from torch import Tensor, nn
 
 from slipstream.core.errors import CapacityError, NumericError
 from slipstream.models.paths import Progress
-from slipstream.train.best import Best, forget_best, keep_best, load_best
-from slipstream.train.checkpoint import Checkpoint, load_checkpoint, note_curves, save_checkpoint
+from slipstream.train.batch import RowPlan
+from slipstream.train.checkpoint import (
+    Best,
+    Checkpoint,
+    forget_best,
+    keep_best,
+    load_best,
+    load_checkpoint,
+    save_checkpoint,
+    update_curves,
+)
 from slipstream.train.config import TrainConfig
 from slipstream.train.measure import Measured
 from slipstream.train.optimizer import Optimizers
-from slipstream.train.packing import RowPlan
-from slipstream.train.progress import watched
+from slipstream.train.progress import Stop, stop_asked, watched
 from slipstream.train.ranks import Ranks
 from slipstream.train.recipe import Losses, Recipe
-from slipstream.train.states import States
-from slipstream.train.stop import Stop, stop_asked
+from slipstream.train.teacher import States
 
-_SILENCE_S = 20.0
-"""After so long without a word it is said that a step is being computed: on a CPU one can take minutes."""
+_SILENCE_S = 20.0  # after this long without a message, report the step in progress; on a CPU one takes minutes
 
 MeasureNow = Callable[[], Sequence[Measured]]
-"""The drafter as it stands, in the real engine: one result a temperature."""
+"""Measures the current drafter in the real engine: one result a temperature."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What passes gave since the last report, on the device."""
+    """Sums of the passes since the last report, on the device."""
 
     total: Tensor | None = None
     count: Tensor | None = None
@@ -73,7 +79,7 @@ class Trainer:
         measure: MeasureNow | None = None,
         on_checkpoint: Callable[[Trainer], object] | None = None,
     ) -> None:
-        """measure: called by the first rank. on_checkpoint: likewise, behind each checkpoint and each measurement."""
+        """The first rank calls `measure`, and `on_checkpoint` after each checkpoint and measurement."""
         self.config, self.recipe, self.ranks = config, recipe, ranks
         self._states, self._plan, self._say = states, plan, say
         self._measure, self._on_checkpoint = measure, on_checkpoint
@@ -86,19 +92,19 @@ class Trainer:
         self._seconds_before = 0.0
         self._step_s: list[float] = []
         self._step_begun, self._turn = 0.0, 0
-        self._heard = math.inf  # when something was last said of steps; inf: it is at something else
-        self._reminded = 0.0  # … of one that takes long, on another thread
+        self._reported = math.inf  # time of the last message about steps; inf: something else is running
+        self._reminded = 0.0  # time of the last message from the watching thread
         self.step = 0
         self.curves: list[dict[str, Any]] = []
-        self.best: Best | None = None  # the drafter that was measured best so far
+        self.best: Best | None = None  # the best measurement so far
 
     @property
     def seconds(self) -> float:
-        """Of training, those before a resumption included."""
+        """Training time, that of earlier parts of the run included."""
         return self._seconds_before + time.perf_counter() - self._begun
 
     def resume(self) -> bool:
-        """Go on from the last checkpoint, if there is one."""
+        """Restore the last checkpoint. Returns False if there is none."""
         found = load_checkpoint(self.config.out, self._device)
         if found is None:
             if self.ranks.leads:
@@ -118,9 +124,9 @@ class Trainer:
         return True
 
     def run(self) -> None:
-        """All steps that are left. Asked to stop (Ctrl-C, kill), it ends its step, saves, and raises as Ctrl-C does.
+        """Run the remaining steps. On Ctrl-C or kill, finish the step, save, and raise `KeyboardInterrupt`.
 
-        A measurement follows its checkpoint and is broken off: a run that goes on there begins with it.
+        A measurement comes after its checkpoint and may be interrupted: a resumed run starts with it.
         """
         config = self.config
         self._sums = _Sums()
@@ -129,7 +135,7 @@ class Trainer:
                 if self._unmeasured:
                     self._measure_now(stop)
                 if self._device.type == "cuda" and self.step < config.steps:
-                    self._say("the first step, for which torch compiles: that takes a minute or so ...")
+                    self._say("the first step, for which torch compiles: about a minute ...")
                 while self.step < config.steps:
                     self._train_step()
                     if self._is_due(config.log_every):
@@ -143,12 +149,12 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"rows={config.rows} of row_tokens={config.row_tokens}: the memory of {self._device} is too small for "
-                f"such a pass; halve rows and double accumulate={config.accumulate}, which trains the same"
+                f"this pass; halve rows and double accumulate={config.accumulate}, which trains the same"
             ) from error
 
     def save(self) -> None:
-        """Write a checkpoint, unless the weights are broken. The others wait for it."""
-        heard, self._heard = self._heard, math.inf
+        """Write a checkpoint. The other ranks wait. Raises `NumericError` if a weight is not finite."""
+        reported, self._reported = self._reported, math.inf
         if self.ranks.leads:
             self._check_finite()
             noise = [torch.get_rng_state()]
@@ -168,11 +174,11 @@ class Trainer:
             if self._on_checkpoint is not None:
                 self._on_checkpoint(self)
         self.ranks.wait()
-        self._heard = heard
+        self._reported = reported
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the module has the averaged weights, where an average is kept."""
+        """Within this block the module has the averaged weights, if an average is kept."""
         own = {name: self._parameters[name].detach().clone() for name in self._average}
         self._put(self._average)
         try:
@@ -181,17 +187,17 @@ class Trainer:
             self._put(own)
 
     def _train_step(self) -> None:
-        """Several passes, one step of the optimizer."""
+        """One optimizer step: `accumulate` passes."""
         config, count = self.config, None
         self._step_begun = time.perf_counter()
-        self._heard = min(self._heard, self._step_begun)
+        self._reported = min(self._reported, self._step_begun)
         try:
             count = self._passes()
         except torch.OutOfMemoryError:
-            if not self._states.let_go():
+            if not self._states.release():
                 raise
-        if count is None:  # behind the handler: what the failed pass had made is gone by now
-            self._say("the target's states are not kept any more: a step needs their memory")
+        if count is None:  # outside the handler, which holds the failed pass's memory
+            self._say("releasing the target's kept states: a step needs their memory")
             self._sums = _Sums()
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -199,7 +205,7 @@ class Trainer:
         self._sums.norm = self._share(count)
         self._optimizer.step(learning_rate(config, self.step))
         if self._average:
-            kept = min(config.average, (1 + self.step) / (10 + self.step))  # the first weights are soon forgotten
+            kept = min(config.average, (1 + self.step) / (10 + self.step))  # start short, to forget the first weights
             with torch.no_grad():
                 old, new = list(self._average.values()), [p.detach() for p in self._parameters.values()]
                 torch._foreach_lerp_(old, new, 1 - kept)
@@ -207,7 +213,7 @@ class Trainer:
         self._sums.steps += 1
 
     def _passes(self) -> Tensor:
-        """Those of one step, forward and backward. Returns how many positions they had."""
+        """The passes of one step, forward and backward. Returns their number of positions."""
         count: Tensor | None = None
         for turn in range(self.config.accumulate):
             self._turn = turn
@@ -219,17 +225,17 @@ class Trainer:
         return count
 
     def _pass(self, turn: int) -> Losses:
-        """One pass of this rank's rows, forward."""
+        """The forward pass of this rank's rows."""
         config, ranks = self.config, self.ranks
         first = ((self.step * config.accumulate + turn) * ranks.world + ranks.rank) * config.rows
-        batch = self._states.look(self._plan.batch(first, config.rows))
+        batch = self._states.run(self._plan.batch(first, config.rows))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._narrow):
             return self.recipe.loss(batch)
 
     def _share(self, count: Tensor) -> Tensor:
-        """Gradients are sums: add up those of all ranks, divide by all positions, and clip. Returns their norm."""
+        """Sum the gradients over ranks, divide by all positions, and clip. Returns their norm."""
         for parameter in self._parameters.values():
-            if parameter.grad is None:  # no row of this pass reached it
+            if parameter.grad is None:  # no row reached it
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         total = count.detach().to(torch.float32).reshape(1).clone()
@@ -248,7 +254,7 @@ class Trainer:
                 self._parameters[name].copy_(tensor)
 
     def _report(self) -> None:
-        """Read what was summed up, and say how far it is. Here the host waits for the device."""
+        """Report the sums since the last report. Waits for the device."""
         sums, self._sums = self._sums, _Sums()
         if sums.total is None or sums.count is None or sums.accepted is None or sums.positions is None:
             return
@@ -285,12 +291,12 @@ class Trainer:
                 f"step {self.step:,} of {config.steps:,}: loss {loss:.4f}, acceptance "
                 f"{' '.join(f'{c:.2f}' for c in chance)}, {tokens / max(elapsed, 1e-9):,.0f} tok/s, {_clock(left)} left"
             )
-        self._heard = time.perf_counter()
+        self._reported = time.perf_counter()
 
     def _at(self) -> str:
-        """What it is at, where nothing was heard of it for a while; else "". Asked on another thread."""
+        """A line about the current step after a long silence, else "". Called on another thread."""
         now = time.perf_counter()
-        if now - max(self._heard, self._reminded) < _SILENCE_S:
+        if now - max(self._reported, self._reminded) < _SILENCE_S:
             return ""
         self._reminded = now
         config, passes = self.config, ""
@@ -300,12 +306,12 @@ class Trainer:
         return f"step {number:,} of {config.steps:,}: {passes}{_clock(now - self._step_begun)} so far"
 
     def _is_due(self, every: int) -> bool:
-        """Behind this step? 0: only behind the last one."""
+        """True after every `every` steps and after the last one. 0: only after the last one."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     @property
     def _unmeasured(self) -> bool:
-        """Is a measurement due that was not made? In a run that was stopped it can be of the step before."""
+        """True if a measurement is due and missing; after a resume, that of the step before."""
         due = self.step > 0 and self._is_due(self.config.measure_every)
         return due and not any("tau" in point and point["step"] == self.step for point in self.curves)
 
@@ -315,12 +321,12 @@ class Trainer:
         return self.step * config.accumulate * self.ranks.world * config.rows
 
     def _measure_now(self, stop: Stop) -> None:
-        """Measure the drafter of the last checkpoint, which is of this step."""
-        self._heard = math.inf  # it tells itself how far it is
+        """Measure the current weights, which are those of the last checkpoint."""
+        self._reported = math.inf  # the measurement reports its own progress
         if self.ranks.leads and self._measure is not None:
             begun = time.perf_counter()
             own = [self._device] if self._device.type == "cuda" else []
-            with self.averaged(), torch.random.fork_rng(own):  # what is learnt does not depend on measurements
+            with self.averaged(), torch.random.fork_rng(own):  # measuring must not change what follows
                 with stop.at_once():
                     found = self._measure()
                 now = Best(self.step, {f"{m.temperature:g}": round(m.tau, 4) for m in found})
@@ -331,7 +337,7 @@ class Trainer:
             self._say(
                 f"step {self.step:,}: " + ", ".join(str(m) for m in found) + f" ({_clock(time.perf_counter() - begun)})"
             )
-            note_curves(self.config.out, self.curves)
+            update_curves(self.config.out, self.curves)
             if self._on_checkpoint is not None:
                 self._on_checkpoint(self)
             self._sums.since = time.perf_counter()
@@ -347,7 +353,7 @@ class Trainer:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rises in a line over the warm-up, then falls by a cosine to its final part."""
+    """Linear warm-up, then a cosine down to `final_rate`."""
     if step < config.warmup:
         return config.learning_rate * (step + 1) / config.warmup
     way = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -356,7 +362,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def _expected_tau(chance: Sequence[float]) -> float:
-    """Tokens a pass of a chain whose guesses are accepted by these chances, each given those before it."""
+    """Tokens per pass of a chain, from each guess's acceptance given that all before it were accepted."""
     tau = together = 1.0
     for c in chance:
         together *= c

@@ -1,6 +1,6 @@
-"""What counts: tokens a pass, with the drafter as it stands, in the real engine on prompts that were held out.
+"""Measuring tau: the current drafter in the real engine on held-out prompts.
 
-The engine is opened once, from a first export, and stays; each time the weights are copied into it.
+The engine is opened once, from a first export; each measurement copies the weights into it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from slipstream.engine.llm import LLM
 from slipstream.models.paths import Progress
 from slipstream.train.config import TrainConfig
 from slipstream.train.progress import under_way, watched
-from slipstream.train.recipe import Listens, Recipe, Text
+from slipstream.train.recipe import Recipe, Text, UsesTexts
 
-_MEMORY = 4 * 2**30
-_TOGETHER = 16
+_MEMORY = 4 * 2**30  # bytes of the engine's cache on a GPU
+_CONCURRENCY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What some prompts brought at a temperature. tau counts the target's own token."""
+    """The result at one temperature. tau counts the target's own token."""
 
     temperature: float
     tau: float
@@ -40,20 +40,20 @@ class Measured:
         return f"tau {self.tau:.2f} at T={self.temperature:g}"
 
 
-class _Far:
-    """How far a measurement is, by what its engine counts from now on."""
+class _Progress:
+    """Progress of a measurement, from the engine's counters."""
 
     def __init__(self, llm: LLM, answers: int, longest: int) -> None:
-        """longest: most tokens of an answer."""
-        self.at = ""  # what is being done
+        """longest: the most tokens of an answer."""
+        self.activity = ""
         self._llm, self._answers, self._longest = llm, answers, longest
         self._begun, self._before = time.perf_counter(), llm.snapshot()
 
-    def told(self) -> str:
+    def line(self) -> str:
         now, before = self._llm.snapshot(), self._before
         ended = sum(now.finished.values()) - sum(before.finished.values())
         tokens = now.generated_tokens - before.generated_tokens
-        line = f"{self.at}: {ended:,} of {self._answers:,} answers, {tokens:,} tokens"
+        line = f"{self.activity}: {ended:,} of {self._answers:,} answers, {tokens:,} tokens"
         if not tokens:
             return line
         rate = tokens / (time.perf_counter() - self._begun)
@@ -62,7 +62,7 @@ class _Far:
 
 
 class Measure(AbstractContextManager["Measure"]):
-    """An engine with the drafter that is trained."""
+    """Measures tau when called. Opens the engine on the first call; closes it on exit."""
 
     def __init__(
         self,
@@ -73,39 +73,36 @@ class Measure(AbstractContextManager["Measure"]):
         device: str,
         say: Progress,
     ) -> None:
-        """say: hears that the engine is being opened, which takes as long as loading the target, and every so often
-        how far a measurement is: on a CPU one takes minutes.
-        """
         self._config, self._recipe, self._target, self._device, self._say = config, recipe, target, device, say
         self._prompts = [list(ids) for ids in prompts[: config.measure_prompts]]
         self._llm: LLM | None = None
-        self._told = False  # a recipe that listens knows the texts
+        self._has_texts = False  # the recipe got its held-out texts
 
     def __call__(self) -> list[Measured]:
-        """Tokens a pass at each temperature of the data, greedy included."""
+        """tau at temperature 0 and at each temperature of the data."""
         llm = self._opened()
         drafting = llm.engine.drafting
         drafter = drafting.drafters.get(drafting.default or "")
         if drafter is None:
             raise DrafterError(f"recipe {self._recipe.name}: must name one drafter, not {drafting.default!r}")
         temperatures = sorted({0.0, *self._config.temperatures})
-        listens = isinstance(self._recipe, Listens) and not self._told
+        wants_texts = isinstance(self._recipe, UsesTexts) and not self._has_texts
         longest = self._longest(llm)
-        far = _Far(llm, len(self._prompts) * (len(temperatures) + listens), longest)
+        progress = _Progress(llm, len(self._prompts) * (len(temperatures) + wants_texts), longest)
         self._say(
             f"measuring tau on {len(self._prompts)} held-out prompts, up to {longest} tokens each, at "
             f"{', '.join(f'T={temperature:g}' for temperature in temperatures)} ..."
         )
-        with watched(self._say, far.told):
-            if isinstance(self._recipe, Listens) and not self._told:
-                far.at = "answers for the recipe to hear"
-                said = self._answers(llm, 0.0)
-                self._recipe.hear([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in said])
-                self._told = True
+        with watched(self._say, progress.line):
+            if isinstance(self._recipe, UsesTexts) and not self._has_texts:
+                progress.activity = "greedy answers for the recipe"
+                texts = self._answers(llm, 0.0)
+                self._recipe.use_texts([Text(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in texts])
+                self._has_texts = True
             self._recipe.refresh(drafter)
             found = []
             for temperature in temperatures:
-                far.at = f"measuring at T={temperature:g}"
+                progress.activity = f"measuring at T={temperature:g}"
                 found.append(self._at(llm, temperature))
         return found
 
@@ -123,7 +120,7 @@ class Measure(AbstractContextManager["Measure"]):
         return llm.generate([{"prompt_token_ids": ids} for ids in self._prompts], params)
 
     def _longest(self, llm: LLM) -> int:
-        """Tokens of an answer, at most."""
+        """The most tokens of an answer."""
         room = llm.max_model_len - max(map(len, self._prompts))
         return max(1, min(self._config.measure_tokens, room))
 
@@ -142,11 +139,11 @@ class Measure(AbstractContextManager["Measure"]):
             drafter=self._recipe.drafter(folder),
             device=self._device,
             memory=_MEMORY if on_gpu else None,
-            max_num_seqs=_TOGETHER,
-            max_draft_rows=_TOGETHER * (MAX_NODES + 1),  # trees are not cut because there are others
-            planner="fixed",  # what the drafter can do, not what pays on this machine
-            prefix_caching=False,  # what the drafter read of a prompt with other weights must not be found again
-            graphs=False,  # few rounds of each size: to record one costs more than it saves
+            max_num_seqs=_CONCURRENCY,
+            max_draft_rows=_CONCURRENCY * (MAX_NODES + 1),  # no tree is cut for lack of rows
+            planner="fixed",  # measures the drafter, not this machine
+            prefix_caching=False,  # the drafter's part of a cached prefix would stem from older weights
+            graphs=False,  # too few steps of each size to pay for a capture
             trust_remote_code=self._config.trust_remote_code,
             on_progress=self._say,
         )

@@ -1,8 +1,8 @@
-"""What takes the steps: AdamW for everything, or Muon for the matrices of layers and AdamW for the rest.
+"""Optimizers: AdamW for everything, or Muon for the matrices of layers and AdamW for the rest.
 
-Muon makes the step of a matrix orthogonal: all its directions move by as much, also those in which gradients are small,
-which a few thousand steps would hardly reach. It is of our own, because torch's knows neither stacks of matrices
-(Medusa's heads) nor matrices of one shape in one product: a small drafter's step would be mostly launches.
+Muon orthogonalizes the step of a matrix: every direction moves equally, also those with small gradients, which a few
+thousand AdamW steps would hardly reach. torch's Muon takes no stacks of matrices (Medusa's heads) and makes one product
+a matrix; here matrices of one shape share a product, since a small drafter's step would be mostly kernel launches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from slipstream.train.config import TrainConfig
 _MOMENTUM = 0.95
 _ROUNDS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial that moves all singular values towards 1: steep at 0, and never far off after five rounds."""
-_LIKE_ADAMW = 0.2
-"""The size of AdamW's steps, by entry: so that learning rates of the two can be compared."""
-_NO_MAPS = ("lm_head", "embed", "bias")
-"""What two dimensions have that are no map from space to space: tables of tokens, biases of several heads."""
+"""Of the Newton-Schulz polynomial, which moves all singular values towards 1 within five rounds."""
+_LIKE_ADAMW = 0.2  # scales steps to the size of AdamW's, which makes their learning rates comparable
+_NOT_MATRICES = ("lm_head", "embed", "bias")
+"""Two-dimensional parameters that Muon must not update: tables of tokens and stacks of biases."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -41,11 +40,11 @@ class Muon(torch.optim.Optimizer):
                 self._move(parameters, shape, group["lr"], group["weight_decay"])
 
     def _move(self, parameters: list[Tensor], shape: tuple[int, int], rate: float, decay: float) -> None:
-        """One step of the matrices of one shape, in one product."""
+        """One step of all matrices of one shape, in one product."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all of them have one
         moments = [self._moment(parameter) for parameter in parameters]
         torch._foreach_lerp_(moments, gradients, 1 - _MOMENTUM)
-        ahead = torch._foreach_lerp(gradients, moments, _MOMENTUM)  # where the moment will be: Nesterov
+        ahead = torch._foreach_lerp(gradients, moments, _MOMENTUM)  # Nesterov's look-ahead
         steps = orthogonal(torch.cat([tensor.reshape(-1, *shape) for tensor in ahead]))  # [all matrices, m, n]
         sized = steps * (-rate * _LIKE_ADAMW * max(shape) ** 0.5)
         if decay:
@@ -61,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:  # [k, m, n] -> [k, m, n]
-    """Nearly UV' of each matrix USV', by Newton and Schulz: products alone, in bf16 where there is a GPU."""
+    """Approximately UV' of each matrix USV', by Newton-Schulz; in bf16 on a GPU."""
     dtype = matrices.dtype
     x: Tensor = matrices.to(torch.bfloat16) if matrices.is_cuda else matrices
     tall = x.shape[-2] > x.shape[-1]
@@ -75,7 +74,7 @@ def orthogonal(matrices: Tensor) -> Tensor:  # [k, m, n] -> [k, m, n]
 
 
 class Optimizers:
-    """One or two optimizers, as one."""
+    """AdamW, or Muon and AdamW, as one optimizer."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig, device: torch.device) -> None:
         with_muon = config.optimizer == "muon"
@@ -97,7 +96,7 @@ class Optimizers:
             )
 
     def step(self, rate: float) -> None:
-        """By the gradients that the parameters have, which are gone behind it."""
+        """Take a step with the parameters' gradients, and clear them."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate * self._muon_rate if isinstance(part, Muon) else rate
@@ -113,4 +112,4 @@ class Optimizers:
 
 
 def _is_of_a_layer(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim >= 2 and not any(word in name for word in _NO_MAPS)
+    return parameter.ndim >= 2 and not any(word in name for word in _NOT_MATRICES)

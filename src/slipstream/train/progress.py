@@ -1,13 +1,16 @@
-"""What a run is at while nothing else is heard of it: what is being loaded, written or measured, and how far it is."""
+"""Progress messages of long work, and stopping a run at the end of its step."""
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from slipstream.models.headers import weights_bytes
 from slipstream.models.paths import Progress
@@ -17,7 +20,7 @@ _EVERY_S = 10.0
 
 @contextmanager
 def under_way(say: Progress, what: str) -> Iterator[None]:
-    """Say what is being done, and when it is done how long it took."""
+    """Say what begins, and at its end how long it took."""
     begun = time.perf_counter()
     say(f"{what} ...")
     yield
@@ -26,9 +29,9 @@ def under_way(say: Progress, what: str) -> Iterator[None]:
 
 @contextmanager
 def watched(say: Progress, tell: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
-    """Say every so often how far something is that says nothing itself.
+    """Say every `every_s` seconds how far silent work is.
 
-    tell: in words, asked on another thread; "": there is nothing to say.
+    tell: returns the line to say, or "" for none. It runs on another thread.
     """
     over = threading.Event()
 
@@ -47,15 +50,15 @@ def watched(say: Progress, tell: Callable[[], str], every_s: float = _EVERY_S) -
 
 
 def sized(model: Path) -> str:
-    """The name of a model, and how much there is to read."""
+    """A model's name and the bytes to read."""
     return f"{model.name} ({weights_bytes(model) / 1e9:.2f} GB)"
 
 
 class Clock(AbstractContextManager["Clock"]):
-    """How far the writing of texts is, how fast, and how long it will take: said every so often while it is open.
+    """Reports how many texts are written, how fast, and the time left, while it is open.
 
-    longest: most tokens of a text. written: tokens of those that have not ended yet. On a CPU all of the first ones can
-    be written for minutes before one of them ends.
+    longest: the most tokens of a text. written: returns the tokens of unfinished texts; on a CPU the first texts can
+    take minutes before one of them ends.
     """
 
     def __init__(self, what: str, texts: int, longest: int, say: Progress, written: Callable[[], int]) -> None:
@@ -65,7 +68,7 @@ class Clock(AbstractContextManager["Clock"]):
         self._open = ExitStack()
 
     def __enter__(self) -> Clock:
-        self._open.enter_context(watched(self._say, self.told))
+        self._open.enter_context(watched(self._say, self.line))
         return self
 
     def __exit__(
@@ -82,19 +85,67 @@ class Clock(AbstractContextManager["Clock"]):
         return self._tokens / max(self.seconds, 1e-9)
 
     def tick(self, tokens: int) -> None:
-        """One more is written, of so many tokens."""
+        """Count one finished text of `tokens` tokens."""
         self._done += 1
         self._tokens += tokens
         if self._done == self._texts:
-            self._say(self.told())
+            self._say(self.line())
 
-    def told(self) -> str:
+    def line(self) -> str:
         done, written, seconds = self._done, self._written(), max(self.seconds, 1e-9)
         tokens, missing = self._tokens + written, self._texts - done
         line = f"{self._what}: {done:,} of {self._texts:,}"
         if not tokens:
-            return f"{line}, reading what they follow"
-        left = max(0, missing * self._longest - written) * seconds / tokens  # at most: those who begin together end so
+            return f"{line}, reading prompts"
+        left = max(0, missing * self._longest - written) * seconds / tokens  # an upper bound
         if done:
             left = min(left, missing * seconds / done)
         return f"{line}, {tokens:,} tokens, {tokens / seconds:,.0f} tok/s, at most {left:.0f} s left"
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOTICE = "stopping after this step, which is saved; a second Ctrl-C stops at once, with the last checkpoint"
+
+
+@dataclass(slots=True)
+class Stop:
+    """Whether a stop was asked for."""
+
+    asked: bool = False
+    waits: bool = True  # finish the step first
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this block the first Ctrl-C is raised."""
+        self.waits = False
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self.waits = True
+
+
+@contextmanager
+def stop_asked(say: Callable[[str], None], *, at_once: bool = False) -> Iterator[Stop]:
+    """Within this block the first Ctrl-C or kill is noted and announced; the second is raised.
+
+    at_once: raise the first one too. Several ranks hear a signal at different steps, so none of them could save.
+    """
+    stop = Stop()
+    if at_once or threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread receives signals
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        again, stop.asked = stop.asked, True
+        if again or not stop.waits:
+            raise KeyboardInterrupt
+        threading.Thread(target=say, args=(_NOTICE,), daemon=True).start()  # a signal may interrupt a print
+
+    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,7 +1,7 @@
-"""What the target is asked: prompt files, or user turns that a chat model writes itself.
+"""Prompts for the target: files, or user turns that a chat model writes itself.
 
-A chat model was trained on conversations, so behind the header of a user turn it writes what a user might say. Nobody
-needs data to train a drafter for it.
+A chat model was trained on conversations: after the header of a user turn it writes what a user might say. So training
+a drafter needs no data.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from typing import Any
 from slipstream.bench.prompts import load_prompts
 from slipstream.core.errors import ConfigError
 from slipstream.models.paths import Progress
-from slipstream.train.bulk import Ask, Bulk
+from slipstream.train.bulk import Bulk, BulkRequest
 from slipstream.train.progress import Clock
 
 _MARK = "\u2042user-text\u2042"
-_WAVES = 6
-"""How often missing user turns are asked for again: some come out empty, or twice."""
-_SHORTEST = 4
-"""Characters; what is shorter asks nothing."""
-_MORE = 1.25
-"""So many times what is missing is asked for: a second wave of a few costs more than some too many in the first."""
+_ROUNDS = 6  # attempts to replace user turns that came out empty or twice
+_SHORTEST = 4  # characters of a prompt
+_SURPLUS = 1.25  # user turns requested per missing one: a second round costs more than a few too many
 
 OPENINGS = (
     "",
@@ -63,44 +60,44 @@ OPENINGS = (
     "",
     "Explain the difference between",
 )
-"""How user turns begin where nothing else is said: half of them as the model likes, half with what people often ask."""
+"""How user turns begin by default: half freely, half with what people often ask."""
 
 
 def seed_of(run: int, purpose: str, number: int) -> int:
-    """64 bits that differ for each purpose and number: every answer has noise of its own."""
+    """A 64-bit seed, different for each purpose and number."""
     return int.from_bytes(hashlib.blake2b(f"{run}/{purpose}/{number}".encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainPrompt:
-    """What a user says, and under which system message; "": what the chat template says by itself."""
+    """A user turn and its system message; "": the chat template's own."""
 
     text: str
     system: str = ""
 
 
 def read_files(paths: Iterable[str]) -> list[TrainPrompt]:
-    """The prompts of these files, in the forms that `slipstream bench` reads; each text once."""
+    """The prompts of these files, in any format of `slipstream bench`, each text once."""
     return list(dict.fromkeys(TrainPrompt(prompt.text) for path in paths for prompt in load_prompts(Path(path))))
 
 
-def write_made(path: Path, prompts: Iterable[TrainPrompt]) -> None:
-    """All prompts of a run as a file that `bench` reads too: whole, or not at all."""
+def write_prompts(path: Path, prompts: Iterable[TrainPrompt]) -> None:
+    """Write all prompts of a run, atomically, in a format that `slipstream bench` reads."""
     lines = (json.dumps({"prompt": p.text, "system": p.system}, ensure_ascii=False) + "\n" for p in prompts)
     part = path.with_name(f".{path.name}.part")
     part.write_text("".join(lines), encoding="utf-8")
     part.replace(path)
 
 
-def read_made(path: Path) -> list[TrainPrompt]:
-    """What `write_made` wrote."""
-    with path.open(encoding="utf-8") as lines:  # not by splitlines: texts may hold what it takes for a line's end
+def read_prompts(path: Path) -> list[TrainPrompt]:
+    """Read what `write_prompts` wrote."""
+    with path.open(encoding="utf-8") as lines:  # not splitlines, which also splits at other characters
         entries = [json.loads(line) for line in lines]
     return [TrainPrompt(entry["prompt"], entry["system"]) for entry in entries]
 
 
 def as_tokens(tokenizer: Any, prompt: TrainPrompt) -> list[int]:
-    """A prompt as the model is asked it: by the chat template, or as plain text where there is none."""
+    """A prompt's tokens: by the chat template, or as plain text if there is none."""
     if getattr(tokenizer, "chat_template", None) is None:
         return list(tokenizer.encode(prompt.text))
     turns = _turns(prompt)
@@ -119,34 +116,37 @@ def self_prompts(
     end_ids: Iterable[int],
     say: Progress,
 ) -> list[TrainPrompt]:
-    """So many different user turns, written by the target at temperature 1.
+    """`count` different user turns, written by the target at temperature 1.
 
-    systems, openings: what stands before them, and how they begin; dealt in turns.
+    systems, openings: system messages and first words, in turn.
     """
-    dealt = [(system, opening) for opening in openings or ("",) for system in systems or ("",)]
-    opened = [_user_turn(tokenizer, system, opening) for system, opening in dealt]
+    combinations = [(system, opening) for opening in openings or ("",) for system in systems or ("",)]
+    opened = [_user_turn(tokenizer, system, opening) for system, opening in combinations]
     stops = {*end_ids, *(end for turn in opened for end in turn.ends)}
     found: dict[TrainPrompt, None] = {}
     asked = 0
-    for _ in range(_WAVES):
+    for _ in range(_ROUNDS):
         missing = count - len(found)
         if missing <= 0:
             break
-        numbers = range(asked, asked + int(missing * _MORE) + 1)
+        numbers = range(asked, asked + int(missing * _SURPLUS) + 1)
         asked = numbers.stop
-        asks = ((n, Ask(opened[n % len(opened)].ids, seed_of(seed, "user turn", n), 1.0, max_tokens)) for n in numbers)
+        requests = (
+            (n, BulkRequest(opened[n % len(opened)].ids, seed_of(seed, "user turn", n), 1.0, max_tokens))
+            for n in numbers
+        )
         written = {}
-        with Clock("prompts", len(numbers), max_tokens, say, lambda: bulk.unended) as clock:
-            for answer in bulk.write(asks, stops):
+        with Clock("prompts", len(numbers), max_tokens, say, lambda: bulk.unfinished_tokens) as clock:
+            for answer in bulk.write(requests, stops):
                 written[answer.number] = answer
                 clock.tick(len(answer.tokens))
-        for number in numbers:  # in their order, so that the same are kept whoever ended first
+        for number in numbers:  # in order, which makes the selection independent of timing
             tokens = written[number].tokens.tolist()
             ended = bool(tokens) and tokens[-1] in stops and not written[number].broken
             begun = opened[number % len(opened)].opening
             text = tokenizer.decode([*begun, *tokens[:-1]], skip_special_tokens=True).strip() if ended else ""
             if len(text) >= _SHORTEST and "\ufffd" not in text:
-                found[TrainPrompt(text, dealt[number % len(dealt)][0])] = None
+                found[TrainPrompt(text, combinations[number % len(combinations)][0])] = None
         say(f"the target wrote {min(len(found), count):,} of {count:,} prompts")
     if len(found) < count // 2:
         raise ConfigError(
@@ -163,29 +163,29 @@ def _turns(prompt: TrainPrompt) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _UserTurn:
-    ids: list[int]  # before what the model is to write
-    opening: list[int]  # those of them that are the user's
-    ends: list[int]  # end the turn
+    ids: list[int]  # the model's input
+    opening: list[int]  # its last tokens, which belong to the user turn
+    ends: list[int]  # tokens that end the turn
 
 
 def _user_turn(tokenizer: Any, system: str, opening: str) -> _UserTurn:
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError("self_prompts: the target has no chat template to write user turns by; name prompt files")
+        raise ConfigError("self_prompts: the target has no chat template; name prompt files (--prompts FILE)")
     turns = _turns(TrainPrompt(_MARK, system))
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False)
     header, found, rest = text.partition(_MARK)
     if not found:
-        raise ConfigError("self_prompts: the target's chat template changes what users say; name prompt files")
+        raise ConfigError("self_prompts: the chat template alters user messages; name prompt files (--prompts FILE)")
     ends = tokenizer.encode(rest, add_special_tokens=False)
     begun = list(tokenizer.encode(opening, add_special_tokens=False)) if opening else []
     return _UserTurn([*tokenizer.encode(header, add_special_tokens=False), *begun], begun, list(ends[:1]))
 
 
-def asked(
+def answer_requests(
     prompts: Sequence[tuple[int, ...]], *, seed: int, samples: int, temperatures: Sequence[float], max_tokens: int
-) -> Iterator[tuple[int, Ask]]:
-    """Every answer that is wanted, with its number. Temperatures are dealt in turns."""
+) -> Iterator[tuple[int, BulkRequest]]:
+    """All answers to make, numbered. Temperatures take turns."""
     for number in range(len(prompts) * samples):
         sample, prompt = divmod(number, len(prompts))
         temperature = temperatures[(prompt + sample) % len(temperatures)]
-        yield number, Ask(prompts[prompt], seed_of(seed, "answer", number), temperature, max_tokens)
+        yield number, BulkRequest(prompts[prompt], seed_of(seed, "answer", number), temperature, max_tokens)

@@ -1,6 +1,6 @@
-"""Several processes that train one drafter: who I am, and how gradients are added up.
+"""Training in several processes, started by `torchrun`.
 
-Started by `torchrun`, each process has its part of the rows of every step; gradients are summed in one message.
+Each has its part of the rows of every step; one message sums the gradients.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor, distributed
 
 from slipstream.core.errors import ConfigError
 
-_PATIENCE = timedelta(hours=2)
-"""How long ranks wait for the first, which measures alone."""
+_TIMEOUT = timedelta(hours=2)  # must cover a measurement, which the first rank makes alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Ranks:
 
     @staticmethod
     def join(device: str) -> Ranks:
-        """Meet the others, where `torchrun` started several."""
+        """Join the other processes, if `torchrun` started several."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return Ranks()
@@ -36,16 +35,16 @@ class Ranks:
             if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
                 raise ConfigError(f"WORLD_SIZE={world}: several processes must be started by torchrun")
             backend = "gloo" if device == "cpu" or not torch.cuda.is_available() else "cpu:gloo,cuda:nccl"
-            distributed.init_process_group(backend, timeout=_PATIENCE)
+            distributed.init_process_group(backend, timeout=_TIMEOUT)
         return Ranks(distributed.get_rank(), distributed.get_world_size())
 
     @property
     def leads(self) -> bool:
-        """Does this one write files and speak?"""
+        """True for the rank that writes files and reports."""
         return self.rank == 0
 
     def device(self, named: str) -> str:
-        """The device of this process: each has a GPU of its own."""
+        """The device of this process, which has a GPU of its own."""
         if self.world > 1 and named in ("auto", "cuda") and torch.cuda.is_available():
             return f"cuda:{int(os.environ.get('LOCAL_RANK', self.rank))}"
         return named
@@ -61,7 +60,7 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait for all ranks."""
         if self.world > 1:
             distributed.barrier()
 

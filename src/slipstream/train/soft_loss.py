@@ -1,8 +1,7 @@
-"""How far guesses are from the target's distribution, without ever holding the logits of a whole batch.
+"""The loss of guesses against the target's distribution, without holding the logits of a whole batch.
 
-A pass of 32,000 rows and seven steps would have 30 GB of logits. Here some rows at a time go through the LM heads, all
-steps of a row together because they share the target's distribution; loss and gradient are made on the spot
-(`kernels/gpu/soft_rows.py`).
+A pass of 32,000 rows and seven steps would have 30 GB of logits. Instead a few rows at a time go through the LM heads,
+with all their steps, which share the target's distribution. `kernels/gpu/soft_rows.py` computes loss and gradient.
 """
 
 from __future__ import annotations
@@ -15,49 +14,55 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gpu.soft_rows import Wanted, Wish, judge_, row_totals
+from slipstream.train.recipe import Losses
 
-_NUMBERS = {"cpu": 1 << 23}
-"""Logits at a time, by device: on others as follows."""
-_MANY = 1 << 27
+_CPU_LOGITS = 1 << 23  # computed at a time
+_GPU_LOGITS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What is to be approached."""
+    """The target of the loss, and its terms."""
 
-    logits: Callable[[Tensor], Tensor]  # [n, H] -> [n, V] fp32: the target's, of its normed states
+    logits: Callable[[Tensor], Tensor]  # [n, H] -> [n, V] fp32: the target's logits of its normed states
     vocab: int  # V
-    ids: Tensor | None = None  # [Vd] int64: the target's id of each guessable id; None: all are, in order
-    variation: float = 0.0  # weight of the total variation, beside a divergence of weight 1
-    sharpen: float = 0.0  # share of the aim that is the target's best token, the rest its distribution
-    keyed: float = 0.0  # weight of the chance that a keyed draw misses the text's token
+    ids: Tensor | None = None  # [Vd] int64: the target's id of each draft id; None: the same ids
+    variation: float = 0.0  # weight of the total variation; the divergence has weight 1
+    sharpen: float = 0.0  # weight of the target's best token in the reference distribution
+    keyed: float = 0.0  # weight of the probability that a keyed draw misses the text's token
 
 
 @dataclass(frozen=True, slots=True)
 class SoftLoss:
-    """Sums over rows, for S steps; but for the total, over the rows that count."""
+    """Sums over rows, for S steps. All but `total` cover the counted rows only."""
 
-    total: Tensor  # scalar fp32 with a gradient: divergence, variation and misses, by the weights that were given
+    total: Tensor  # scalar fp32 with a gradient: divergence, variation and keyed misses, weighted
     divergence: Tensor  # [S]
-    accepted: Tensor  # [S]: sum of min(p, q), what sampling accepts
-    agreed: Tensor  # [S]: rows whose best token is the target's
+    accepted: Tensor  # [S]: sum of min(p, q), the acceptance of sampling
+    agreed: Tensor  # [S]: rows whose best token is the target's best
+
+    def losses(self, positions: Tensor, count: Tensor) -> Losses:
+        """Results of a pass with S depths. positions [S]: counted rows of each; count: divisor of the loss."""
+        mean = self.agreed / positions.clamp_min(1) * count  # the loop divides parts by the count
+        parts = {f"agreed_{depth + 1}": value for depth, value in enumerate(mean)}
+        return Losses(self.total, count, self.accepted, positions, parts)
 
 
 def soft_loss(
-    hidden: Tensor,  # [S, N, H]: behind the last norm
+    hidden: Tensor,  # [S, N, H]: the drafter's normed states
     lm_head: Tensor,  # [Vd, H]
-    states: Tensor,  # [N, H]: the target's, behind its last norm
-    weights: Tensor,  # [S, N] fp32: of each row in the loss
-    counted: Tensor,  # [S, N] bool: rows that the other sums are over
+    states: Tensor,  # [N, H]: the target's normed states
+    weights: Tensor,  # [S, N] fp32: weight of each row in the loss
+    counted: Tensor,  # [S, N] bool: rows of the other sums
     aim: Aim,
-    said: Tensor | None = None,  # [N] int64: the text's tokens, by the target's ids; where `aim.keyed` asks for them
+    text: Tensor | None = None,  # [N] int64: the text's tokens, as target ids; required by `aim.keyed`
 ) -> SoftLoss:
-    """Kullback-Leibler divergence of the guesses from the target. What the guesses cannot name, they need not."""
-    if said is None:
+    """Kullback-Leibler divergence of the guesses from the target, over the tokens that the drafter can name."""
+    if text is None:
         if aim.keyed:
-            raise ValueError(f"keyed={aim.keyed} needs the text's tokens: give `said`")
-        said = torch.zeros_like(states[:, 0], dtype=torch.int64)
-    return SoftLoss(*_Soft.apply(hidden, lm_head, states, weights, counted, aim, said))  # type: ignore[no-untyped-call]
+            raise ValueError(f"keyed={aim.keyed} needs the text's tokens: pass `text`")
+        text = torch.zeros_like(states[:, 0], dtype=torch.int64)
+    return SoftLoss(*_Soft.apply(hidden, lm_head, states, weights, counted, aim, text))  # type: ignore[no-untyped-call]
 
 
 class _Soft(torch.autograd.Function):
@@ -70,7 +75,7 @@ class _Soft(torch.autograd.Function):
         weights: Tensor,
         counted: Tensor,
         aim: Aim,
-        said: Tensor,
+        text: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         steps, rows, _ = hidden.shape
         device = hidden.device
@@ -82,17 +87,17 @@ class _Soft(torch.autograd.Function):
         grad_head = torch.zeros(head.shape, device=device) if wants_head else None
         total = torch.zeros((), device=device)
         sums = torch.zeros((3, steps), device=device)
-        ours = _inverse(aim, device)
+        draft_ids = _inverse(aim, device)
         wish = Wish(aim.variation, aim.sharpen, aim.keyed)
-        few = max(_NUMBERS.get(device.type, _MANY) // aim.vocab, 1)
+        few = max((_CPU_LOGITS if device.type == "cpu" else _GPU_LOGITS) // aim.vocab, 1)
         with torch.autocast(device.type, enabled=False):
             for at in range(0, rows, few):
                 part = slice(at, at + few)
-                wanted = _wanted(aim, states[part], ours, said[part])
+                wanted = _wanted(aim, states[part], draft_ids, text[part])
                 weight = weights[:, part].flatten()  # [S * n]
                 read = hidden[:, part].to(dtype).flatten(0, 1)  # [S * n, H]
                 logits = read @ head.T
-                found = judge_(logits, wanted, weight, wish)  # and now they are the gradient
+                found = judge_(logits, wanted, weight, wish)  # overwrites the logits with their gradient
                 missed = aim.variation * (1 - found.shared) + aim.keyed * (1 - found.met)
                 total += (weight * (found.divergence + missed)).sum()
                 counts = counted[:, part].float()
@@ -113,15 +118,15 @@ class _Soft(torch.autograd.Function):
         return (*found, None, None, None, None, None)
 
 
-def _wanted(aim: Aim, states: Tensor, ours: Tensor, said: Tensor) -> Wanted:
-    """What the target says behind these states [n, H], and what it said there [n]. ours: see `_inverse`."""
+def _wanted(aim: Aim, states: Tensor, draft_ids: Tensor, text: Tensor) -> Wanted:
+    """The target's distribution and best token after these states [n, H], and the text's token [n]."""
     seen = aim.logits(states)
     total, best = row_totals(seen)
-    return Wanted(seen if aim.ids is None else seen[:, aim.ids], total, ours[best], ours[said])
+    return Wanted(seen if aim.ids is None else seen[:, aim.ids], total, draft_ids[best], draft_ids[text])
 
 
 def _inverse(aim: Aim, device: torch.device) -> Tensor:  # [V] int64
-    """The guesses' id of each of the target's; -1: none."""
+    """The draft id of each target id; -1: none."""
     if aim.ids is None:
         return torch.arange(aim.vocab, device=device)
     found = torch.full((aim.vocab,), -1, device=device)

@@ -30,7 +30,7 @@ class HeadStates:
 
 
 class Head(Protocol):
-    """A recurrent head on the target's device, in its dtype. `drafters/features.py` runs any of them."""
+    """A recurrent head on the target's device, in its dtype. `drafters/heads.py` runs any of them."""
 
     @property
     def taps(self) -> Taps:

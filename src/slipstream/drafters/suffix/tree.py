@@ -1,8 +1,13 @@
-"""From places to trees: what followed there, counted, for all requests of a round in one call.
+"""Voting and growing: the places that agree with a request's text vote on the next tokens, which make a tree.
 
-The places that agree longest with a request's text vote on the next token (`suffix_votes.py`); those that voted for a
-token vote on the one after it. The tree takes the likeliest path next, wherever it hangs, until the budget is spent or
-no path is likely enough: where the votes agree it is a chain, where they are close it branches.
+Places that agree longest vote on the next token; those that voted for a token vote on the one after it. The tree takes
+the likeliest path next, wherever it hangs, until the budget is spent or no path is likely enough: clear votes give a
+chain, close ones branches.
+
+Longer agreement weighs more. An answer that just copied from a place in its own text and then differed most likely
+continues near that place, so votes from near it weigh more. Where little agrees, two kinds of places vote without
+agreement: those where that copy would continue if the new words replaced old ones or were inserted, and the latest
+tokens, since a text repeats its own words.
 """
 
 from __future__ import annotations
@@ -11,25 +16,114 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.drafters.suffix_code import LENGTH, LONGEST, take_in, text_of
-from slipstream.drafters.suffix_compile import Numbers, compiled, inner, numbers_at, wide
-from slipstream.drafters.suffix_votes import (
-    NEXT,
-    ORIGIN,
-    ORIGINS,
-    PAST,
-    PLACE,
-    REACH,
-    UNASKED,
-    VOTER_ROWS,
-    summon,
-)
+from slipstream.drafters.suffix.compiling import Numbers, compiled, inner, numbers_at, wide
+from slipstream.drafters.suffix.index import BESIDE, LENGTH, LONGEST, SINCE, gather, take_in, text_of
 
-STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 20, 32)
-"""Classes of agreement: a token with up to so many agreeing ones before it."""
-SHARES = (0.9, 0.5, 0.2, 0.07)
-"""Classes of votes: a token with at least so much of what all votes weigh together."""
-KINDS = len(SHARES) + 2  # one for less than all of these, and a better one for three votes and more that all agree
+NEAR, OWN_TEXT, PAST = 0, 1, 2
+"""Origins of a vote: near the place of the last copy, elsewhere in the request's own text, in past outputs."""
+ORIGINS = 3
+
+_DEEP = 4  # places that agree in less than a fourth of the longest agreement do not vote
+_WEIGHTS = np.array([2.0 ** min(length, 8) for length in range(LONGEST + 1)])  # [LONGEST + 1]
+_PAST_WEIGHT = 0.5  # of a vote from past outputs, relative to one from the request's own text
+_NEAR_WEIGHT = 4.0  # of a vote from near the last copy
+_SURE = 3  # agreeing tokens that identify the place of a copy
+_LOST = 32  # tokens after which that place is forgotten
+_WINDOW = 16  # size of the part after it that counts as near
+_GUESSES = 3  # places where a copy may continue
+_RECENT = 64  # latest tokens that vote without agreement
+_RECENT_WEIGHT = 0.05  # of each: all together little more than one vote that agrees
+UNASKED = _GUESSES + _RECENT  # most votes without agreement
+
+PLACE, REACH, ORIGIN, NEXT, VOTER_ROWS = 0, 1, 2, 3, 4
+"""Rows of `voters`: place in its text, length of the agreement, origin, next voter for the same token."""
+
+
+@inner
+def find_voters(
+    own: Numbers,
+    shared: Numbers,
+    least: int,
+    budget: int,
+    scratch: Numbers,  # [2, candidates]
+    voters: NDArray[np.int64],  # [VOTER_ROWS, 2 * candidates + UNASKED] out
+    weights: NDArray[np.float64],  # [2 * candidates + UNASKED] out
+) -> int:
+    """Collect the voters; returns their number. Those of the request's own text come first."""
+    text = text_of(own)
+    end = wide(own[LENGTH])
+    places, lengths = scratch[0], scratch[1]
+    some = max(wide(1), least)
+    count, longest = gather(own, text, end, some, wide(_DEEP), places, lengths)
+    for i in range(count):
+        voters[PLACE, i], voters[REACH, i], voters[ORIGIN, i] = places[i], lengths[i], OWN_TEXT
+        weights[i] = _WEIGHTS[lengths[i]]
+    if longest >= _SURE:
+        own[BESIDE], own[SINCE] = places[0], end
+    else:
+        if own[SINCE]:
+            count = vote_near(own, least, voters, weights, count)
+        if not least:
+            count = add_recent(own, min(wide(_RECENT), 2 * budget), voters, weights, count)
+    past, _ = gather(shared, text, end, max(some, longest // _DEEP), wide(_DEEP), places, lengths)
+    for i in range(past):
+        at = count + i
+        voters[PLACE, at], voters[REACH, at], voters[ORIGIN, at] = places[i], lengths[i], PAST
+        weights[at] = _PAST_WEIGHT * _WEIGHTS[lengths[i]]
+    count += past
+    for i in range(count):
+        voters[NEXT, i] = i + 1
+    if count:
+        voters[NEXT, count - 1] = -1
+    return count
+
+
+@inner
+def vote_near(own: Numbers, least: int, voters: NDArray[np.int64], weights: NDArray[np.float64], count: int) -> int:
+    """After a copy ended: weigh voters near its place higher, and add guesses where it continues."""
+    text = text_of(own)
+    end = wide(own[LENGTH])
+    beside, since = wide(own[BESIDE]), wide(own[SINCE])
+    while since < end and text[beside] == text[since]:  # the copy went on
+        beside += 1
+        since += 1
+    own[BESIDE], own[SINCE] = beside, since
+    said = end - since  # tokens since the copy ended
+    if said > _LOST:
+        own[SINCE] = 0
+        return count
+    for i in range(count):
+        if beside <= voters[PLACE, i] < beside + said + _WINDOW:
+            voters[ORIGIN, i] = NEAR
+            weights[i] *= _NEAR_WEIGHT
+    for place in (beside + said, beside, beside + 1):  # these tokens replaced as many, none, or one
+        known = place >= end or text[place] < 0
+        for i in range(count):
+            known |= voters[PLACE, i] == place
+        if not known and not least:
+            voters[PLACE, count], voters[REACH, count], voters[ORIGIN, count] = place, 0, NEAR
+            weights[count] = _NEAR_WEIGHT * _WEIGHTS[0]
+            count += 1
+    return count
+
+
+@inner
+def add_recent(own: Numbers, most: int, voters: NDArray[np.int64], weights: NDArray[np.float64], count: int) -> int:
+    """Add the latest tokens as voters, for texts in which little agrees."""
+    text, place = text_of(own), wide(own[LENGTH]) - 1
+    for _ in range(most):
+        if text[place] < 0:  # the beginning of the text
+            break
+        voters[PLACE, count], voters[REACH, count], voters[ORIGIN, count] = place, 0, OWN_TEXT
+        weights[count] = _RECENT_WEIGHT
+        place -= 1
+        count += 1
+    return count
+
+
+STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 20, 32)  # classes of agreement: upper limits of the number of agreeing tokens
+SHARES = (0.9, 0.5, 0.2, 0.07)  # classes of votes: lower limits of the share of all weights
+KINDS = len(SHARES) + 2  # one below the last share, and one above the first for three or more unanimous votes
 STATES = ORIGINS * len(STEPS) * KINDS
 
 _CLASS = np.array(
@@ -37,20 +131,18 @@ _CLASS = np.array(
 )  # [LONGEST + 1]
 
 OWN, OWN_SIZE, SHARED, SHARED_SIZE, NEW, BUDGET, FIELDS = 0, 1, 2, 3, 4, 5, 6
-"""Columns of a round's jobs: address and size of the request's index and of its tenant's; tokens that are
-new; nodes that its tree may have."""
+"""Columns of `jobs`: address and size of the request's index and of its tenant's; number of new tokens; budget."""
 
-# Of each child, that is a token which may become a node: itself, its parent, its state, votes, the latest place, the
-# farthest agreement, its first voter, its depth, its best origin.
+# Rows of `children`, the tokens that may become nodes: token, parent, state, votes, latest place, longest agreement,
+# first voter, depth, best origin.
 _TOKEN, _PARENT, _STATE, _VOTES, _NEWEST, _AGREES, _FIRST, _DEPTH, _FROM, _CHILD_ROWS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
 
-# Rows of lists: children that wait, the best first; those of the latest node; free places for children.
+# Rows of `lists`: waiting children, best first; children of the latest node; free places for children.
 _QUEUE, _LATEST, _FREE, _LIST_ROWS = 0, 1, 2, 3
-# Rows of weights: of a voter; of a child its share of the votes, and the chance of its path; what those that wait are
-# ordered by.
+# Rows of `weights`: each voter's; each child's share of the votes; the probability of its path; the queue's ranks.
 _WEIGHT, _SHARE, _PATH, _RANK, _WEIGHT_ROWS = 0, 1, 2, 3, 4
 _OWN_FIRST = 1 << 29
-_BY_SHARE, _BY_AGE = 1e-4, 1e-15  # of equal chances the one with more votes, then the latest said
+_BY_SHARE, _BY_AGE = 1e-4, 1e-15  # break ties by votes, then by age
 
 
 @inner
@@ -65,7 +157,7 @@ def state_of(origin: int, length: int, share: float, votes: int) -> int:
 
 @inner
 def token_after(text: Numbers, end: int, place: int, depth: int) -> int:
-    """What stands `depth` tokens behind a place. `end` > 0: past it the text goes on with its own guesses."""
+    """The token `depth` positions after a place. end > 0: past it the text continues with its own guesses."""
     if end and place + depth >= end:
         return wide(text[place + depth % (end - place)])
     return wide(text[place + depth])
@@ -73,10 +165,10 @@ def token_after(text: Numbers, end: int, place: int, depth: int) -> int:
 
 @inner
 def enqueue(queue: NDArray[np.int64], ranks: NDArray[np.float64], head: int, tail: int, child: int, rank: float) -> int:
-    """Let a child wait among queue[head:tail], behind those that are as good; gives 1 if it took a place before them.
+    """Insert a child into queue[head:tail], after those of equal rank. Returns 1 if it took the place before `head`.
 
-    The root's children come best first, more or less, and belong at the end; later ones are children of the best, so
-    they belong near the front, where the best has left a place.
+    The root's children come almost in order and belong at the end. Later ones are children of the best, belong near the
+    front, and find a free place there.
     """
     if head:
         i = head - 1
@@ -111,7 +203,7 @@ def draft_one(
     parents: Numbers,
     states: Numbers,
 ) -> tuple[int, int]:
-    """Write a tree; gives how many nodes it has, and the place in the shared text that its first node came from."""
+    """Write a tree. Returns its number of nodes, and the place in the shared text that its first node came from."""
     if budget < 1:
         return 0, -1
     text, other = text_of(own), text_of(shared)
@@ -121,12 +213,12 @@ def draft_one(
     depth_of, origin, following = children[_DEPTH], children[_FROM], voters[NEXT]
     weight, share, path, ranks = weights[_WEIGHT], weights[_SHARE], weights[_PATH], weights[_RANK]
     queue, latest, free = lists[_QUEUE], lists[_LATEST], lists[_FREE]
-    count = summon(own, shared, least, budget, scratch, voters, weight)
+    count = find_voters(own, shared, least, budget, scratch, voters, weight)
     spare = wide(len(free))
     for i in range(spare):
         free[i] = i
     table[:] = -1
-    # `voter`: the first of those that stand at the latest node
+    # `voter`: the first voter at the latest node
     voter = wide(0) if count else wide(-1)
     head, tail, nodes, node, depth, chance, source = wide(0), wide(0), wide(0), wide(-1), wide(0), 1.0, wide(-1)
     while voter >= 0 and nodes < budget:
@@ -136,7 +228,7 @@ def draft_one(
             i, voter = voter, following[voter]
             place, past = voters[PLACE, i], voters[ORIGIN, i] == PAST
             says = token_after(other, wide(0), place, depth) if past else token_after(text, end, place, depth)
-            if says < 0:  # its text ends here
+            if says < 0:  # the end of its text
                 continue
             child = wide(-1)
             if depth:
@@ -144,7 +236,7 @@ def draft_one(
                     if token[latest[k]] == says:
                         child = latest[k]
                         break
-            else:  # of the root there are many
+            else:  # the root has many children: use a hash table
                 key = says & (len(table) - 1)
                 while table[key] >= 0 and token[table[key]] != says:
                     key = (key + 1) & (len(table) - 1)
@@ -172,7 +264,7 @@ def draft_one(
             path[child] = chance * chances[state[child]]
             rank = path[child] * (1 + _BY_SHARE * share[child] + _BY_AGE * newest[child])
             if tail - head < budget - nodes or rank > ranks[tail - 1]:
-                if tail - head >= budget - nodes:  # as many as can still become nodes
+                if tail - head >= budget - nodes:  # the queue is full
                     tail -= 1
                     free[spare] = queue[tail]
                     spare += 1
@@ -213,8 +305,8 @@ def draft_round(
     nodes: Numbers,  # [3, N] out: tokens, parents and states of the trees, end to end
     results: NDArray[np.int64],  # [3, B] out: nodes; 1 for a chain; a place in the tenant's text it came from, or -1
 ) -> int:
-    """Take in what is new of each request's text and draft for it. Gives the number of nodes together."""
-    room = 2 * candidates + UNASKED + MAX_NODES + 1  # no voter stands for two children of a node; the others wait
+    """Add the new tokens of each request to its index, and draft for it. Returns the total number of nodes."""
+    room = 2 * candidates + UNASKED + MAX_NODES + 1  # a voter has one child at each node; other children wait
     scratch = np.empty((2, candidates), np.int32)
     voters = np.empty((VOTER_ROWS, room), np.int64)
     children = np.empty((_CHILD_ROWS, room), np.int64)

@@ -1,7 +1,7 @@
-"""How the suffix drafter's loops are compiled and kept: by numba where it is there, else not at all.
+"""Compiling the suffix drafter's loops with numba, if it is installed.
 
-What numba compiled lies in a folder of the user's own cache, so that only the first start on a machine compiles. Those
-files are loaded as code: where somebody else could write there, nothing is kept.
+Compiled code is kept in the user's cache folder: only the first start on a machine compiles. These files are loaded as
+code, so nothing is kept in a folder that others could write to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ImportError:
 
 
 def inner(function: F) -> F:
-    """A function that only compiled ones call. Each kind of argument has a version: hand it arrays and int64."""
+    """A function for calls from compiled code. Each combination of types is compiled: pass arrays and int64."""
     if numba is None:
         return function
     return cast(F, numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
@@ -39,12 +39,12 @@ def inner(function: F) -> F:
 
 @inner
 def wide(number: int) -> int:
-    """An int64 of any integer: in compiled code a constant and an int32 are other kinds of numbers."""
+    """Any integer as int64: in compiled code constants and int32 numbers have other types."""
     return number + 0
 
 
 def compiled(function: F) -> F:
-    """The function, compiled when it is first called, or loaded if it was compiled before."""
+    """Compile the function when it is first called, or load what an earlier start compiled."""
     if numba is None:
         return function
     folder, before = _folder(), numba.config.CACHE_DIR
@@ -53,14 +53,14 @@ def compiled(function: F) -> F:
     options = {"error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
     try:
         return cast(F, numba.njit(cache=folder is not None, **options)(function))
-    except RuntimeError:  # the folder cannot be written after all
+    except RuntimeError:  # the folder is not writable
         return cast(F, numba.njit(**options)(function))
     finally:
         numba.config.CACHE_DIR = before
 
 
 def _folder() -> Path | None:
-    """Where compiled code is kept; None where that would not be safe."""
+    """The folder for compiled code; None if it would not be safe."""
     folder = cache_folder() / "compiled-suffix" / _digest()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,19 +71,19 @@ def _folder() -> Path | None:
 
 
 def is_kept(name: str) -> bool:
-    """Was this function compiled at an earlier start? True, too, where nothing is compiled."""
+    """True if an earlier start compiled this function, or nothing is compiled at all."""
     folder = None if numba is None else _folder()
-    return numba is None or (folder is not None and any(folder.rglob(f"*.{name}-*.nbi")))  # as numba calls them
+    return numba is None or (folder is not None and any(folder.rglob(f"*.{name}-*.nbi")))  # numba's file names
 
 
 @cache
 def _digest() -> str:
-    """Of the sources: numba notices a change in the file of the function that it keeps, but not in those it calls.
+    """Hash of the sources and the machine.
 
-    And of the kind of machine: a home may be shared between several.
+    numba notices changes only in the kept function's own file, and a home folder may be shared by several machines.
     """
     content = hashlib.sha256(f"{np.__version__} {MAX_NODES} {platform.machine()}".encode())
-    for file in sorted(Path(__file__).parent.glob("suffix_*.py")):
+    for file in sorted(Path(__file__).parent.glob("*.py")):
         content.update(file.read_bytes())
     return content.hexdigest()[:16]
 

@@ -1,38 +1,36 @@
-"""The index of the suffix drafter: places of a text, in the order of what stands before them.
+"""The index of the suffix drafter: places of a text, sorted by the tokens before them.
 
-A place is a position in the text: what follows there is its continuation. Places are sorted by their context, the
-tokens before them read backwards (`LONGEST` at most), and those of one context by age. So all places that agree with
-a text in its last tokens are neighbours, the longest agreement stands beside where the text itself would stand, and a
-new token is one place more: an index grows with an answer that is still being written.
+A place is a position in the text, and what follows it is its continuation. Places are sorted by their context, which is
+the tokens before them read backwards (`LONGEST` at most), and places of one context by age. All places that agree with
+a text in its last tokens are neighbours, and the longest agreement is next to where the text itself would be. A new
+token is one more place: an index grows with an answer that is still being written.
 
-An index is one run of int32 numbers, which a round finds by its address (`suffix_tree.py`):
+An index is one array of int32, which a step finds by its address (`tree.py`):
 
     head | blocks in order | their first places | the tokens before those | their sizes, by block |
     text: -1, tokens, -1, tokens, … | blocks of `WIDTH` places
 
-A search goes through the first places, and looks at the text only where the token before one is the wanted one: at a
-million tokens nearly every look at text or places is a wait for memory.
+A search goes through the first places and reads the text only if the token before one is the wanted one: at a million
+tokens nearly every access to text or places is a cache miss.
 """
 
-from __future__ import annotations
+from slipstream.drafters.suffix.compiling import Numbers, compiled, inner, wide
 
-from slipstream.drafters.suffix_compile import Numbers, compiled, inner, wide
-
-LONGEST = 32  # a longer agreement says no more
-WIDTH = 128  # places that a block holds at most
-SPAN = 2 * WIDTH  # offsets in a block go up to WIDTH: rank * SPAN + offset is a spot
+LONGEST = 32  # longer agreement adds no information
+WIDTH = 128  # most places in a block
+SPAN = 2 * WIDTH  # a spot is rank * SPAN + offset; offsets go up to WIDTH
 HEAD = 8
 LENGTH, INDEXED, BLOCKS, MOST, ROOM, BESIDE, SINCE = 0, 1, 2, 3, 4, 5, 6
-"""In the head: numbers in the text; how many of them the index knows; blocks in use, and at most; room for text; the
-place that the text was copying from, and its own place then (0: it was not)."""
+"""Fields of the head: length of the text; how much of it is indexed; blocks in use, and available; room for text; the
+place that the text was copying from, and its own place at that time (0: it was not copying)."""
 
 FIRST, LAST = -1, 2**31 - 1
-"""Where a search ends among places of one context: before all of them, or behind."""
+"""Positions of a search among places of one context: before all of them, after all of them."""
 
 
 @inner
 def agreement(text: Numbers, place: int, other: Numbers, at: int, most: int) -> int:
-    """How many tokens before the two places agree."""
+    """Number of agreeing tokens before the two places."""
     length = 0
     while length < most:
         token = text[place - 1 - length]
@@ -65,7 +63,7 @@ def places_of(index: Numbers) -> Numbers:
 
 @inner
 def find(index: Numbers, other: Numbers, at: int, most: int, tie: int) -> int:
-    """Where the place `at` of another text belongs, by `most` tokens of context: a spot."""
+    """The spot of the place `at` of another text, by `most` tokens of context."""
     text, places = text_of(index), places_of(index)
     order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
     firsts, tokens = index[HEAD + index[MOST] :], index[HEAD + 2 * index[MOST] :]
@@ -92,7 +90,7 @@ def find(index: Numbers, other: Numbers, at: int, most: int, tie: int) -> int:
 
 @inner
 def note_first(index: Numbers, rank: int) -> None:
-    """The block of this rank begins with another place now."""
+    """Update the first place of the block of this rank."""
     most = index[MOST]
     first = places_of(index)[index[HEAD + rank] * WIDTH]
     index[HEAD + most + rank] = first
@@ -101,7 +99,7 @@ def note_first(index: Numbers, rank: int) -> None:
 
 @inner
 def open_block(index: Numbers, rank: int) -> int:
-    """An empty block of this rank. (Behind the blocks in use, `order` lists those that are free.)"""
+    """Insert an empty block at this rank; returns it. The free blocks follow those in use in `order`."""
     order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
     block = order[index[BLOCKS]]
     firsts, tokens = index[HEAD + index[MOST] :], index[HEAD + 2 * index[MOST] :]
@@ -154,7 +152,7 @@ def insert(index: Numbers, place: int) -> None:
 
 @inner
 def remove(index: Numbers, place: int) -> None:
-    """Take out a place that is in the index, while its context still stands in the text."""
+    """Remove a place from the index. Its context must still be in the text."""
     places = places_of(index)
     order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
     found = find(index, text_of(index), place, wide(LONGEST), place)
@@ -170,7 +168,7 @@ def remove(index: Numbers, place: int) -> None:
         return
     if not offset:
         note_first(index, rank)
-    # Neighbours that are half a block together become one: so blocks are a quarter full at least, on the average.
+    # Merge neighbours that fill half a block together: blocks are a quarter full on average at least.
     for left in range(max(0, rank - 1), min(rank + 1, index[BLOCKS] - 1)):
         one, two = order[left], order[left + 1]
         if sizes[one] + sizes[two] <= WIDTH // 2:
@@ -183,7 +181,7 @@ def remove(index: Numbers, place: int) -> None:
 
 @compiled
 def take_in(index: Numbers) -> None:
-    """Insert the places that the text has and the index does not know. The first of a sequence has no context."""
+    """Index the text's new places. The first of a sequence has no context and is skipped."""
     text = text_of(index)
     for place in range(wide(index[INDEXED]), wide(index[LENGTH])):
         if text[place] >= 0 and text[place - 1] >= 0:
@@ -193,7 +191,7 @@ def take_in(index: Numbers) -> None:
 
 @compiled
 def take_out(index: Numbers, begin: int, end: int) -> None:
-    """Remove the places of the sequence text[begin:end]."""
+    """Remove the places of the sequence text[begin:end] from the index."""
     for place in range(begin + 1, end):
         remove(index, place)
 
@@ -202,24 +200,24 @@ def take_out(index: Numbers, begin: int, end: int) -> None:
 def gather(
     index: Numbers, other: Numbers, at: int, least: int, deep: int, found: Numbers, lengths: Numbers
 ) -> tuple[int, int]:
-    """The places that agree longest with what stands before `at` in another text, longest first: how many were found,
-    and the longest agreement.
+    """Find the places whose context agrees longest with the text before `at` in `other`, longest first.
 
-    From where that place would stand itself, agreement only shrinks to either side: so the next one is always one of
-    two. None is taken that agrees in less than `least` tokens, or than one in `deep` of the longest.
+    Returns their number and the longest agreement. Agreement only shrinks to either side of the spot where `at` itself
+    belongs, so the next place is always one of two. Places that agree in less than `least` tokens, or in less than one
+    in `deep` of the longest, are left out.
     """
     if not index[BLOCKS]:
         return 0, 0
     text, places = text_of(index), places_of(index)
     order, sizes = index[HEAD:], index[HEAD + 3 * index[MOST] :]
     spot = find(index, other, at, wide(LONGEST), wide(LAST))
-    # The texts of the nearest places are far apart in memory: asked for one after another each is a wait, together one.
+    # The texts of the nearest places are far apart in memory: touch them together to overlap the cache misses.
     rank, middle = spot // SPAN, spot % SPAN
     begin, touched = order[rank] * WIDTH, wide(0)
     for i in range(max(0, middle - len(found)), min(sizes[order[rank]], middle + len(found))):
         touched += text[places[begin + i] - 1]
     found[0] = touched
-    # two cursors: the block's rank, where in `places`, and how far the place there agrees (0: no more places)
+    # two cursors: the block's rank, the index in `places`, and the agreement there (0: no more places)
     right, right_at = spot // SPAN, spot % SPAN
     left, left_at = right, right_at - 1
     left_length = right_length = wide(LONGEST)

@@ -1,7 +1,8 @@
-"""Drafts from all that was said before: in this request, and in the tenant's answers to earlier ones.
+"""Drafts from everything said before: in this request, and in the tenant's earlier answers.
 
-Agents, editors and pipelines ask for nearly the same again and again, and get nearly the same answers. What followed
-the latest tokens, there or here, is counted; the draft is a tree of what followed most. See docs/drafters/suffix.md.
+Agents, editors and pipelines ask for nearly the same again and again, and get nearly the same answers. The drafter
+counts what followed the latest tokens in these texts; the draft is a tree of the most frequent continuations. See
+docs/drafters/suffix.md.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter, Needs, Opening
 from slipstream.drafters.promise import PromiseTable
-from slipstream.drafters.suffix_code import LONGEST, take_out
-from slipstream.drafters.suffix_compile import is_kept
-from slipstream.drafters.suffix_store import SuffixIndex, SuffixStore
-from slipstream.drafters.suffix_tree import FIELDS, STATES, draft_round
+from slipstream.drafters.suffix.compiling import is_kept
+from slipstream.drafters.suffix.index import LONGEST, take_out
+from slipstream.drafters.suffix.store import SuffixIndex, SuffixStore
+from slipstream.drafters.suffix.tree import FIELDS, STATES, draft_round
 
 if TYPE_CHECKING:
     from slipstream.models.runner import Runner
 
-# The chance of a token before anything was seen: by its origin (near where the answer was copying, elsewhere in its
-# text, in past outputs) and by how many tokens agree before it, times a factor for the votes.
+# Initial probability of a token: by its origin (near the last copy, elsewhere in its text, in past outputs) and the
+# number of agreeing tokens before it, times a factor for the votes.
 _BY_LENGTH = (
     (0.20, 0.70, 0.80, 0.85, 0.87, 0.90, 0.92, 0.94, 0.96, 0.97),
     (0.05, 0.45, 0.65, 0.77, 0.82, 0.87, 0.91, 0.94, 0.96, 0.98),
@@ -45,24 +46,24 @@ _EMPTY = SuffixIndex()
 
 @dataclass(slots=True)
 class _Text:
-    """What the drafter knows of one request."""
+    """The drafter's state of one request."""
 
     request: DraftRequest
     tenant: str
-    before: int  # numbers in the index's text before the request's tokens: a -1, and each text of its material with one
-    answer: int  # where the part of the answer begins that the store does not have
+    before: int  # length of the index's text before the request's tokens: a -1, and each material text with a -1
+    answer: int  # beginning of the part of the answer that the store lacks
     index: SuffixIndex
     tree: Tree = _NOTHING
     states: Sequence[int] = ()
 
 
 class SuffixDrafter(HostDrafter):
-    """Follows the longest match of the latest tokens, and takes what followed it most often.
+    """Follows the longest matches of the latest tokens and takes their most frequent continuations.
 
-    min_match: fewest agreeing tokens to draft from; 0 also guesses where nothing agrees.
-    min_chance: no node whose whole path is less likely than this to be accepted.
-    candidates: most places counted in the request's own text, and as many in past outputs.
-    store_tokens: past outputs that are kept, in tokens, over all tenants; 0 keeps none.
+    min_match: fewest agreeing tokens to draft from; 0 also guesses without agreement.
+    min_chance: lowest probability of a node's whole path.
+    candidates: most places counted in the request's own text, and in past outputs.
+    store_tokens: tokens of past outputs to keep, over all tenants; 0: none.
     """
 
     name: ClassVar[str] = "suffix"
@@ -96,7 +97,7 @@ class SuffixDrafter(HostDrafter):
     @classmethod
     def open(cls, opening: Opening, target: Runner) -> SuffixDrafter:
         if not is_kept(draft_round.__name__):
-            opening.say("compiling what the suffix drafter runs (once): some seconds")
+            opening.say("compiling the suffix drafter (once): some seconds")
         return cls()
 
     def held_bytes(self) -> int:
@@ -115,7 +116,7 @@ class SuffixDrafter(HostDrafter):
         for request, nodes in zip(requests, budget, strict=True):
             tokens = request.tokens
             text = self._texts.get(request.id)
-            if text is None or text.index.length > text.before + len(tokens):  # never started, or it shrank
+            if text is None or text.index.length > text.before + len(tokens):  # never started, or the text shrank
                 text = self._texts[request.id] = self._new(request)
             index = text.index
             known, length = index.length, text.before + len(tokens)
@@ -157,7 +158,7 @@ class SuffixDrafter(HostDrafter):
             self.store.insert(text.tenant, list(text.request.tokens[text.answer :]))
 
     def _new(self, request: DraftRequest) -> _Text:
-        # Where a request begins with a part of its answer it was stopped before, and that part is in the store.
+        # A request that begins with part of its answer was preempted before; that part is in the store already.
         answer = max(request.prompt_length, len(request.tokens))
         before = [token for text in request.material for token in (*text, -1)]
         index = SuffixIndex(len(before) + 2 * len(request.tokens))
@@ -172,7 +173,7 @@ class SuffixDrafter(HostDrafter):
             self._chances = np.array(self._table.shared)
         rules = self._min_match, max(self._min_chance, self.least_chance), self._candidates, self._chances
         total = draft_round(table, np.array(fresh, np.int32), *rules, nodes, results)
-        tokens, parents, states = (unpack_from(f"{total}i", row.data) for row in nodes)  # a fourth of `tolist`
+        tokens, parents, states = (unpack_from(f"{total}i", row.data) for row in nodes)  # 4 times faster than `tolist`
         use = self.store.use
         trees: list[Tree] = []
         end = 0
@@ -189,7 +190,7 @@ class SuffixDrafter(HostDrafter):
         return trees
 
     def _learn(self, request_id: str, text: _Text, emitted: Sequence[int]) -> None:
-        """Every child of an accepted node is an observation: it was the next token, or it was not."""
+        """Every child of an accepted node is an observation: it was the next token, or not."""
         tree, states = text.tree, text.states
         if tree.is_chain:
             self._table.learn(request_id, states, tree.tokens, emitted)
@@ -209,9 +210,9 @@ class SuffixDrafter(HostDrafter):
             at = right
 
     def _warm_up(self) -> None:
-        """Compile now, or load what was compiled before: not when the first request waits."""
-        nobody = DraftRequest("", [1, 2, 3, 1, 2], 5, SamplingParams(), slot=0)
-        self.start(nobody)
-        self.propose([nobody], [2])
+        """Compile or load the code now instead of during the first request."""
+        request = DraftRequest("", [1, 2, 3, 1, 2], 5, SamplingParams(), slot=0)
+        self.start(request)
+        self.propose([request], [2])
         take_out(self._texts[""].index.data, 1, 2)
         self.stop("")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench_scripts import ship
-from slipstream.train.card import model_card
+from slipstream.train.record import model_card
 
 RECORD: dict[str, Any] = {
     "config": {
