@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from conftest import tiny_llama
 from gpu_bench import CPU, FakeClock, clocks, kernels, passes, results
 from slipstream.core.draft import ROOT, Tree
-from slipstream.drafters import features
 from slipstream.kernels.gpu.rows import last_rows
 from slipstream.models import attention
 from slipstream.models.runner import Runner, open_unchecked
@@ -141,7 +140,7 @@ def test_crowds_are_looked_into_with_a_head_as_it_is_opened(runner: Runner, monk
         read.append(len(lanes) * count)
         return last_rows(state, lanes, count, **options)
 
-    monkeypatch.setattr(features, "last_rows", noted)
+    monkeypatch.setattr("slipstream.drafters.heads.last_rows", noted)
     sizes: list[int] = []
 
     def watch(work: Any, repeats: int) -> list[Any]:
