@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from slipstream.core.errors import ConfigError
-from slipstream.plan.planner import AdaptivePlanner, Planner
+
+if TYPE_CHECKING:
+    from slipstream.plan.planner import Planner
 
 PlannerName = Literal["adaptive", "fixed"]
 RoundsName = Literal["queued", "eager"]
@@ -118,7 +120,9 @@ class EngineConfig:
         return self.max_draft_rows or max(_DRAFT_ROWS, self.max_num_seqs)
 
     def make_planner(self, device: str) -> Planner:
-        """For a device of this type."""
+        """A planner for a device of this type."""
+        from slipstream.plan.planner import AdaptivePlanner, Planner  # imports torch, which `--help` must not wait for
+
         return Planner() if self.planner == "fixed" else AdaptivePlanner(ROW_SLOPE[device], min_gain=self.min_gain)
 
     def step_tokens(self, device: str) -> int:
