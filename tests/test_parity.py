@@ -228,8 +228,8 @@ def test_in_16_bits_one_row_may_stray_but_not_a_part() -> None:
     ("family", "why"),
     [
         ("bloom", "BloomForCausalLM: it uses its attention mask outside"),
-        ("mamba", r"MambaForCausalLM: .* layers \[\], not for each of the 2 once"),
-        ("rwkv", r"RwkvForCausalLM: .* layers \[\], not for each of the 2 once"),
+        ("mamba", r"MambaForCausalLM: .* layers \[\] instead of once for each of 2"),
+        ("rwkv", r"RwkvForCausalLM: .* layers \[\] instead of once for each of 2"),
     ],
 )
 def test_attention_that_never_reaches_us_is_refused_by_name(
@@ -344,7 +344,7 @@ def test_mask_rules_that_we_know(window: int | None, rule: Any) -> None:
     ],
 )
 def test_mask_rules_that_we_do_not_know(window: int | None, rule: Any) -> None:
-    with pytest.raises(UnsupportedModel, match="Some masks its attention"):
+    with pytest.raises(UnsupportedModel, match="Some uses an attention mask"):
         MaskRule(window, rule).check("Some")
 
 
@@ -354,7 +354,7 @@ def test_the_mask_has_the_last_word_on_the_window() -> None:
     narrow = call_attention(mask=MaskRule(2, slides(2)), sliding_window=4)
     torch.manual_seed(0)
     assert torch.equal(narrow, call_attention(sliding_window=2))
-    with pytest.raises(UnsupportedModel, match="Layer masks its attention"):
+    with pytest.raises(UnsupportedModel, match="Layer uses an attention mask"):
         call_attention(mask=MaskRule(2, slides(3)))
 
 

@@ -80,8 +80,8 @@ class MaskRule:
                 same = False
             if not same:
                 raise UnsupportedModel(
-                    f"{name} masks its attention in a way that Slipstream does not know: neither causal order nor a "
-                    "sliding window. Run it with transformers instead"
+                    f"{name} uses an attention mask that is neither causal order nor a sliding window. Run it with "
+                    "transformers instead"
                 )
 
     def _ends(self, *places: int) -> Tensor:
@@ -196,7 +196,7 @@ def attention(
     unknown = sorted(key for key, given in others.items() if given is not None and key not in _HARMLESS)
     if unknown or dropout or isinstance(attention_mask, Tensor):
         what = ", ".join(unknown) or ("dropout" if dropout else "attention_mask")
-        raise UnsupportedModel(f"{name} asks its attention for {what}, which Slipstream does not know")
+        raise UnsupportedModel(f"{name} passes {what} to its attention, which Slipstream does not support")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal: Slipstream runs causal language models only")
     current, window = running_pass(), sliding_window

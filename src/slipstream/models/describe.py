@@ -128,7 +128,8 @@ def max_positions_of(config: PreTrainedConfig) -> int:
                     "the model again"
                 )
             return min([longest, *_one_rotary(config)])
-    raise UnsupportedModel(f"{config.model_type}: the configuration names no longest context (max_position_embeddings)")
+    keys = "max_position_embeddings, n_positions, max_seq_len"
+    raise UnsupportedModel(f"{config.model_type}: config.json has none of {keys}, which name the longest context")
 
 
 def _one_rotary(config: PreTrainedConfig) -> list[int]:

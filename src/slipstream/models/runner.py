@@ -213,8 +213,8 @@ class Runner:
         wanted = list(range(_num_layers(self.config)))
         if context.layers_seen != wanted:
             raise UnsupportedModel(
-                f"{type(self.model).__name__}: its attention reached Slipstream for layers {context.layers_seen}, "
-                f"not for each of the {len(wanted)} once; models with other ways to mix tokens cannot be run"
+                f"{type(self.model).__name__}: its attention function was called for layers {context.layers_seen} "
+                f"instead of once for each of {len(wanted)} layers; models that mix tokens in other ways cannot be run"
             )
         return context
 
