@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner_play import CPU, GPU, Drafter, Play
-from slipstream.plan.types import Curve
+from slipstream.core.draft import Tree
+from slipstream.plan.planner import AdaptivePlanner
+from slipstream.plan.types import Curve, DraftSeen, Levels, Load, MeasuredCosts, Offer, StepSeen, TreeSeen, Turn
 
 
 def always(chance: float) -> Drafter:
@@ -120,3 +124,60 @@ def test_it_says_why() -> None:
     slow = Play({"head": Drafter(lambda step: 0.9, 0.010)})
     slow.run(50)
     assert "its guesses take" in slow.planner.reasons()["head"]
+
+
+CHANCES = st.floats(0, 1, allow_nan=False)
+SECONDS = st.just(0.0) | st.floats(1e-6, 1)
+TREES = st.integers(0, 8).flatmap(
+    lambda nodes: st.tuples(*[st.integers(-1, i - 1) for i in range(nodes)]).map(
+        lambda parents: Tree(tuple(range(len(parents))), parents)
+    )
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), requests=st.integers(1, 5), padded=st.booleans(), measured=st.booleans())
+def test_plans_keep_to_their_limits(data: st.DataObject, requests: int, padded: bool, measured: bool) -> None:
+    """Whatever it is told: no request gets more than its cap, and of a draft that is there a tree is left."""
+    planner = AdaptivePlanner(0.15)
+    if padded:
+        planner.pad_passes()
+    if measured:
+        planner.adopt(MeasuredCosts(CPU, 1e-8, 1e-9, {"head": (DraftSeen(1, Curve((1, 4), (0.001, 0.002))),)}))
+    ids = [str(i) for i in range(requests)]
+    levels = (Levels(1, 8), Levels(2, 63), Levels(4, 63))
+    for _ in range(data.draw(st.integers(1, 12))):
+        load = Load(requests, 100 * requests)
+        if planner.asks("host", requests):
+            trees = [data.draw(TREES) for _ in ids]
+            said = [data.draw(st.none() | st.lists(CHANCES, min_size=len(t), max_size=len(t))) for t in trees]
+            whole = data.draw(st.booleans())
+            for tree, kept in zip(trees, planner.trim("host", ids, trees, said, requests, whole=whole), strict=True):
+                assert len(kept) in ((0, len(tree)) if whole else range(len(tree) + 1))
+                assert set(kept.tokens) <= set(tree.tokens)
+                if kept:
+                    right = data.draw(st.integers(0, len(kept)))
+                    planner.observe("host", ids[trees.index(tree)], len(kept), right)
+        caps = [data.draw(st.integers(0, 63)) for _ in ids]
+        lagging = frozenset(data.draw(st.sets(st.sampled_from(ids))))
+        offers = [Offer("head", ids, caps, levels, lagging), Offer("chain", ids, [min(cap, 9) for cap in caps])]
+        budgets = planner.plan(offers, load)
+        drafted = [0] * requests
+        for offer, budget in zip(offers, budgets, strict=True):
+            assert all(0 <= nodes <= cap for nodes, cap in zip(budget.nodes, offer.caps, strict=True))
+            assert not any(budget.nodes) or budget.levels in ((1, 2, 4) if offer.levels else (0,))
+            for i, nodes in enumerate(budget.nodes):
+                assert not (nodes and drafted[i]), "one drafter guesses for a request"
+                drafted[i] += nodes
+                if nodes:
+                    right = data.draw(st.integers(0, min(nodes, budget.levels or nodes)))
+                    seen = TreeSeen(nodes, tuple(range(right))) if offer.levels else None
+                    planner.observe(offer.drafter, ids[i], min(nodes, budget.levels or nodes), right, seen)
+        seconds = data.draw(SECONDS)
+        turns = [Turn(name, nodes, 1, ("head",)) for name, nodes in zip(ids, drafted, strict=True)]
+        planner.observe_step(StepSeen(load, turns, seconds, requests + sum(drafted), seconds))
+        planner.observe_draft("head", 2, data.draw(SECONDS), requests)
+        planner.observe_wait("host", requests, data.draw(SECONDS))
+    assert all(isinstance(why, str) for why in planner.reasons().values())
+    for name in ids:
+        planner.forget(name)

@@ -58,13 +58,20 @@ class Acceptance:
         self._right, self._tried = np.zeros(DEPTHS), np.zeros(DEPTHS)
         self._odds: list[float] | None = None  # [DEPTHS] of all requests
         self._seen: deque[tuple[int, int]] = deque(maxlen=32)  # right and compared guesses, by draft
-        self.ranks = NodeRanks()
+        self._ranks: NodeRanks | None = None  # of a drafter that makes trees
 
     def next_step(self) -> None:
         self._right[1:] *= _FADE  # a depth that is not tried any more comes to fare as the one before it
         self._tried[1:] *= _FADE
         self._odds = None
-        self.ranks.next_step()
+        if self._ranks is not None:
+            self._ranks.next_step()
+
+    @property
+    def ranks(self) -> NodeRanks:
+        if self._ranks is None:
+            self._ranks = NodeRanks()
+        return self._ranks
 
     def odds(self) -> list[float]:  # [DEPTHS]
         """Log odds of all requests' guesses. A depth of which little was seen fares as the one before it."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from slipstream.core.draft import MAX_NODES, ROOT, Tree
 from slipstream.plan.acceptance import DEPTHS, EDGES
-from slipstream.plan.types import Floats, Levels, Offer
+from slipstream.plan.types import Budget, Floats, Levels, Load, Offer
 
 Ints = NDArray[np.int64]
 
@@ -107,39 +107,71 @@ class Candidate:
     def rate(self) -> float:
         return self.tokens / self.seconds
 
+    def budget(self, members: Sequence[int]) -> Budget:
+        """The same for these requests."""
+        nodes = [0] * len(self.offer.caps)
+        for i in members:
+            nodes[i] = min(self.nodes, self.offer.caps[i])
+        return Budget(nodes, self.levels)
 
-def best_size(
-    offer: Offer,
-    sizes: Sizes,
-    draft_s: Floats,  # [C]
-    late_s: Floats,  # [B + 1]: what is added where 0, 1, … requests have to be caught up on
-    pass_s: Floats,  # by rows
-    requests: int,
-    free: Free,
-    last: tuple[int, int],
-    margin: float,
-) -> Candidate:
-    """The size with the highest rate, for as many requests as pay, those of which most is expected first.
 
-    last: nodes and levels that stay unless others are better by the margin.
-    """
-    order = np.argsort(-sizes.gained[-1], kind="stable")  # [B]
-    tokens = requests + free.tokens + sizes.gained[:, order].cumsum(1)  # [C, B]: with the first 1, 2, …
-    rows = requests + free.nodes + sizes.drafted[:, order].cumsum(1)
-    seconds = pass_s[np.minimum(rows, len(pass_s) - 1)] + draft_s[:, None]
-    if offer.lagging:
-        lags = np.array([offer.request_ids[i] in offer.lagging for i in order.tolist()])
-        seconds += late_s[lags.cumsum()]
-    rates = tokens / seconds
-    counts = rates.argmax(1)  # [C]
-    by_size = rates[np.arange(len(counts)), counts]
-    best = int(by_size.argmax())
-    for i, pair in enumerate(zip(sizes.nodes, sizes.levels, strict=True)):
-        if pair == last and by_size[i] * margin > by_size[best]:
-            best = i
-    count = int(counts[best])
-    found = float(tokens[best, count]), float(seconds[best, count]), float(draft_s[best])
-    return Candidate(offer, sizes.nodes[best], sizes.levels[best], order[: count + 1], *found)
+NOBODY = Offer("", (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The step that is planned."""
+
+    load: Load
+    free: Free
+    passes: Mapping[bool, Floats]  # by is_tree: seconds by rows
+
+    def seconds(self, rows: float, *, is_tree: bool) -> float:
+        table = self.passes[is_tree]
+        return float(table[min(round(rows), len(table) - 1)])
+
+    @property
+    def undrafted(self) -> Candidate:
+        """Nothing but the free guesses."""
+        requests, seconds = self.load.requests, self.seconds(self.load.requests + self.free.nodes, is_tree=False)
+        return Candidate(NOBODY, 0, 0, np.zeros(0, np.int64), requests + self.free.tokens, seconds)
+
+    def best_size(
+        self, offer: Offer, sizes: Sizes, draft_s: Floats, late_s: Floats, last: tuple[int, int], margin: float
+    ) -> Candidate:
+        """The size with the highest rate, for as many requests as pay, those of which most is expected first.
+
+        draft_s [C]: of the guesses. late_s [B + 1]: what is added where 0, 1, … requests have to be caught up on.
+        last: nodes and levels that stay unless others are better by the margin.
+        """
+        requests, table = self.load.requests, self.passes[bool(offer.levels)]
+        order = np.argsort(-sizes.gained[-1], kind="stable")  # [B]
+        tokens = requests + self.free.tokens + sizes.gained[:, order].cumsum(1)  # [C, B]: with the first 1, 2, …
+        rows = requests + self.free.nodes + sizes.drafted[:, order].cumsum(1)
+        seconds = table[np.minimum(rows, len(table) - 1)] + draft_s[:, None]
+        if offer.lagging:
+            lags = np.array([offer.request_ids[i] in offer.lagging for i in order.tolist()])
+            seconds += late_s[lags.cumsum()]
+        rates = tokens / seconds
+        counts = rates.argmax(1)  # [C]
+        by_size = rates[np.arange(len(counts)), counts]
+        best = int(by_size.argmax())
+        for i, pair in enumerate(zip(sizes.nodes, sizes.levels, strict=True)):
+            if pair == last and by_size[i] * margin > by_size[best]:
+                best = i
+        count = int(counts[best])
+        found = float(tokens[best, count]), float(seconds[best, count]), float(draft_s[best])
+        return Candidate(offer, sizes.nodes[best], sizes.levels[best], order[: count + 1], *found)
+
+    def loss(self, chosen: Candidate, other: Candidate, members: Sequence[int]) -> float:
+        """Seconds that the step loses if another drafter guesses for these requests in place of the chosen one."""
+        plain, count = self.load.requests + self.free.tokens, len(members)
+        stays = max(0.0, 1 - count / max(len(chosen.members), 1))
+        tokens = plain + stays * (chosen.tokens - plain) + count / len(other.members) * (other.tokens - plain)
+        rows = self.load.requests + self.free.nodes + count * other.nodes
+        rows += round(stays * sum(chosen.budget(chosen.members.tolist()).nodes))
+        seconds = self.seconds(rows, is_tree=bool(other.offer.levels)) + other.guess_s + chosen.guess_s * (stays > 0)
+        return seconds - tokens / chosen.rate
 
 
 # --- guesses that are there already -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from math import log
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ _NEXT = np.array([SIZES[np.searchsorted(SIZES, rows)] for rows in range(1, SIZES
 _EDGES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512], dtype=np.float64)
 _LOG_EDGES = np.log(_EDGES)
 _MOST_SIZE = MAX_NODES
+_NONE: Floats = np.zeros(0)
+Rows = TypeVar("Rows", float, Floats)
 
 
 def filled(rows: int) -> int:
@@ -75,10 +78,12 @@ class Costs:
 
     def __init__(self, slope: float) -> None:
         self.measured: MeasuredCosts | None = None
-        self.padded = False  # passes are filled up to one of `SIZES`
+        self.padded = False
         self.load = Load()  # of the step that is planned
         self._slope = slope
         self._passes: tuple[dict[int, float], dict[int, float]] = ({}, {})  # by edge: ratios of chains, of trees
+        self._prior_s = _NONE  # by rows
+        self._tables: dict[bool, tuple[Floats, Floats]] = {}  # by is_tree, as long as nothing else was seen
         self._ratios = Medians()
         self._drafts = Medians()  # by drafter and bucket: ratios
         self._priors: dict[tuple[str, int], Floats] = {}  # by drafter and requests: seconds by size, before them
@@ -94,6 +99,13 @@ class Costs:
         self._ratios.clear()
         self._drafts.clear()
         self._priors.clear()
+        self._tables.clear()
+        self._prior_s = _NONE
+
+    def pad_passes(self) -> None:
+        """Passes are filled up to one of `SIZES`."""
+        self.padded = True
+        self._tables.clear()
 
     @property
     def observed(self) -> bool:
@@ -105,35 +117,48 @@ class Costs:
     def _prior(self, rows: Floats) -> Floats:
         return 1 + self._slope * (rows - 1) if self.measured is None else self.measured.passes.at(rows)
 
-    def _context(self, rows: Floats, load: Load) -> Floats:
+    def _context(self, rows: Rows, load: Load) -> Rows:
         """What the context adds: once for each request, and for each row."""
         if self.measured is None:
-            return np.zeros_like(rows)
+            return 0 * rows
         return self.measured.key_s * load.context + self.measured.row_key_s * load.each * rows
 
     def observe_pass(self, rows: int, seconds: float, load: Load, *, is_tree: bool) -> None:
         """is_tree: it verified trees that grew on a device, which take longer than chains of as many rows."""
-        if seconds <= 0:
+        if seconds < 1e-9:  # a drafter took all of the step
             return
-        at = np.array([float(filled(rows) if self.padded else rows)])
-        bare = max(seconds - float(self._context(at, load)[0]), 0.2 * seconds)  # the context was measured once only
+        at = filled(rows) if self.padded else rows
+        if at > len(self._prior_s):
+            self._prior_s = self._prior(np.arange(1, 2 * at + 1, dtype=np.float64))
+        bare = max(seconds - self._context(at, load), 0.2 * seconds)  # the context was measured once only
         is_tree = is_tree and self.padded and self.observed
         key = (is_tree, _edge(rows))
-        self._ratios.add(key, bare / float(self._prior(at)[0]))
-        self._passes[is_tree][key[1]] = self._ratios.get(key)
+        self._ratios.add(key, bare / float(self._prior_s[at - 1]))
+        if self._passes[is_tree].get(key[1]) != self._ratios.get(key):
+            self._passes[is_tree][key[1]] = self._ratios.get(key)
+            self._tables.clear()
 
     def passes(self, most: int, *, is_tree: bool = False) -> Floats:  # [most + 1]
         """Seconds of a pass over 0, 1, … rows. More rows never cost less: what says so is noise."""
-        rows = np.arange(1, most + 1, dtype=np.float64)
-        if self.padded:
-            beyond = np.ceil(rows[len(_NEXT) :] / SIZES[-1]) * SIZES[-1]
-            rows = np.concatenate((_NEXT[:most].astype(np.float64), beyond))
-        prior, logs = self._prior(rows), np.log(rows)
-        seconds = prior * _between(logs, self._passes[0])
-        if is_tree and self._passes[1]:
-            seconds[1:] = np.maximum(seconds, prior * _between(logs, self._passes[1]))[1:]
-        seconds = np.maximum.accumulate(seconds + self._context(rows, self.load))
-        return np.concatenate(([0.0], seconds))
+        rows, seconds = self._table(most, is_tree=is_tree and bool(self._passes[1]))
+        if self.measured is not None:
+            seconds = seconds + self._context(rows, self.load)
+        return np.concatenate(([0.0], np.maximum.accumulate(seconds)))
+
+    def _table(self, most: int, *, is_tree: bool) -> tuple[Floats, Floats]:  # [most] each
+        """Rows as they are filled up, and seconds without what the context adds."""
+        rows, seconds = self._tables.get(is_tree, (_NONE, _NONE))
+        if len(rows) < most:
+            rows = np.arange(1, 2 * most + 1, dtype=np.float64)
+            if self.padded:
+                beyond = np.ceil(rows[len(_NEXT) :] / SIZES[-1]) * SIZES[-1]
+                rows = np.concatenate((_NEXT[: 2 * most].astype(np.float64), beyond))
+            prior, logs = self._prior(rows), np.log(rows)
+            seconds = prior * _between(logs, self._passes[0])
+            if is_tree:
+                seconds[1:] = np.maximum(seconds, prior * _between(logs, self._passes[1]))[1:]
+            self._tables[is_tree] = rows, seconds
+        return rows[:most], seconds[:most]
 
     def row(self, requests: int) -> float:
         """What one more row for each of these requests adds, as a part of their pass."""

@@ -90,7 +90,8 @@ class _Assumed(Acceptance):
 def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> Choice:
     """What is chosen when all requests are alike and nothing was seen of them."""
     planner = AdaptivePlanner(engine.slope, min_gain=engine.min_gain)
-    planner.costs.padded = engine.is_padded
+    if engine.is_padded:
+        planner.pad_passes()
     planner.adopt(engine.costs)
     planner.assume(guesser.name, _Assumed(alpha))
     name, load = guesser.name, Load(requests, requests * engine.context)

@@ -110,7 +110,7 @@ class Guard:
         if not who:
             self._run = (bucket, self._run[1] + 1 if self._run[0] == bucket else 1)
             if self._run[1] >= _RUN:
-                self._plain.add(bucket, step.total_s - step.wait_s)
+                self._plain.add(bucket, max(step.total_s - step.wait_s, 1e-9))
                 self._timed[bucket] = self._step
             return
         self._run = (0, 0)

@@ -7,7 +7,8 @@ measured time; a small budget tries what is not used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
@@ -15,14 +16,13 @@ import numpy as np
 from slipstream.core.draft import Tree
 from slipstream.plan import choose
 from slipstream.plan.acceptance import DEPTHS, Acceptance, Ease, Promises
-from slipstream.plan.choose import Candidate, Free, Ranked
+from slipstream.plan.choose import Candidate, Free, Ranked, Step
 from slipstream.plan.cost import Costs
 from slipstream.plan.guard import HORIZON, Guard
 from slipstream.plan.probe import MEMBERS, Probes
 from slipstream.plan.types import (
     Budget,
     Decision,
-    Floats,
     Gain,
     Load,
     MeasuredCosts,
@@ -158,7 +158,7 @@ class AdaptivePlanner(Planner):
         self._free_nodes = 0
         self._asked: set[str] = set()  # host drafters with guesses in this step
         self._worth: dict[tuple[str, int], float] = {}  # by host drafter and bucket: seconds that its guesses save
-        self._last: str | None = None  # whose guesses, that take time, were chosen last
+        self._last = ""  # whose guesses, that take time, were chosen last; "": none
         self._sizes: dict[str, tuple[int, int]] = {}  # by drafter: nodes and levels that were chosen last
         self._used: dict[str, int] = {}  # … and in which step
 
@@ -166,7 +166,7 @@ class AdaptivePlanner(Planner):
         self.costs.adopt(measured)
 
     def pad_passes(self) -> None:
-        self.costs.padded = True
+        self.costs.pad_passes()
 
     # --- free guesses
 
@@ -235,7 +235,7 @@ class AdaptivePlanner(Planner):
         best = int(rates.argmax())
         gain = float(rates[best] / rates[0])
         pays = gain > max(MARGIN, self._min_gain)
-        self._decide(drafter, Decision(requests, best if pays else 0, gain, row=self.costs.row(requests)))
+        self._decided[drafter] = Decision(requests, best if pays else 0, gain, row=self.costs.row(requests))
         if not pays:
             best = min(2, len(tokens) - 1)
             if not self._probes.spend(drafter, float(pass_s[best] - pass_s[0])):
@@ -257,166 +257,118 @@ class AdaptivePlanner(Planner):
         best = int(rates.argmax())
         gain = float(rates[best] / rates[0])
         pays = gain > max(MARGIN, self._min_gain)
-        self._decide(drafter, Decision(requests, int(nodes[best]) if pays else 0, gain, row=self.costs.row(requests)))
+        taken = int(nodes[best]) if pays else 0
+        self._decided[drafter] = Decision(requests, taken, gain, row=self.costs.row(requests))
         if not pays:
             best = len(order) if self._probes.spend(drafter, float(pass_s[-1] - pass_s[0])) else 0
-        taken = set(order[:best].tolist())
-        left = [tree if i in taken else _NOTHING for i, tree in enumerate(trees)]
+        kept = set(order[:best].tolist())
+        left = [tree if i in kept else _NOTHING for i, tree in enumerate(trees)]
         # their chances, as if each node had a part of what the tree brings
         return left, [[part / max(len(tree), 1)] * len(tree) for part, tree in zip(brought.tolist(), left, strict=True)]
 
     # --- guesses that take time
 
     def plan(self, offers: Sequence[Offer], load: Load) -> list[Budget]:
-        free = Free(self._free_nodes, self._free)
         self.costs.load = load
         budgets = [Budget([0] * len(one.caps)) for one in offers]
         if load.requests and not self._guard.compares:
-            tables = self._tables(offers, load, free)
-            found = {one.drafter: best for one in offers if (best := self._best(one, tables, load, free)) is not None}
-            zero = self._without(tables, load, free)
-            chosen = self._chosen(list(found.values()), zero, load)
-            self._weigh_hosts(chosen, offers, tables, load, free)
-            plain_s = float(tables[False][load.requests])
-            for one in offers:
-                self._decide_offer(one, found.get(one.drafter), chosen, load, plain_s)
-            gain = chosen.rate / load.requests * plain_s
-            self.expected_gain = gain if chosen is not zero or free.nodes else 1.0
-            for i, one in enumerate(offers):
-                if one is chosen.offer:
-                    budgets[i] = self._granted(chosen)
-                    self._sizes[one.drafter] = chosen.nodes, chosen.levels
-            self._last = None if chosen is zero else chosen.offer.drafter
-            self._probe(offers, budgets, found, chosen, tables, load, free)
-            self._probes.earn(self._unused(offers), chosen.seconds)
-        self._end_plan(load)
-        return budgets
-
-    def _unused(self, offers: Sequence[Offer]) -> set[str]:
-        return {one.drafter for one in offers if one.drafter != self._last} | {name for name, _ in self._worth}
-
-    def _end_plan(self, load: Load) -> None:
+            step = self._begin(offers, load)
+            found = {one.drafter: best for one in offers if (best := self._best(one, step)) is not None}
+            chosen = self._chosen(step.undrafted, list(found.values()))
+            self._weigh_hosts(step, chosen, offers)
+            self._decide_offers(step, offers, found, chosen)
+            if chosen.offer in offers:
+                self._use(budgets, offers, chosen, chosen.members.tolist())
+                self._sizes[chosen.offer.drafter] = chosen.nodes, chosen.levels
+            self._last = chosen.offer.drafter
+            self._probe(step, budgets, offers, found, chosen)
+            unused = {one.drafter for one in offers if one.drafter != self._last} | {name for name, _ in self._worth}
+            self._probes.earn(unused, chosen.seconds)
+            self._requests = load.requests
         self._step += 1
-        self._requests = load.requests or self._requests
         self._guard.next_step(load.requests)
         for estimate in self._acceptance.values():
             estimate.next_step()
         self._free, self._free_nodes, self._asked = {}, 0, set()
+        return budgets
 
-    def _tables(self, offers: Sequence[Offer], load: Load, free: Free) -> dict[bool, Floats]:
-        """Seconds by rows, of passes that check chains, and trees; with what a step takes to read prompts."""
-        most = load.requests + free.nodes + max([sum(one.caps) for one in offers], default=0)
-        with_trees = any(one.levels for one in offers)
-        kinds = (False, True)[: 1 + with_trees]
-        return {is_tree: self.costs.passes(most, is_tree=is_tree) + self.costs.read_s for is_tree in kinds}
+    def _begin(self, offers: Sequence[Offer], load: Load) -> Step:
+        most = load.requests + self._free_nodes + max([sum(one.caps) for one in offers], default=0)
+        kinds = (False, True)[: 1 + any(one.levels for one in offers)]
+        passes = {is_tree: self.costs.passes(most, is_tree=is_tree) + self.costs.read_s for is_tree in kinds}
+        return Step(load, Free(self._free_nodes, self._free), passes)
 
-    @staticmethod
-    def _without(tables: dict[bool, Floats], load: Load, free: Free) -> Candidate:
-        """Nothing but the free guesses."""
-        seconds = float(tables[False][load.requests + free.nodes])
-        return Candidate(_NOBODY, 0, 0, np.zeros(0, np.int64), load.requests + free.tokens, seconds)
-
-    def _best(self, one: Offer, tables: dict[bool, Floats], load: Load, free: Free) -> Candidate | None:
+    def _best(self, one: Offer, step: Step) -> Candidate | None:
         """The size with the highest rate, or the last one, if that is about as good. None: it may not guess."""
-        if not any(one.caps) or self._guard.is_off(one.drafter, load.requests):
+        if not any(one.caps) or self._guard.is_off(one.drafter, step.load.requests):
             return None
         caps, levels = one.caps, one.levels
         if self.costs.observed and not self.costs.knows_draft(one.drafter):  # one guess tells how long it takes
             caps, levels = [min(most, 1) for most in caps], levels[:1]
         deepest = levels[-1].deep if levels else max(caps)
         estimate = self._estimate(one.drafter, self._ease)
-        chances = estimate.paths(one.request_ids, deepest) * (1 - free.right(one.request_ids, deepest))
+        chances = estimate.paths(one.request_ids, deepest) * (1 - step.free.right(one.request_ids, deepest))
         if levels:
             sizes = choose.tree_sizes(caps, levels, chances, estimate.ranks.kept())
         else:
             sizes = choose.chain_sizes(caps, chances)
-        draft_s = self.costs.drafts(one.drafter, sizes.steps, load.requests)
+        draft_s = self.costs.drafts(one.drafter, sizes.steps, step.load.requests)
         late_s = np.array([self.costs.catch_up(one.drafter, late) / HORIZON for late in range(len(one.lagging) + 1)])
-        last = self._sizes.get(one.drafter, (0, 0))
-        return choose.best_size(one, sizes, draft_s, late_s, tables[bool(levels)], load.requests, free, last, MARGIN)
+        return step.best_size(one, sizes, draft_s, late_s, self._sizes.get(one.drafter, (0, 0)), MARGIN)
 
-    @staticmethod
-    def _late(one: Offer, members: Sequence[int]) -> int:
-        return sum([one.request_ids[i] in one.lagging for i in members])
-
-    def _chosen(self, found: Sequence[Candidate], zero: Candidate, load: Load) -> Candidate:
+    def _chosen(self, undrafted: Candidate, found: Sequence[Candidate]) -> Candidate:
         """The best of these, or the last choice, if that is about as good."""
 
         def score(one: Candidate) -> float:
-            stays = one.offer.drafter == self._last if one is not zero else self._last is None
-            return one.rate * (MARGIN if stays else 1.0) * (self._min_gain if one is zero else 1.0)
+            stays = MARGIN if one.offer.drafter == self._last else 1.0
+            return one.rate * stays * (self._min_gain if one is undrafted else 1.0)
 
-        return max([zero, *found], key=score)
+        return max([undrafted, *found], key=score)
 
-    def _granted(self, one: Candidate) -> Budget:
+    def _use(self, budgets: list[Budget], offers: Sequence[Offer], one: Candidate, members: Sequence[int]) -> None:
         self._used[one.offer.drafter] = self._step
-        nodes = [0] * len(one.offer.caps)
-        for i in one.members.tolist():
-            nodes[i] = min(one.nodes, one.offer.caps[i])
-        return Budget(nodes, one.levels)
+        budgets[offers.index(one.offer)] = one.budget(members)
 
-    def _weigh_hosts(
-        self, chosen: Candidate, offers: Sequence[Offer], tables: dict[bool, Floats], load: Load, free: Free
-    ) -> None:
+    def _weigh_hosts(self, step: Step, chosen: Candidate, offers: Sequence[Offer]) -> None:
         """What the guesses of host drafters saved in this step: seconds."""
         saved_s = 0.0
-        if free.nodes:
-            nothing = Free()
-            rivals = [chosen.offer] if chosen.offer.drafter else offers  # the others lost with these, too
-            found = [best for one in rivals if (best := self._best(one, tables, load, nothing)) is not None]
-            without = self._chosen(found, self._without(tables, load, nothing), load)
-            saved_s = max(0.0, chosen.tokens / without.rate - chosen.seconds)
+        if step.free.nodes:
+            alone = replace(step, free=Free())
+            rivals = [chosen.offer] if chosen.offer in offers else offers  # the others lost with these, too
+            found = [best for one in rivals if (best := self._best(one, alone)) is not None]
+            saved_s = max(0.0, chosen.tokens / self._chosen(alone.undrafted, found).rate - chosen.seconds)
         for name in self._asked:
-            key = (name, bucket_of(load.requests))
+            key = (name, bucket_of(step.load.requests))
             self._worth[key] = (self._worth.get(key, saved_s) + saved_s) / 2
 
     def _probe(
         self,
-        offers: Sequence[Offer],
+        step: Step,
         budgets: list[Budget],
-        found: dict[str, Candidate],
+        offers: Sequence[Offer],
+        found: Mapping[str, Candidate],
         chosen: Candidate,
-        tables: dict[bool, Floats],
-        load: Load,
-        free: Free,
     ) -> None:
         """Now and then a drafter that is not chosen guesses for a few requests, in place of the one that is."""
-        for i, one in enumerate(offers):
+        for one in offers:
             best = found.get(one.drafter)
             if best is None or one is chosen.offer:
                 continue
-            able = [j for j, most in enumerate(one.caps) if most]
-            able.sort(key=lambda j: one.request_ids[j] in one.lagging)  # of the others there is nothing to read
-            ready = len(able) - self._late(one, able)
-            pool = able[:ready] if ready >= min(len(able), MEMBERS) else able
+            able = [i for i, most in enumerate(one.caps) if most]
+            ready = [i for i in able if one.request_ids[i] not in one.lagging]  # of these there is nothing to read
+            pool = ready if len(ready) >= min(len(able), MEMBERS) else able
             members = [pool[(self._step + j) % len(pool)] for j in range(min(len(pool), MEMBERS))]
-            part = len(members) / max(len(best.members), 1)
-            whole = len(members) == len(able)
-            base_nodes = 0 if chosen.offer is _NOBODY else int(sum(self._granted(chosen).nodes))
-            instead = len(members) / max(len(chosen.members), 1) if len(chosen.members) else 0.0
-            instead = min(instead, 1.0)
-            base_tokens = load.requests + free.tokens
-            tokens = chosen.tokens - instead * (chosen.tokens - base_tokens) + part * (best.tokens - base_tokens)
-            rows = load.requests + free.nodes + (1 - instead) * base_nodes + len(members) * best.nodes
-            pass_s = tables[bool(one.levels)]
-            seconds = float(pass_s[min(round(rows), len(pass_s) - 1)]) + best.guess_s
-            seconds += 0.0 if whole else chosen.guess_s
-            cost_s = seconds - tokens / chosen.rate
-            cost_s += self.costs.catch_up(one.drafter, self._late(one, members))
-            if not self._probes.spend(one.drafter, max(cost_s, chosen.seconds / 16)):
-                continue
-            for other, budget in zip(offers, budgets, strict=True):
-                taken = {one.request_ids[j] for j in members}
-                for j, name in enumerate(other.request_ids):
-                    if name in taken:
-                        budget.nodes[j] = 0
-            nodes = [0] * len(one.caps)
-            for j in members:
-                nodes[j] = min(best.nodes, one.caps[j])
-            budgets[i] = Budget(nodes, best.levels)
-            if whole:
-                self.expected_gain = 1.0
-            return  # one at a time
+            late = sum([one.request_ids[i] in one.lagging for i in members])
+            cost_s = step.loss(chosen, best, members) + self.costs.catch_up(one.drafter, late)
+            if self._probes.spend(one.drafter, max(cost_s, chosen.seconds / 16)):
+                taken = {one.request_ids[i] for i in members}
+                for other, budget in zip(offers, budgets, strict=True):
+                    for i, name in enumerate(other.request_ids):
+                        budget.nodes[i] *= name not in taken
+                self._use(budgets, offers, best, members)
+                if len(members) == len(able):
+                    self.expected_gain = 1.0
+                return  # one at a time
 
     def _estimate(self, drafter: str, ease: Ease) -> Acceptance:
         if drafter not in self._acceptance:
@@ -459,15 +411,18 @@ class AdaptivePlanner(Planner):
 
     # --- why
 
-    def _decide(self, drafter: str, decision: Decision) -> None:
-        self._decided[drafter] = decision
-
-    def _decide_offer(self, one: Offer, best: Candidate | None, chosen: Candidate, load: Load, plain_s: float) -> None:
-        if best is not None:
-            nodes, levels = (chosen.nodes, chosen.levels) if chosen.offer is one else (0, 0)
-            gain = best.rate / load.requests * plain_s
-            row = self.costs.row(load.requests)
-            self._decide(one.drafter, Decision(load.requests, nodes, gain, best.guess_s / plain_s, levels, row))
+    def _decide_offers(
+        self, step: Step, offers: Sequence[Offer], found: Mapping[str, Candidate], chosen: Candidate
+    ) -> None:
+        requests = step.load.requests
+        plain_s, row = step.seconds(requests, is_tree=False), self.costs.row(requests)
+        is_drafted = chosen.offer in offers
+        self.expected_gain = chosen.rate / requests * plain_s if is_drafted or step.free.nodes else 1.0
+        for one in offers:
+            if (best := found.get(one.drafter)) is not None:
+                nodes, levels = (chosen.nodes, chosen.levels) if chosen.offer is one else (0, 0)
+                gain = best.rate / requests * plain_s
+                self._decided[one.drafter] = Decision(requests, nodes, gain, best.guess_s / plain_s, levels, row)
 
     def gain(self, request_id: str) -> Gain:
         return self._guard.gain(request_id)
@@ -492,6 +447,3 @@ class AdaptivePlanner(Planner):
     def assume(self, drafter: str, chances: Acceptance) -> None:
         """Take these to be the chances of its guesses."""
         self._acceptance[drafter] = chances
-
-
-_NOBODY = Offer("", (), ())

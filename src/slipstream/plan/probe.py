@@ -25,7 +25,8 @@ class Probes:
 
     def spend(self, drafter: str, cost_s: float) -> bool:
         """May it be tried for so much? Then it is paid."""
-        if self._saved.get(drafter, 0.0) < cost_s:
+        saved = self._saved.get(drafter, 0.0)
+        if saved < cost_s:
             return False
-        self._saved[drafter] -= max(cost_s, 0.0)
+        self._saved[drafter] = saved - max(cost_s, 0.0)
         return True
