@@ -72,7 +72,7 @@ soak: $(READY) model ## the long tests
 	$(BIN)/python -m pytest -m soak
 
 clients: $(READY) model ## other projects' clients against a server; writes docs/clients.md
-	@$(BIN)/python bench/clients.py
+	@$(BIN)/python tools/clients.py
 
 format: $(READY) ## put the code into the house format
 	$(BIN)/ruff format .

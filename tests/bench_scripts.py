@@ -1,4 +1,4 @@
-"""The commands in bench/ that tests call. Not a test file."""
+"""The commands in tools/ that tests call. Not a test file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent / "bench"))
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
 _NAMES = ("acceptance", "exact", "figures", "first_tokens", "offers", "play", "replay", "ship")
 acceptance, exact, figures, first_tokens, offers, play, replay, ship = map(import_module, _NAMES)
 clients = import_module("clients")

@@ -1,4 +1,4 @@
-"""The benchmarks of `bench/` that need a GPU, and stand-ins for clocks and vLLM. Not a test file."""
+"""The benchmarks of `tools/` that need a GPU, and stand-ins for clocks and vLLM. Not a test file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.models.heads.eagle_files import EagleCheckpoint, EagleShape, sav
 from slipstream.models.taps import Taps
 
 ROOT_FOLDER = Path(__file__).parent.parent
-sys.path.append(str(ROOT_FOLDER / "bench"))
+sys.path.append(str(ROOT_FOLDER / "tools"))
 _KERNELS = ("kernel_table", "kernel_clock", "kernel_passes", "results", "vllm_peer", "widen", "work")
 kernels, clocks, passes, results, vllm_peer, widen, work = map(import_module, _KERNELS)
 _CURVE = ("curve", "curve_ours", "curve_peers", "curve_run", "curve_table")

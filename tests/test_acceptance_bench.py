@@ -1,4 +1,4 @@
-"""bench/acceptance.py: what it counts is what the engine counted, task by task."""
+"""tools/acceptance.py: what it counts is what the engine counted, task by task."""
 
 from __future__ import annotations
 

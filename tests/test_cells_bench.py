@@ -1,4 +1,4 @@
-"""bench/cells.py without a GPU: the same command on tiny models, with a vLLM that gives a token a step."""
+"""tools/cells.py without a GPU: the same command on tiny models, with a vLLM that gives a token a step."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_small_model_on_a_cpu_and_a_call_that_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["bench/cells.py"])
+    monkeypatch.setattr("sys.argv", ["tools/cells.py"])
     result = tmp_path / "found.json"
     words = f"--small {tiny_target} --prompts {prompts_file} --max-tokens 8 --seconds 0.01 --repeats 1 --device cpu "
     words += f"--parts cells --clock own --json {result} --add"
@@ -401,7 +401,7 @@ def rates(**tok_s: float) -> dict[str, dict[str, float]]:
 
 
 RESULTS: dict[str, Any] = {
-    "command": "bench/cells.py",
+    "command": "tools/cells.py",
     "device": "H200",
     "date": "2026-11-15",
     "on": "cuda",
@@ -425,7 +425,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text(json.dumps(RESULTS))
     cells.main(["--show", str(path)])
     assert [line for line in capsys.readouterr().out.splitlines() if line] == [
-        "`bench/cells.py`, H200, 2026-11-15",
+        "`tools/cells.py`, H200, 2026-11-15",
         "| cell | plain, tok/s | best fixed | tok/s | auto, tok/s | its tau | auto / plain | auto / best |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| qa x1 T=0 | 100 | eagle3 | 400 | 390 | 1.50 | 3.900 | 0.975 |",

@@ -1,4 +1,4 @@
-"""bench/curve.py without a GPU: the same command on tiny models, with a vLLM that answers anything at once."""
+"""tools/curve.py without a GPU: the same command on tiny models, with a vLLM that answers anything at once."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_whole_command(
     assert (tmp_path / "curve.svg").read_text().count("<polyline") == 8
     curve.main(["--show", str(result), "--into", str(page)])
     text = page.read_text()
-    assert text.startswith("before\n<!-- curve: begin -->\n\n`bench/")
+    assert text.startswith("before\n<!-- curve: begin -->\n\n`tools/")
     assert text.endswith("<!-- curve: end -->\nafter\n")
     assert "old" not in text
 
@@ -174,7 +174,7 @@ def test_a_second_call_adds_and_makes_nothing_anew(
     monkeypatch.setattr(widen, "SHAPE", WIDE)
     only = tmp_path / "heads"
     shutil.copytree(small_heads / "medusa", only / "medusa")
-    monkeypatch.setattr("sys.argv", ["bench/curve.py"])
+    monkeypatch.setattr("sys.argv", ["tools/curve.py"])
     result = tmp_path / "found.json"
     words = f"--small {tiny_target} --target {tmp_path / 'big'} --work {tmp_path / 'work'} --heads {only} --add "
     words += f"--prompts {prompts_file} --max-tokens 4 --sizes 1 --repeats 1 --device cpu --json {result} --parts"
@@ -187,7 +187,7 @@ def test_a_second_call_adds_and_makes_nothing_anew(
     assert "failed" not in found
     assert list(found["curve"]["T=0"]) == ["plain", "medusa", "ngram"]
     assert list(found["fixed"]["T=0"]) == ["medusa"]
-    assert found["command"] == "bench/curve.py && bench/curve.py", "both calls"
+    assert found["command"] == "tools/curve.py && tools/curve.py", "both calls"
 
 
 def test_a_drafter_that_changed_is_made_again(
@@ -279,7 +279,7 @@ def ours(tok_s: float, tau: float, recorded: int = 0) -> dict[str, Any]:
 
 
 RESULTS: dict[str, Any] = {
-    "command": "bench/curve.py",
+    "command": "tools/curve.py",
     "device": "H200",
     "date": "2026-11-15",
     "curve": {"T=0": {"plain": {"1": ours(250, 1), "8": ours(1300, 1)}, "eagle3": {"1": ours(650, 3.5, 1)}}},
@@ -304,7 +304,7 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path.write_text(json.dumps(RESULTS))
     curve.main(["--show", str(path)])
     assert [line for line in capsys.readouterr().out.splitlines() if line] == [
-        "`bench/curve.py`, H200, 2026-11-15",
+        "`tools/curve.py`, H200, 2026-11-15",
         "| tok/s (times our plain), T=0 | 1 at once | 8 at once |",
         "| --- | --- | --- |",
         "| plain | 250 (0.96) | 1,300 (1.00) |",

@@ -9,9 +9,9 @@ from operator import attrgetter
 
 import pytest
 
-from slipstream.bench.costs import RoundCosts
-from slipstream.bench.effects import Slowdown, WaitPrice, Wake
-from slipstream.bench.recording import Costs, PassSeen, WaitSeen
+from simulator.costs import RoundCosts
+from simulator.effects import Slowdown, WaitPrice, Wake
+from simulator.recording import Costs, PassSeen, WaitSeen
 from slipstream.plan.types import Load
 
 EACH = 0.07

@@ -1,4 +1,4 @@
-"""`bench/first_tokens.py` and `bench/beside.py`: what they tell, on tiny models and none."""
+"""`tools/first_tokens.py` and `tools/beside.py`: what they tell, on tiny models and none."""
 
 from __future__ import annotations
 

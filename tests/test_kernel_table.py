@@ -1,4 +1,4 @@
-"""bench/kernel_table.py without a GPU: its clocks, passes, head and table. What is timed is what a round does."""
+"""tools/kernel_table.py without a GPU: its clocks, passes, head and table. What is timed is what a round does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/offers.py: at each place of an answer what each drafter would guess, and play.py plays it."""
+"""tools/offers.py: at each place of an answer what each drafter would guess, and play.py plays it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench_scripts import offers, play
-from slipstream.bench.recording import unpacked
+from simulator.recording import unpacked
 
 
 def test_every_place_has_an_offer_and_is_played(

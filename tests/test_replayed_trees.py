@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench.recording import Offer, Trace, unpacked
-from slipstream.bench.replayed import Walk
+from simulator.recording import Offer, Trace, unpacked
+from simulator.replayed import Walk
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 HEAD = "eagle3"

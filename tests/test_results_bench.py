@@ -1,4 +1,4 @@
-"""What the benchmarks of bench/ share: results that survive a crash, prompts, and vLLM in a process of its own."""
+"""What the benchmarks of tools/ share: results that survive a crash, prompts, and vLLM in a process of its own."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def runs(process: int) -> bool:
 
 
 def test_a_command_names_no_folders() -> None:
-    given = ["/home/me/bench/kernel_table.py", "--target", "/models/big", "--parts", "tokens,tree", "--add"]
-    assert results.command_line(given) == "bench/kernel_table.py --target big --parts tokens,tree --add"
-    given = ["bench/cells.py", "--cells", "qa x4,rag x1", "--sampled-sizes", ""]
-    assert results.command_line(given) == "bench/cells.py --cells 'qa x4,rag x1' --sampled-sizes ''", (
+    given = ["/home/me/tools/kernel_table.py", "--target", "/models/big", "--parts", "tokens,tree", "--add"]
+    assert results.command_line(given) == "tools/kernel_table.py --target big --parts tokens,tree --add"
+    given = ["tools/cells.py", "--cells", "qa x4,rag x1", "--sampled-sizes", ""]
+    assert results.command_line(given) == "tools/cells.py --cells 'qa x4,rag x1' --sampled-sizes ''", (
         "can be given again"
     )
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.bench.costs import Curve, RoundCosts
-from slipstream.bench.recording import Costs, DraftSeen, PassSeen
+from simulator.costs import Curve, RoundCosts
+from simulator.recording import Costs, DraftSeen, PassSeen
 from slipstream.core.errors import ConfigError
 from slipstream.plan.types import Load
 

@@ -15,12 +15,9 @@ from statistics import median
 import pytest
 
 from conftest import EOS
-from slipstream import RequestOutput, SamplingParams, SpeculationParams
-from slipstream.bench.costs import RoundCosts
-from slipstream.bench.live import poisson_times
-from slipstream.bench.outcome import Outcome, Served, Speculation, Spread, Targets
-from slipstream.bench.recorder import Recorder, overlap
-from slipstream.bench.recording import (
+from simulator.costs import RoundCosts
+from simulator.recorder import Recorder, overlap
+from simulator.recording import (
     VERSION,
     Costs,
     DrafterKind,
@@ -35,10 +32,12 @@ from slipstream.bench.recording import (
     Trace,
     WaitSeen,
 )
-from slipstream.bench.replayed import ReplayedDevice, Walk, Walks, made_prompt
-from slipstream.bench.replica import Replica, Setting
-from slipstream.bench.simulate import doubts, drafters_of, simulate, traces_of
-from slipstream.bench.traffic import Coming, poisson, read_traffic, rehearse, replay
+from simulator.replayed import ReplayedDevice, Walk, Walks, made_prompt
+from simulator.replica import Replica, Setting, Speculation
+from simulator.simulate import doubts, drafters_of, simulate, traces_of
+from simulator.traffic import Coming, poisson, read_traffic, rehearse, replay
+from slipstream import RequestOutput, SamplingParams, SpeculationParams
+from slipstream.bench.traffic import Outcome, Served, Spread, Targets, poisson_times
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.verdict import Authors, Verdict, author

@@ -12,8 +12,8 @@ import pytest
 from conftest import EOS
 from exactness import FEW as FEW_TOKENS
 from queueing import OFF, PARAMS, Echo, Queue
+from simulator.recorder import Recorder
 from slipstream import SamplingParams
-from slipstream.bench.recorder import Recorder
 from slipstream.core.verdict import Verdict
 from slipstream.engine.listening import RoundTimes
 from slipstream.engine.scheduler import Schedule

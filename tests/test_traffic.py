@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.bench import live, memory
+from slipstream.bench import memory, traffic
 from slipstream.bench.load import STREAMS
-from slipstream.bench.outcome import Outcome, Served, Spread, Targets
+from slipstream.bench.traffic import Outcome, Served, Spread, Targets
 from slipstream.cli import bench
 from slipstream.cli.main import main
 from slipstream.core.errors import ConfigError
@@ -62,7 +62,7 @@ def test_a_machine_that_is_full_is_called_so(
         ends = [max(at, number / 2) + 0.5 for number, at in enumerate(times)]
         return [Served(at, 5, 4, end, end, 4) for at, end in zip(times, ends, strict=True)]
 
-    monkeypatch.setattr(live, "send", send)
+    monkeypatch.setattr(traffic, "send", send)
     _, out, _ = run(capsys, *usual, "--rate", "1,50", "--requests", "40")
     (full,) = [line for line in out.splitlines() if "wait ever longer" in line]
     assert full.startswith("ngram, 50 a second: only 2 were served")
@@ -89,8 +89,8 @@ def test_what_outcomes_are_made_of() -> None:
 
 
 def test_arrivals_are_random_and_the_same_for_a_seed() -> None:
-    times = live.poisson_times(4.0, 2000, seed=1)
-    assert times == live.poisson_times(4.0, 2000, seed=1) != live.poisson_times(4.0, 2000, seed=2)
+    times = traffic.poisson_times(4.0, 2000, seed=1)
+    assert times == traffic.poisson_times(4.0, 2000, seed=1) != traffic.poisson_times(4.0, 2000, seed=2)
     assert times[0] == 0.0
     assert times == sorted(times)
     assert times[-1] == pytest.approx(500, rel=0.1)

@@ -17,13 +17,13 @@ import typer.main
 from slipstream.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-BENCH = ROOT / "bench"
+BENCH = ROOT / "tools"
 sys.path.append(str(BENCH))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BENCH.glob("*.py"))]
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?:^ {4,}.*\n)+", re.MULTILINE)
 _GOES_ON = re.compile(r"\\\n\s*|\n\s+(?=\[?--)")  # a line that begins with an option belongs to the one before
-_SCRIPT = re.compile(r"(?:python +)?bench/(\w+)\.py\b(.*)")
+_SCRIPT = re.compile(r"(?:python +)?tools/(\w+)\.py\b(.*)")
 _COMMAND = re.compile(r"(?:\S*/)?slipstream ([a-z]+)\b(.*)")
 
 
@@ -40,7 +40,7 @@ def written(text: str) -> Iterator[Written]:
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
     for part in (part.strip() for line in lines for part in line.split("&&")):
         if script := _SCRIPT.match(part):
-            yield Written(f"bench/{script[1]}.py", _options(script[2]))
+            yield Written(f"tools/{script[1]}.py", _options(script[2]))
         elif command := _COMMAND.match(part):
             yield Written(command[1], _options(command[2]))
 
@@ -80,16 +80,16 @@ def known() -> dict[str, set[str]]:
             if "\ndef main(" in script.read_text(encoding="utf-8"):
                 with pytest.raises(Asked) as asked:
                     import_module(script.stem).main()
-                found[f"bench/{script.name}"] = set(asked.value.parser._option_string_actions)
+                found[f"tools/{script.name}"] = set(asked.value.parser._option_string_actions)
     return found
 
 
 def test_what_is_written_is_found() -> None:
     text = """
-Run `python bench/one.py --a 1 [--b=2
+Run `python tools/one.py --a 1 [--b=2
 --c 'x --y']` and `slipstream two`, not `--three`.
 
-    python bench/four.py A --d FILE      # --e
+    python tools/four.py A --d FILE      # --e
                          [--f] && slipstream five --g | other --h
 
 ```bash
@@ -98,9 +98,9 @@ Run `python bench/one.py --a 1 [--b=2
 ```
 """
     assert set(written(text)) == {
-        Written("bench/one.py", ("--a", "--b", "--c")),
+        Written("tools/one.py", ("--a", "--b", "--c")),
         Written("two", ()),
-        Written("bench/four.py", ("--d",)),
+        Written("tools/four.py", ("--d",)),
         Written("five", ("--g",)),
         Written("six", ("--i",)),
     }

@@ -13,8 +13,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.bench.outcome import Outcome
 from slipstream.bench.run import PLAIN, Answer, Cell, Sample, Unit
+from slipstream.bench.traffic import Outcome
 from slipstream.core.outputs import parting
 
 ALL = "all"

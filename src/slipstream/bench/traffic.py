@@ -1,125 +1,175 @@
-"""Traffic for simulations and for real runs: when requests come, and how long they are."""
+"""Traffic at a rate: arrival times, prompts that are sent to an engine at these times, and latencies that follow."""
 
 from __future__ import annotations
 
-import json
-import math
+import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from statistics import median
-from typing import Any
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import TYPE_CHECKING
 
-from slipstream.bench.live import poisson_times
-from slipstream.bench.outcome import Served
-from slipstream.bench.recording import Trace
-from slipstream.core.errors import ConfigError
-from slipstream.core.reading import read_named
+from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.outputs import RequestOutput
+from slipstream.core.params import SamplingParams
 
-_SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
 
-_ALONE, _TOGETHER, _BEHIND, _CROWDS = 3, 4, 8, (16, 32)
-"""Answers of a rehearsal that come each alone, together, or one behind the other; and crowds of them."""
-_SMALL = (1, 4)
-"""Nodes of drafts in a rehearsal, beside the usual ones."""
-_APART = 1.2
-"""Of what it takes to read a prompt: the next one comes when that was read, and its own is read beside the answer."""
+
+@dataclass(slots=True)
+class Served:
+    """How one request fared, real or simulated: seconds since the first came."""
+
+    arrived: float
+    prompt_tokens: int
+    output_tokens: int
+    first_token: float = 0.0
+    ended: float = 0.0
+    rounds: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrived
+
+    @property
+    def tpot(self) -> float:
+        """Seconds of a token after the first."""
+        return (self.ended - self.first_token) / max(1, self.output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
-    """One request: seconds after the first, its lengths, which recorded one it behaves like, where it is written."""
+class Targets:
+    """Latencies that a request must keep to count as good; None: any."""
 
-    at: float
-    prompt_tokens: int
-    output_tokens: int
-    like: int
-    where: str = ""
+    ttft: float | None = None
+    tpot: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Targets:
+        """`ttft=0.5,tpot=0.05`, in seconds."""
+        found: dict[str, float] = {}
+        for part in filter(None, text.split(",")):
+            key, _, value = part.partition("=")
+            try:
+                found[key.strip()] = float(value)
+            except ValueError:
+                found = {"": 0.0}
+            if not set(found) <= {"ttft", "tpot"} or min(found.values()) <= 0:
+                raise ConfigError(f"--latency-target {text}: must be seconds above 0, as ttft=0.5,tpot=0.05")
+        return Targets(**found)
+
+    def met(self, request: Served) -> bool:
+        return (self.ttft is None or request.ttft <= self.ttft) and (self.tpot is None or request.tpot <= self.tpot)
 
 
-def rehearse(send: Callable[[Sequence[float], int], Sequence[Served]], *, drafts: bool, crowds: bool) -> float:
-    """Have some answers beside the traffic that is recorded: without drafts, or nobody would know what small passes
-    cost; each alone, some together, and some of which each has its prompt read beside those before it.
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles, in seconds."""
 
-    send: is given when they come, in seconds, and how many nodes their drafts have, 0: they have none.
-    drafts: some with small drafts, too, or nobody would know what those cost: of drafters on the device, where each
-    guess takes time.
-    crowds: some of them many at once, since traffic may bring that.
-    Returns what one answer alone took, in seconds: asked again it tells whether the machine kept its speed.
+    p50: float
+    p90: float
+    p99: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        cuts = quantiles(values, n=100, method="inclusive")
+        return Spread(cuts[49], cuts[89], cuts[98])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What traffic came to, simulated or real. Rates are by the second, from the first arrival to the last end."""
+
+    requests: int
+    seconds: float
+    tokens_per_s: float
+    requests_per_s: float
+    goodput: float  # requests by the second that met the targets
+    good: float  # the part of all requests that did
+    ttft: Spread
+    tpot: Spread
+    tau: float
+    preemptions: int = 0
+
+    @staticmethod
+    def of(served: Sequence[Served], targets: Targets, preemptions: int = 0) -> Outcome:
+        seconds = max(request.ended for request in served) - min(request.arrived for request in served)
+        tokens = sum(request.output_tokens for request in served)
+        good = sum(map(targets.met, served))
+        return Outcome(
+            len(served),
+            seconds,
+            tokens / seconds,
+            len(served) / seconds,
+            good / seconds,
+            good / len(served),
+            Spread.of([request.ttft for request in served]),
+            Spread.of([request.tpot for request in served]),
+            tokens / max(1, sum(request.rounds for request in served)),
+            preemptions,
+        )
+
+
+def poisson_times(rate: float, count: int, seed: int) -> list[float]:
+    """Arrival times of a Poisson process with `rate` requests a second; the first is 0."""
+    dice = random.Random(f"arrivals {seed}")
+    times = [0.0]
+    while len(times) < count:
+        times.append(times[-1] + dice.expovariate(rate))
+    return times
+
+
+def send(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    times: Sequence[float],
+    on_served: Callable[[int], None] = lambda count: None,
+) -> list[Served]:
+    """Send each prompt (token ids) at its time, in seconds after the first; returns the outcomes in the same order.
+
+    on_served: called with the number of requests that were answered since the last call.
     """
-    alone = [one for _ in range(_ALONE) for one in send([0.0], 0)]
-    send([0.0] * _TOGETHER, 0)
-    apart_s = _APART * median(one.ttft for one in alone)
-    send([apart_s * i for i in range(_BEHIND)], 0)
-    for crowd in _CROWDS if crowds else ():
-        send([0.0] * crowd, 0)
-    for nodes in _SMALL if drafts else ():
-        send([0.0], nodes)
-        send([0.0] * _TOGETHER, nodes)
-    return median(one.ended for one in alone)
+    return asyncio.run(_send(llm, prompts, params, times, on_served))
 
 
-def poisson(rate: float, count: int, traces: Sequence[Trace], seed: int) -> list[Coming]:
-    """Requests as they were recorded, in random order, all of them before one comes again."""
-    likes = _dealt(len(traces), count, seed)
-    times = poisson_times(rate, count, seed)
-    return [
-        Coming(at, traces[like].prompt_tokens, traces[like].output_tokens, like)
-        for at, like in zip(times, likes, strict=True)
-    ]
+async def _send(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    times: Sequence[float],
+    on_served: Callable[[int], None],
+) -> list[Served]:
+    clock = asyncio.get_running_loop().time
+    begun = clock()
 
+    async def one(prompt: Sequence[int], own: SamplingParams, at: float) -> Served:
+        await asyncio.sleep(max(0.0, begun + at - clock()))
+        came = clock() - begun
+        last: RequestOutput | None = None
+        stream = llm.open_stream({"prompt_token_ids": list(prompt)}, own, streaming=False)
+        try:
+            while arrived := await stream.take():
+                last = arrived[-1]
+        finally:
+            stream.close()
+        assert last is not None
+        answer = last.outputs[0]
+        if answer.error is not None:
+            raise RequestError(f"a request of the traffic failed: {answer.error}")
+        on_served(1)
+        timing = answer.timing
+        return Served(
+            came,
+            len(prompt),
+            len(answer.token_ids),
+            came + timing.first_token_s,
+            came + timing.total_s,
+            answer.speculation.rounds,
+        )
 
-def replay(traces: Sequence[Trace]) -> list[Coming]:
-    """The recorded requests when they came."""
-    first = min(trace.arrived for trace in traces)
-    return [Coming(t.arrived - first, t.prompt_tokens, t.output_tokens, i) for i, t in enumerate(traces)]
-
-
-def read_traffic(path: Path, traces: Sequence[Trace], seed: int, rate: float | None = None) -> list[Coming]:
-    """JSON lines with `arrival` (seconds), `prompt_tokens` and `output_tokens`.
-
-    rate: stretch or squeeze the times so that so many come a second; None: as they are written.
-    """
-    lines = read_named(path, "--traffic").splitlines()
-    found = [_read_line(line, f"--traffic {path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise ConfigError(f"--traffic {path}: holds no requests; one JSON object a line")
-    found.sort(key=lambda one: one.at)
-    first, last = found[0].at, found[-1].at
-    scale = 1.0
-    if rate is not None and len(found) > 1:
-        if last == first:
-            raise ConfigError(f"--rate {rate:g}: the requests of {path} all come at once; leave it out, or spread them")
-        scale = (len(found) - 1) / (last - first) / rate
-    likes = _dealt(len(traces), len(found), seed)
-    return [replace(one, at=(one.at - first) * scale, like=like) for one, like in zip(found, likes, strict=True)]
-
-
-def _read_line(line: str, where: str) -> Coming:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error}); {_SUCH_AS}") from error
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: no JSON object; {_SUCH_AS}")
-    found: dict[str, Any] = {}
-    for key, least, kind in (("arrival", 0, "seconds"), ("prompt_tokens", 1, "tokens"), ("output_tokens", 1, "tokens")):
-        if key not in entry:
-            raise ConfigError(f"{where}: {key} is missing; {_SUCH_AS}")
-        value = entry[key]
-        right = isinstance(value, int if least else int | float) and not isinstance(value, bool)
-        if not right or not least <= value < math.inf:
-            raise ConfigError(f"{where}: {key}={value!r}: must be a number of {kind}, {least} or more; {_SUCH_AS}")
-        found[key] = value
-    return Coming(found["arrival"], found["prompt_tokens"], found["output_tokens"], 0, where)
-
-
-def _dealt(cards: int, count: int, seed: int) -> list[int]:
-    dice = random.Random(f"requests {seed}")
-    dealt: list[int] = []
-    while len(dealt) < count:
-        deck = list(range(cards))
-        dice.shuffle(deck)
-        dealt += deck
-    return dealt[:count]
+    jobs = zip(prompts, params, times, strict=True)
+    return list(await asyncio.gather(*(one(*job) for job in jobs)))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from slipstream.bench import baseline, live, memory, report, run
+from slipstream.bench import baseline, memory, report, run, traffic
 from slipstream.bench.load import STREAMS, VOCAB, beside_long_prompts, library
-from slipstream.bench.outcome import Outcome, Targets
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
+from slipstream.bench.traffic import Outcome, Targets
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.measuring import BreakingOff, busy_warning, counting_bar, hardware, load_before, versions
 from slipstream.cli.options import (
@@ -376,9 +376,9 @@ def at_rates(
         turns = [i % len(ids) for i in range(count)]
         llm.generate([{"prompt_token_ids": list(ids[0])}], replace(each[0], max_tokens=32))
         for rate in rates:
-            times = live.poisson_times(rate, count, common.seed or 0)
+            times = traffic.poisson_times(rate, count, common.seed or 0)
             with counting(f"requests answered, {rate:g} a second", count) as on_served:
-                served = live.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
+                served = traffic.send(llm, [ids[i] for i in turns], [each[i] for i in turns], times, on_served)
             outcomes.append((rate, Outcome.of(served, targets)))
         remarks = list(llm.remarks)
     console, way = Console(), drafters[0] if drafters else "off"

@@ -115,7 +115,7 @@ _SETTINGS = (
 def model_card(record: Record, drafter: str, *, acceptance: Record | None = None, licence: str | None = None) -> str:
     """The card as Markdown. record: `run.json`. drafter: its spec, such as eagle:PATH.
 
-    acceptance: the output of `bench/acceptance.py`, shown by task for this recipe.
+    acceptance: the output of `tools/acceptance.py`, shown by task for this recipe.
     """
     config = record["config"]
     recipe, target = config["recipe"], _short(config["target"])

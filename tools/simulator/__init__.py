@@ -1,0 +1,1 @@
+"""The serving engine played on recorded rounds and guesses, to judge planners without a GPU."""
