@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain
 
 import numpy as np
@@ -24,9 +25,22 @@ def level_choices(depth: int) -> tuple[int, ...]:
     return (*[levels for levels in _LEVELS if levels < depth], depth)
 
 
+@cache
 def sizes_up_to(most: int) -> list[int]:
     """Nodes of a draft that are compared: few, since each is captured by itself."""
     return [*[size for size in EDGES if size < most], *[most] * (most > 0)]
+
+
+@cache
+def _trees_up_to(most: int, levels: tuple[Levels, ...]) -> tuple[list[int], list[int]]:
+    """Nodes and levels of the trees that are compared."""
+    pairs: list[tuple[int, int]] = []
+    above = 0
+    for deep, nodes in levels:  # what fits into fewer levels is no reason for more
+        pairs += [(size, deep) for size in sizes_up_to(min(most, nodes)) if size > above]
+        above = deep
+    pairs = pairs or [(most, levels[0].deep)]
+    return [size for size, _ in pairs], [deep for _, deep in pairs]
 
 
 # --- guesses that take time -------------------------------------------------------------------------------------------
@@ -76,19 +90,12 @@ def chain_sizes(caps: Sequence[int], chances: Floats) -> Sizes:
 
 def tree_sizes(caps: Sequence[int], levels: Sequence[Levels], chances: Floats, kept: Floats) -> Sizes:
     """chances [L, B]: that a whole tree is right to each depth; kept [D, MAX_NODES + 1]: as in `NodeRanks`."""
-    pairs: list[tuple[int, int]] = []
-    above = 0
-    for deep, most in levels:  # what fits into fewer levels is no reason for more
-        found = sizes_up_to(min(max(caps), most))
-        pairs += [(nodes, deep) for nodes in found if nodes > above]
-        above = deep
-    pairs = pairs or [(max(caps), levels[0].deep)]
-    nodes, deep = np.array(pairs).T  # [C]
-    drafted = np.minimum(nodes[:, None], np.array(caps))  # [C, B]
+    nodes, deep = _trees_up_to(max(caps), tuple(levels))  # [C]
+    drafted = np.minimum(np.array(nodes)[:, None], np.array(caps))  # [C, B]
     depths = np.arange(len(chances))  # [L]
     parts = kept[np.minimum(depths, DEPTHS - 1)][:, np.minimum(drafted, MAX_NODES)]  # [L, C, B]
-    right = np.where((depths[:, None] < deep)[:, :, None], chances[:, None, :] * parts, 0.0)
-    return Sizes(nodes.tolist(), deep.tolist(), right.sum(0), drafted)
+    right = np.where((depths[:, None] < np.array(deep))[:, :, None], chances[:, None, :] * parts, 0.0)
+    return Sizes(nodes, deep, right.sum(0), drafted)
 
 
 @dataclass(frozen=True, slots=True)
