@@ -1,4 +1,4 @@
-"""What tests do in the engine's own process: `EngineProcess.call` takes these. Nothing here may need pytest."""
+"""Functions for `EngineProcess.call`: they run in the engine's process. Nothing here may need pytest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def everything_is_free(llm: LLM) -> None:
 
 
 def hold(llm: LLM, passes: int = 0, then: str = "") -> None:
-    """The engine stops before a pass, when it has made so many more, until it is released.
+    """After `passes` more passes, hold the engine before the next one until it is released.
 
     then: "lock": native code goes on with the interpreter's lock; "device": the device fails.
     """
@@ -97,5 +97,5 @@ def logs(llm: LLM, text: str) -> None:
 
 
 def turns(llm: LLM) -> tuple[float, bool]:
-    """How long threads wait for each other, and whether Python leaves old objects alone."""
+    """The switch interval, and whether old objects are frozen."""
     return sys.getswitchinterval(), gc.get_freeze_count() > 0

@@ -1,4 +1,4 @@
-"""Streams under asyncio: they grow, they end, and whoever stops listening leaves nothing behind."""
+"""Streams under asyncio: they grow, they end, and a stream that is closed frees everything."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def everything_is_free(llm: LLM) -> None:
-    llm._loop.call(lambda: None)  # behind whatever was asked for before
+    llm._loop.call(lambda: None)  # after all earlier actions
     assert not llm.engine.jobs
     assert not llm.engine.busy
     assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
 
 
 class Gate:
-    """Holds the engine before a pass, so that what happens meanwhile does not depend on the clock."""
+    """Holds the engine before a pass, so that the test does not depend on the clock."""
 
     def __init__(self, llm: LLM) -> None:
         self._forward = llm.engine.target.forward
@@ -106,7 +106,7 @@ def test_abort_by_id(llm: LLM) -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_cancelled_task_frees_everything(llm: LLM, after: int) -> None:
-    """Also one that is cancelled before its first token, while the engine has not even heard of it."""
+    """Also one that is cancelled before the engine has taken it."""
 
     async def main() -> None:
         gate = Gate(llm)
@@ -162,8 +162,8 @@ def test_a_name_is_taken_while_its_request_runs(llm: LLM) -> None:
     everything_is_free(llm)
 
 
-def test_an_owner_who_leaves_late_ends_nobody_else(llm: LLM) -> None:
-    """The first stream is left behind when its request has long ended and its name is another's."""
+def test_closing_an_ended_stream_does_not_abort_a_namesake(llm: LLM) -> None:
+    """The first stream is closed after its request ended, when another has its name."""
 
     async def main() -> None:
         left: Any = llm.generate_async([1], SamplingParams(max_tokens=8, ignore_eos=True), request_id="name")
@@ -201,7 +201,7 @@ def test_names_that_look_like_anothers_samples(open_llm: Callable[..., LLM], tin
     everything_is_free(llm)
 
 
-def test_what_cannot_run_raises(llm: LLM) -> None:
+def test_bad_requests_raise(llm: LLM) -> None:
     async def main() -> None:
         with pytest.raises(InvalidRequest, match="the prompt is empty"):
             await collect(llm.generate_async(""))
@@ -215,7 +215,7 @@ def test_what_cannot_run_raises(llm: LLM) -> None:
 
 
 def test_an_event_loop_that_died_does_not_take_the_engine_along(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its streams are ended as soon as the engine finds nobody there; other callers notice nothing."""
+    """The engine drops its requests at their next output; other callers are not affected."""
     gate = Gate(llm)
     loop = asyncio.new_event_loop()
     stream: Any = llm.generate_async([1], LONG)
@@ -223,7 +223,7 @@ def test_an_event_loop_that_died_does_not_take_the_engine_along(llm: LLM, monkey
     loop.call_soon(loop.stop)
     loop.run_forever()
     assert gate.reached.wait(60)
-    with monkeypatch.context() as patch:  # the stream's owner says nothing: the engine must find out by itself
+    with monkeypatch.context() as patch:  # the stream's owner does not drop it
         patch.setattr(llm._loop, "drop", lambda job: None)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

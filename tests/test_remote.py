@@ -63,7 +63,7 @@ EVERYTHING = SamplingParams(
         drafter="suffix", draft_tokens=3, verifier="rejection", tenant="ann", material=("x y", "z"), origins=True
     ),
 )
-"""No field has its usual value but the form, which does not go with some of the others."""
+"""No field has its default, except for the grammar, which excludes some of the others."""
 
 FORM = StructuredOutputsParams(regex="[ab]{3,9}")
 
@@ -81,7 +81,7 @@ def process(tiny_target: Path) -> Iterator[EngineProcess]:
 
 
 def answered(host: EngineProcess | InProcess, *asked: tuple[Any, SamplingParams]) -> list[RequestOutput]:
-    """All that a stream brings of requests that start together."""
+    """All outputs of requests that start together."""
 
     async def main() -> list[RequestOutput]:
         jobs = [await asyncio.to_thread(host.prepare, prompt, params) for prompt, params in asked]
@@ -190,7 +190,7 @@ class Clock:
 
 
 class Saying:
-    """A request that says a token in every round."""
+    """A request that gets a token in every step."""
 
     def __init__(self, outbox: Outbox, number: int) -> None:
         self._outbox, self._number, self._new = outbox, number, 0
@@ -207,9 +207,7 @@ class Saying:
 
 
 @pytest.mark.parametrize(("streams", "round_s", "together"), [(7, 0.001, 1), (32, 0.008, 1), (32, 0.001, 5)])
-def test_a_crowd_with_short_rounds_is_told_of_several_in_one_message(
-    streams: int, round_s: float, together: int
-) -> None:
+def test_short_steps_of_a_crowd_share_a_message(streams: int, round_s: float, together: int) -> None:
     clock = Clock(each=3e-6)
     saying = [Saying(clock.outbox, number) for number in range(streams)]
     for _ in range(400):
@@ -256,22 +254,22 @@ def test_answers_are_the_librarys(process: EngineProcess, llm: LLM) -> None:
         assert there[-1].prompt_token_ids == here[-1].prompt_token_ids
 
 
-def test_requests_start_together_and_are_counted(process: EngineProcess) -> None:
+def test_requests_that_start_together_are_counted(process: EngineProcess) -> None:
     before = process.snapshot().finished.get("length", 0)
     asked = [(f"x{i}", SamplingParams(max_tokens=5, ignore_eos=True, output_kind="delta")) for i in range(4)]
     outputs = answered(process, *asked)
     assert sum(output.finished for output in outputs) == 4
-    assert process.snapshot().finished["length"] == before + 4  # who heard of the end finds it counted
+    assert process.snapshot().finished["length"] == before + 4  # the end was counted before it was delivered
     assert process.pulse().alive
 
 
-def test_what_is_wrong_is_refused_as_in_the_library(process: EngineProcess, llm: LLM) -> None:
+def test_bad_requests_are_refused_as_in_the_library(process: EngineProcess, llm: LLM) -> None:
     form = StructuredOutputsParams(regex="a{")
     for prompt, params in (
         ("", SamplingParams()),
         ([EOS + 1000], SamplingParams()),
         ([1] * 5000, SamplingParams()),
-        ("a", SamplingParams(speculation=SpeculationParams(drafter="nobody"))),
+        ("a", SamplingParams(speculation=SpeculationParams(drafter="unknown"))),
         ("a", SamplingParams(logit_bias={10_000: 1.0})),
         ("a", SamplingParams(structured_outputs=form)),
     ):
@@ -281,7 +279,7 @@ def test_what_is_wrong_is_refused_as_in_the_library(process: EngineProcess, llm:
             process.prepare(prompt, params, compiling=CompileLimits())
 
 
-def test_two_of_one_name_are_refused_by_the_engine(process: EngineProcess) -> None:
+def test_a_name_in_use_is_refused_by_the_engine(process: EngineProcess) -> None:
     async def main() -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind="delta")
         first, second = (process.start(process.prepare("a", params, request_id="same")) for _ in range(2))
@@ -295,7 +293,7 @@ def test_two_of_one_name_are_refused_by_the_engine(process: EngineProcess) -> No
     process.call(inside.everything_is_free)
 
 
-def test_a_form_that_nobody_starts_is_forgotten(process: EngineProcess) -> None:
+def test_a_compiled_grammar_is_dropped_with_its_request(process: EngineProcess) -> None:
     job = process.prepare("a", SamplingParams(structured_outputs=FORM))
     assert process.call(inside.kept) == 1
     del job
@@ -303,7 +301,7 @@ def test_a_form_that_nobody_starts_is_forgotten(process: EngineProcess) -> None:
     assert process.call(inside.kept) == 0
 
 
-def test_a_form_whose_owner_forgets_it_while_it_runs_ends_by_itself(process: EngineProcess) -> None:
+def test_a_running_request_outlives_its_owners_reference(process: EngineProcess) -> None:
     params = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[ab]{20}"))
 
     async def main() -> None:
@@ -317,7 +315,7 @@ def test_a_form_whose_owner_forgets_it_while_it_runs_ends_by_itself(process: Eng
     assert process.call(inside.kept) == 0
 
 
-def test_calls_bring_back_what_was_raised(process: EngineProcess) -> None:
+def test_calls_return_errors(process: EngineProcess) -> None:
     assert process.call(inside.process_id) == process._process.pid
     with pytest.raises(QueueFull) as full:
         process.call(inside.raises, QueueFull("come again", 3.0))
@@ -355,20 +353,19 @@ def test_a_bad_message_fails_one_request(process: EngineProcess) -> None:
     assert process.call(inside.process_id) == process._process.pid
 
 
-def test_what_the_process_logs_is_in_our_log(process: EngineProcess, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_childs_log_records_reach_the_server(process: EngineProcess, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "slipstream")
     process.call(inside.logs, "50% of %s")
     assert ("slipstream.inside", logging.WARNING, "50% of %s") in caplog.record_tuples
 
 
-def test_threads_of_the_process_take_quick_turns(process: EngineProcess) -> None:
+def test_threads_of_the_child_switch_quickly(process: EngineProcess) -> None:
     interval, frozen = process.call(inside.turns)
     assert interval == pytest.approx(0.0001)
     assert frozen
 
 
-def test_silence_is_a_sign_of_trouble(process: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of the test's own."""
+def test_a_silent_process_counts_as_stuck(process: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.perf_counter()
     monkeypatch.setattr(process, "on_state", lambda *_: None)
     monkeypatch.setattr(process, "_pulse", Pulse(True, 0.0))
@@ -398,7 +395,7 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
         (["-c", "import threading; threading.Event().wait()"], "hung up without ending, and was killed"),
     ],
 )
-def test_a_process_that_does_not_even_listen(
+def test_a_process_that_does_not_open_the_model(
     program: list[str], why: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "Event" in program[1]:
@@ -412,7 +409,7 @@ def test_a_process_that_does_not_even_listen(
     assert process.returncode is not None
 
 
-def test_whatever_lies_in_the_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "socket.py").write_text("raise SystemExit('from the folder')\n")
     monkeypatch.chdir(tmp_path)
     process, channel = spawn()
@@ -421,8 +418,8 @@ def test_whatever_lies_in_the_folder_is_not_imported(tmp_path: Path, monkeypatch
     channel.close()
 
 
-def test_a_closed_one_says_so(tiny_target: Path) -> None:
-    """And what ran is told, and whoever waits."""
+def test_a_closed_engine_refuses_requests(tiny_target: Path) -> None:
+    """And running requests are aborted."""
     process = EngineProcess(tiny_target, device="cpu", memory="64MiB", drafter="none", threads=1)
 
     async def main() -> None:
