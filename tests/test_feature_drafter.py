@@ -95,13 +95,6 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestTokensStay:
     """With whatever head: greedy and sampled, filtered, penalized, forked, in company."""
 
-    def test_in_company(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
-        plain = Stepper(tiny_target, None).run(JOBS)
-        got = kind(tiny_target, Noting(RandomHead(), **shape)).run(JOBS)
-        assert [out.token_ids for out in got] == [out.token_ids for out in plain]
-        assert all(out.speculation.by_drafter["noting"].drafts for out in got)
-        assert not any(out.speculation.by_drafter["noting"].failures for out in got)
-
     def test_with_a_vocabulary_of_its_own(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
         head = RandomHead(ids=range(5, 200, 3))
         plain = Stepper(tiny_target, None).run(JOBS)
@@ -109,12 +102,6 @@ class TestTokensStay:
         assert [out.token_ids for out in got] == [out.token_ids for out in plain]
         kind(tiny_target, drafter := Noting(head, **shape)).run(JOBS[:2])
         assert {token for noted in drafter.noted for token in noted.tokens} <= set(range(5, 200, 3))
-
-    def test_preempted(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
-        jobs = [job(20, 30), job(20, 30, temperature=1.0, seed=2), job(20, 30, joins=1)]
-        plain = Stepper(tiny_target, None).run(jobs)
-        small = kind(tiny_target, Noting(RandomHead(), **shape), pages=10, page_size=16, max_model_len=96)
-        assert [out.token_ids for out in small.run(jobs)] == [out.token_ids for out in plain]
 
     def test_a_short_context_of_its_own(self, tiny_target: Path, kind: Any, shape: dict[str, int]) -> None:
         """Where the head's context ends, the answer goes on."""
