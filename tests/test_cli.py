@@ -255,7 +255,7 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("generate Hi --temperature -1", "--temperature -1.0: must be 0 (greedy) to"),
+        ("generate Hi --temperature -1", "--temperature -1.0: must be 0 to 1e+06"),
         ("generate Hi --top-p 2", "--top-p 2.0: must be"),
         ("generate Hi --raw --system x", "--raw"),
         ("generate Hi --logprobs 2", "add --json"),

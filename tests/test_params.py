@@ -11,6 +11,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculationParams
 from slipstream.core.errors import InvalidRequest, RequestError
+from slipstream.core.params import SETTINGS
 
 RIGHT: dict[str, list[Any]] = {
     "n": [1, 128],
@@ -37,14 +38,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("n", 129, "1 to 128"),
     ("n", 1.5, "a whole number"),
     ("n", None, "a whole number"),
-    ("temperature", -0.1, "0 (greedy) to"),
-    ("temperature", math.nan, "0 (greedy) to"),
-    ("temperature", math.inf, "0 (greedy) to"),
+    ("temperature", -0.1, "0 to 1e+06 (0 is greedy)"),
+    ("temperature", math.nan, "0 to 1e+06 (0 is greedy)"),
+    ("temperature", math.inf, "0 to 1e+06 (0 is greedy)"),
     ("temperature", "hot", "a number"),
     ("top_p", 0, "above 0, at most 1"),
     ("top_p", 1.01, "above 0, at most 1"),
     ("top_p", math.nan, "above 0, at most 1"),
-    ("top_k", -2, "0 (off) or more"),
+    ("top_k", -2, "-1 or more (0 and -1 are off)"),
     ("top_k", 2.5, "a whole number"),
     ("min_p", -0.1, "0 to 1"),
     ("min_p", 1.1, "0 to 1"),
@@ -59,8 +60,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("min_tokens", 257, "at most max_tokens=256"),
     ("max_tokens", 0, "1 or more"),
     ("max_tokens", 7.0, "a whole number"),
-    ("seed", -1, "0 to 2^64 - 1"),
-    ("seed", 2**64, "0 to 2^64 - 1"),
+    ("seed", -1, f"0 to {2**64 - 1} (None draws a fresh one)"),
+    ("seed", 2**64, f"0 to {2**64 - 1} (None draws a fresh one)"),
     ("seed", 1.5, "a whole number"),
     ("logprobs", -1, "0 to 20"),
     ("logprobs", 21, "0 to 20"),
@@ -107,6 +108,17 @@ def test_speculation_is_not_turned_off_by_none() -> None:
     nothing: Any = None
     with pytest.raises(InvalidRequest, match=r"speculation=None: must be .*enabled=False\) for plain decoding"):
         SamplingParams(speculation=nothing)
+
+
+def test_each_setting_is_declared_once() -> None:
+    """What the command line and HTTP need of a setting is in its declaration."""
+    assert SETTINGS.keys() >= {"temperature", "top_p", "top_k", "min_p", "seed", "n", "min_tokens", "ignore_eos"}
+    for name, setting in SETTINGS.items():
+        assert setting.default == getattr(SamplingParams(), name)
+        assert setting.fault(setting.default) is None
+        assert setting.help or not (setting.metavar or setting.http)
+    assert (SETTINGS["min_p"].kind, SETTINGS["min_p"].low, SETTINGS["min_p"].high) == (float, 0, 1)
+    assert SETTINGS["top_p"].above
 
 
 def test_an_unknown_key_is_refused() -> None:

@@ -1,15 +1,19 @@
-"""What a caller may ask of one request: how to sample, when to stop, how to speculate.
+"""The parameters of one request: how to sample, when to stop, how to speculate.
 
-Everything here only changes the target's probabilities or where the answer ends, so nothing needs a special case
-in the verifier (see `docs/exactness.md`). Field names and meanings follow vLLM's `SamplingParams` where it has them.
+Each only changes the target's probabilities or where the answer ends, so the verifier has no special case for any
+of them (`docs/exactness.md`). Names and meanings follow vLLM's `SamplingParams` where it has them.
+
+A number or switch is declared once, by `_setting` in `SamplingParams`: default, range and help text. Its check, its
+flag and its HTTP field are derived from that (`SETTINGS`). What a new setting does to the probabilities stands in two
+more files: its column in `sampling/table.py`, its rule in `sampling/adjust.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.structured import StructuredOutputsParams
@@ -23,12 +27,62 @@ MAX_TEMPERATURE = 1e6
 MAX_BIAS = 1e6
 MIN_REPETITION = 0.01
 MAX_REPETITION = 10.0
-"""Logits are divided by it, in 32 bits: far below, they are infinite; long before, nothing else counts."""
+"""Logits are divided by the repetition penalty in fp32: a much smaller one makes them infinite."""
 TO_THE_END = 2**30
-"""What `max_tokens=None` becomes: more than any context holds, so that the context's end is the limit."""
+"""The value of `max_tokens=None`: above any context length, so that the context is the limit."""
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 VerifierName = Literal["exact", "rejection"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of a number or switch of `SamplingParams`.
+
+    low, high: the range, both ends included; None: unbounded. above: `low` itself is excluded.
+    note: what a special value means, such as "0 is off".
+    help: the help text of the flag, and the description of the HTTP field.
+    metavar: the placeholder in the help of the command line; "": there is no flag. The flag of `top_p` is `--top-p`.
+    short: a short form of the flag, such as "-t".
+    http: an HTTP request has a field of the same name, kind and range.
+    """
+
+    kind: type[int] | type[float] | type[bool]
+    default: int | float | bool | None
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    note: str = ""
+    help: str = ""
+    metavar: str = ""
+    short: str = ""
+    http: bool = True
+
+    def fault(self, value: object) -> str | None:
+        """What the value must be instead; None: it is valid."""
+        if value is None and self.default is None:
+            return None
+        if self.kind is bool:
+            return None if isinstance(value, bool) else "True or False"
+        if not (_whole(value) if self.kind is int else _number(value)):
+            return "a whole number" if self.kind is int else "a number"
+        number: Any = value
+        fits = (self.low is None or number >= self.low) and (self.high is None or number <= self.high)
+        return None if fits and not (self.above and number == self.low) else self.range
+
+    @property
+    def range(self) -> str:
+        """The range in words."""
+        low, high = (f"{end:g}" if isinstance(end, float) else str(end) for end in (self.low, self.high))
+        if self.high is None:
+            words = f"{low} or more"
+        else:
+            words = f"above {low}, at most {high}" if self.above else f"{low} to {high}"
+        return f"{words} ({self.note})" if self.note else words
+
+
+def _setting(kind: type[int] | type[float] | type[bool], default: int | float | bool | None, **more: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(kind, default, **more)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +133,8 @@ class SpeculationParams:
 class SamplingParams:
     """How one request is sampled and when it ends. Temperature 0 is greedy.
 
-    seed: same seed, same prompt, same parameters: same tokens, with or without speculation, alone or in a batch; with
-        the verifier "rejection" only while the drafts are the same, too. None draws a fresh one.
+    seed: the same seed, prompt and parameters give the same tokens, with or without speculation, alone or in a batch;
+        with the verifier "rejection" only while the drafts are the same, too. None draws a fresh one.
     allowed_token_ids: the only tokens that may be chosen, ends of the text included; None: all.
     logprobs: return the log probability of each token and of this many alternatives, from the raw model
         (before temperature, penalties and masks).
@@ -91,29 +145,84 @@ class SamplingParams:
     output_kind: what each output of a stream holds: "cumulative" everything so far, "delta" only what is new since the
         one before, "final_only" everything, once, at the end. Times and counts are always those so far.
     cache_salt: prompts share cached pages only with those of the same salt and the same `speculation.tenant`.
-    timeout_s: seconds from its arrival after which it ends, with what it has by then and the reason "timeout".
+    timeout_s: seconds from arrival after which the request ends with its tokens so far and the reason "timeout".
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: int = _setting(int, 1, low=1, high=MAX_N, help="Answers to return.")
+    temperature: float = _setting(
+        float,
+        1.0,
+        low=0,
+        high=MAX_TEMPERATURE,
+        note="0 is greedy",
+        metavar="T",
+        short="-t",
+        help="0 always takes the likeliest token; 0.7 is usual for varied answers, 1 is the model as trained.",
+    )
+    top_p: float = _setting(
+        float,
+        1.0,
+        low=0,
+        high=1,
+        above=True,
+        metavar="P",
+        help="Sample only from the likeliest tokens that together hold this much probability, such as 0.9; 1 is off.",
+    )
+    top_k: int = _setting(
+        int,
+        0,
+        low=-1,
+        note="0 and -1 are off",
+        metavar="K",
+        help="Sample only from the K likeliest tokens, such as 40; 0 is off.",
+    )
+    min_p: float = _setting(
+        float,
+        0.0,
+        low=0,
+        high=1,
+        metavar="P",
+        help="Leave out tokens less likely than this share of the likeliest, such as 0.05; 0 is off.",
+    )
+    presence_penalty: float = _setting(
+        float,
+        0.0,
+        low=-2,
+        high=2,
+        help="Subtracted from the logit of each token that the answer has already; 0 is off.",
+    )
+    frequency_penalty: float = _setting(
+        float, 0.0, low=-2, high=2, help="Subtracted for each time that the answer has the token already; 0 is off."
+    )
+    repetition_penalty: float = _setting(
+        float,
+        1.0,
+        low=MIN_REPETITION,
+        high=MAX_REPETITION,
+        note="1 is off",
+        help="Divides the logits of tokens of the prompt and the answer, or multiplies negative ones; 1 is off.",
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
-    min_tokens: int = 0
-    max_tokens: int = 256
+    min_tokens: int = _setting(int, 0, low=0, help="No end of the text before this many tokens.")
+    max_tokens: int = _setting(int, 256, low=1, metavar="N", http=False, help="Longest answer in tokens, such as 1000.")
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = _setting(bool, False, help="Keep the stop string at the end of the text.")
+    ignore_eos: bool = _setting(bool, False, help="Go on behind the end of the text, up to max_tokens.")
+    seed: int | None = _setting(
+        int,
+        None,
+        low=0,
+        high=MAX_SEED,
+        note="None draws a fresh one",
+        metavar="N",
+        http=False,
+        help="Same seed, same tokens, with or without speculation, such as 7.",
+    )
+    logprobs: int | None = _setting(int, None, low=0, high=MAX_LOGPROBS, http=False)
+    skip_special_tokens: bool = _setting(bool, True, help="Leave special tokens out of the text.")
     prediction: str | None = None
     speculation: SpeculationParams = SpeculationParams()
     structured_outputs: StructuredOutputsParams | None = None
@@ -130,60 +239,39 @@ class SamplingParams:
         self._check("cache_salt", isinstance(self.cache_salt, str), "a text")
         timed = self.timeout_s is None or (_number(self.timeout_s) and self.timeout_s > 0)
         self._check("timeout_s", timed, "seconds, above 0, or None for no end")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
-        object.__setattr__(self, "bad_words", words)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
-        if self.top_k == -1:  # vLLM's other spelling of "off"
-            object.__setattr__(self, "top_k", 0)
-        if self.max_tokens is None:
-            object.__setattr__(self, "max_tokens", TO_THE_END)
-        for key in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"):
-            optional = key in ("seed", "logprobs") and getattr(self, key) is None
-            self._check(key, optional or _whole(getattr(self, key)), "a whole number")
-        for key in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            self._check(key, _number(getattr(self, key)), "a number")
-        for key in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            self._check(key, isinstance(getattr(self, key), bool), "True or False")
         self._check(
             "output_kind", self.output_kind in get_args(OutputKind), f"one of {', '.join(get_args(OutputKind))}"
         )
-        self._check("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
-        self._check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"0 (greedy) to {MAX_TEMPERATURE:g}")
-        self._check("top_p", 0 < self.top_p <= 1, "above 0, at most 1")
-        self._check("top_k", self.top_k >= 0, "0 (off) or more")
-        self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
-        self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
-        self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
-        self._check(
-            "repetition_penalty",
-            MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION,
-            f"{MIN_REPETITION:g} to {MAX_REPETITION:g} (1 is off)",
-        )
-        self._check("min_tokens", self.min_tokens >= 0, "0 or more")
-        self._check("max_tokens", self.max_tokens >= 1, "1 or more")
+        if self.max_tokens is None:
+            self._set("max_tokens", TO_THE_END)
+        for key, setting in SETTINGS.items():
+            if (right := setting.fault(getattr(self, key))) is not None:
+                raise InvalidRequest(f"{key}={getattr(self, key)!r}: must be {right}")
         self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
-        self._check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, "0 to 2^64 - 1, or None for a fresh one")
-        self._check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        self._set("top_k", max(0, self.top_k))
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         self._check("stop", len(stops) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
         self._check("stop", all(isinstance(s, str) and s for s in stops), "non-empty strings")
-        self._check("bad_words", all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings")
-        self._check_form()
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        self._check("bad_words", all(isinstance(s, str) and s for s in words), "non-empty strings")
+        self._set("stop", stops)
+        self._set("stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._set("bad_words", words)
+        self._set("logit_bias", dict(self.logit_bias or {}))
+        biases = all(_number(b) and abs(float(b)) <= MAX_BIAS for b in self.logit_bias.values())
+        self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
         if self.allowed_token_ids is not None:
             ids = tuple(self.allowed_token_ids) if isinstance(self.allowed_token_ids, Iterable) else ()
             right = bool(ids) and all(map(_whole, ids))
             self._check("allowed_token_ids", right, "a list of token ids, one at least, or None")
-            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(ids)))
-        biases = all(_moderate(b) for b in self.logit_bias.values())
-        self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
+            self._set("allowed_token_ids", tuple(dict.fromkeys(ids)))
+        self._check_form()
 
     def _check_form(self) -> None:
         """A form says itself where the answer may end, and then it must."""
         form = self.structured_outputs
         if isinstance(form, Mapping):
-            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(form))
+            self._set("structured_outputs", StructuredOutputsParams.of(form))
         elif form is None:
             return
         self._check("structured_outputs", isinstance(self.structured_outputs, StructuredOutputsParams), "a mapping")
@@ -193,6 +281,9 @@ class SamplingParams:
     def _check(self, key: str, right: bool, remedy: str) -> None:
         if not right:
             raise InvalidRequest(f"{key}={getattr(self, key)!r}: must be {remedy}")
+
+    def _set(self, key: str, value: object) -> None:
+        object.__setattr__(self, key, value)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -204,14 +295,19 @@ class SamplingParams:
 
     @property
     def rejects(self) -> bool:
-        """Is its draft judged by rejection sampling? At temperature 0 that is the exact verifier, with more work."""
+        """Its drafts are judged by rejection sampling; at temperature 0 by the exact verifier, which is the same."""
         return self.speculation.enabled and self.speculation.verifier == "rejection" and not self.greedy
 
     @property
     def penalized(self) -> bool:
-        """Does the next token's probability depend on how often tokens came before?"""
+        """The next token's probability depends on how often tokens came before."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
+
+SETTINGS: Mapping[str, Setting] = {
+    one.name: one.metadata["setting"] for one in fields(SamplingParams) if "setting" in one.metadata
+}
+"""By name: the numbers and switches of `SamplingParams`, from which flags and HTTP fields are derived."""
 
 # a dataclass has its constructor only now
 SamplingParams.__init__ = takes_vllm_names(SAMPLING, InvalidRequest)(SamplingParams.__init__)  # type: ignore[method-assign]
@@ -224,7 +320,3 @@ def _whole(value: object) -> bool:
 def _number(value: object) -> bool:
     """True and False are numbers to Python; here they are an argument in the wrong place."""
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _moderate(value: object) -> bool:
-    return isinstance(value, Real) and _number(value) and abs(float(value)) <= MAX_BIAS
