@@ -19,9 +19,8 @@ from slipstream.cli.main import main
 from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.drafters import DrafterSpec, base, parse_merged
 from slipstream.engine.remote import EngineProcess
-from slipstream.serve.admission import Admission
+from slipstream.serve.admission import Admission, Drain
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.drain import Drain
 from slipstream.serve.metrics import Metrics
 from test_remote import answered
 

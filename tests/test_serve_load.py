@@ -22,9 +22,8 @@ from serving import MODEL, InProcess, serving
 from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import HostDrafter
-from slipstream.serve.admission import Admission
+from slipstream.serve.admission import Admission, Drain
 from slipstream.serve.config import ApiKey, Limits, ServeConfig
-from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError
 from slipstream.serve.server import HttpServer
 from test_async import Gate, everything_is_free

@@ -18,10 +18,9 @@ from conftest import CHAT_TEMPLATE, save_model, tiny_llama
 from serving import MODEL, serving
 from slipstream import LLM
 from slipstream.models.load import load_tokenizer
-from slipstream.serve import neutral
 from slipstream.serve.gate import IGNORED_FIELDS
-from slipstream.serve.neutral import Neutral
 from slipstream.serve.prompts import PromptMaker
+from slipstream.serve.schemas import ChatRequest, CompletionRequest, Neutral, StreamOptions
 from slipstream.serve.server import HttpServer
 
 ASKED = [{"role": "user", "content": "what now?"}]
@@ -273,8 +272,8 @@ def test_a_form_is_called_what_the_client_called_it(
 
 
 TABLES: list[tuple[str, str, Neutral]] = [
-    *(("/v1/chat/completions", name, one) for name, one in neutral.CHAT.items()),
-    *(("/v1/completions", name, one) for name, one in neutral.COMPLETION.items()),
+    *(("/v1/chat/completions", name, one) for name, one in ChatRequest.neutral.items()),
+    *(("/v1/completions", name, one) for name, one in CompletionRequest.neutral.items()),
 ]
 
 
@@ -358,9 +357,9 @@ def test_the_docs_have_the_same_table() -> None:
     text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     rows = {name: line for line in lines for name in line.split("|")[1].split("`")[1::2]}
-    tables = (neutral.CHAT, neutral.COMPLETION, neutral.STREAM_OPTIONS)
+    tables = (ChatRequest.neutral, CompletionRequest.neutral, StreamOptions.neutral)
     for name, one in {name: one for table in tables for name, one in table.items()}.items():
-        key = f"stream_options.{name}" if name in neutral.STREAM_OPTIONS else name
+        key = f"stream_options.{name}" if name in StreamOptions.neutral else name
         assert key in rows, name
         for value in one.values or ():
             assert f"`{json.dumps(value)}`" in rows[key], (name, value)

@@ -210,7 +210,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(serve, "hosted", hosted)
     monkeypatch.setattr("slipstream.serve.server.HttpServer", http_server)
-    monkeypatch.setattr("slipstream.serve.logs.set_up", lambda form: None)
+    monkeypatch.setattr("slipstream.serve.telemetry.log_to_stderr", lambda form: None)
     return found
 
 

@@ -306,10 +306,10 @@ def serve(
         raise ConfigError(f"serve needs {error.name}: {install('serve')}") from error
     drafters = () if common.no_speculation else common.drafters
     with hosted(common, drafters, max_num_seqs=max_num_seqs, warm_up=True, **more) as llm:
-        from slipstream.serve.logs import set_up
         from slipstream.serve.server import HttpServer
+        from slipstream.serve.telemetry import log_to_stderr
 
-        set_up(settings.log_format)
+        log_to_stderr(settings.log_format)
         if template is not None:
             llm.tokenizer.chat_template = template
         server = HttpServer(llm, settings)

@@ -1,9 +1,10 @@
-"""The endpoints. What they do is in `service.py`; who comes in, in `gate.py`."""
+"""The endpoints. `service.py` has their work, `gate.py` the checks before them."""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
@@ -16,17 +17,15 @@ from starlette.types import ASGIApp, Scope
 from slipstream import __version__
 from slipstream.core.errors import SlipstreamError
 from slipstream.engine.remote import EngineProcess
-from slipstream.serve.complaints import from_validation
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import ApiError, for_log, from_exception
+from slipstream.serve.errors import ApiError, for_log, from_exception, from_validation
 from slipstream.serve.gate import IGNORED_FIELDS, UNENFORCED, Gate
 from slipstream.serve.live import LiveView, Seen
 from slipstream.serve.metrics import CONTENT_TYPE
 from slipstream.serve.page import add_page
-from slipstream.serve.record import Record
 from slipstream.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from slipstream.serve.service import Service
-from slipstream.serve.telemetry import Tracer
+from slipstream.serve.telemetry import Record, Tracer
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -36,7 +35,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (404, "There is no such model."),
         (408, "It took too long."),
         (413, "The body is too long."),
-        (429, "Too many requests: come again after Retry-After seconds."),
+        (429, "Too many requests: retry after Retry-After seconds."),
         (503, "The server is shutting down."),
     )
 }
@@ -56,25 +55,23 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="Slipstream",
         version=__version__,
-        description="OpenAI's interface to a language model that speculates.",
+        description="OpenAI's API for a language model with speculative decoding.",
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
     )
     _add_errors(app)
-
     begun = Seen(time.perf_counter())
 
     @functools.cache
     def view_of(tenant: str) -> LiveView:
-        made = LiveView(
+        return LiveView(
             lambda: service.snapshot(tenant),
             lambda: service.admission.inside_of(tenant),
             lambda: service.health().status,
             service.drain.watchers_end,
             lambda: not tenant or tenant in service.keys.tenants,
+            begun,
         )
-        made.begun = begun
-        return made
 
     @app.post("/v1/completions", response_class=Response, responses=_ANSWERS)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -119,19 +116,21 @@ def make_app(service: Service) -> FastAPI:
         view = view_of(Record.of(request.scope).tenant)
         if stream:
             return StreamingResponse(view.watch(every), media_type="text/event-stream")
-        return Response(view.view(view.begun)[0].json, media_type="application/json")
+        return Response(view.view(begun)[0].json, media_type="application/json")
 
     @app.get("/version", responses=_ERRORS)
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    add_page(app)  # last: paths are tried one by one, and these are asked for rarely
+    add_page(app)  # last: routes are tried in order, and these are rare
     return app
 
 
-def make_gate(llm: EngineProcess, config: ServeConfig) -> tuple[ASGIApp, Service]:
+def make_gate(
+    llm: EngineProcess, config: ServeConfig, crowded: Callable[[], str] = lambda: ""
+) -> tuple[ASGIApp, Service]:
     """The whole service as one ASGI application."""
-    service = Service(llm, config)
+    service = Service(llm, config, crowded)
     app = make_app(service)
     known = frozenset(path for route in app.routes if isinstance(path := getattr(route, "path", None), str))
     tracer = Tracer() if config.telemetry else None
@@ -140,7 +139,7 @@ def make_gate(llm: EngineProcess, config: ServeConfig) -> tuple[ASGIApp, Service
         one_model = record.path.startswith("/v1/models/")
         endpoint = "/v1/models/{model}" if one_model else record.path if record.path in known else "other"
         if tracer is not None:
-            tracer.tell(scope, record, endpoint)
+            tracer.trace(scope, record, endpoint)
         service.metrics.answered(endpoint, record.status)
 
     max_body = config.limits.body_for(llm.max_model_len)
@@ -152,8 +151,30 @@ def make_gate(llm: EngineProcess, config: ServeConfig) -> tuple[ASGIApp, Service
     return gate, service
 
 
+def _add_errors(app: FastAPI) -> None:
+    """Answer every error in OpenAI's format, and note it in the record."""
+
+    def api_error(request: Request, error: Exception) -> ApiError:
+        if isinstance(error, UnicodeEncodeError):  # half a surrogate pair, which pydantic cannot show
+            return ApiError(400, "the body has a text that is not UTF-8; mend its encoding", code="invalid_value")
+        if isinstance(error, RequestValidationError):
+            return from_validation(error.errors(), error.body)
+        if isinstance(error, StarletteHTTPException):
+            return _no_endpoint(request, error)
+        return from_exception(error)
+
+    async def answer(request: Request, error: Exception) -> Response:
+        told = api_error(request, error)
+        Record.of(request.scope).error = told.for_log if told.status < 500 else for_log(error)
+        return told.response()
+
+    kinds = (UnicodeEncodeError, ApiError, SlipstreamError, RequestValidationError, HTTPException, Exception)
+    for kind in (*kinds, StarletteHTTPException):
+        app.add_exception_handler(kind, answer)
+
+
 def _no_endpoint(request: Request, error: StarletteHTTPException) -> ApiError:
-    """The framework says no more than the name of the status."""
+    """An error of the framework, which says only the name of the status."""
     headers, asked = dict(error.headers or {}), f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         return ApiError(404, f"{asked}: there is no such endpoint; /openapi.json lists them", code="not_found")
@@ -162,35 +183,3 @@ def _no_endpoint(request: Request, error: StarletteHTTPException) -> ApiError:
         remedy = f"{asked}: this endpoint does not know the method; use {allowed}"
         return ApiError(405, remedy, code="method_not_allowed", headers=headers)
     return ApiError(error.status_code, str(error.detail), headers=headers)
-
-
-def _add_errors(app: FastAPI) -> None:
-    async def say(request: Request, error: Exception) -> Response:
-        Record.of(request.scope).error = for_log(error)
-        return from_exception(error).response()
-
-    async def say_invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        told = from_validation(error.errors(), error.body)
-        Record.of(request.scope).error = told.for_log
-        return told.response()
-
-    async def say_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
-        told = _no_endpoint(request, error)
-        Record.of(request.scope).error = told.for_log
-        return told.response()
-
-    async def say_no_text(request: Request, error: Exception) -> Response:
-        """Half a surrogate pair: JSON can write it, and pydantic cannot tell what is wrong with a field that has it."""
-        told = ApiError(400, "the body has a text that is not UTF-8; mend its encoding", code="invalid_value")
-        Record.of(request.scope).error = told.for_log
-        return told.response()
-
-    app.add_exception_handler(UnicodeEncodeError, say_no_text)
-    app.add_exception_handler(ApiError, say)
-    app.add_exception_handler(SlipstreamError, say)
-    app.add_exception_handler(RequestValidationError, say_invalid)
-    app.add_exception_handler(HTTPException, say_http)
-    app.add_exception_handler(StarletteHTTPException, say_http)
-    app.add_exception_handler(Exception, functools.partial(say))

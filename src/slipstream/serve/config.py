@@ -1,4 +1,4 @@
-"""How a server is set up. One frozen object, so that two places cannot disagree."""
+"""The settings of a server, and its API keys."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ LogFormat = Literal["text", "json"]
 ToolFormat = Literal["auto", "hermes", "llama3_json"]
 _MOST_KEYS = 10_000
 _PADDED = 16
-"""Characters that a key has at least which ends with `=`; what is shorter is a tenant whose key was left out."""
+"""Fewest characters of a key that ends with `=`. A shorter text is a tenant without its key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key and whose it is. Tenants do not see each other in drafts and caches; the key itself is never shown."""
+    """The digest of a key, and its tenant. Tenants share no drafts and no caches. The key itself is not kept."""
 
     tenant: str
     digest: bytes = field(repr=False)
 
     @classmethod
     def of(cls, written: str) -> ApiKey:
-        """From `TENANT=KEY`, or a bare key, whose tenant is then named after its hash.
+        """From `TENANT=KEY`, or a bare key, whose tenant is named after its hash.
 
-        `=` at the end of a long one is part of it, as base64 writes them: no key may become a name, which logs show.
+        A long text that ends with `=` is a bare key in base64: a key must not become a name, because logs show names.
         """
         whole = written.strip()
         tenant, parted, key = whole.partition("=")
-        if not key.strip("="):  # there is no other `=` than at the end
+        if not key.strip("="):  # the only `=` are at the end
             tenant, key = "", whole if not parted or len(whole) >= _PADDED else ""
         if not re.fullmatch(r"[\w.@-]{0,64}", tenant):
             raise ConfigError("API key: a tenant's name must be of letters, digits and . _ @ -, as in TENANT=KEY")
@@ -46,7 +46,7 @@ class ApiKey:
 
 
 def read_keys(given: Sequence[ApiKey], file: Path | None) -> tuple[ApiKey, ...]:
-    """The keys that were given and those of a file. Raises `ConfigError`, which never says what a key is."""
+    """The given keys and those of a file. Raises `ConfigError`, which never shows a key."""
     found, where = list(given), ""
     if file is not None:
         where = f"--api-keys {file}: "
@@ -56,7 +56,7 @@ def read_keys(given: Sequence[ApiKey], file: Path | None) -> tuple[ApiKey, ...]:
                     found.append(ApiKey.of(line))
                 except ConfigError as error:
                     raise ConfigError(f"{where}line {number}: {error}") from None
-        if len(found) == len(given):  # a file that is named and empty must not open the server
+        if len(found) == len(given):  # an empty file must not open the server to everyone
             raise ConfigError(f"{where}has no key; write one [TENANT=]KEY a line")
     if len(found) > _MOST_KEYS:
         raise ConfigError(f"{where}API keys: {len(found)} are too many; give at most {_MOST_KEYS}")
@@ -67,15 +67,15 @@ def read_keys(given: Sequence[ApiKey], file: Path | None) -> tuple[ApiKey, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for. Beyond these it is refused with 400 (413 for the body), before it costs anything.
+    """The limits of one request. Beyond them it is refused with 400 (413 for the body), before it costs anything.
 
-    body_bytes: of the JSON that comes in; None: 1 MiB, and 32 bytes for every token that the context has.
-    body_s: seconds within which it must be here.
-    prompts: of one /v1/completions request.
-    choices: n; times prompts.
-    top_logprobs, stops, stop_chars: of one request.
-    nesting: levels of lists and objects in the body, schemas and tools included.
-    request_s: seconds from its arrival to the end of its answer.
+    body_bytes: size of the JSON; None: 1 MiB, and 32 bytes for every token of the context.
+    body_s: seconds until the body must have arrived.
+    prompts: prompts of one /v1/completions request.
+    choices: n times the prompts.
+    stop_chars: characters of one stop string.
+    nesting: levels of lists and objects in schemas and tools.
+    request_s: seconds from arrival to the end of the answer.
     """
 
     body_bytes: int | None = None
@@ -94,7 +94,7 @@ class Limits:
                 raise ConfigError(f"{key}={getattr(self, key)!r}: must be above 0")
 
     def body_for(self, context: int) -> int:
-        """Most bytes of a body, for a model with such a context."""
+        """Most bytes of a body. context: the model's, in tokens."""
         return self.body_bytes or 2**20 + 32 * context
 
 
@@ -102,23 +102,23 @@ class Limits:
 class ServeConfig:
     """A server around one engine.
 
-    models: the names under which clients ask for the model; the first is shown in answers.
-    keys: who may come in; nobody is asked where there are none, and no file of them.
-    key_file: more of them, one [TENANT=]KEY a line.
-    allowed_hosts: names that clients may reach it by, beside those of this machine ("*": any). Where none is
-        given, they are checked only on a server for this machine that asks for no key.
-    max_queue: answers that may wait for a place in the engine; more are refused with 429.
-    max_queue_per_key: answers of one tenant that may wait; None: of several tenants a quarter of max_queue.
-    slo_ttft_ms, slo_tpot_ms: what a first token and each later one may take for /metrics to count a request as good.
+    models: the model's names in requests; the first is shown in answers.
     metrics_port: serve /metrics on this port (0: any free one) instead of the main one.
-    chunk_chars: characters of every event of a stream, all events padded to one size; None: what a round brought.
+    slo_ttft_ms, slo_tpot_ms: limits of the times to the first token and per later token, for /metrics to count a
+        request as good.
+    keys, key_file: the API keys, and a file with more, one [TENANT=]KEY a line. Without any, no key is needed.
+    allowed_hosts: the host names of the server, beside those of this machine ("*": any). Without any, names are
+        checked only on a server for this machine that needs no key.
+    allowed_origins: origins of web pages that browsers let read answers ("*": any).
     strict_fields: refuse unknown fields instead of ignoring them.
-    allowed_origins: pages from elsewhere that browsers let ask this server ("*": any).
+    max_queue: answers that may wait for a place in the engine; more are refused with 429.
+    max_queue_per_key: waiting answers of one tenant; None: with several tenants a quarter of max_queue.
+    chunk_chars: characters of every event of a stream, all events padded to one size; None: one event a step.
     drain_s: seconds that running requests have when the server is told to end.
-    stall_s: seconds without a sign of progress before /health says that the engine hangs; after twice as many it is
-        killed, and the server ends.
-    compiling: what forms of answers may take to compile.
-    telemetry: send OpenTelemetry traces, by that library's own environment variables.
+    stall_s: seconds without progress until /health reports a hanging engine; after twice as many it is killed, and the
+        server ends.
+    telemetry: send OpenTelemetry traces, as that library's own environment variables say.
+    compiling: limits of compiling the form of an answer.
     """
 
     models: Sequence[str] = ("default",)

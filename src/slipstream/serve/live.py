@@ -1,4 +1,4 @@
-"""What is going on right now, for pages that show it: a typed view of the engine, as JSON or as a stream of events."""
+"""The state of the engine right now, for the page: as JSON, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -14,38 +14,35 @@ from functools import cached_property
 from slipstream.core.outputs import DrafterStats, SpeculationStats
 from slipstream.core.snapshot import Snapshot
 from slipstream.serve.errors import ApiError
-from slipstream.serve.record import Record, add_stats
+from slipstream.serve.telemetry import Record, add_stats
 
 PACES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-"""Who wants another has the next slower: each pace is a look at the engine of its own."""
+"""Other paces become the next slower one: the engine is asked once for each pace."""
 MAX_WATCHERS = 256
 
 
 @dataclass(frozen=True)
 class Live:
-    """The engine's counts, and how fast they grew since the view before (since the start, in the first)."""
+    """The engine's counts, and their rates since the view before (in the first view, since the start)."""
 
     time: float
     uptime_s: float
-    seconds: float  # over which the rates below are taken
+    seconds: float  # over which the rates are taken
     tokens_per_s: float
     rounds_per_s: float
     accepted_per_s: float
-    inside: int  # answers that the server has taken in and not finished
+    inside: int  # admitted answers that have not ended
     health: str
     engine: Snapshot
 
     @cached_property
     def json(self) -> str:
-        """Written once, for all who listen."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
 
 @dataclass(slots=True)
 class Own:
-    """What one tenant's requests came to, of all that a server does. Answers under way count with the tokens that were
-    told, and with the rest when they end.
-    """
+    """The counts of one tenant's requests. Running answers add their tokens so far, and the rest when they end."""
 
     finished: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -64,9 +61,9 @@ class Own:
             self.stats.plan = answer.speculation.plan or self.stats.plan
 
     def snapshot(self, running: int, waiting: int, told: int, names: Iterable[str]) -> Snapshot:
-        """told: tokens of answers under way; names: of the drafters there are.
+        """told: tokens of running answers; names: the loaded drafters.
 
-        What belongs to all tenants together, such as pages, is 0 or empty.
+        Values that belong to all tenants together, such as pages, are 0 or empty.
         """
         stats, drafters = self.stats, self.stats.by_drafter.values()
         drafts, declined = sum([one.drafts for one in drafters]), sum([one.declined for one in drafters])
@@ -100,17 +97,17 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An earlier look at the engine."""
+    """The counts of an earlier view. at: by time.perf_counter."""
 
-    at: float  # by time.perf_counter
+    at: float
     tokens: int = 0
     rounds: int = 0
     accepted: int = 0
 
 
 class LiveView:
-    """look: the engine's counts; inside: answers taken in; health: in a word; ended: set when the server drains;
-    may_look: whether the watchers' key is still known."""
+    """look: reads the engine's counts; inside: the admitted answers; health: in one word; ended: set when the server
+    drains; may_look: the watcher's key is still valid; begun: when the server started."""
 
     def __init__(
         self,
@@ -119,6 +116,7 @@ class LiveView:
         health: Callable[[], str],
         ended: asyncio.Event | None = None,
         may_look: Callable[[], bool] = lambda: True,
+        begun: Seen | None = None,
     ) -> None:
         self._look = look
         self._inside = inside
@@ -126,7 +124,7 @@ class LiveView:
         self._ended = ended or asyncio.Event()
         self._may_look = may_look
         self._beats: dict[float, _Beat] = {}  # by pace
-        self.begun = Seen(time.perf_counter())
+        self.begun = begun or Seen(time.perf_counter())
 
     def view(self, before: Seen) -> tuple[Live, Seen]:
         engine, now = self._look(), time.perf_counter()
@@ -145,13 +143,13 @@ class LiveView:
         return live, Seen(now, engine.generated_tokens, engine.rounds, engine.accepted_tokens)
 
     async def pause(self, seconds: float) -> None:
-        """So long, or until the server drains."""
+        """Sleep, but not beyond the beginning of the drain."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
 
     def watch(self, every_s: float) -> AsyncGenerator[str, None]:
-        """`events` for strangers: at one of a few paces, and for not too many of them."""
+        """`events` at one of the fixed paces. Raises 429 beyond MAX_WATCHERS."""
         watching = sum(beat.listeners for beat in self._beats.values())
         if watching >= MAX_WATCHERS:
             wait = {"Retry-After": "10"}
@@ -159,14 +157,14 @@ class LiveView:
         return self.events(next(pace for pace in PACES_S if pace >= every_s))
 
     async def events(self, every_s: float) -> AsyncGenerator[str, None]:
-        """A view now, and one every so many seconds, as server-sent events; until the server drains."""
+        """A view now and one every `every_s` seconds, as server-sent events, until the server drains."""
         beat = self._beats.get(every_s) or _Beat(self, every_s)
         self._beats[every_s] = beat
         beat.listeners += 1
         try:
-            yield _event(beat.last)
+            yield f"data: {beat.last.json}\n\n"
             while not self._ended.is_set() and self._may_look():
-                yield _event(await beat.next())
+                yield f"data: {(await beat.next()).json}\n\n"
         finally:
             beat.listeners -= 1
             if not beat.listeners:
@@ -174,7 +172,7 @@ class LiveView:
 
 
 class _Beat:
-    """Views at one pace: however many listen, the engine is asked once."""
+    """Views at one pace, shared by all its listeners."""
 
     def __init__(self, view: LiveView, every_s: float) -> None:
         self.listeners = 0
@@ -184,7 +182,7 @@ class _Beat:
         self._coming: asyncio.Task[Live] | None = None
 
     async def next(self) -> Live:
-        """The view that comes next. Whoever is first to wait for it sets the clock; one who goes away stops nothing."""
+        """The next view. The first listener starts the clock; a listener that leaves stops nothing."""
         if self._coming is None or self._coming.done():
             self._coming = asyncio.create_task(self._look())
         return await asyncio.shield(self._coming)
@@ -193,7 +191,3 @@ class _Beat:
         await self._view.pause(self._every_s)
         self.last, self._seen = self._view.view(self._seen)
         return self.last
-
-
-def _event(live: Live) -> str:
-    return f"data: {live.json}\n\n"

@@ -1,14 +1,14 @@
-"""Numbers for Prometheus, under vLLM's names where it has them (`vllm:…` is `slipstream:…` here).
+"""Metrics for Prometheus, under vLLM's names where it has them (`vllm:…` is `slipstream:…` here).
 
-What the engine counts is read when somebody asks; only what belongs to a single request is noted as requests end. So
-watching costs a round nothing.
+The engine's counts are read for each scrape; only the times of single requests are noted, as they end. So metrics cost
+a step nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,35 +16,18 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from slipstream.core.outputs import DrafterStats
 from slipstream.core.snapshot import GAP_BOUNDS_S, Snapshot
 from slipstream.engine.remote import EngineProcess
 from slipstream.serve.admission import Admission
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.record import AnswerRecord, Record
+from slipstream.serve.telemetry import AnswerRecord, Record
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+# fmt: off
 _SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 120.0,
 )
+# fmt: on
 DECISIONS = (
     "Rounds of an answer by drafter. drafted: it had a draft. Else why not: off: no drafter, or all switched off; "
     "plain: to compare with; declined: not expected to pay, or lost lately; no_guess: it had none; "
@@ -52,10 +35,11 @@ DECISIONS = (
     "late: not waited for; failed: before."
 )
 _TOKENS = tuple(float(2**n) for n in range(18))
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
-    """One engine's. Its registry is its own, so that several servers can live in one process."""
+    """The metrics of one engine. Several servers can live in one process: each has its own registry."""
 
     def __init__(self, llm: EngineProcess, config: ServeConfig, admission: Admission) -> None:
         model, self._slo = config.models[0], (config.slo_ttft_ms, config.slo_tpot_ms)
@@ -84,7 +68,7 @@ class Metrics:
         )
 
     def observe(self, record: Record) -> None:
-        """A request's answers ended."""
+        """Note a request that ended."""
         if self._slo != (None, None) and not record.disconnected:
             met = bool(record.answers) and all(map(self._meets_slo, record.answers))
             self._good.labels(self._model, "yes" if met else "no").inc()
@@ -105,7 +89,7 @@ class Metrics:
         return answer.finish_reason in ("stop", "length") and soon and fast
 
     def answered(self, path: str, status: int) -> None:
-        """An HTTP request was answered, whatever it asked for."""
+        """Count an HTTP request to any path."""
         self._http.labels(self._model, path, status).inc()
 
     def text(self) -> bytes:
@@ -117,7 +101,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine when somebody asks."""
+    """Reads the engine's counts for each scrape."""
 
     def __init__(self, llm: EngineProcess, model: str, admission: Admission) -> None:
         self._llm = llm
@@ -126,15 +110,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._llm.snapshot()
-        yield self._gauge("num_requests_running", "Answers in the making.", now.running)
-        yield self._gauge("num_requests_waiting", "Answers that wait for their turn.", now.waiting)
+        yield self._gauge("num_requests_running", "Answers that run.", now.running)
+        yield self._gauge("num_requests_waiting", "Answers that wait.", now.waiting)
         yield self._gauge(
-            "kv_cache_usage_perc", "Part of the cache's pages in use, 0 to 1.", now.pages_used / now.pages
+            "kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.", now.pages_used / now.pages
         )
-        yield self._gauge(
-            "kv_cache_cached_pages", "Free pages that hold prompts which may come again.", now.pages_cached
-        )
-        yield self._count("prefix_cache_queries", "Prompt tokens looked for in the cache.", now.prefix_queries)
+        yield self._gauge("kv_cache_cached_pages", "Free pages that keep earlier prompts.", now.pages_cached)
+        yield self._count("prefix_cache_queries", "Prompt tokens looked up in the cache.", now.prefix_queries)
         yield self._count("prefix_cache_hits", "Prompt tokens found in the cache.", now.prefix_hits)
         gaps = HistogramMetricFamily(
             "slipstream:inter_token_latency_seconds",
@@ -144,40 +126,40 @@ class _EngineCollector(Collector):
         bounds = [*map(str, GAP_BOUNDS_S), "+Inf"]
         gaps.add_metric([self._model], [*zip(bounds, accumulate(now.token_gaps), strict=True)], now.token_gaps_s)
         yield gaps
-        memory = GaugeMetricFamily(
-            "slipstream:spec_decode_drafter_memory_bytes",
-            "Memory that a drafter holds: weights, its part of the cache, workspace, texts.",
-            labels=["model_name", "drafter"],
-        )
-        for name, held in now.drafter_bytes.items():
-            memory.add_metric([self._model, name], held)
-        yield memory
+        about = "Memory of a drafter: weights, its part of the cache, workspace, texts."
+        name = "slipstream:spec_decode_drafter_memory_bytes"
+        yield self._by(GaugeMetricFamily(name, about, labels=["model_name", "drafter"]), now.drafter_bytes)
         yield self._count("num_preemptions", "Answers that had to give back their pages.", now.preemptions)
         refused = now.refused + self._admission.refused
         yield self._count("requests_refused", "Requests answered with 429.", refused)
         yield self._count("prompt_tokens", "Tokens of prompts.", now.prompt_tokens)
         yield self._count("generation_tokens", "Tokens generated.", now.generated_tokens)
-        yield self._by("request_success", "Answers that ended, by reason.", "finished_reason", now.finished.items())
+        yield self._counts("request_success", "Answers that ended, by reason.", "finished_reason", now.finished)
         yield from self._speculation(now)
         yield self._count("rounds", "Rounds: passes of the target that emitted tokens.", now.rounds)
-        parts = (("draft", now.draft_s), ("verify", now.verify_s), ("host", now.host_s))
-        yield self._by("round_seconds", "Time of rounds, by part.", "part", parts)
+        parts = {"draft": now.draft_s, "verify": now.verify_s, "host": now.host_s}
+        yield self._counts("round_seconds", "Time of rounds, by part.", "part", parts)
 
     def _speculation(self, now: Snapshot) -> Iterator[Metric]:
         yield self._count("spec_decode_num_drafts", "Drafts.", now.drafts)
         yield self._count("spec_decode_num_draft_tokens", "Tokens drafted.", now.draft_tokens)
-        yield self._count("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", now.accepted_tokens)
-        yield self._count("spec_decode_num_rolled_back_tokens", "Drafted tokens that did not.", now.rejected_tokens)
-        positions = ((str(i), count) for i, count in enumerate(now.accepted_by_position))
-        about = "Drafts whose token at this place stood."
-        yield self._by("spec_decode_num_accepted_tokens_per_pos", about, "position", positions)
-        for key, about in (("drafts", "Drafts"), ("drafted", "Tokens drafted"), ("accepted", "Tokens that stood")):
-            name = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "accepted": "num_accepted_tokens"}[key]
-            parts = _of(now.drafters, key)
-            yield self._by(f"spec_decode_{name}_by_drafter", f"{about}, by drafter.", "drafter", parts)
+        yield self._count("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", now.accepted_tokens)
+        yield self._count(
+            "spec_decode_num_rolled_back_tokens", "Drafted tokens that were rejected.", now.rejected_tokens
+        )
+        positions = {str(i): count for i, count in enumerate(now.accepted_by_position)}
+        about = "Drafts whose token at this position was accepted."
+        yield self._counts("spec_decode_num_accepted_tokens_per_pos", about, "position", positions)
+        for key, name, about in (
+            ("drafts", "num_drafts", "Drafts, by drafter."),
+            ("drafted", "num_draft_tokens", "Tokens drafted, by drafter."),
+            ("accepted", "num_accepted_tokens", "Drafted tokens that were accepted, by drafter."),
+        ):
+            values = {drafter: getattr(stats, key) for drafter, stats in now.drafters.items()}
+            yield self._counts(f"spec_decode_{name}_by_drafter", about, "drafter", values)
         drops = CounterMetricFamily(
             "slipstream_drafter_dropped",
-            "Answers that went on without a drafter. raised: it raised; invalid: it gave no valid draft; late, unread: "
+            "Answers that went on without a drafter. raised: it raised; invalid: its draft was invalid; late, unread: "
             "it was too slow, and is not asked any more.",
             labels=["model_name", "drafter", "reason"],
         )
@@ -185,20 +167,16 @@ class _EngineCollector(Collector):
             for reason, count in reasons.items():
                 drops.add_metric([self._model, drafter, reason], count)
         yield drops
-        yield self._by("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late.items())
+        yield self._counts("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late)
         about = "Shapes of drafts that are no graph."
-        yield self._by("spec_decode_drafter_unrecorded", about, "drafter", now.unrecorded.items())
-        fates = (("taken", now.ahead_taken), ("wasted", now.ahead_wasted))
-        yield self._by("spec_decode_drafts_ahead", "Drafts begun before their round was planned.", "fate", fates)
-        yield self._by("spec_decode_decisions", DECISIONS, "reason", now.decisions.items())
-        gains = GaugeMetricFamily(
-            "slipstream:spec_decode_gain",
-            "How many times as fast as plain steps drafted ones were lately, by drafter and batch size.",
-            labels=["model_name", "kind"],
+        yield self._counts("spec_decode_drafter_unrecorded", about, "drafter", now.unrecorded)
+        fates = {"taken": now.ahead_taken, "wasted": now.ahead_wasted}
+        yield self._counts("spec_decode_drafts_ahead", "Drafts begun before their round was planned.", "fate", fates)
+        yield self._counts("spec_decode_decisions", DECISIONS, "reason", now.decisions)
+        about = "Measured speed of drafted steps over plain ones, lately, by drafter and batch size."
+        yield self._by(
+            GaugeMetricFamily("slipstream:spec_decode_gain", about, labels=["model_name", "kind"]), now.gains
         )
-        for kind, gain in now.gains.items():
-            gains.add_metric([self._model, kind], gain)
-        yield gains
 
     def _gauge(self, name: str, about: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"slipstream:{name}", about, labels=["model_name"])
@@ -210,14 +188,10 @@ class _EngineCollector(Collector):
         family.add_metric([self._model], value)
         return family
 
-    def _by(self, name: str, about: str, label: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"slipstream:{name}", about, labels=["model_name", label])
-        for key, value in values:
+    def _counts(self, name: str, about: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+        return self._by(CounterMetricFamily(f"slipstream:{name}", about, labels=["model_name", label]), values)
+
+    def _by(self, family: Family, values: Mapping[str, float]) -> Family:
+        for key, value in values.items():
             family.add_metric([self._model, key], value)
         return family
-
-
-def _of(drafters: Any, key: str) -> Iterator[tuple[str, float]]:
-    stats: DrafterStats
-    for name, stats in drafters.items():
-        yield name, getattr(stats, key)

@@ -1,7 +1,7 @@
-"""Prompts and conversations into token ids. What a client writes is text: special tokens in it stay text.
+"""Turns prompts and conversations into token ids. Special tokens that a client writes stay text.
 
-A tokenizer sees a special token wherever its spelling stands. So each such spelling in a client's text is cut in two,
-and the parts are tokenized one by one: no part spells one any more, and together they are still the same text.
+A tokenizer makes a special token of its spelling anywhere. So each such spelling in a client's text is cut in two, and
+the parts are tokenized one by one: no part spells a special token, and together they are the same text.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ from jinja2.exceptions import TemplateError
 from slipstream.core.spellings import byte_of, from_byte_level
 from slipstream.engine.requests import check_text
 from slipstream.serve.errors import ApiError, refused
-from slipstream.serve.nesting import check_nesting
-from slipstream.serve.sampling import text_of
-from slipstream.serve.schemas import AssistantMessage, ChatFields, ChatRequest, TokenizeRequest
+from slipstream.serve.schemas import AssistantMessage, ChatRequest, Conversation, check_nesting, text_of
 
-Templated = ChatFields | TokenizeRequest
 _DEEPEST = 64
-"""Levels of a call's arguments that are followed down."""
+"""Most levels of a call's arguments."""
 
 
 class PromptMaker:
-    """Everything that turns a request's words into ids, for one tokenizer. Any thread may call it."""
+    """Tokenizes requests, for one tokenizer. Any thread may call it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._template = _default_template(getattr(tokenizer, "chat_template", None))
 
     def encode(self, text: str, *, special: bool = True, parse: bool = False) -> list[int]:
-        """A text as it is. special: with what the tokenizer puts around a text; parse: see special tokens in it."""
+        """The tokens of a text. special: add the tokenizer's own around it; parse: read special tokens in it."""
         check_text(text)
         if parse or not self._controls.search(text):
             return list(self._tokenizer.encode(text, add_special_tokens=special))
@@ -46,8 +43,8 @@ class PromptMaker:
             ids += self._tokenizer.encode(part, add_special_tokens=False)
         return ids
 
-    def conversation(self, asked: Templated) -> list[str]:
-        """A conversation by the model's chat template, up to where the answer begins: parts to be `joined`."""
+    def conversation(self, asked: Conversation) -> list[str]:
+        """A conversation in the model's chat template, up to the beginning of the answer: parts for `joined`."""
         if self._template is None:
             raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
         mark = _mark()
@@ -85,7 +82,7 @@ class PromptMaker:
         return [part for part in rendered.split(mark) if part]
 
     def joined(self, parts: Sequence[str], *, special: bool = False) -> list[int]:
-        """The tokens of texts that are tokenized one by one. special: the first with what is put around a text."""
+        """The tokens of parts, tokenized one by one. special: add the tokenizer's own before the first."""
         encode = self._tokenizer.encode
         return [t for i, part in enumerate(parts) for t in encode(part, add_special_tokens=special and not i)]
 
@@ -101,11 +98,11 @@ class PromptMaker:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def spellings(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it."""
+        """The vocabulary's spelling of each token."""
         return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def bytes_of(self, token: int, text: str) -> bytes:
-        """What a token stands for; text: as it reads by itself, which half a character does not."""
+        """The bytes of a token. text: its decoded text, which is no text for a part of a character."""
         written = None
         if "\ufffd" in text:
             spelling = self.spellings([token])[0]
@@ -118,17 +115,17 @@ class PromptMaker:
 
     def _message(self, message: Any, mark: str) -> dict[str, Any]:
         role = "system" if message.role == "developer" else message.role
-        strict = role in ("user", "tool")  # an assistant's words may hold the template's own marks, as it wrote them
+        strict = role in ("user", "tool")  # an answer may have the template's own marks
         controls = self._wide_controls if strict else self._controls
 
         def cut(text: str) -> str:
             return _cut(text, controls, mark)
 
-        told: dict[str, Any] = {"role": role, "content": cut(text_of(message.content or ""))}
+        told: dict[str, Any] = {"role": role, "content": cut(text_of(message.content))}
         if isinstance(message, AssistantMessage):
             told["content"] = told["content"] or cut(message.refusal or "")
             if thought := message.reasoning_content or message.reasoning:
-                told["reasoning_content"] = cut(thought)  # which templates of reasoning models know
+                told["reasoning_content"] = cut(thought)  # for the templates of reasoning models
         if message.name is not None:
             told["name"] = cut(message.name)
         if message.role == "tool":
@@ -143,7 +140,7 @@ class PromptMaker:
 
     @cached_property
     def _wide_controls(self) -> re.Pattern[str]:
-        """And the tokens that the template puts between messages, special or not."""
+        """Special tokens, and the tokens that the template writes between messages."""
         template = self._template or ""
         return _pattern(
             [t.content for t in self._added if t.special or (t.content in template and not t.content.isspace())]
@@ -163,21 +160,19 @@ To call one, answer with its name and its arguments, and its result comes in the
 Where no function helps, answer in words."""
 _PLAIN_CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 _PLAIN_RESULT = "<tool_response>\n{}\n</tool_response>"
-_OURS = {"messages", "conversation", "tools", "chat_template", "tokenize", "return_dict", "return_tensors", "padding"}
-_OURS |= {
-    "add_generation_prompt",
-    "continue_final_message",
-    "truncation",
-    "max_length",
-    "tokenizer_kwargs",
-    "documents",
+# fmt: off
+_OURS = {
+    "messages", "conversation", "tools", "chat_template", "tokenize", "return_dict", "return_tensors", "padding",
+    "add_generation_prompt", "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "documents",
+    "return_assistant_tokens_mask", "sanitize_control_tokens",
 }
-_OURS |= {"return_assistant_tokens_mask", "sanitize_control_tokens"}
+# fmt: on
+"""Arguments of `apply_chat_template` that are not the template's."""
 
 
 def _plainly(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The same conversation in plain text, for a template that knows no tools: calls as `HermesParser` reads them,
-    results as a user's messages, and in front what there is to call."""
+    """A conversation for a template without tools: a system message lists them, calls are written as
+    `HermesParser` reads them, and results are user messages."""
     told: list[dict[str, Any]] = []
     if tools:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -190,7 +185,7 @@ def _plainly(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[d
         if role == "tool":
             role, texts = "user", [_PLAIN_RESULT.format(message["content"])]
         text = "\n".join(filter(None, texts))
-        if told and told[-1]["role"] == role:  # templates may want roles in turn
+        if told and told[-1]["role"] == role:  # some templates require alternating roles
             told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{text}"}
         else:
             kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
@@ -199,14 +194,14 @@ def _plainly(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[d
 
 
 def _default_template(template: object) -> str | None:
-    """Some models have several, by name."""
+    """Some models have several templates by name."""
     if isinstance(template, Mapping):
         template = template.get("default")
     return template if isinstance(template, str) else None
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """As templates want it: the arguments as an object, where they are one."""
+    """A call for templates, which want the arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError):
@@ -218,25 +213,25 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _mark() -> str:
-    """Where a text is to be cut: nobody can guess it, and templates that write JSON leave it as it is."""
+    """A mark for cuts. Clients cannot guess it, and templates that write JSON do not escape it."""
     return f"@cut-{secrets.token_hex(8)}@"
 
 
 def _pattern(spellings: Sequence[str]) -> re.Pattern[str]:
-    """Finds any of these; of those that begin together the longest. One character cannot be cut, and is left alone."""
+    """Matches any of these spellings, the longest first. A single character cannot be cut and is left out."""
     longest_first = sorted({s for s in spellings if len(s) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _cut(text: str, controls: re.Pattern[str], mark: str) -> str:
-    """Put the mark into every spelling of a special token, until there is none: they may overlap."""
+    """Put the mark into every spelling of a special token. Repeats, since they can overlap."""
     while controls.search(text):
         text = controls.sub(lambda found: found[0][0] + mark + found[0][1:], text)
     return text
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """The same lists and objects with every text in them changed."""
+    """A copy of lists and objects with every text changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

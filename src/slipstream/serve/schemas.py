@@ -1,32 +1,33 @@
-"""What clients may send: OpenAI's fields, vLLM's further ones, and ours. Others are set aside, to be named.
+"""The fields of requests: OpenAI's, vLLM's further ones and our own.
 
-Whether a value is possible in itself is said here; whether it is on this server is for `sampling.py`.
+A schema says whether a value is possible at all; `params.py` applies the limits of this server. There are three kinds
+of fields without effect. A known one that changes no answer is ignored. A known one that would change the answer is
+accepted at the values that ask for nothing, because clients send many of those, and refused by name at others
+(`Neutral`; `docs/serving.md` has the same table). An unknown one is ignored and named (`unknown_fields`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from slipstream.serve.neutral import (
-    CALL,
-    CHAT,
-    COMPLETION,
-    IGNORED,
-    MESSAGE,
-    PART,
-    SPECULATION,
-    STREAM_OPTIONS,
-    TOOL,
-    Neutral,
-)
+from slipstream.core.params import SETTINGS, Setting
+from slipstream.serve.errors import UNSUPPORTED, refused
 
-UNSUPPORTED = "unsupported_field"
 _MOST_UNKNOWN = 8
 """Unknown fields of one object that are named. A body may have very many."""
 
@@ -35,9 +36,29 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail
 Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """A field that may be null, or one of these values. values=None: any value, since it changes no answer."""
+
+    values: tuple[Any, ...] | None
+    remedy: str = ""
+
+    def fits(self, value: Any) -> bool:
+        if value is None or self.values is None:
+            return True
+        return any(type(value) is type(one) and value == one for one in self.values)
+
+
+_IGNORED = Neutral(None)
+_MIN_GAIN = Neutral((), "an option of the server for all requests (--min-gain); leave it out")
+_NO_BEAMS = "it belongs to beams, and there are none; leave it out"
+_CACHED = {"cache_control": _IGNORED}
+_CALL = dict.fromkeys(("index", "parsed_arguments", "provider_specific_fields", "extra_content"), _IGNORED)
+
+
 class Fields(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-    neutral: ClassVar[Mapping[str, Neutral]] = {}  # further fields, which nothing here acts on
+    neutral: ClassVar[Mapping[str, Neutral]] = {}
     _unknown: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")
@@ -73,23 +94,72 @@ def _names(of: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in of.model_fields.items())
 
 
+def check_nesting(param: str, value: Any, most: int) -> None:
+    """Refuse more than `most` levels of lists and objects: other code walks them by recursion. This does not."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [part for parts in nested for part in parts]
+        if not level:
+            return
+    raise refused(param, f"nested too deep: must have at most {most} levels on this server")
+
+
+class TextPart(Fields):
+    neutral = {**_CACHED, "annotations": _IGNORED}
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Fields):
+    neutral = TextPart.neutral
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ThinkingPart(Fields):
+    """The thoughts of an earlier answer: left out of the prompt, and named as ignored."""
+
+    neutral = {**_CACHED, "signature": _IGNORED}
+    type: Literal["thinking"]
+    text: ClassVar[str] = ""
+
+
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+AnswerPart = Annotated[TextPart | RefusalPart | ThinkingPart, Field(discriminator="type")]
+AnswerContent = str | Annotated[list[AnswerPart], Field(fail_fast=True)]
+
+
+def text_of(content: Content | AnswerContent | None) -> str:
+    """The text of a message: that of its parts, joined."""
+    return content or "" if content is None or isinstance(content, str) else "".join(part.text for part in content)
+
+
 class StreamOptions(Fields):
-    neutral = STREAM_OPTIONS
+    neutral = {
+        "include_obfuscation": Neutral(
+            (False,), "a server pads its streams or not (--stream-chunk-chars); leave it out"
+        ),
+    }
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="vLLM's: with include_usage, usage in every event")
 
 
 class SpeculationFields(Fields):
-    """How this request speculates; with the exact verifier that changes the speed, never the tokens."""
+    """How this request speculates. With the exact verifier this changes the speed, never the tokens."""
 
-    neutral = SPECULATION
+    neutral = {"min_gain": _MIN_GAIN}
     enabled: bool = Field(True, description="false decodes plainly")
     drafter: str | None = Field(None, max_length=256, description="one that the server has loaded, or several: A+B")
     draft_tokens: int | None = Field(None, ge=0, le=63, description="most guesses a round")
     verifier: Literal["exact", "rejection"] = "exact"
     material: str | Strings = Field(default_factory=list, description="texts that the answer may quote")
-    report: bool = Field(False, description="say in the answer what speculation did")
-    origins: bool = Field(False, description="say of each token who guessed it")
+    report: bool = Field(False, description="report in the answer what speculation did")
+    origins: bool = Field(False, description="report the drafter of each token")
 
 
 class TextFormat(Fields):
@@ -128,19 +198,56 @@ class StructuredOutputs(Fields):
     disable_any_whitespace: bool = True
 
 
-class SamplingFields(Fields):
-    """What completions and chat have in common."""
+class Prediction(Fields):
+    """Text that the answer is likely to repeat. It is drafted from, never trusted."""
 
+    type: Literal["content"]
+    content: Content
+
+
+def _field(setting: Setting) -> Any:
+    """The HTTP field of a setting: the same kind and range, and null for its default."""
+    limits: dict[str, float] = {}
+    if setting.kind is not bool:
+        low = {} if setting.low is None else {"gt" if setting.above else "ge": setting.low}
+        limits = {**low, "le": 2**31 - 1 if setting.high is None else setting.high}
+    return setting.kind | None, Field(None, description=setting.help, **limits)  # type: ignore[arg-type]
+
+
+_Settings: Any = create_model(
+    "_Settings", __base__=Fields, **{name: _field(setting) for name, setting in SETTINGS.items() if setting.http}
+)
+
+
+class SamplingFields(_Settings):  # type: ignore[misc]
+    """The fields that completions and chat have in common."""
+
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        "min_gain": _MIN_GAIN,
+        "store": _IGNORED,
+        "metadata": _IGNORED,
+        "service_tier": _IGNORED,
+        "priority": _IGNORED,
+        "request_id": _IGNORED,
+        "guided_decoding_backend": _IGNORED,
+        "prompt_cache_retention": _IGNORED,
+        "prompt_cache_options": _IGNORED,
+        "use_beam_search": Neutral((False,), "there are no beams; leave it out"),
+        "length_penalty": Neutral((1.0, 1), _NO_BEAMS),
+        "early_stopping": Neutral((False,), _NO_BEAMS),
+        "prompt_logprobs": Neutral((), "those of a prompt are not kept; leave it out"),
+        "spaces_between_special_tokens": Neutral((True,), "special tokens are written with spaces; leave it out"),
+        "return_tokens_as_token_ids": Neutral((False,), "tokens are written as text; return_token_ids has their ids"),
+        "logits_processors": Neutral(
+            ([],), "no code of a request is run; use logit_bias, allowed_token_ids or bad_words"
+        ),
+        "prompt_embeds": Neutral((), "prompts are text or token ids; leave it out"),
+        "guided_whitespace_pattern": Neutral((), "use structured_outputs with disable_any_whitespace"),
+        "kv_transfer_params": Neutral((), "caches are not handed on between servers; leave it out"),
+    }
     model: str | None = Field(None, max_length=512, description="default: the first that is served")
-    n: int | None = Field(None, ge=1, le=128)
-    best_of: int | None = Field(None, description="answers are not ranked: as many as n")
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    best_of: int | None = Field(None, description="answers are not ranked: must equal n")
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1, description=SETTINGS["seed"].help)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="by token id, written as text", max_length=1024
     )
@@ -149,17 +256,12 @@ class SamplingFields(Fields):
         None,
         ge=-1,
         le=2**31,
-        description="keep so many tokens of the prompt's end; -1: what leaves room for the answer",
+        description="keep this many tokens of the prompt's end; -1: what leaves room for the answer",
     )
     return_token_ids: bool | None = False
     bad_words: Strings | None = Field(None, max_length=64)
-    min_tokens: Whole | None = None
     stop: str | Strings | None = None
     stop_token_ids: Annotated[list[Whole], Field(fail_fast=True)] | None = Field(None, max_length=64)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
@@ -181,97 +283,74 @@ class SamplingFields(Fields):
 
 
 class CompletionRequest(SamplingFields):
-    neutral = COMPLETION
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        **SamplingFields.neutral,
+        "suffix": Neutral(("",), "nothing is written before a text"),
+    }
     prompt: str | TokenIds | Strings | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int | None = Field(16, ge=1, le=2**30)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
     add_special_tokens: bool = True
     parse_special_tokens: bool = Field(
-        False, description="read special tokens in the prompt's text as such: only for prompts that no stranger wrote"
+        False, description="read special tokens in the prompt's text as such: never for prompts that strangers wrote"
     )
 
 
-class TextPart(Fields):
-    neutral = PART
-    type: Literal["text"]
-    text: str
-
-
-class RefusalPart(Fields):
-    neutral = PART
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-class ThinkingPart(Fields):
-    """An answer's thoughts, as some clients send them back: left out of the prompt and named as ignored."""
-
-    neutral = {**PART, "signature": IGNORED}
-    type: Literal["thinking"]
-    text: ClassVar[str] = ""
-
-
-Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
-AnswerPart = Annotated[TextPart | RefusalPart | ThinkingPart, Field(discriminator="type")]
-AnswerContent = str | Annotated[list[AnswerPart], Field(fail_fast=True)]
-
-
-class Prediction(Fields):
-    """Text that the answer is likely to repeat. It is drafted from, never trusted."""
-
-    type: Literal["content"]
-    content: Content
-
-
 class FunctionCall(Fields):
-    neutral = CALL
+    neutral = _CALL
     name: str = Field(min_length=1, max_length=256)
     arguments: str
 
 
 class ToolCall(Fields):
-    neutral = CALL
+    neutral = _CALL
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class SystemMessage(Fields):
-    neutral = MESSAGE
+class _Message(Fields):
+    """Clients add some of these keys to messages of answers, and send them back with the next turn."""
+
+    neutral = {
+        **_CALL,
+        **_CACHED,
+        "id": _IGNORED,
+        "status": _IGNORED,
+        "parsed": _IGNORED,
+        "annotations": _IGNORED,
+        "thinking_blocks": _IGNORED,
+        "reasoning_details": _IGNORED,
+        "audio": Neutral((), "messages are text; leave it out"),
+        "function_call": Neutral((), "it is the old name: send tool_calls"),
+    }
+    name: str | None = None
+
+
+class SystemMessage(_Message):
     role: Literal["system", "developer"]
     content: Content
-    name: str | None = None
 
 
-class UserMessage(Fields):
-    neutral = MESSAGE
+class UserMessage(_Message):
     role: Literal["user"]
     content: Content
-    name: str | None = None
 
 
-class AssistantMessage(Fields):
-    neutral = MESSAGE
+class AssistantMessage(_Message):
     role: Literal["assistant"]
     content: AnswerContent | None = None
-    name: str | None = None
     refusal: str | None = None
     reasoning: str | None = Field(None, description="vLLM's newer name of reasoning_content")
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = Field(None, max_length=128)
 
 
-class ToolMessage(Fields):
-    neutral = MESSAGE
+class ToolMessage(_Message):
     role: Literal["tool"]
     content: Content
     tool_call_id: str = Field(max_length=256)
-    name: str | None = None
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -279,7 +358,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Function(Fields):
-    neutral = TOOL
+    neutral = _CACHED
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -287,7 +366,7 @@ class Function(Fields):
 
 
 class Tool(Fields):
-    neutral = TOOL
+    neutral = _CACHED
     type: Literal["function"]
     function: Function
 
@@ -301,18 +380,30 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
-class ChatFields(Fields):
-    """What a conversation is, for answers and for counting its tokens."""
-
-    messages: Messages
+class Conversation(Fields):
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=128)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
 
 
-class ChatRequest(ChatFields, SamplingFields):
-    neutral = CHAT
+class ChatRequest(Conversation, SamplingFields):
+    neutral = {
+        **SamplingFields.neutral,
+        "verbosity": _IGNORED,
+        "include_reasoning": _IGNORED,
+        "echo": Neutral((False,), "an answer does not repeat the last message; leave it out"),
+        "modalities": Neutral((["text"],), "answers are text; leave it out"),
+        "audio": Neutral((), "answers are text; leave it out"),
+        "web_search_options": Neutral((), "nothing is looked up; leave it out"),
+        "functions": Neutral(([],), "it is the old name: send tools"),
+        "function_call": Neutral(("none",), "it is the old name: send tool_choice"),
+        "chat_template": Neutral((), "it is the model's own; start the server with another model folder"),
+        "documents": Neutral(([],), "write them into a message; speculation.material drafts from them"),
+        "mm_processor_kwargs": Neutral(({},), "messages are text; leave it out"),
+    }
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=2**30)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**30)
     logprobs: bool | None = False
@@ -323,16 +414,11 @@ class ChatRequest(ChatFields, SamplingFields):
     reasoning_effort: str | None = Field(None, max_length=64, description="for templates that know it")
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(Conversation):
     """A text, or a conversation."""
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
-    messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=128)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
     add_special_tokens: bool = True
     parse_special_tokens: bool = False
     return_token_strs: bool = False
@@ -341,7 +427,3 @@ class TokenizeRequest(Fields):
 class DetokenizeRequest(Fields):
     model: str | None = Field(None, max_length=512)
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
-
-
-for _late in (SamplingFields, CompletionRequest):  # which speak of what stands below them
-    _late.model_rebuild()

@@ -1,39 +1,56 @@
-"""Runs the service: a uvicorn server that drains when it is told to end."""
+"""Runs the service: a uvicorn server with a limit on connections, which drains when it is told to end."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from http import HTTPStatus
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.server import ServerState
 
 from slipstream.core.errors import ConfigError, EngineDied
 from slipstream.core.responsive import responsive, tidy
 from slipstream.engine.remote import EngineProcess
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.logs import log
-from slipstream.serve.protocol import Connections, HttpProtocol
+from slipstream.serve.errors import ApiError
+from slipstream.serve.telemetry import log
 
 _BACKLOG = 2048
 _PARTING_S = 2.0
-"""What clients have to read the end of their answers when the server ends; who reads nothing is not waited for."""
+"""Time for clients to read the end of their answers when the server ends."""
 _QUIET, _AGAIN = 5, 600
-"""Ticks, of a tenth of a second, without anybody inside, after which there is time to tidy up; and again after so many,
-for those who came and went between two of them."""
+"""Garbage is collected after this many ticks without a request, and again after this many more."""
 _LOOK_S = 0.02
 _TICKS_S = 10
-"""Of `on_tick`, a second. What hangs is told by ticks: after a pause of the whole machine the engine has its time."""
+"""Calls of `on_tick` a second. A hang is counted in ticks, so that a pause of the whole machine is none."""
+_RESERVE = 64
+"""File descriptors that are no connections: the engine's channel, logs, model files."""
+_PROBES = 16
+"""Of the reserve: connections beyond the limit that may still ask for the server's health."""
+_PROBE_S = 5.0
+_PROBED = frozenset({"/health", "/ping"})
+_MOST = 1 << 20
+"""Descriptors to ask for at most: some systems name no limit."""
+_AFTER_S = 10.0
+"""How long a refused connection shows in the health, and the pause between log lines about them."""
 
 
 class HttpServer(uvicorn.Server):
-    """One engine behind one port. The socket is bound when it is made, so that its address is known."""
+    """One engine behind one port. The constructor binds the socket, so the address is known before the server runs."""
 
     server_state: Connections
 
@@ -43,10 +60,11 @@ class HttpServer(uvicorn.Server):
         if config.metrics_port is not None:
             self._sockets.append(_bound(config.host, config.metrics_port))
             config = replace(config, metrics_port=self._sockets[1].getsockname()[1])
-        gate, self.service = make_gate(llm, config)
+        connections = Connections()
+        gate, self.service = make_gate(llm, config, lambda: connections.crowded)
         self._llm = llm
-        self._died = ""  # why the engine is no more, where nobody closed it
-        self._quiet = 0  # ticks since somebody was inside
+        self._died = ""  # why the engine ended by itself
+        self._quiet = 0  # ticks without a request
         self._stalled = 0  # ticks since the engine was found to hang
         self._keys_changed = False
         super().__init__(
@@ -62,15 +80,15 @@ class HttpServer(uvicorn.Server):
                 ws="none",
             )
         )
-        self.server_state = self.service.connections
-        allowed, room = llm.max_num_seqs + config.max_queue, self.server_state.most
-        if allowed > room:
-            log.warning("few descriptors", extra={"fields": {"limit": self.server_state.limit, "answers": allowed}})
+        self.server_state = connections
+        allowed = llm.max_num_seqs + config.max_queue
+        if allowed > connections.most:
+            log.warning("few descriptors", extra={"fields": {"limit": connections.limit, "answers": allowed}})
         host, port = self.socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def serve_forever(self) -> None:
-        """Until SIGTERM or SIGINT; then what runs has time to end. Raises `EngineDied` where the engine ended first."""
+        """Run until SIGTERM or SIGINT, then let running requests end. Raises `EngineDied` if the engine ended first."""
         with ExitStack() as stack, responsive():
             for bound in self._sockets:
                 stack.enter_context(bound)
@@ -81,24 +99,24 @@ class HttpServer(uvicorn.Server):
             raise EngineDied(self._died)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On a signal; a second Ctrl-C does not wait. uvicorn would raise it again, with the engine still open."""
+        """Drain on a signal; a second Ctrl-C cuts off. uvicorn's own would also raise the signal again."""
         if self.service.drain.begun and sig == signal.SIGINT:
             self.service.drain.hurry()
         self.drain()
 
     def drain(self) -> None:
-        """Take nobody in any more, end when those inside have their answers."""
+        """Admit no more requests, and end when the running ones have."""
         if self.service.drain.begin():
             log.info("draining", extra={"fields": {"answers": self.service.admission.inside}})
 
     def read_keys(self) -> None:
-        """Read the file of keys again. Any thread, or a signal."""
+        """Read the file of keys again. Callable from any thread or a signal handler."""
         self._keys_changed = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: is it time to end?"""
+        """Ten times a second: look after the engine; True: it is time to end."""
         drain, inside = self.service.drain, self.service.admission.inside
-        self.service.connections.check()
+        self.server_state.check()
         pulse = self._llm.pulse()
         if not self._died and pulse.why:
             self._died = pulse.why
@@ -125,8 +143,8 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close what is open. Left to uvicorn, a client that does not read would be waited for, and then cancelled with
-        a traceback in the log."""
+        """Close connections after a limited wait. uvicorn's own would wait for clients that do not read, and then
+        cancel them with a traceback in the log."""
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
@@ -150,3 +168,106 @@ def _bound(host: str, port: int) -> socket.socket:
         made.close()
         raise ConfigError(f"host={host!r}, port={port}: cannot listen there ({error}); choose another") from error
     return made
+
+
+class Connections(ServerState):
+    """The open connections and their limit. Without file descriptors uvicorn accepts nothing and says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = _descriptors()
+        self.most = max(1, self.limit - _RESERVE)
+        self._refused, self._why = 0, ""
+        self._last = self._told = -_AFTER_S
+
+    @property
+    def crowded(self) -> str:
+        """Why there was lately no room for a connection, or ""."""
+        return self._why if time.monotonic() - self._last < _AFTER_S else ""
+
+    def check(self) -> None:
+        """Note it if no file can be opened: other parts of this process, or of the system, may hold all descriptors."""
+        try:
+            os.close(os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.note(f"no file descriptor is left ({error.strerror})")
+
+    def note(self, why: str) -> None:
+        """There was no room."""
+        now = time.monotonic()
+        self._refused, self._last, self._why = self._refused + 1, now, why
+        if now - self._told >= _AFTER_S:
+            log.error("no room for connections", extra={"fields": {"why": why, "times": self._refused}})
+            self._refused, self._told = 0, now
+
+
+def _descriptors() -> int:
+    """Raise this process's limit of file descriptors as far as possible, and return it."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return _MOST
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError):  # macOS has a lower limit of its own
+            pass
+    return _MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def _raw(error: ApiError) -> bytes:
+    """The whole HTTP answer, for connections that no application serves."""
+    headers = {"content-type": "application/json", "connection": "close", "content-length": len(error.json)}
+    told = "".join(f"{key}: {value}\r\n" for key, value in {**headers, **error.headers}.items())
+    return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{told}\r\n".encode() + error.json
+
+
+_UNREADABLE = _raw(ApiError(400, "this is no HTTP request that can be read; mend its first line and headers"))
+_NO_ROOM = ApiError(
+    503,
+    "too many connections; try again",
+    code="too_many_connections",
+    headers={"retry-after": "5"},
+)
+
+
+def _only_probes(app: ASGIApp) -> ASGIApp:
+    """Serves a connection beyond the limit: health checks are answered, since a supervisor would restart a server that
+    does not; other requests are refused. Then the connection closes."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        probe = scope["type"] == "http" and scope["path"] in _PROBED
+        await (app if probe else _NO_ROOM.response())(scope, receive, closing)
+
+    return answer
+
+
+class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # the installed parser of uvicorn's two
+    transport: asyncio.Transport
+    app: ASGIApp
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        state: Connections = self.server_state
+        if len(self.connections) > state.most:
+            state.note(f"{state.most} connections are open, and the limit is {state.limit} file descriptors")
+            if len(self.connections) <= state.most + _PROBES:
+                self.app = _only_probes(self.app)
+                self.loop.call_later(_PROBE_S, transport.close)
+            else:
+                transport.write(_raw(_NO_ROOM))
+                transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser gave up: no request began, so the application cannot answer."""
+        self.transport.write(_UNREADABLE)
+        self.transport.close()

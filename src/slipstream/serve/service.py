@@ -1,4 +1,4 @@
-"""The service behind the endpoints: checks a request, prepares it for the engine, and says how to answer it."""
+"""The service behind the endpoints: checks a request, prepares it for the engine, and chooses how to answer it."""
 
 from __future__ import annotations
 
@@ -17,80 +17,74 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.snapshot import Snapshot
 from slipstream.engine.remote import EngineProcess
 from slipstream.engine.requests import Request
-from slipstream.serve.admission import Admission
-from slipstream.serve.answering import EngineResponse, Work
-from slipstream.serve.auth import Keyring
-from slipstream.serve.chat import ChatWording
-from slipstream.serve.completions import CompletionWording
+from slipstream.serve.admission import Admission, Drain, Health, health_of
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.drain import Drain
 from slipstream.serve.errors import ApiError, about, refused
-from slipstream.serve.forms import naming_form
-from slipstream.serve.health import Health, judge
+from slipstream.serve.gate import Keyring
 from slipstream.serve.live import Own
-from slipstream.serve.logs import log
 from slipstream.serve.metrics import Metrics
-from slipstream.serve.nesting import check_nesting
+from slipstream.serve.params import naming_form, params_of
 from slipstream.serve.prompts import PromptMaker
-from slipstream.serve.protocol import Connections
-from slipstream.serve.record import Record
-from slipstream.serve.sampling import chat_params, completion_params, text_of, wants_report
+from slipstream.serve.responses import ChatWriter, CompletionWriter, ResponseOptions, ResponseWriter
 from slipstream.serve.schemas import (
     ChatRequest,
     CompletionRequest,
+    Conversation,
     DetokenizeRequest,
     Fields,
     NamedTool,
+    SpeculationFields,
     TokenizeRequest,
+    check_nesting,
+    text_of,
     unknown_fields,
 )
+from slipstream.serve.streaming import EngineResponse, Work
+from slipstream.serve.telemetry import Record, log
 from slipstream.serve.tools import MAX_CALLS, ToolParser, parser_for
-from slipstream.serve.wording import Manner, Wording
 
 _LONGEST_TOKEN = 16
-"""Characters that a token has at most, on average over a text that is long. What is longer is not even tokenized."""
+"""Most characters of a token, on average over a long text. A longer text is not even tokenized."""
 _SHORT = 4096
-"""Bytes of a body that is prepared in place: a switch of threads would take longer."""
-
+"""Bytes of a body that is prepared on the event loop's thread: a switch of threads would take longer."""
 _MOST_IGNORED = 16
 """Unknown fields of one request that its answer names."""
 _MOST_NAMED = 256
-"""Unknown fields that the log names, each once: clients may make up new ones for ever."""
-
+"""Unknown fields that the log names, each once. Clients may invent more for ever."""
 _COMPILING = 32
-"""Requests with forms that are prepared at once, on threads of their own. More than may be tried and compiled, for all
-tenants together (`constrain/places.py`): others have forms that are little work, and must not wait for those."""
+"""Threads that prepare requests with forms. More than may compile at once (`constrain/places.py`): light forms must not
+wait for heavy ones."""
 
 Made = TypeVar("Made")
 
 
 class Service:
-    """One engine for many clients."""
+    """One engine for many clients. crowded: why there was lately no room for a connection, or ""."""
 
-    def __init__(self, llm: EngineProcess, config: ServeConfig) -> None:
+    def __init__(self, llm: EngineProcess, config: ServeConfig, crowded: Callable[[], str]) -> None:
         self.llm = llm
         self.config = config
         self.prompts = PromptMaker(llm.tokenizer)
         self.drain = Drain(config.drain_s)
-        self.connections = Connections()
         self.keys = Keyring(config.keys, config.key_file)
         self.admission = Admission(llm.max_num_seqs, config, self.drain, lambda: len(self.keys.tenants) > 1)
         self.metrics = Metrics(llm, config, self.admission)
         self.started = int(time.time())
+        self._crowded = crowded
         self._named: set[str] = set()  # unknown fields that the log has
         self._own: defaultdict[str, Own] = defaultdict(Own)  # by tenant
-        self._under_way: dict[str, tuple[str, EngineResponse]] = {}  # by request: its tenant, and its answers
+        self._under_way: dict[str, tuple[str, EngineResponse]] = {}  # by request, with its tenant
         self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
         self._parser = parser_for(config.tool_format, self.prompts.template)
         if self.prompts.template is not None and not self.prompts.takes_tools:
-            log.info("the model's chat template knows no tools: a plain prompt says what there is to call")
+            log.info("the model's chat template knows no tools: a plain prompt lists them")
 
     def health(self) -> Health:
-        crowded = self.connections.crowded
-        return judge(self.llm.pulse(), draining=self.drain.begun, crowded=crowded, stall_s=self.config.stall_s)
+        draining, crowded = self.drain.begun, self._crowded()
+        return health_of(self.llm.pulse(), draining=draining, crowded=crowded, stall_s=self.config.stall_s)
 
     def snapshot(self, tenant: str) -> Snapshot:
-        """What a tenant may see of the engine: its own requests; where nobody is asked for a key, everything."""
+        """The view of a tenant: its own requests; on a server without keys everything."""
         now = self.llm.snapshot()
         if not tenant:
             return now
@@ -99,59 +93,41 @@ class Service:
         return self._own[tenant].snapshot(running, waiting, told, now.drafters)
 
     async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
-        self._note_unknown(asked, record)
         with naming_form(asked):
-            return await self._complete(asked, record)
+            params, options = self._accepted(asked, record, "cmpl")
+            if asked.echo and asked.logprobs is not None:
+                raise refused("echo", "cannot go with logprobs: those of a prompt are not kept")
+            prompts = self._prompts(asked)
 
-    async def _complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
-        self._check_model(asked.model)
-        params = completion_params(asked, self.config.limits, record.tenant, drafts=self._drafts)
-        if asked.echo and asked.logprobs is not None:
-            raise refused("echo", "cannot go with logprobs: those of a prompt are not kept")
-        prompts = _each(asked.prompt)
-        if len(prompts) > self.config.limits.prompts:
-            raise refused("prompt", f"must be at most {self.config.limits.prompts} prompts on this server")
-        if asked.truncate_prompt_tokens is not None:
-            prompts = [prompt[-self._most_characters :] for prompt in prompts]
-        for prompt in prompts:
-            self._check_length("prompt", len(prompt))
-        manner = self._manner(asked, params, record, "cmpl")
+            def ids(prompt: str | list[int]) -> list[int]:
+                if isinstance(prompt, str):
+                    return self.prompts.encode(
+                        prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens
+                    )
+                return prompt
 
-        def ids(prompt: str | list[int]) -> list[int]:
-            if isinstance(prompt, str):
-                return self.prompts.encode(prompt, special=asked.add_special_tokens, parse=asked.parse_special_tokens)
-            return prompt
+            def make() -> tuple[list[Request], ResponseWriter]:
+                with about("prompt"):
+                    jobs = [self._job(ids(prompt), params, record, i, asked) for i, prompt in enumerate(prompts)]
+                echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
+                return jobs, CompletionWriter(options, [echo for echo in echoes for _ in range(params.n)])
 
-        def make() -> tuple[list[Request], Wording]:
-            with about("prompt"):
-                jobs = [self._job(ids(prompt), params, record, i, asked) for i, prompt in enumerate(prompts)]
-            echoes = [p if isinstance(p, str) else self.prompts.decode(p) for p in prompts] if asked.echo else []
-            return jobs, CompletionWording(manner, [echo for echo in echoes for _ in range(params.n)])
-
-        return await self._response(make, asked, params, record, len(prompts))
+            return await self._response(make, asked, params, record, len(prompts))
 
     async def chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
-        self._note_unknown(asked, record)
         with naming_form(asked):
-            return await self._chat(asked, record)
+            params, options = self._accepted(asked, record, "chatcmpl")
+            parser = self._tool_parser(asked)
 
-    async def _chat(self, asked: ChatRequest, record: Record) -> EngineResponse:
-        self._check_model(asked.model)
-        self._check_conversation(asked)
-        params = chat_params(asked, self.config.limits, record.tenant, drafts=self._drafts, parser=self._parser)
-        parser = self._tool_parser(asked)
-        manner = self._manner(asked, params, record, "chatcmpl")
+            def make() -> tuple[list[Request], ResponseWriter]:
+                with about("messages"):
+                    job = self._job(self._conversation(asked), params, record, 0, asked, "messages")
+                return [job], ChatWriter(options, parser, params.logprobs or 0, self.prompts.bytes_of)
 
-        def make() -> tuple[list[Request], Wording]:
-            with about("messages"):
-                job = self._job(self._conversation(asked), params, record, 0, asked, "messages")
-            return [job], ChatWording(manner, parser, params.logprobs or 0, self.prompts.bytes_of)
-
-        return await self._response(make, asked, params, record, 1)
+            return await self._response(make, asked, params, record, 1)
 
     async def tokenize(self, asked: TokenizeRequest, record: Record) -> dict[str, Any]:
-        self._note_unknown(asked, record)
-        self._check_model(asked.model)
+        self._check_fields(asked, record)
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("prompt", "give either it or messages")
         self._check_length("prompt", len(asked.prompt or ""))
@@ -168,8 +144,7 @@ class Service:
         return {**told, "token_strs": self.prompts.spellings(ids) if asked.return_token_strs else None}
 
     async def detokenize(self, asked: DetokenizeRequest, record: Record) -> dict[str, str]:
-        self._note_unknown(asked, record)
-        self._check_model(asked.model)
+        self._check_fields(asked, record)
         size = self.prompts.size
         if any(token >= size for token in asked.tokens):
             raise refused("tokens", f"must be token ids, 0 to {size - 1}")
@@ -177,19 +152,45 @@ class Service:
             return {"prompt": await self._prepared(lambda: self.prompts.decode(asked.tokens), record)}
 
     def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model(name) for name in self.config.models]}
+        return {"object": "list", "data": [self.model(name) for name in self.config.models]}
 
     def model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        return self._model(name)
-
-    def _model(self, name: str) -> dict[str, Any]:
         told = {"id": name, "object": "model", "created": self.started, "owned_by": "slipstream"}
         return {**told, "max_model_len": self.llm.max_model_len}
 
-    @property
-    def _drafts(self) -> bool:
-        return bool(self.llm.drafters)
+    def _accepted(
+        self, asked: CompletionRequest | ChatRequest, record: Record, prefix: str
+    ) -> tuple[SamplingParams, ResponseOptions]:
+        """Check the fields that both endpoints have. prefix: of the response's id."""
+        self._check_fields(asked, record)
+        if isinstance(asked, ChatRequest):
+            self._check_conversation(asked)
+        record.note_user(asked.user or asked.safety_identifier)
+        drafts, limits, chunk_chars = bool(self.llm.drafters), self.config.limits, self.config.chunk_chars
+        params = params_of(asked, limits, record.tenant, drafts=drafts, parser=self._parser)
+        self._check_length("prediction", len(params.prediction or ""))
+        self._check_length("speculation.material", sum(map(len, params.speculation.material)))
+        if asked.stream and chunk_chars is not None:
+            if params.logprobs is not None:
+                raise refused("logprobs", "this server's streams are cut into chunks of one size, which have none")
+            if params.speculation.origins:
+                raise refused("speculation.origins", "this server's streams do not show how many guesses stood")
+            if asked.return_token_ids:
+                raise refused("return_token_ids", "this server's streams do not show how many tokens an event has")
+        stream = asked.stream_options
+        return params, ResponseOptions(
+            f"{prefix}-{record.id}",
+            int(time.time()),
+            asked.model or self.config.models[0],
+            usage=stream is not None and stream.include_usage,
+            running=stream is not None and stream.include_usage and stream.continuous_usage_stats,
+            token_ids=bool(asked.return_token_ids),
+            report=isinstance(asked.speculation, SpeculationFields) and asked.speculation.report,
+            off=self._off(params),
+            predicted=asked.prediction is not None,
+            chunk_chars=chunk_chars if asked.stream else None,
+        )
 
     def _off(self, params: SamplingParams) -> str | None:
         """Why nothing can be drafted for such a request; None: something may be."""
@@ -197,10 +198,12 @@ class Service:
             return "the request turned it off"
         if not self.llm.speculates:
             return "it is switched off for all requests"
-        return None if self._drafts else "this server has no drafter: none was named, or speculation is switched off"
+        if not self.llm.drafters:
+            return "this server has no drafter: none was named, or speculation is switched off"
+        return None
 
-    def _note_unknown(self, asked: Fields, record: Record) -> None:
-        """Name the fields that nothing here knows: in the answer, once in the log, or in the refusal."""
+    def _check_fields(self, asked: Fields, record: Record) -> None:
+        """Name unknown fields: in the answer and once in the log, or in a refusal. Then check the model."""
         for path, known in islice(unknown_fields(asked), _MOST_IGNORED):
             path, name = path[:64], path.rpartition(".")[2][:64]
             told = path if re.fullmatch(r"[\w.-]+", path, re.ASCII) else "(no name)"
@@ -215,6 +218,7 @@ class Service:
                 raise ApiError(400, message, param=path, code="unknown_field")
             self._named.add(told)
             log.warning("unknown field ignored", extra={"fields": {"field": told, "remedy": remedy}})
+        self._check_model(getattr(asked, "model", None))
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.models:
@@ -222,24 +226,6 @@ class Service:
             raise ApiError(
                 404, f"model: {name!r} is not served here; ask for {served}", param="model", code="model_not_found"
             )
-
-    def _manner(
-        self, asked: CompletionRequest | ChatRequest, params: SamplingParams, record: Record, prefix: str
-    ) -> Manner:
-        options = asked.stream_options
-        record.note_user(asked.user or asked.safety_identifier)
-        return Manner(
-            f"{prefix}-{record.id}",
-            int(time.time()),
-            asked.model or self.config.models[0],
-            usage=options is not None and options.include_usage,
-            running=options is not None and options.include_usage and options.continuous_usage_stats,
-            token_ids=bool(asked.return_token_ids),
-            report=wants_report(asked),
-            off=self._off(params),
-            predicted=asked.prediction is not None,
-            chunk_chars=self.config.chunk_chars if asked.stream else None,
-        )
 
     def _tool_parser(self, asked: ChatRequest) -> Callable[[], ToolParser] | None:
         chosen, tools = asked.tool_choice, asked.tools or []
@@ -255,11 +241,11 @@ class Service:
 
     @property
     def _most_characters(self) -> int:
-        """The longest text that is tokenized. A longer one is cut before, where the request has its tokens cut."""
+        """The longest text that is tokenized. `truncate_prompt_tokens` cuts a longer one before; others are refused."""
         return self.llm.max_model_len * _LONGEST_TOKEN - 1
 
     def _check_length(self, param: str, length: int, unit: str = "characters", each: int = _LONGEST_TOKEN) -> None:
-        """Refuse before it is tokenized what cannot fit."""
+        """Refuse what cannot fit, before it is tokenized."""
         most = self.llm.max_model_len
         if length >= most * each:
             raise ApiError(
@@ -270,7 +256,7 @@ class Service:
             )
 
     def _check_room(self, asked: CompletionRequest | ChatRequest, prompt: int) -> None:
-        """Refuse an answer that is to be longer than there is room for. Where nobody says how long, the room is."""
+        """Refuse an answer longer than its room. A request without a length has all the room."""
         for name in ("max_tokens", "max_completion_tokens"):
             wanted = getattr(asked, name, None) if name in asked.model_fields_set else None
             room = self.llm.max_model_len - prompt
@@ -283,14 +269,28 @@ class Service:
                     code="context_length_exceeded",
                 )
 
-    def _check_conversation(self, asked: ChatRequest | TokenizeRequest) -> None:
+    def _check_conversation(self, asked: Conversation) -> None:
         if not _truncates(asked):
-            self._check_length("messages", _length(asked))
+            self._check_length("messages", sum(len(text_of(message.content)) for message in asked.messages or ()))
         for index, tool in enumerate(asked.tools or ()):
             check_nesting(f"tools.{index}.function.parameters", tool.function.parameters, self.config.limits.nesting)
 
-    def _conversation(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
-        """Its tokens. Tools, and whatever else a template writes, may be longer than the messages."""
+    def _prompts(self, asked: CompletionRequest) -> list[str | list[int]]:
+        given: Any = asked.prompt
+        if not given and not isinstance(given, str):
+            raise refused("prompt", "must have at least one prompt")
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts: list[Any] = [given] if one else list(given)
+        if len(prompts) > self.config.limits.prompts:
+            raise refused("prompt", f"must be at most {self.config.limits.prompts} prompts on this server")
+        if asked.truncate_prompt_tokens is not None:
+            prompts = [prompt[-self._most_characters :] for prompt in prompts]
+        for prompt in prompts:
+            self._check_length("prompt", len(prompt))
+        return prompts
+
+    def _conversation(self, asked: Conversation) -> list[int]:
+        """The tokens of a conversation. Its tools and template can make it longer than the messages."""
         parts = self.prompts.conversation(asked)
         if _truncates(asked):
             parts = _ending(parts, self._most_characters)
@@ -321,30 +321,17 @@ class Service:
         self._check_length("speculation.material", sum(map(len, job.material)), "tokens", 1)
         return job
 
-    def _check_sources(self, params: SamplingParams) -> None:
-        """Drafts come out of these texts while others wait: they may be as long as a prompt."""
-        self._check_length("prediction", len(params.prediction or ""))
-        self._check_length("speculation.material", sum(map(len, params.speculation.material)))
-
     async def _response(
         self,
-        make: Callable[[], tuple[list[Request], Wording]],
+        make: Callable[[], tuple[list[Request], ResponseWriter]],
         asked: CompletionRequest | ChatRequest,
         params: SamplingParams,
         record: Record,
         prompts: int,
     ) -> EngineResponse:
-        self._check_sources(params)
-        answers = prompts * params.n
-        limits, chunk_chars = self.config.limits, self.config.chunk_chars
+        answers, limits = prompts * params.n, self.config.limits
         if answers > limits.choices:
             raise refused("n", f"{answers} answers are too many: must be at most {limits.choices} on this server")
-        if asked.stream and chunk_chars is not None and params.logprobs is not None:
-            raise refused("logprobs", "this server's streams are cut into chunks of one size, which have none")
-        if asked.stream and chunk_chars is not None and params.speculation.origins:
-            raise refused("speculation.origins", "this server's streams do not show how many guesses stood")
-        if asked.stream and chunk_chars is not None and asked.return_token_ids:
-            raise refused("return_token_ids", "this server's streams do not show how many tokens an event has")
         self.admission.enter(record.tenant, answers)
 
         def done(record: Record) -> None:
@@ -355,10 +342,8 @@ class Service:
                 self._own[record.tenant].note(record, response.tokens)
 
         try:
-            slow = params.structured_outputs is not None  # it may have to be compiled
-            jobs, wording = await self._prepared(make, record, slow=slow)
-            streamed = bool(asked.stream)
-            work = Work(jobs, params.n, wording, streamed, limits.request_s, chunk_chars if streamed else None, done)
+            jobs, writer = await self._prepared(make, record, slow=params.structured_outputs is not None)
+            work = Work(jobs, params.n, writer, bool(asked.stream), limits.request_s, done)
             response = EngineResponse(self.llm, work, self.drain)
         except BaseException:
             self.admission.leave(record.tenant, answers, ran=False)
@@ -367,7 +352,7 @@ class Service:
         return response
 
     async def _prepared(self, make: Callable[[], Made], record: Record, *, slow: bool = False) -> Made:
-        """What takes long is made on another thread: the event loop has others to serve."""
+        """Run `make`; on another thread if it takes long (slow: it may have to compile a form)."""
         if record.body_bytes <= _SHORT and not slow:
             return make()
         limit = self.config.limits.request_s
@@ -379,16 +364,7 @@ class Service:
             raise ApiError(408, f"the request was not prepared within {limit:g} s", code="timeout") from None
 
 
-def _each(prompt: str | Sequence[Any]) -> list[Any]:
-    """A prompt, or several, as a list of prompts."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    if not prompt:
-        raise refused("prompt", "must have at least one prompt")
-    return list(prompt)
-
-
-def _truncates(asked: ChatRequest | TokenizeRequest) -> bool:
+def _truncates(asked: Conversation) -> bool:
     return isinstance(asked, ChatRequest) and asked.truncate_prompt_tokens is not None
 
 
@@ -401,8 +377,3 @@ def _ending(parts: Sequence[str], characters: int) -> list[str]:
         kept.append(part[-characters:])
         characters -= len(part)
     return kept[::-1]
-
-
-def _length(asked: ChatRequest | TokenizeRequest) -> int:
-    """About how many characters a conversation has."""
-    return sum(len(text_of(message.content or "")) for message in asked.messages or ())

@@ -1,11 +1,11 @@
-"""Tool calls in an answer's text, by the formats in which models write them.
+"""Parsers of tool calls in an answer's text, one for each format that models write.
 
 `hermes` (Hermes, Qwen, SmolLM3): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, among other text. Models whose
-chat template knows no tools are told to write it (`prompts.py`).
-`llama3_json` (Llama 3.1 and later): the whole answer is `{"name": …, "parameters": {…}}`, several parted by `;`.
+chat template has no tools are told to write it (`prompts.py`).
+`llama3_json` (Llama 3.1 and later): the whole answer is `{"name": …, "parameters": {…}}`, with `;` between calls.
 
-A call is handed on when it is whole. Text that could be the beginning of one is held back until that is certain; text
-that looked like a call and is none comes out as text.
+A call is returned when it is complete. Text that may begin a call is held back until that is certain. Text that looked
+like a call and is none is returned as text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_CALLS = 128
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: `arguments` is JSON, as the model wrote it but for spaces."""
+    """arguments: JSON, as the model wrote it except for spaces."""
 
     name: str
     arguments: str
@@ -34,16 +34,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a piece of text came to."""
+    """The text and the calls that a piece of an answer completes."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
 
 
 class ToolParser(ABC):
-    """Reads one answer as it grows. names: the tools that there are; a call of any other is text. most: calls that are
-    told; what comes after them is left out. quiet: nothing but calls is told: the answer was made to be calls, and what
-    is none is one that was cut off."""
+    """Reads one answer in pieces. It looks at no character twice, however long a call gets.
+
+    names: the tools; a call of another is text. most: calls to return; the rest of the answer is left out.
+    quiet: return calls only: a grammar makes the answer calls, so other text is a call that was cut off.
+    """
 
     begin: ClassVar[str]
     end: ClassVar[str]
@@ -53,21 +55,21 @@ class ToolParser(ABC):
         self.names = frozenset(names)
         self._left = most
         self._quiet = quiet
-        self._parts: list[str] = []  # text that waits: put together once, not with every piece
+        self._parts: list[str] = []  # text that waits, joined only once
 
     @classmethod
     def tag(cls, name: str, schema: dict[str, Any]) -> dict[str, Any]:
-        """A call of this tool as a part of a structural tag (`constrain/source.py`)."""
+        """A call of this tool, as a part of a structural tag."""
         content = {"type": "json_schema", "json_schema": schema}
         return {"type": "tag", "begin": cls.begin % name, "content": content, "end": cls.end}
 
     @staticmethod
     @abstractmethod
     def among_text(calls: dict[str, Any]) -> dict[str, Any]:
-        """Free text with these calls where it may have some."""
+        """A format of free text with optional calls."""
 
     def feed(self, text: str, *, last: bool) -> Parsed:
-        """The next piece of the answer; `last`: there will be no more."""
+        """The next piece of the answer. last: there are no more."""
         if not self._left:
             return Parsed()
         parsed = self._read(text, last)
@@ -76,10 +78,10 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _read(self, text: str, last: bool) -> Parsed:
-        """`feed`, with `_left` calls at most."""
+        """`feed`, for at most `_left` calls."""
 
     def _whole(self) -> str:
-        """All that waited."""
+        """Take the text that waits."""
         whole = "".join(self._parts)
         self._parts.clear()
         return whole
@@ -94,20 +96,19 @@ class ToolParser(ABC):
 
 
 class _Scan:
-    """Braces outside strings, in JSON that comes in pieces, and where its end is marked. No character is looked at
-    twice."""
+    """Finds braces outside strings, and the closing mark, in JSON that comes in pieces."""
 
     def __init__(self, close: str = "") -> None:
         self._marks = re.compile(r'["\\{}]' + (f"|{re.escape(close)}" if close else ""))
         self.reset()
 
     def reset(self) -> None:
-        """What comes next is another text."""
-        self.depth = 0  # of braces; there are no strings outside them
-        self._quoted = self._escaped = False  # the text so far ended in a string, and there behind a backslash
+        """Start another text."""
+        self.depth = 0  # of braces; outside them there are no strings
+        self._quoted = self._escaped = False  # the text so far ends inside a string; and there behind a backslash
 
     def marks(self, text: str, begin: int, end: int) -> Iterator[tuple[int, str]]:
-        """Places in the next piece, `text[begin:end]`, and what is there: `depth` counts it already."""
+        """Positions and marks in the next piece, `text[begin:end]`. `depth` includes the yielded mark."""
         skip = begin if self._escaped else -1
         for found in self._marks.finditer(text, begin, end):
             at, mark = found.start(), found[0]
@@ -125,8 +126,6 @@ class _Scan:
 
 
 class HermesParser(ToolParser):
-    """No character is looked at twice, however long a call goes on: what is inside one waits in `_parts`."""
-
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
     begin, end, separator = _OPEN + '\n{"name": "%s", "arguments": ', "}\n" + _CLOSE, "\n"
 
@@ -134,7 +133,7 @@ class HermesParser(ToolParser):
         super().__init__(names, most, quiet=quiet)
         self._inside = False
         self._scan = _Scan(self._CLOSE)
-        self._held = ""  # the end of the text, where it may be the beginning of a mark
+        self._held = ""  # the end of the text, if it may begin a mark
 
     @staticmethod
     def among_text(calls: dict[str, Any]) -> dict[str, Any]:
@@ -165,14 +164,14 @@ class HermesParser(ToolParser):
         return Parsed(said if said.strip() or not calls else "", tuple(calls))
 
     def _end(self, text: str, begin: int, end: int) -> int:
-        """Where the call's closing mark is, which a string may hold as well; -1: not in this piece."""
+        """The position of the closing mark outside strings; -1: not in this piece."""
         found = next((at for at, mark in self._scan.marks(text, begin, end) if mark == self._CLOSE), -1)
         if found >= 0:
             self._scan.reset()
         return found
 
     def _close(self, shown: list[str], calls: list[Call], mark: str) -> None:
-        """What was inside is a call, or it was text after all."""
+        """Add the inside as a call, or as text if it is none."""
         inside, self._inside = self._whole(), False
         if call := self._call(_loads(inside)):
             calls.append(call)
@@ -181,21 +180,20 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """An answer whose first object is no call is text, all of it. Behind a call only calls are told. No character is
-    looked at twice."""
+    """An answer whose first object is no call is all text. After a call only calls are returned."""
 
     _TAG = "<|python_tag|>"
     begin, end, separator = '{"name": "%s", "parameters": ', "}", "; "
 
     def __init__(self, names: Collection[str], most: int = MAX_CALLS, *, quiet: bool = False) -> None:
         super().__init__(names, most, quiet=quiet)
-        self._said: list[str] = []  # the whole text, until a call was told
-        self._opened = self._called = False  # an object has begun; a call was told
+        self._said: list[str] = []  # the whole text, until a call was found
+        self._opened = self._called = False  # an object has begun; a call was found
         self._scan = _Scan()
 
     @staticmethod
     def among_text(calls: dict[str, Any]) -> dict[str, Any]:
-        """What begins as a call is one."""
+        """Text that does not begin with a brace, or calls."""
         return {"type": "or", "elements": [calls, {"type": "regex", "pattern": r"([^{\s][\s\S]*)?"}]}
 
     def _read(self, text: str, last: bool) -> Parsed:
@@ -224,7 +222,7 @@ class LlamaParser(ToolParser):
         return self._no_call() if last and not self._called else Parsed(calls=tuple(calls))
 
     def _objects(self, text: str) -> Iterator[str]:
-        """The objects that this piece completes. The part of one that is not yet whole waits in `_parts`."""
+        """The objects that this piece completes. An incomplete one waits in `_parts`."""
         begin = 0
         for at, mark in self._scan.marks(text, 0, len(text)):
             if mark == "{" and self._scan.depth == 1:
@@ -248,7 +246,7 @@ PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": L
 
 
 def parser_for(wanted: ToolFormat, template: str | None) -> type[ToolParser]:
-    """The named one, or the one whose format the model's chat template speaks of."""
+    """The parser of this format; "auto": of the format in the model's chat template."""
     if wanted != "auto":
         return PARSERS[wanted]
     template = template or ""
@@ -258,12 +256,12 @@ def parser_for(wanted: ToolFormat, template: str | None) -> type[ToolParser]:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)  # a grammar may let control characters into strings
+        return json.loads(text, strict=False)  # a grammar may allow control characters in strings
     except (ValueError, RecursionError):
         return None
 
 
 def _overlap(text: str, begin: int, mark: str) -> int:
-    """Length of the longest end of `text`, from `begin` on, that `mark` begins with."""
+    """Length of the longest end of `text[begin:]` that `mark` begins with."""
     most = min(len(mark) - 1, len(text) - begin)
     return next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)

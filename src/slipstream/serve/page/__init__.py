@@ -1,6 +1,6 @@
-"""The page at `/`: what the engine does right now, and a playground. Files as they are: nothing is built.
+"""The page at `/`: a live view of the engine, and a playground. Its files need no build.
 
-They hold nothing of this server, so they need no key: the page asks for it, and sends it along with what it asks for.
+They have nothing about this server, so they need no key: the page asks its user for it and sends it with its requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FILES = (
 )
 PATHS = {"/" if name == "index.html" else f"/page/{name}": name for name in _FILES}
 _HEADERS = {
-    # Everything comes from here, and nothing runs but what these files say; not even a style in the markup.
+    # Only files of this server may be loaded; no inline scripts or styles.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
