@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 from openai import OpenAI
 
 import inside
@@ -24,6 +25,7 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.server import HttpServer
 
 MODEL = "tiny"
+LONG: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
 
 
 @contextmanager
@@ -93,6 +95,10 @@ def serving(engine: EngineProcess | LLM, **options: Any) -> Iterator[HttpServer]
         server.drain()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def post(server: HttpServer, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60, **more)
 
 
 def client_of(server: HttpServer, key: str = "none") -> OpenAI:

@@ -18,17 +18,14 @@ import httpx
 import pytest
 
 from conftest import save_model, tiny_llama
-from serving import MODEL, InProcess, serving
+from serving import LONG, MODEL, InProcess, post, serving
 from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.drafters.base import HostDrafter
 from slipstream.serve.admission import Admission, Drain
 from slipstream.serve.config import ApiKey, Limits, ServeConfig
 from slipstream.serve.errors import ApiError
-from slipstream.serve.server import HttpServer
 from test_async import Gate, everything_is_free
-
-LONG: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +37,6 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def llm(open_llm: Callable[..., LLM]) -> LLM:
     return open_llm()
-
-
-def post(server: HttpServer, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, timeout=60, **more)
 
 
 def test_the_wait_follows_how_fast_answers_leave() -> None:

@@ -22,11 +22,11 @@ import pytest
 
 import inside
 from conftest import save_model, tiny_llama
-from serving import MODEL, engine_process, server_of, serving
+from serving import LONG, MODEL, engine_process, post, server_of, serving
 from slipstream.core.errors import EngineDied
 from slipstream.engine.remote import EngineProcess
 from slipstream.serve.server import HttpServer
-from test_serve_load import LONG, leave, post
+from test_serve_load import leave
 
 STREAMED = {**LONG, "stream": True}
 FAR = 60.0

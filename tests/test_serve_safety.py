@@ -22,7 +22,7 @@ import openai
 import pytest
 
 from conftest import CHAT_TEMPLATE, save_model, tiny_llama
-from serving import MODEL, InProcess, client_of, serving
+from serving import LONG, MODEL, InProcess, client_of, post, serving
 from slipstream import LLM
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.serve import live
@@ -32,8 +32,6 @@ from slipstream.serve.gate import Keyring, check_host, checked_names
 from slipstream.serve.live import LiveView
 from slipstream.serve.server import HttpServer
 from slipstream.serve.telemetry import PlainLines, log_to_stderr
-
-LONG: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +43,6 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def llm(open_llm: Callable[..., LLM]) -> LLM:
     return open_llm()
-
-
-def post(server: HttpServer, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, timeout=60, **more)
 
 
 class TestKeys:
