@@ -207,11 +207,11 @@ class Prediction(Fields):
 
 def _field(setting: Setting) -> Any:
     """The HTTP field of a setting: the same kind and range, and null for its default."""
-    limits: dict[str, float] = {}
+    limits: dict[str, Any] = {}
     if setting.kind is not bool:
         low = {} if setting.low is None else {"gt" if setting.above else "ge": setting.low}
         limits = {**low, "le": 2**31 - 1 if setting.high is None else setting.high}
-    return setting.kind | None, Field(None, description=setting.help, **limits)  # type: ignore[arg-type]
+    return setting.kind | None, Field(None, description=setting.help, **limits)
 
 
 _Settings: Any = create_model(
