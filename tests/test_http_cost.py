@@ -142,7 +142,7 @@ def test_the_command_writes_one_json(tiny_target: Path, tmp_path: Path) -> None:
     written = tmp_path / "cost.json"
     options = ["--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB", "--json", str(written)]
     counts = ["--requests", "2", "--max-tokens", "4", "--repeats", "1"]
-    command = [sys.executable, cost.__file__, *options, *counts]
+    command = [sys.executable, str(cost.__file__), *options, *counts]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])

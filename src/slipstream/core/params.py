@@ -262,8 +262,8 @@ class SamplingParams:
         self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
         if self.allowed_token_ids is not None:
             ids = tuple(self.allowed_token_ids) if isinstance(self.allowed_token_ids, Iterable) else ()
-            right = bool(ids) and all(map(_whole, ids))
-            self._check("allowed_token_ids", right, "a list of token ids, one at least, or None")
+            listed = bool(ids) and all(map(_whole, ids))
+            self._check("allowed_token_ids", listed, "a list of token ids, one at least, or None")
             self._set("allowed_token_ids", tuple(dict.fromkeys(ids)))
         self._check_form()
 
