@@ -140,6 +140,11 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_every_result_is_read_by_a_page() -> None:
+    texts = "".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
+    assert [file.name for file in (ROOT / "docs" / "results").iterdir() if file.name not in texts] == []
+
+
 def test_no_page_installs_from_a_package_index() -> None:
     """Slipstream is on none: it installs from a clone or from a wheel."""
     texts = [*PAGES, *(ROOT / "src").rglob("*.py")]
