@@ -174,12 +174,14 @@ def test_each_key_of_a_speculative_config(name: str) -> None:
         ({"model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}, "eagle3:yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
         ({"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"}, "eagle:yuhuili/EAGLE-LLaMA3-Instruct-8B"),
         ({"method": "qwen3_next_mtp"}, "mtp"),
+        ({"method": "suffix", "num_speculative_tokens": "5", "revision": "main"}, "suffix"),
     ],
 )
 def test_speculative_configs_as_people_write_them(config: dict[str, Any], drafter: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert from_vllm(config).drafter == drafter
+        assert from_vllm(config).draft_tokens == (5 if "num_speculative_tokens" in config else None)
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING))
@@ -275,10 +277,32 @@ def test_api_keys_also_come_from_variables_and_count_once(
         ("--api-key a b --model m", "--api-key=a --api-key=b --model m"),
         ("--api-key a MODEL", "--api-key=a MODEL"),
         ("--port 1 --unknown x", "--port=1 --unknown x"),
+        ("MODEL --revision main --tokenizer-revision=main", "MODEL"),
+        ("MODEL --tokenizer MODEL", "MODEL"),
+        ("--tokenizer=m --model m", "--model m"),
     ],
 )
-def test_a_model_is_never_taken_for_a_key(words: str, passed: str) -> None:
-    assert from_vllm_flags(words.split(), print) == passed.split()
+def test_command_lines_become_ours(words: str, passed: str) -> None:
+    """A model is never taken for a key, and what asks for what happens anyway passes in silence."""
+    told: list[str] = []
+    assert (from_vllm_flags(words.split(), told.append), told) == (passed.split(), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-O3", "-O 3"),
+        ("-O 3", "-O 3"),
+        ("-O=3", "-O 3"),
+        ("-O.level=3", '--compilation-config {"level": 3}'),
+        ("-O.level 3", '--compilation-config {"level": 3}'),
+        ("-cc.mode 3 -cc.cudagraph-mode FULL", '--compilation-config {"mode": 3, "cudagraph_mode": "FULL"}'),
+    ],
+)
+def test_levels_of_compilation_have_no_effect(words: str, said: str) -> None:
+    told: list[str] = []
+    assert from_vllm_flags(["MODEL", *words.split()], told.append) == ["MODEL"]
+    assert told == [f"{said} has no effect: kernels are chosen for the device"]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +310,10 @@ def test_a_model_is_never_taken_for_a_key(words: str, passed: str) -> None:
     [
         ("somewhere --model elsewhere", "somewhere --model elsewhere: both name the model; give one of them"),
         ("--memory 2GiB --gpu-memory-utilization 0.9", "is vLLM's name of --memory; give one of them"),
+        ("--gpu-memory-utilization 0.9 --kv-cache-memory-bytes 1G", "is vLLM's name of --memory; give one of them"),
+        ("one --tokenizer another", "--tokenizer another: a model comes with its tokenizer"),
+        ("--revision v2", "--revision v2: take a copy of that revision"),
+        ('--speculative-config {"method":"ngram","num_speculative_tokens":"few"}', "must be a whole number such as 5"),
         ("--gpu-memory-utilization 2", "must be a part above 0 and up to 1, such as 0.9"),
         ("--max-model-len long", "--max-model-len long: must be a number of tokens such as 8192 or 8k"),
         ("-tp 2", "-tp 2: a model runs on one device"),
@@ -301,14 +329,20 @@ def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], words: s
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_library_takes_vllms_arguments(open_llm: Callable[..., LLM]) -> None:
+def test_the_library_takes_vllms_arguments(open_llm: Callable[..., LLM], tiny_target: Path) -> None:
     with pytest.warns(UserWarning, match="swap_space=4 has no effect: "):
-        llm = open_llm(swap_space=4, enforce_eager=True, max_model_len="auto", tensor_parallel_size=1, dtype="float")
+        llm = open_llm(
+            swap_space=4, enforce_eager=True, max_model_len="auto", tensor_parallel_size=1, tokenizer=tiny_target
+        )
     assert llm.engine.config.graphs is False
     with pytest.raises(ConfigError, match="tensor_parallel_size=2: a model runs on one device"):
         open_llm(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="gpu_memory_utilization is vLLM's name of memory: give one of them"):
         open_llm(memory="64MiB", gpu_memory_utilization=0.5)
+    with pytest.raises(ConfigError, match="is vLLM's name of memory: give one of them"):
+        open_llm(memory=None, gpu_memory_utilization=0.5, kv_cache_memory_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="tokenizer='another': a model comes with its tokenizer"):
+        open_llm(tokenizer="another")
     with pytest.raises(TypeError, match="drafer"):
         open_llm(drafer="ngram")
 

@@ -6,9 +6,11 @@ A name is passed on under our own, has no effect and says so in one line, or is 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
@@ -29,6 +31,7 @@ class Row:
     fine: values, in small letters, that ask for what happens anyway; they pass in silence.
     values: how many the command line takes: 0 for a switch, 1, or 2 for any number.
     read: from vLLM's value to ours; None where the value asks for the default.
+    or_model: the model's own name is fine, too.
     """
 
     to: str | None = None
@@ -37,10 +40,11 @@ class Row:
     fine: tuple[str, ...] = ()
     values: int = 1
     read: Callable[[Any], Any] | None = None
+    or_model: bool = False
 
-    def taken(self, name: str, value: Any, shown: str, tell: Tell) -> dict[str, Any]:
+    def taken(self, name: str, value: Any, shown: str, tell: Tell, model: object = None) -> dict[str, Any]:
         """The value by our name; empty where nothing is to be done. shown: name and value as they were written."""
-        if value is None or str(value).lower() in self.fine:
+        if value is None or str(value).lower() in self.fine or (self.or_model and str(value) == str(model)):
             return {}
         if self.to is None:
             if self.refused:
@@ -61,6 +65,13 @@ def _count(value: Any) -> int | None:
         return None
     unit = _MULTIPLES.get(text[-1:])
     return int(text) if unit is None else int(float(text[:-1]) * unit)
+
+
+def _nodes(value: Any) -> int:
+    """5 or "5"."""
+    if isinstance(value, bool) or int(value) != float(value):
+        raise ValueError(value)
+    return int(value)
 
 
 def _part(value: Any) -> str:
@@ -94,7 +105,10 @@ _NO_ADAPTERS = "adapters are not applied; merge one into the weights with peft's
 _TEXT_ONLY = _moot("prompts and answers are text")
 _OWN_KERNELS = "kernels are chosen for the device"
 _OWN_LAYOUT = "the cache has a layout of its own; --memory bounds it"
-_REVISION = _none("take a copy of that revision (hf download NAME --revision … --local-dir FOLDER) and name its folder")
+_REVISION = _none(
+    "take a copy of that revision (hf download NAME --revision … --local-dir FOLDER) and name its folder", "main"
+)
+_DRAFT_TOKENS = "a whole number such as 5"
 _CONFIG = "the model runs as its config.json says; change that in a copy of its folder"
 _PIECES = "prompts are always read in pieces between the steps of others"
 _PROXY = "put a proxy such as nginx or caddy in front, which does it"
@@ -106,7 +120,9 @@ ENGINE: Mapping[str, Row] = {
     "dtype": _ours(read=_dtype, said="a name such as bfloat16"),
     "trust_remote_code": _ours(values=0, fine=("false",)),
     "max_model_len": _ours(read=_count, said="a number of tokens such as 8192 or 8k"),
-    "tokenizer": _none("a model comes with its tokenizer; put another into a copy of its folder"),
+    "tokenizer": Row(
+        None, "a model comes with its tokenizer; put another into a copy of its folder", refused=True, or_model=True
+    ),
     "tokenizer_mode": _none("the tokenizer is read as transformers does it; leave it out", "auto", "hf", "slow"),
     "skip_tokenizer_init": _none("answers are text; leave it out", "false", values=0),
     "revision": _REVISION,
@@ -167,6 +183,7 @@ ENGINE: Mapping[str, Row] = {
     "use_v2_block_manager": _moot(_OWN_LAYOUT, values=0),
     "enforce_eager": _ours("graphs", read=lambda value: not value, fine=("false",), values=0),
     "compilation_config": _moot(_OWN_KERNELS),
+    "optimization_level": _moot(_OWN_KERNELS),
     "cuda_graph_sizes": _moot("what requests need is recorded at the start", values=2),
     "max_seq_len_to_capture": _moot("what requests need is recorded at the start"),
     "attention_backend": _moot(_OWN_KERNELS),
@@ -192,7 +209,7 @@ ENGINE: Mapping[str, Row] = {
     # speculation
     "speculative_config": _ours(),
     "speculative_model": _ours("drafter", read=_draft_model),
-    "num_speculative_tokens": _ours("draft_tokens"),
+    "num_speculative_tokens": _ours("draft_tokens", read=_nodes, said=_DRAFT_TOKENS),
     # the rest
     "structured_outputs_config": _moot("forms are compiled by xgrammar"),
     "guided_decoding_backend": _moot("forms are compiled by xgrammar", "auto", "xgrammar"),
@@ -255,15 +272,20 @@ _SHORT = {
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
     "-q": "quantization",
+    "-dcp": "decode_context_parallel_size",
+    "-ep": "enable_expert_parallel",
     "-sc": "speculative_config",
+    "-cc": "compilation_config",
     "-O": "compilation_config",
 }
+_LEVEL = re.compile(r"-O(\d)")
+"""vLLM's `-O3`."""
 
 _PLANNED = "the planner drafts where it pays, by what was measured"
 SPECULATION: Mapping[str, Row] = {
     "method": _ours(),
     "model": _ours(),
-    "num_speculative_tokens": _ours(),
+    "num_speculative_tokens": _ours(read=_nodes, said=_DRAFT_TOKENS),
     "prompt_lookup_max": _moot("ngram takes the longest match of up to 32 tokens"),
     "prompt_lookup_min": _moot("ngram takes matches of 2 tokens or more"),
     "disable_by_batch_size": _moot(_PLANNED),
@@ -368,9 +390,12 @@ def takes_vllm_names(
                 return init(*arguments, **options)
             given: dict[str, Any] = options
             ours = {name: value for name, value in given.items() if name not in table}
-            for name in given.keys() - ours.keys():
+            bound = inspect.signature(init).bind_partial(*arguments)
+            bound.apply_defaults()
+            model = given.get("model", bound.arguments.get("model"))
+            for name in sorted(given.keys() - ours.keys()):
                 try:
-                    found = table[name].taken(name, given[name], f"{name}={given[name]!r}", _warn)
+                    found = table[name].taken(name, given[name], f"{name}={given[name]!r}", _warn, model)
                 except ConfigError as refused:
                     raise error(str(refused)) from refused
                 if any((given | ours).get(taken) is not None for taken in found.keys() - {name}):
@@ -388,47 +413,69 @@ def _warn(message: str) -> None:
 
 
 def from_vllm_flags(words: Sequence[str], tell: Tell) -> list[str]:
-    """A command line of `vllm serve` as one of `slipstream serve`. What no row is about stays as it is."""
-    table, left, found = {**SERVER, **ENGINE}, list(words), []
+    """A command line of `vllm serve` as one of `slipstream serve`. Options that no row knows stay as they are."""
+    line = _Line(words, tell)
+    table, left, found = line.table, list(words), []
     parts: dict[str, dict[str, Any]] = {}  # of `--speculative-config.method ngram`
     # `--api-key KEY MODEL` must not make a key of the model: more than one value only where that is named elsewhere
-    named = not words or not words[0].startswith("-") or any(w.split("=")[0] in ("--model", "-m") for w in words)
+    named = line.model is not None
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
-        name = _SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
+        if level := _LEVEL.fullmatch(word):
+            flag, equals, value = "-O", "=", level[1]
+        name, dot, key = flag.partition(".")
+        name = _SHORT.get(name, name.removeprefix("--").replace("-", "_") if name.startswith("--") else "")
         on = not (name.startswith("no_") and name[3:] in table)
-        name, dot, key = (name if on else name[3:]).partition(".")
+        name = name if on else name[3:]
         if name not in table or (table[name].values and not equals and not left):
             found.append(word)  # where its value is missing, that is said as for any option
         elif table[name].values == 0:
-            found += _flags(table, name, on, flag, words, tell)
+            found += line.flags(name, on, flag)
         else:
             values = [value] if equals else [left.pop(0)]
             while table[name].values > 1 and named and left and not left[0].startswith("-"):
                 values.append(left.pop(0))
             if dot:
-                parts.setdefault(name, {})[key] = _json_or_text(values[0])
+                parts.setdefault(name, {})[key.replace("-", "_")] = _json_or_text(values[0])
                 continue
             for one in values:
-                found += _flags(table, name, one, f"{flag} {one}", words, tell)
+                found += line.flags(name, one, f"{flag} {one}")
     for name, config in parts.items():
         text = json.dumps(config)
-        found += _flags(table, name, text, f"--{name.replace('_', '-')} {text}", words, tell)
+        found += line.flags(name, text, f"--{name.replace('_', '-')} {text}")
     return found
 
 
-def _flags(
-    table: Mapping[str, Row], name: str, value: Any, shown: str, words: Iterable[str], tell: Tell
-) -> Sequence[str]:
-    for to, ours in table[name].taken(name, value, shown, tell).items():
-        option = f"--{to.replace('_', '-')}"
-        if to != name and any(word.partition("=")[0] == option for word in words):
-            raise ConfigError(f"{shown}: is vLLM's name of {option}; give one of them")
-        if isinstance(ours, bool):
-            return [option if ours else f"--no-{to.replace('_', '-')}"]
-        return [f"{option}={ours}"]
-    return ()
+class _Line:
+    """A command line of `vllm serve`, while its options are translated one by one."""
+
+    def __init__(self, words: Sequence[str], tell: Tell) -> None:
+        self.table = {**SERVER, **ENGINE}
+        self.model = _model_of(words)
+        self._tell = tell
+        self._given = {word.partition("=")[0] for word in words}
+        self._taken: dict[str, str] = {}  # by our option: the other name of vLLM's that it came from
+
+    def flags(self, name: str, value: Any, shown: str) -> Sequence[str]:
+        """Our option for one of vLLM's with this value; nothing where it has no effect."""
+        for to, ours in self.table[name].taken(name, value, shown, self._tell, self.model).items():
+            option = f"--{to.replace('_', '-')}"
+            if to != name and (option in self._given or self._taken.setdefault(option, name) != name):
+                raise ConfigError(f"{shown}: is vLLM's name of {option}; give one of them")
+            if isinstance(ours, bool):
+                return [option if ours else f"--no-{to.replace('_', '-')}"]
+            return [f"{option}={ours}"]
+        return ()
+
+
+def _model_of(words: Sequence[str]) -> str | None:
+    """The model that a command line names; None: none, or behind options."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag in ("--model", "-m"):
+            return value if equals else following
+    return words[0] if words and not words[0].startswith("-") else None
 
 
 def _json_or_text(written: str) -> Any:
