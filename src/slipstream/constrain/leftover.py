@@ -1,7 +1,7 @@
 """What a schema says that no grammar holds, looked at in the finished answer.
 
-Everything that the grammar does hold is looked at as well, apart from patterns and formats: it says which of several
-schemas a value is meant for. Whoever asks writes both the schema and, nearly, the answer: so the work is counted.
+Everything that the grammar does hold is checked as well, apart from patterns and formats: it says which of several
+schemas a value is meant for. The check runs on the engine's thread, and clients write the schema: so work is counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 from slipstream.constrain.disjoint import Comparer, type_names
 
 MOST_STEPS = 5_000
-"""Values that are compared with schemas: about 20 ms."""
+"""Values that are compared with schemas or with each other: about 20 ms."""
+_NAMES_A_STEP = 64
+"""Required names that are looked up in the time of one step."""
 _MOST_DIGITS = 400
 _EXACT = Context(prec=10_000, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
@@ -36,6 +38,7 @@ class Checker:
     def __init__(self, rule: str) -> None:
         self._schema = json.loads(rule)
         self._comparer = Comparer(self._schema)
+        self._listed: dict[int, frozenset[Any]] = {}  # keys of the values of an enum, by the id of its node
         self._left = MOST_STEPS
 
     def fault(self, text: str) -> str | None:
@@ -46,10 +49,13 @@ class Checker:
         except (ValueError, ArithmeticError, RecursionError) as error:
             return f"it was not checked: {error}"
 
-    def _fault(self, node: Any, value: Any, at: str) -> str | None:
-        self._left -= 1
+    def _step(self, steps: int = 1) -> None:
+        self._left -= steps
         if self._left < 0:
             raise ArithmeticError(f"it would take more than {MOST_STEPS:,} steps")
+
+    def _fault(self, node: Any, value: Any, at: str) -> str | None:
+        self._step()
         node = self._comparer.resolved(node)
         if not isinstance(node, dict):
             return f"{at}: nothing may stand here" if node is False else None
@@ -58,8 +64,9 @@ class Checker:
                 faults = [self._fault(part, value, at) for part in node[key]]
                 return None if None in faults else max((fault for fault in faults if fault), key=_depth)
         if "const" in node or "enum" in node:
-            values = node.get("enum", [node.get("const")])
-            return None if _key(value) in map(_key, values) else f"{at}: is none of the values"
+            if id(node) not in self._listed:
+                self._listed[id(node)] = frozenset(map(self._key, node.get("enum", [node.get("const")])))
+            return None if self._key(value) in self._listed[id(node)] else f"{at}: is none of the values"
         kinds = type_names(float(value) if isinstance(value, Decimal) else value)
         wanted = node.get("type")
         if wanted is not None and kinds.isdisjoint([wanted] if isinstance(wanted, str) else wanted):
@@ -75,7 +82,7 @@ class Checker:
     def _list_fault(self, node: Any, value: list[Any], at: str) -> str | None:
         if not node.get("minItems", 0) <= len(value) <= node.get("maxItems", len(value)):
             return f"{at}: has {len(value)} items"
-        if node.get("uniqueItems") and len({_key(part) for part in value}) < len(value):
+        if node.get("uniqueItems") and len({self._key(part) for part in value}) < len(value):
             return f"{at}: its items are not all different"
         first = node.get("prefixItems", [])
         for i, part in enumerate(value):
@@ -85,6 +92,7 @@ class Checker:
 
     def _object_fault(self, node: Any, value: dict[str, Any], at: str) -> str | None:
         named = node.get("properties", {})
+        self._step(len(node.get("required", ())) // _NAMES_A_STEP)
         for name in node.get("required", ()):
             if name not in value:
                 return f"{at}: {name!r} is missing"
@@ -93,6 +101,17 @@ class Checker:
             if fault := self._fault(named.get(name, others), part, f"{at}.{name}"):
                 return fault
         return None
+
+    def _key(self, value: Any) -> Any:
+        """Equal for equal values of JSON: 1 and 1.0 are, 1 and true are not."""
+        self._step()
+        if isinstance(value, list):
+            return "list", tuple(map(self._key, value))
+        if isinstance(value, dict):
+            return "object", frozenset((name, self._key(part)) for name, part in value.items())
+        if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+            return "number", Decimal(repr(value) if isinstance(value, float) else value).normalize(_EXACT)
+        return type(value).__name__, value
 
 
 def _text_fault(node: Any, value: str, at: str) -> str | None:
@@ -110,7 +129,7 @@ def _number_fault(node: Any, value: Decimal, at: str) -> str | None:
     if any(not holds(value, bounds[key]) for key, holds in _BOUNDS.items() if key in bounds):
         return f"{at}: {value} is out of bounds"
     if (step := node.get("multipleOf")) is not None:
-        if abs(value.adjusted()) > _MOST_DIGITS:  # as a fraction it would take a lot of memory
+        if max(abs(value.adjusted()), len(value.as_tuple().digits)) > _MOST_DIGITS:  # its fraction would be huge
             raise ArithmeticError("a number is too long")
         if (Fraction(value) / Fraction(repr(step))).denominator != 1:
             return f"{at}: {value} is no multiple of {step}"
@@ -123,17 +142,6 @@ _BOUNDS: Mapping[str, Callable[[Decimal, Decimal], bool]] = {
     "exclusiveMinimum": Decimal.__gt__,
     "exclusiveMaximum": Decimal.__lt__,
 }
-
-
-def _key(value: Any) -> Any:
-    """Equal for equal values of JSON: 1 and 1.0 are, 1 and true are not."""
-    if isinstance(value, list):
-        return "list", tuple(map(_key, value))
-    if isinstance(value, dict):
-        return "object", frozenset((name, _key(part)) for name, part in value.items())
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        return "number", Decimal(repr(value) if isinstance(value, float) else value).normalize(_EXACT)
-    return type(value).__name__, value
 
 
 def _depth(fault: str) -> int:
