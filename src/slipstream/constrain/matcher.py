@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,8 +31,9 @@ longer holds up everybody: the answer ends. It is this thread's own time, not th
 counted, and not rounds, so that a draft is never what ends an answer; a slow grammar has small ones (`most_nodes`)."""
 LONGEST_S = 0.05
 """Seconds of a CPU that the engine's thread waits for one call of a grammar that may be slow."""
-_WALL = 40
-"""Times that by the clock, where others need the CPU as well."""
+_MOST_WAITS = 40
+"""Waits of `LONGEST_S` by the clock for a call that gets too little of the CPU. A process that is stopped and goes on,
+or a machine that sleeps, is one wait."""
 
 _TOKEN_BYTES = 4
 """Bytes of forced text that are looked for, for each token that there is room for."""
@@ -43,9 +45,17 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD)
 
 
+class Ran(Enum):
+    """The outcome of a call on the other thread."""
+
+    DONE = auto()
+    SLOW = auto()  # given up: it used too much of a CPU
+    STARVED = auto()  # given up: others used the CPU, and nothing is known of the grammar
+
+
 class Aside:
-    """Another thread for grammars that may be slow. The library cannot be interrupted, but it lets other threads run:
-    where a call takes too long, its caller goes on, and a new thread takes the next calls."""
+    """A thread for grammars that may be slow. xgrammar cannot be interrupted, but it lets other threads run: a call
+    that takes too long is given up by its caller, and a new thread takes the next calls."""
 
     def __init__(self) -> None:
         self._given_up: list[threading.Thread] = []
@@ -59,27 +69,30 @@ class Aside:
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         return len(self._given_up)
 
-    def does(self, call: Callable[[], object]) -> bool:
-        """Has it been done? False: it was given up. The call must not raise."""
+    def run(self, call: Callable[[], object]) -> Ran:
+        """Wait for the call, which must not raise, or give it up."""
         if self._thread is None:
             self._calls, self._done = SimpleQueue(), SimpleQueue()
             self._thread = threading.Thread(target=_work, args=(self._calls, self._done), name="grammar", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._calls.put, None)
-        used, began = _cpu_clock(self._thread), time.monotonic()
+        used = _cpu_clock(self._thread)
         until = used() + LONGEST_S
         self._calls.put(call)
-        while True:
+        ran = Ran.STARVED
+        for _ in range(_MOST_WAITS):
             try:
                 self._done.get(timeout=LONGEST_S)
             except Empty:
-                if used() < until and time.monotonic() < began + _WALL * LONGEST_S:
+                if used() < until:
                     continue
-                self._given_up.append(self._thread)
-                self._thread = None
-                self._calls.put(None)
-                return False
-            return True
+                ran = Ran.SLOW
+                break
+            return Ran.DONE
+        self._given_up.append(self._thread)
+        self._thread = None
+        self._calls.put(None)
+        return ran
 
 
 @torch.inference_mode()  # as the engine's thread, whose masks it fills
@@ -91,10 +104,10 @@ def _work(calls: SimpleQueue[Callable[[], object] | None], done: SimpleQueue[Non
 
 
 def _cpu_clock(thread: threading.Thread) -> Callable[[], float]:
-    """What the thread has used of a CPU, in seconds; the time where a system does not tell."""
+    """Seconds of a CPU that the thread has used; always 0 on systems that cannot tell."""
     if hasattr(time, "pthread_getcpuclockid") and thread.ident is not None:
         return partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident))
-    return time.monotonic
+    return lambda: 0.0
 
 
 class Texts:
@@ -266,10 +279,18 @@ class Constraint:
         """On another thread, if it may be slow. Nothing is done for an answer that failed."""
         if self.failure is not None:
             return
+        ran = Ran.DONE
         if self._rules.aside is None:
             self._timed(call)
-        elif not self._rules.aside.does(partial(self._timed, call)):
+        else:
+            ran = self._rules.aside.run(partial(self._timed, call))
+        if ran is Ran.SLOW:
             self._too_slow(f"more than {LONGEST_S:g} s for one token")
+        elif ran is Ran.STARVED:
+            self.failure = (
+                f"structured_outputs: the machine is too busy: one token took more than {_MOST_WAITS * LONGEST_S:g} s, "
+                "nearly all of them without a CPU; try again"
+            )
 
     def _timed(self, call: Callable[[], object]) -> None:
         """What goes wrong in the library is this answer's failure, and nobody else's; the time is its own, too."""

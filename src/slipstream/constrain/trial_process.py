@@ -30,7 +30,8 @@ LONGEST_PART = 0.01
 """Of its time on a CPU that one token of a text may take; with all tokens masks take about twenty times as long."""
 _TEXTS, _LENGTH = 4, 32
 """Texts of the form that are followed, and tokens of each."""
-FINE, WRONG, DEAR = "fine", "wrong", "dear"
+FINE, WRONG, DEAR, STARVED = "fine", "wrong", "dear", "starved"
+"""starved: it was ended by the clock, not by its time on a CPU: nothing is known of the form."""
 
 
 def main() -> None:
@@ -75,8 +76,9 @@ def _watch(asked: dict[str, Any], compiler: Any) -> None:
         os._exit(0)
     os.close(theirs)
     told = b"".join(iter(lambda: os.read(ours, 1 << 16), b""))
-    os.waitpid(fork, 0)
-    said = json.loads(told) if told else {"outcome": DEAR}  # it was ended: by its time, or for want of memory
+    _, status = os.waitpid(fork, 0)
+    late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    said = json.loads(told) if told else {"outcome": STARVED if late else DEAR}  # dear: its CPU time, or memory
     os.write(1, json.dumps({"id": asked["id"], **said}).encode() + b"\n")
 
 

@@ -18,13 +18,13 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, TimeoutError
 from dataclasses import dataclass
 from functools import cached_property
 
 from slipstream.constrain.source import Source
-from slipstream.constrain.trial_process import FINE, WRONG
+from slipstream.constrain.trial_process import FINE, STARVED, WRONG
 from slipstream.core import interpreter
 from slipstream.core.errors import QueueFull
 
@@ -162,15 +162,23 @@ class Workshop:
         assert process.stdout is not None
         assert process.stdin is not None
         with io.BufferedReader(process.stdout) as lines:  # type: ignore[type-var]  # a raw file, by `bufsize`
-            for line in lines:
-                told = json.loads(line)
-                if (answer := self._waiting.pop(told["id"], None)) is not None:
-                    reason = told.get("reason", "") if told["outcome"] == WRONG else None
-                    answer.set_result(Outcome(told["outcome"] == FINE, reason))
+            self._hear(lines)
         process.wait()
         with self._lock:
             process.stdin.close()
             self._forget(process)
+
+    def _hear(self, lines: Iterable[bytes]) -> None:
+        """Hand the outcomes to the callers that wait for them."""
+        for line in lines:
+            told = json.loads(line)
+            if (answer := self._waiting.pop(told["id"], None)) is None:
+                continue
+            if told["outcome"] == STARVED:
+                answer.cancel()  # the caller must ask again
+            else:
+                reason = told.get("reason", "") if told["outcome"] == WRONG else None
+                answer.set_result(Outcome(told["outcome"] == FINE, reason))
 
 
 WORKSHOP = Workshop()
