@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -20,10 +21,10 @@ import pytest
 
 from serving import MODEL, serving
 from slipstream import LLM, StructuredOutputsParams
-from slipstream.constrain import trials
+from slipstream.constrain import matcher, trials
 from slipstream.constrain.compiler import Grammars
 from slipstream.constrain.ebnf import MAX_ALTERNATIVES, MAX_RULES, MAX_WEIGHT, check_grammar
-from slipstream.constrain.limits import CompileLimits
+from slipstream.constrain.limits import MOST_SHARING, CompileLimits
 from slipstream.constrain.places import Places
 from slipstream.constrain.schema import MAX_ONE_OF, read_schema
 from slipstream.constrain.source import Source, source_of
@@ -246,6 +247,121 @@ class TestTrials:
             assert process.wait(30) == -signal.SIGKILL
         monkeypatch.undo()
         assert WORKSHOP.try_out(Source("grammar", 'root ::= "d"'), sample, 1.0) == Outcome(True)
+
+
+class TestEqualForms:
+    """What is asked for by many at the same time is tried and compiled once."""
+
+    @pytest.fixture
+    def slow(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], threading.Event]]:
+        """The forms that were tried, and what ends the trials."""
+        tried: list[str] = []
+        released = threading.Event()
+
+        def slowly(source: Source, *_: object) -> Outcome:
+            tried.append(source.text)
+            assert released.wait(60)
+            return Outcome("nobody" not in source.text)
+
+        monkeypatch.setattr(WORKSHOP, "try_out", slowly)
+        yield tried, released
+        released.set()
+
+    def ask(self, grammars: Grammars, text: str, times: int, released: threading.Event) -> list[object]:
+        """What becomes of equal requests of many tenants."""
+        form = StructuredOutputsParams(grammar=text)
+
+        def one(number: int) -> object:
+            try:
+                return grammars.constraint(form, (), LIMITS, f"tenant {number}").possible
+            except (InvalidRequest, QueueFull) as error:
+                return error
+
+        with ThreadPoolExecutor(times) as threads:
+            asked = [threads.submit(one, number) for number in range(times)]
+            while grammars._sharing < min(times - 1, MOST_SHARING) and not any(one.done() for one in asked):
+                time.sleep(0.001)
+            released.set()
+            return [one.result() for one in asked]
+
+    def test_64_at_once_share_one_compilation(
+        self, grammars: Grammars, slow: tuple[list[str], threading.Event], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tried, released = slow
+        compiled: list[str] = []
+        compile = Source.compile
+        monkeypatch.setattr(Source, "compile", lambda self, by: (compiled.append(self.text), compile(self, by))[1])
+        assert self.ask(grammars, 'root ::= "shared"', 64, released) == [True] * 64
+        assert tried == compiled == ['root ::= "shared"']
+        assert not grammars._under_way
+
+    def test_all_are_told_what_is_wrong(self, grammars: Grammars, slow: tuple[list[str], threading.Event]) -> None:
+        tried, released = slow
+        answers = self.ask(grammars, 'root ::= "nobody may have this"', 8, released)
+        assert len({str(answer) for answer in answers}) == len(tried) == 1
+        assert all(isinstance(answer, InvalidRequest) for answer in answers)
+
+    def test_one_without_a_place_does_not_refuse_the_others(
+        self, grammars: Grammars, slow: tuple[list[str], threading.Event]
+    ) -> None:
+        _, released = slow
+        with ExitStack() as inside:
+            for _ in range(LIMITS.waiting):
+                inside.enter_context(grammars._places.taken("tenant 0", LIMITS.waiting))
+            first = self.ask(grammars, 'root ::= "a place"', 1, released)[0]
+            assert isinstance(first, QueueFull)
+            form = StructuredOutputsParams(grammar='root ::= "a place"')
+            assert grammars.constraint(form, (), LIMITS, "tenant 1").possible
+
+
+class TestClocks:
+    """A form is judged by its time on a CPU: a busy machine, or one that slept, says nothing of it."""
+
+    def test_a_pause_does_not_condemn_a_form(self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(matcher, "LONGEST_S", 0.01)
+        form = StructuredOutputsParams(grammar='root ::= "patience"')
+        constraint = grammars.constraint(form, (), LIMITS)
+        monkeypatch.setattr(constraint, "_follow", lambda _: time.sleep(1))
+        constraint.advance([1], 0)
+        assert "too busy" in str(constraint.failure)
+        assert grammars.constraint(form, (), LIMITS).possible
+
+    def test_a_trial_that_gets_no_cpu_says_nothing(self) -> None:
+        """Its fork is ended by the clock; with a CPU it would take milliseconds."""
+        asked = [
+            {"vocabulary": "v", "tokens": ["a", "b"]},
+            {"vocabulary": "v", "id": 1, "kind": "grammar", "text": 'root ::= "a"', "free": False, "cpu_s": 60},
+        ]
+        script = (
+            "import time\n"
+            "from slipstream.constrain import trial_process\n"
+            "trial_process._WALL = 0.005\n"
+            "trial_process._try = lambda *_: time.sleep(60)\n"
+            "trial_process.main()\n"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", script],
+            input="".join(json.dumps(line) + "\n" for line in asked),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert json.loads(ended.stdout) == {"id": 1, "outcome": "starved"}
+
+    def test_a_form_that_was_not_tried_may_be_asked_again(self, grammars: Grammars) -> None:
+        sample = Sample.of([b"a", b"b"])
+        answer: Future[Outcome] = Future()
+        assert WORKSHOP.try_out(Source("grammar", 'root ::= "a"'), sample, 1.0) == Outcome(True)
+        process = WORKSHOP._process
+        assert process is not None
+        WORKSHOP._waiting[-1] = answer
+        read, write = os.pipe()
+        os.write(write, b'{"id": -1, "outcome": "starved"}\n')
+        os.close(write)
+        with os.fdopen(read, "rb") as lines:
+            WORKSHOP._hear(lines)
+        assert answer.cancelled()
 
 
 class TestShares:

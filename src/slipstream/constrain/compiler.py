@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.constrain.leftover import Checker
-from slipstream.constrain.limits import CompileLimits
+from slipstream.constrain.limits import MOST_SHARING, CompileLimits
 from slipstream.constrain.matcher import WORD, Aside, Constraint, Rules, Texts, mask_words
 from slipstream.constrain.places import Places, Turns
 from slipstream.constrain.source import Source, source_of
@@ -54,6 +56,9 @@ class Grammars:
         self._trying = Turns(_AT_ONCE)
         self._compiling = Turns(_AT_ONCE)
         self._tried: dict[tuple[StructuredOutputsParams, float], str | None] = {}  # what was wrong with them
+        self._joining = threading.Lock()
+        self._under_way: dict[tuple[StructuredOutputsParams, float], Future[Any]] = {}  # forms that are being compiled
+        self._sharing = 0  # callers that wait for the compilation of another
         self._encode = lru_cache(_KNOWN_TEXTS)(self._encoded)  # keys of a schema come again in every answer
 
     def constraint(
@@ -102,10 +107,33 @@ class Grammars:
             return self._made_of(form, source, compiler)
         if self._aside.stuck >= _MOST_STUCK:
             raise QueueFull("structured_outputs: grammars of others hold up the server's CPU; try again", 5.0)
-        with self._places.taken(tenant, limits.waiting):
-            self._try_out(form, source, limits, tenant)
-            with self._compiling.turn(tenant):
-                return self._made_of(form, source, compiler)
+        key, place = (form, limits.trial_s), ExitStack()
+        with self._joining:
+            shared = self._under_way.get(key)
+            if shared is None:
+                place.enter_context(self._places.taken(tenant, limits.waiting))
+                mine = self._under_way[key] = Future[Any]()
+            elif self._sharing >= MOST_SHARING:
+                raise QueueFull("structured_outputs: too many requests wait for forms; try again", 1.0)
+            else:
+                self._sharing += 1
+        if shared is not None:
+            try:
+                return shared.result()
+            finally:
+                with self._joining:
+                    self._sharing -= 1
+        with place:
+            try:
+                self._try_out(form, source, limits, tenant)
+                with self._compiling.turn(tenant):
+                    mine.set_result(self._made_of(form, source, compiler))
+            except BaseException as error:
+                mine.set_exception(error)
+            finally:
+                with self._joining:
+                    del self._under_way[key]
+        return mine.result()
 
     @staticmethod
     def _made_of(form: StructuredOutputsParams, source: Source, compiler: Any) -> Any:

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
 
+MOST_SHARING = 96
+"""Requests that wait for the compilation of another's equal form, of all tenants."""
+THREADS = 160
+"""Threads that a server has for requests with forms: more than may wait for heavy ones (the above, and `Places`), so
+that simple forms never wait for those."""
+
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
