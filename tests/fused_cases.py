@@ -15,8 +15,8 @@ from torch import Tensor
 from interpreted import DEVICE as KERNEL_DEVICE
 from slipstream.core.params import SamplingParams
 from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed
+from slipstream.sampling.filters import top_ids
 from slipstream.sampling.fused import CHUNK, choose_fused
-from slipstream.sampling.order import top_ids
 
 CPU = torch.device("cpu")
 

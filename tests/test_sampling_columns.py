@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.sampling.columns import Columns
 from slipstream.sampling.noise import stream_key, stream_keys
+from slipstream.sampling.table import Columns
 
 KINDS = {
     "odd": (0, torch.bool),

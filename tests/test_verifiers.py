@@ -17,7 +17,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.errors import InvalidRequest
 from slipstream.sampling import Features, SampleRows, SamplingTable
 from slipstream.verify import mixed, rejection
-from slipstream.verify.mixed import mixed_choices
+from slipstream.verify.rejection import mixed_choices
 from verifier_scenes import ALWAYS, FOUND, ONLY, SETTINGS, Copying, Crowd, Drawing, Expected, asked, expected
 
 REQUESTS = 12  # times the samples of each, 768 answers: enough to notice the mistakes below

@@ -10,8 +10,7 @@ from slipstream import SamplingParams
 from slipstream.kernels.gpu.jit import jit, tl
 from slipstream.kernels.gpu.sortable import NOTHING, sortable, unsorted
 from slipstream.sampling import SampleRows, SamplingTable
-from slipstream.sampling.fused_rank import rank_fused
-from slipstream.sampling.rank import HOPELESS, _filters, _tempered, rank
+from slipstream.sampling.rank import HOPELESS, _filters, _tempered, rank, rank_fused
 
 WISHES = [
     SamplingParams(temperature=0),

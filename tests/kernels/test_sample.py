@@ -16,8 +16,7 @@ from interpreted import DEVICE as KERNEL_DEVICE
 from slipstream.core.params import SamplingParams
 from slipstream.kernels.gpu.jit import jit, tl
 from slipstream.sampling import Features, SampleRows, gumbel, row_keys
-from slipstream.sampling.fused import choose_fused
-from slipstream.sampling.fused_rule import gumbel_noise
+from slipstream.sampling.fused import choose_fused, gumbel_noise
 from slipstream.sampling.noise import hash_tokens
 
 # The interpreter computes with numpy, which warns where a cold temperature rightly makes a score infinite.

@@ -46,7 +46,7 @@ from slipstream.plan.types import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import SamplingTable
 from slipstream.verify.exact import verify_exact
-from slipstream.verify.mixed import mixed_choices
+from slipstream.verify.rejection import mixed_choices
 
 _FAILED = "the engine failed: {}: {}"
 _NOTHING_USABLE = "the model gave no usable logits (NaN, or every token masked)"

@@ -12,7 +12,7 @@ from slipstream.core.outputs import Logprob
 from slipstream.core.verdict import Verdict
 from slipstream.engine.state import Answer
 from slipstream.engine.text import Decoder
-from slipstream.sampling.logprobs import raw_logprobs
+from slipstream.sampling.choose import raw_logprobs
 
 Position = Mapping[int, Logprob]
 

@@ -20,7 +20,7 @@ from slipstream.kernels.gpu.paged import kept_bytes
 from slipstream.kv.cache import KVCache
 from slipstream.models.runner import Runner
 from slipstream.models.taps import Taps
-from slipstream.verify.mixed import JUDGED_ROWS
+from slipstream.verify.rejection import JUDGED_ROWS
 
 _CPU_DEFAULT = 2**31
 _CPU_SHARE = 0.5

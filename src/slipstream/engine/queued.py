@@ -44,7 +44,7 @@ from slipstream.models.graphs import recorded
 from slipstream.plan.types import Load
 from slipstream.sampling.choose import choose
 from slipstream.sampling.table import Features
-from slipstream.verify.mixed import undrafted_choices
+from slipstream.verify.rejection import undrafted_choices
 
 
 class QueuedEngine(TellingEngine):

@@ -34,7 +34,7 @@ from slipstream.models.runner import Runner
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import SamplingTable, is_stale
-from slipstream.verify.mixed import mixed_choices
+from slipstream.verify.rejection import mixed_choices
 
 _COPIES = 3
 """Host copies of a round's input, and of its result: more than there are rounds in the making."""

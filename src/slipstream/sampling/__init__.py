@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.sampling.choose import choose, processed
-from slipstream.sampling.logprobs import RawLogprobs, raw_logprobs
+from slipstream.sampling.choose import RawLogprobs, choose, processed, raw_logprobs
 from slipstream.sampling.noise import gumbel, row_keys, uniform
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable

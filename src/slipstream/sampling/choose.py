@@ -1,8 +1,8 @@
 """The one rule of sampling: the next token is argmax(log p + gumbel), at temperature 0 without the noise.
 
-`processed` is the rule's log p written out in full; `choose` gives the same tokens with as little work as it can: no
-sort and no noise where none can matter; on a GPU by the kernels of `fused.py`, of which this is the torch twin. Every
-row is computed alone, bit for bit: neither the other rows, nor their order, nor how many they are can change its token.
+`processed` writes log p out in full; `choose` gives the same tokens with less work: no sort and no noise where none can
+matter. On a GPU the kernels of `fused.py` do it, of which this is the torch twin. Every row is computed alone, bit for
+bit: the other rows, their order and their number cannot change its token. `raw_logprobs` is for reports to callers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.forbid_bits import forbid_bits_
-from slipstream.kernels.gpu.jit import on_gpu
-from slipstream.sampling.blocks import put_rows, row_blocks, row_groups, take_rows
-from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow
+from slipstream.kernels.jit import on_gpu
+from slipstream.sampling.adjust import adjusted
+from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow, top_ids
 from slipstream.sampling.fused import choose_fused
-from slipstream.sampling.masks import add_bias_, forbid_bad_words_, forbid_ends_
 from slipstream.sampling.noise import gumbel_of_hashes
-from slipstream.sampling.penalties import penalize_
-from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.rows import SampleRows, put_rows, row_blocks, row_groups, take_rows
 from slipstream.sampling.table import Features, SamplingTable
 
 NOTHING = -1
@@ -42,7 +39,7 @@ def choose(
 
     allowed: bits [R, W] int32, 32 tokens a word: what grammars permit. overwrite: `logits` may be used as scratch; else
         it stays as it is.
-    candidates: how many tokens a partial sort looks at. It changes the speed, never a token.
+    candidates: the number of tokens that a partial sort looks at. It changes the speed, never a token.
     """
     logits = adjusted(logits, rows, table, features, allowed, overwrite)
     if on_gpu(logits):
@@ -94,32 +91,6 @@ def processed(
     return scores.masked_fill_(~largest.isfinite()[:, None], -math.inf)
 
 
-def adjusted(
-    logits: Tensor,
-    rows: SampleRows,
-    table: SamplingTable,
-    features: Features,
-    allowed: Tensor | None = None,
-    overwrite: bool = False,
-) -> Tensor:
-    """The logits in fp32 after penalties, bias and masks; the caller's own tensor where none of them is wanted."""
-    changes = features.grow or allowed is not None
-    logits = logits.to(torch.float32, copy=changes and not overwrite)
-    if features.penalties:
-        penalize_(logits, rows, table)
-    if features.bias:
-        add_bias_(logits, rows, table)
-    if features.min_tokens:
-        forbid_ends_(logits, rows, table)
-    if features.bad_words:
-        forbid_bad_words_(logits, rows, table)
-    if features.allowed:
-        forbid_bits_(logits, table.allowed[rows.slots])
-    if allowed is not None:
-        forbid_bits_(logits, allowed)
-    return logits
-
-
 def _tempering(rows: SampleRows, table: SamplingTable, features: Features, largest: Tensor) -> Tempering:
     slots = rows.slots
     return Tempering(
@@ -155,10 +126,7 @@ def _filtered_scores(logits: Tensor, tempering: Tempering, candidates: int) -> T
 
 
 def _uncertain(found: Candidates) -> Tensor:
-    """Indices of the rows whose candidates were too few, for which the whole vocabulary must be sorted.
-
-    On an accelerator the host waits here; the kernels of `fused.py` do without.
-    """
+    """Indices of the rows with too few candidates, whose whole vocabulary must be sorted. Waits for a device."""
     return (~found.certain).nonzero()[:, 0]
 
 
@@ -199,3 +167,29 @@ def _shared(keys: Tensor) -> _SharedKeys:
     first = same.to(torch.uint8).argmax(dim=1)  # [R] the first row with the same key
     is_first = first == own
     return _SharedKeys(keys[is_first], (is_first.cumsum(0) - 1)[first])
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogprobs:
+    """Log probabilities of R rows under the raw model: before temperature, penalties and masks."""
+
+    chosen: Tensor  # [R] fp32: log probability of the chosen token; -inf where none was chosen
+    ranks: Tensor  # [R] int64: 1 is the likeliest; equals share the better rank; 0 where none was chosen
+    top_ids: Tensor  # [R, T] int64, likeliest first, then lowest id
+    top: Tensor  # [R, T] fp32: their log probabilities
+
+
+def raw_logprobs(logits: Tensor, chosen: Tensor, top: int) -> RawLogprobs:
+    """Log probabilities of `chosen` [R] (-1: none) and of the `top` likeliest tokens under `logits` [R, V]."""
+    logits = logits.to(torch.float32)
+    total = logits.logsumexp(dim=1, keepdim=True)  # [R, 1]
+    own = logits.gather(1, chosen.clamp(min=0)[:, None])  # [R, 1]
+    none = chosen < 0
+    top = min(top, logits.shape[1])
+    ids = top_ids(logits, top) if top else chosen.new_empty(chosen.shape[0], 0)  # [R, T]
+    return RawLogprobs(
+        chosen=(own - total)[:, 0].masked_fill(none, -math.inf),
+        ranks=((logits > own).sum(dim=1) + 1).masked_fill(none, 0),
+        top_ids=ids,
+        top=logits.gather(1, ids) - total,
+    )

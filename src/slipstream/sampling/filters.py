@@ -4,6 +4,9 @@ A full sort of the vocabulary costs more than all other sampling together, and t
 only the first tokens in order are looked at; `certain` says for which rows that was enough. Probability mass is
 counted in integers: their sums do not depend on the order of summation, so neither on the number of candidates nor
 on the other rows of the batch.
+
+Tokens of a row have one total order: the larger value first, then the lower id. Logits often tie (bf16 has 8 bits of
+mantissa), and a sort that breaks ties at will would make the edge of a top-k depend on how it was computed.
 """
 
 from __future__ import annotations
@@ -14,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.sampling.blocks import put_rows, row_blocks, rows_where, take_rows
-from slipstream.sampling.order import top_ids
+from slipstream.sampling.rows import put_rows, row_blocks, rows_where, take_rows
 from slipstream.sampling.table import Features
 
 CANDIDATES = 1024
@@ -25,18 +27,18 @@ MASS_OF_LIKELIEST = 2.0**36
 
 @dataclass(frozen=True, slots=True)
 class Tempering:
-    """What R rows want done to their logits after penalties, bias and masks."""
+    """The temperature and filters of R rows, applied after `adjust.py`."""
 
     largest: Tensor  # [R] fp32: the row's largest logit
     temperature: Tensor  # [R] fp32, above 0 where it matters
     top_k: Tensor  # [R] int64, 0 is off
     top_p: Tensor  # [R] fp64, 1 is off
     log_min_p: Tensor  # [R] fp32, -inf is off
-    features: Features  # what some row wants; known on the host
+    features: Features  # of all rows together; known on the host
 
     @property
     def filtered(self) -> Tensor:
-        """Rows [R] that are sampled from a part of the vocabulary that must be sorted out."""
+        """Rows [R] with top-k or top-p, which need an order of the tokens."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
 
     @property
@@ -114,3 +116,19 @@ def _vocabulary_mass(logits: Tensor, tempering: Tempering, wanted: Tensor) -> Te
     mass = torch.cat([_mass(tempering.block_scores(some, block)).sum(dim=1) for block in blocks])
     put_rows(total, index, wanted, mass)
     return total
+
+
+def order_keys(values: Tensor) -> Tensor:
+    """Integers [R, V] int64, distinct within a row; larger stands first. `values` is [R, V] fp32."""
+    bits = (values + 0.0).view(torch.int32)  # adding 0 makes -0 the same as 0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats order backwards as integers: flip all but the sign
+    ids = torch.arange(values.shape[1], 0, -1, device=values.device)
+    return bits.to(torch.int64).mul_(1 << 32).add_(ids)
+
+
+def top_ids(values: Tensor, count: int) -> Tensor:
+    """Ids [R, count] int64 of the first `count` tokens of each row of `values` [R, V], in order."""
+    keys = order_keys(values)
+    if count >= values.shape[1]:
+        return keys.argsort(dim=1, descending=True)
+    return keys.topk(count, dim=1).indices

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.sampling.blocks import row_blocks
+from slipstream.sampling.rows import row_blocks
 
 
 def _signed(word: int, bits: int) -> int:

@@ -1,9 +1,10 @@
 """The sampling parameters of all running requests, as static tensors with one row a slot.
 
-A pass mixes requests that want different things. Each row of logits finds its request's wishes here by slot, so
-that one vectorized rule serves all of them, and the host keeps note of which features are in use, so that work
-nobody asked for is skipped. What depends on the tokens so far (penalty counts, the tail that bad words are matched
-against) lives here too and is brought up to date by `commit`.
+A pass mixes requests with different parameters. Each row of logits finds those of its request by slot: one vectorized
+rule serves all. The host knows which `Features` are in use, and unused work is skipped. State that depends on the
+tokens so far (penalty counts, the tail that bad words are matched against) is here, too; `commit` updates it.
+
+A new setting is a row of `_COLUMNS`, and a field of `Features` if its rule should be skipped where it is off.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,31 +22,40 @@ from torch.nn.functional import pad
 
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.params import SamplingParams
-from slipstream.sampling.columns import Columns
 from slipstream.sampling.noise import hash_tokens, position_keys, stream_key, stream_keys
 from slipstream.sampling.rows import SampleRows
 
 PADDING = -1
+_ALIGNED = 256
+"""Bytes: the alignment of a column. Kernels are compiled for pointers that are aligned as those of tensors are."""
 SMALLEST_TEMPERATURE = 2.0**-126  # below it fp32 loses digits, then becomes 0, which would mean greedy
-_COLUMNS = {
-    "temperature": (0, torch.float32),
-    "top_k": (0, torch.int64),
-    "top_p": (1, torch.float64),
-    "log_min_p": (-math.inf, torch.float32),
-    "streams": (0, torch.int64),
-    "repetition": (1, torch.float32),
-    "frequency": (0, torch.float32),
-    "presence": (0, torch.float32),
-    "penalized": (0, torch.bool),
-    "rejects": (0, torch.bool),
-    "min_tokens": (0, torch.int64),
+
+
+class Column(NamedTuple):
+    """A number of each slot: its type, its value in an empty slot, and its value for a request."""
+
+    dtype: torch.dtype
+    empty: float
+    of: Callable[[SamplingParams, Features], float]
+
+
+_COLUMNS: Mapping[str, Column] = {
+    "temperature": Column(torch.float32, 0, lambda p, f: max(p.temperature, SMALLEST_TEMPERATURE) if f.sampled else 0),
+    "top_k": Column(torch.int64, 0, lambda p, f: p.top_k if f.top_k else 0),
+    "top_p": Column(torch.float64, 1, lambda p, f: p.top_p if f.top_p else 1),
+    "log_min_p": Column(torch.float32, -math.inf, lambda p, f: math.log(p.min_p) if f.min_p else -math.inf),
+    "repetition": Column(torch.float32, 1, lambda p, f: p.repetition_penalty),
+    "frequency": Column(torch.float32, 0, lambda p, f: p.frequency_penalty),
+    "presence": Column(torch.float32, 0, lambda p, f: p.presence_penalty),
+    "penalized": Column(torch.bool, 0, lambda p, f: p.penalized),
+    "rejects": Column(torch.bool, 0, lambda p, f: p.rejects),
+    "min_tokens": Column(torch.int64, 0, lambda p, f: p.min_tokens),
 }
-"""The numbers of a slot: what they are where nobody asks for anything, and their types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What some request of a batch asked for. False everywhere: every row is plain greedy."""
+    """The parameters that some request of a batch uses. False everywhere: every row is plain greedy."""
 
     greedy: bool = False  # some row is not sampled
     sampled: bool = False  # some row is not greedy
@@ -59,9 +70,28 @@ class Features:
     grammar: bool = False  # some request may choose only what its grammar allows: rows have masks
     allowed: bool = False  # some request may choose only tokens of a list
 
+    @staticmethod
+    def of(params: SamplingParams, vocab_size: int, *, ends: bool, bad_words: bool) -> Features:
+        """Those of one request. ends: it has tokens that may not come before `min_tokens`."""
+        sampled = not params.greedy
+        return Features(
+            greedy=not sampled,
+            sampled=sampled,
+            top_k=sampled and 0 < params.top_k < vocab_size,
+            top_p=sampled and params.top_p < 1,
+            min_p=sampled and params.min_p > 0,
+            penalties=params.penalized,
+            bias=bool(params.logit_bias),
+            min_tokens=ends,
+            bad_words=bad_words,
+            rejection=params.rejects,
+            grammar=params.structured_outputs is not None,
+            allowed=params.allowed_token_ids is not None,
+        )
+
     @property
-    def grow(self) -> bool:
-        """Do they need tensors of the table that grow?"""
+    def adjusts(self) -> bool:
+        """Some rule of `adjust.py` is used. Tensors of the table that those read may be replaced by wider ones."""
         return self.penalties or self.bias or self.min_tokens or self.bad_words or self.allowed
 
     def __or__(self, other: Features) -> Features:
@@ -69,7 +99,7 @@ class Features:
 
 
 def is_stale(version: int, current: int) -> bool:
-    """Was that captured over tensors that were replaced since? Never, where it reads none that grow (0)."""
+    """A graph of this version reads tensors that were replaced since. Version 0 reads none that grow."""
     return 0 < version < current
 
 
@@ -79,8 +109,9 @@ class SamplingTable:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
 
-        self._in_bulk = False  # has it requests from `add_plain`?
-        self._columns = Columns(num_slots, _COLUMNS, self.device)
+        self._in_bulk = False  # it has requests from `add_plain`
+        kinds = {name: (column.empty, column.dtype) for name, column in _COLUMNS.items()}
+        self._columns = Columns(num_slots, {**kinds, "streams": (0, torch.int64)}, self.device)
         column = self._columns.by_name
         self.temperature = column["temperature"]  # [S], 0 is greedy
         self.top_k = column["top_k"]  # [S], 0 is off
@@ -97,7 +128,7 @@ class SamplingTable:
         def ragged(*shape: int) -> Tensor:
             return torch.full((num_slots, *shape), PADDING, dtype=torch.int64, device=self.device)
 
-        # Widths grow with the longest list that ever came.
+        # widths grow with the longest list so far
         self.end_ids = ragged(0)  # [S, E] never chosen before min_tokens
         self.bias_ids = ragged(0)  # [S, N]
         self.bias = torch.zeros(num_slots, 0, device=self.device)  # [S, N]
@@ -105,14 +136,14 @@ class SamplingTable:
         self.tails = ragged(0)  # [S, L - 1] last emitted tokens, flush right
 
         self.allowed = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=self.device)  # [S, W] bits
-        # V times as large as the rest, so not there before a request has penalties.
+        # V times as large as the rest: made when the first request has penalties
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)  # [S, V] emitted so far
         self.prompt_seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)  # [S, V]
 
         self.token_hashes = hash_tokens(torch.arange(vocab_size, dtype=torch.int32, device=self.device))  # [V]
         self._features: dict[int, Features] = {}
         self._captured = self._addresses()
-        self.version = 0  # goes up when a tensor is replaced by a wider one: captured work reads the old
+        self.version = 0  # grows when a tensor is replaced by a wider one: captured graphs read the old one
 
     def add(
         self,
@@ -126,12 +157,12 @@ class SamplingTable:
         end_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Give `slot` to a request. `output` is what it emitted before (a request that was preempted and is back).
+        """Give `slot` to a request. output: the tokens that it emitted before it was preempted.
 
         `end_ids` (EOS and stop ids) are not chosen while fewer than `min_tokens` were emitted. The last token of a
         bad word is not chosen where the emitted tokens end with the ones before it; the prompt does not count.
         """
-        assert not self._in_bulk, "it has requests from `add_plain`, of which the host knows nothing"
+        assert not self._in_bulk, "the table has requests from `add_plain`, which the host does not know"
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("bad_words", [token for word in bad_words for token in word])
@@ -141,21 +172,7 @@ class SamplingTable:
         if not all(bad_words):
             raise InvalidRequest(f"bad_words={[list(w) for w in bad_words]}: each must have at least one token")
         ends = [token for token in end_ids if 0 <= token < self.vocab_size] if params.min_tokens else []
-        sampled = not params.greedy
-        features = Features(
-            greedy=not sampled,
-            sampled=sampled,
-            top_k=sampled and 0 < params.top_k < self.vocab_size,
-            top_p=sampled and params.top_p < 1,
-            min_p=sampled and params.min_p > 0,
-            penalties=params.penalized,
-            bias=bool(params.logit_bias),
-            min_tokens=bool(ends),
-            bad_words=bool(bad_words),
-            rejection=params.rejects,
-            grammar=params.structured_outputs is not None,
-            allowed=params.allowed_token_ids is not None,
-        )
+        features = Features.of(params, self.vocab_size, ends=bool(ends), bad_words=bool(bad_words))
         self._features[slot] = features
         try:
             self._write(slot, params, features, seed, sample, prompt, output, ends, bad_words)
@@ -165,12 +182,12 @@ class SamplingTable:
                 self._captured, self.version = addresses, self.version + 1
 
     def add_plain(self, slots: Tensor, temperatures: Tensor, seeds: Tensor) -> None:
-        """Give distinct `slots` [B] to requests that ask for a temperature [B] and no more, with these seeds [B].
+        """Give distinct `slots` [B] to requests with a temperature [B], a seed [B] and no other parameter.
 
-        For very many requests at a time: three launches for all of them. All three lie on the device, and the host
-        does not hear of them: so the table must have no requests from `add`, neither before nor later.
+        For thousands of requests: three launches for all. The tensors are on the device and the host does not read
+        them, so the table must never have requests from `add`.
         """
-        assert not self._features, "it has requests from `add`, which would be sent again over these"
+        assert not self._features, "the table has requests from `add`, which would be sent again over these"
         self._in_bulk = True
         sampled = torch.where(temperatures > 0, temperatures.clamp_min(SMALLEST_TEMPERATURE), 0.0)
         self.temperature.index_copy_(0, slots, sampled.to(torch.float32))
@@ -188,20 +205,8 @@ class SamplingTable:
         ends: Sequence[int],
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        sampled = features.sampled
-        numbers = {
-            "temperature": max(params.temperature, SMALLEST_TEMPERATURE) if sampled else 0,
-            "top_k": params.top_k if features.top_k else 0,
-            "top_p": params.top_p if features.top_p else 1,
-            "log_min_p": math.log(params.min_p) if features.min_p else -math.inf,
-            "streams": stream_key(seed, sample),
-            "repetition": params.repetition_penalty,
-            "frequency": params.frequency_penalty,
-            "presence": params.presence_penalty,
-            "penalized": params.penalized,
-            "rejects": params.rejects,
-            "min_tokens": params.min_tokens,
-        }
+        numbers = {name: column.of(params, features) for name, column in _COLUMNS.items()}
+        numbers["streams"] = stream_key(seed, sample)
         self._columns.write(slot, numbers)
         self.end_ids = self._fill(self.end_ids, slot, torch.tensor(ends, dtype=torch.int64))
         self.bias_ids = self._fill(self.bias_ids, slot, torch.tensor(list(params.logit_bias), dtype=torch.int64))
@@ -211,25 +216,25 @@ class SamplingTable:
         self._add_penalties(slot, params, prompt, output)
 
     def _addresses(self) -> list[int]:
-        """Where the tensors lie that may have to grow."""
+        """Addresses of the tensors that may be replaced by wider ones."""
         biased = (self.end_ids, self.bias_ids, self.bias, self.allowed)
         grown = (*biased, self.bad_words, self.tails, self.counts, self.prompt_seen)
         return [tensor.data_ptr() for tensor in grown]
 
     def remove(self, slot: int) -> None:
-        """Take the slot back. What its row still holds is overwritten by the next `add`."""
+        """Take the slot back. The next `add` overwrites its row."""
         self._features.pop(slot, None)
 
     def features(self, slots: Sequence[int]) -> Features:
-        """What these slots ask for together. Known on the host: no tensor is read."""
+        """The features of these slots together. Reads no tensor."""
         together = Features()
         for wanted in {self._features[slot] for slot in slots}:
             together |= wanted
         return together
 
     def version_of(self, features: Features) -> int:
-        """Of the tensors that rounds with these features read; 0: they never change."""
-        return self.version if features.grow else 0
+        """The version of the tensors that a step with these features reads; 0: they are never replaced."""
+        return self.version if features.adjusts else 0
 
     def commit(self, slots: Tensor, tokens: Tensor, lengths: Tensor, features: Features | None = None) -> None:
         """Requests in distinct `slots` [B] emitted `tokens[b, :lengths[b]]` of tokens [B, K]. -1 is no token.
@@ -254,11 +259,11 @@ class SamplingTable:
         return position_keys(self.streams[rows.slots], rows.positions)
 
     def apart(self, whose: str, features: Features) -> SamplingTable:
-        """A view in which requests that are judged by rejection sampling have noise of `whose` own.
+        """A view in which requests with rejection sampling have noise of the drafter `whose` own.
 
-        What is drawn with it is independent of everything else that is proposed for the same position, and of what a
-        round without drafts will choose there, as rejection sampling takes it to be. For the others the noise stays
-        the one that makes drafts and target pick alike. features: of the requests in question.
+        Rejection sampling needs draws that are independent of all other proposals for the position, and of the choice
+        of a step without drafts. Requests with exact verification keep the noise by which draft and target choose
+        alike. features: of the requests in question.
         """
         if not features.rejection:
             return self
@@ -308,8 +313,8 @@ class SamplingTable:
 
     @staticmethod
     def _fill(table: Tensor, slot: int, values: Tensor, padding: int = PADDING) -> Tensor:
-        """Write `values` [n] and padding into a row of `table` [S, W], widened where n > W: to a power of two, for all
-        that was captured with it must be captured again."""
+        """Write `values` [n] and padding into a row of `table` [S, W]. Where n > W it is widened to a power of two:
+        all graphs that read it must be captured again."""
         if not (values.shape[0] or table.shape[1]):
             return table
         if values.shape[0] > table.shape[1]:
@@ -324,8 +329,48 @@ class SamplingTable:
             raise InvalidRequest(f"{key}: token {wrong[0]} must be 0 to {self.vocab_size - 1} (the vocabulary)")
 
 
+class Columns:
+    """Columns [S] by name, which the host writes by rows and the device reads.
+
+    To set one number of a tensor on a GPU waits until all that is queued there is done. So the columns lie in one block
+    of memory with a twin on the host, which writes there and sends the whole block without waiting.
+
+    kinds: of each column the value before the first write, and the type.
+    """
+
+    def __init__(self, rows: int, kinds: Mapping[str, tuple[float, torch.dtype]], device: torch.device) -> None:
+        places: dict[str, tuple[int, int]] = {}
+        size = 0
+        for name, (_, dtype) in kinds.items():
+            places[name] = size, size + rows * dtype.itemsize
+            size = -(-places[name][1] // _ALIGNED) * _ALIGNED
+
+        def columns(block: Tensor) -> dict[str, Tensor]:
+            return {name: block[begin:end].view(kinds[name][1]) for name, (begin, end) in places.items()}
+
+        self._host = torch.zeros(size, dtype=torch.uint8)
+        self._block = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self._written = {name: column.numpy() for name, column in columns(self._host).items()}
+        for name, (value, _) in kinds.items():
+            self._written[name][:] = value
+        self.by_name = columns(self._block)
+        self._send()
+
+    def write(self, row: int, values: Mapping[str, float]) -> None:
+        """Write numbers of one row; the others stay as they are."""
+        for name, value in values.items():
+            self._written[name][row] = value
+        self._send()
+
+    def _send(self) -> None:
+        """Copy the block to the device. Work that was queued before still reads the old numbers."""
+        if self._block is not self._host:
+            host = self._host.pin_memory() if self._block.is_cuda else self._host
+            self._block.copy_(host, non_blocking=True)
+
+
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """The same on the device, without waiting for what the device is at."""
+    """The same on the device, without waiting for queued work."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,7 +1,7 @@
 """The exact verifier: a node stands while it equals the token that the target itself chooses there.
 
 The choice is a function of logits and key alone, so the emitted tokens are those of plain decoding: this file only
-finds the path. It runs on tensors without looking at their values, so that it can be part of a graph.
+finds the path. No value is read on the host, so that a graph can hold it.
 """
 
 from __future__ import annotations

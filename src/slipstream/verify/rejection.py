@@ -1,19 +1,23 @@
-"""The rejection verifier: the classic rule, for drafters that know with what probability they drew their tokens.
+"""The rejection verifier: the classic rule, for drafters that know the probability of the tokens that they drew.
 
-A drawn node stands with probability min(1, p/q); where it falls, the next child of the same parent is tried against
-what is left, the residual (p - q)+, and where none stands the residual itself is drawn from (Leviathan 2022, Chen 2023;
-on trees, children drawn without replacement). What comes out has the target's distribution: not the tokens of plain
-decoding, which are the exact verifier's. Its gain is a little more acceptance.
+A drawn node stands with probability min(1, p/q); where it falls, the next child of the same parent is tried against the
+residual (p - q)+, and where none stands a token is drawn from the residual (Leviathan 2022, Chen 2023; children of a
+tree are drawn without replacement). The tokens have the target's distribution; they are not those of plain decoding,
+which the exact verifier gives. The gain is a little more acceptance.
 
-Nothing here looks at values on the host, so that it can be part of a graph, and no row's result depends on its company:
-sums over the vocabulary are made of integers, whose order does not matter.
+No value is read on the host, so that a graph can hold it, and no row's result depends on the other rows: sums over the
+vocabulary are of integers, whose order does not matter.
 
-Who drew what must be so, or the distribution is not the target's:
+The distribution is the target's under these conditions:
 
-* siblings stand in the order in which they were drawn, without replacement (several drafters' may alternate);
-* a drawn node is never left out for its value, but for one: it equals an earlier sibling (a merged tree);
+* siblings stand in the order in which they were drawn, without replacement (those of several drafters may alternate);
+* a drawn node is never left out for its value, with one exception: it equals an earlier sibling (a merged tree);
 * a node that was chosen in any other way (the likeliest, a copied text, the best of many that were drawn) has q = 1;
 * the drafter's noise is not this verifier's: `rejection_keys` gives keys of its own.
+
+A pass may have both kinds of requests: `mixed_choices` puts this rule's choices in place of the target's own for those
+that ask for it, in every step, drafted or not. (Guesses may come from the target's own later choices, as in lookahead;
+so the length of the text may depend on the noise of the next place.)
 """
 
 from __future__ import annotations
@@ -25,14 +29,21 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.verdict import Verdicts
+from slipstream.sampling.choose import processed
 from slipstream.sampling.noise import gumbel, position_keys, stream_keys, uniform
+from slipstream.sampling.rows import SampleRows, group_rows, rows_where
+from slipstream.sampling.table import Features, SamplingTable
 from slipstream.verify.exact import verify_exact
 
 OWN_NOISE = 0x52454A
 """Parts this verifier's noise from the noise that drafters draw with: no request has so many samples."""
 
 _UNITS = 2.0**45
-"""The largest of a row in integers: 2^17 of them still fit 63 bits."""
+"""The largest weight of a row as an integer: 2^17 of them still fit 63 bits."""
+
+JUDGED_ROWS = 64
+"""Rows of probabilities that are judged together, at least those of one request. Six copies of them exist meanwhile: as
+much memory as two copies of 192 rows of logits. Tiny vocabularies take more rows at once (`group_rows`)."""
 
 
 def rejection_keys(streams: Tensor, positions: Tensor, places: int) -> Tensor:
@@ -45,6 +56,60 @@ def rejection_keys(streams: Tensor, positions: Tensor, places: int) -> Tensor:
     return position_keys(own[:, None], positions[:, None] + place)
 
 
+def mixed_choices(
+    choices: Tensor,  # [B, K + 1] int64: the target's own
+    logits: Tensor,  # [R, V]
+    rows: SampleRows,  # [R]
+    row_of: Tensor,  # [B, K + 1] int64: the row of each request's root (column 0) and nodes; padding: any
+    draft: Draft,  # of these requests; `q` where its drafter told it
+    table: SamplingTable,
+    features: Features,
+    drawn: Tensor | None = None,  # [B, K] bool: False: this node's row of `draft.q` means nothing
+    *,
+    allowed: Tensor | None = None,  # [R, W] int32: what grammars permit, as in `choose`
+) -> Tensor:
+    """The choices [B, K + 1] of each request's own verifier. Off the accepted path they are the target's."""
+    slots = rows.slots[row_of[:, 0]]  # [B]
+    asked = table.rejects[slots]  # [B]
+    index = rows_where(asked)
+    together = max(JUDGED_ROWS, group_rows(logits.shape[1]))
+    room = max(1, together // (draft.width + 1))  # requests at a time
+    for part in index.split(room) if index.shape[0] else ():
+        own = Draft(draft.tokens[part], draft.parents[part], draft.counts[part], draft.is_chain, _at(draft.q, part))
+        index_of = row_of[part].flatten()  # [b * (K + 1)]
+        mine = _rows_at(rows, index_of)
+        p = processed(logits[index_of], mine, table, features, allowed=_at(allowed, index_of)).softmax(1)
+        first = mine.positions.view(own.tokens.shape[0], -1)[:, 0]  # [b]
+        keys = rejection_keys(table.streams[slots[part]], first, draft.width + 1)
+        found = rejection_choices(own, p.view(*keys.shape[:2], -1), keys, own.q, _at(drawn, part))  # -1 off the path
+        decided = asked[part, None] & (found >= 0)  # [b, K + 1]
+        choices = choices.index_copy(0, part, torch.where(decided, found, choices[part]))
+    return choices
+
+
+def undrafted_choices(
+    choices: Tensor,  # [B] int64: the target's own, in the order of the rows
+    logits: Tensor,  # [B, V]
+    rows: SampleRows,  # [B]
+    table: SamplingTable,
+    features: Features,
+    allowed: Tensor | None = None,  # [B, W] int32: what grammars permit, as in `choose`
+) -> Tensor:  # [B]
+    """`mixed_choices` without drafts, for the first token after a prompt."""
+    nothing = choices.new_zeros(choices.shape[0], 0)  # [B, 0]
+    draft = Draft(nothing, nothing, torch.zeros_like(choices), True)
+    row_of = torch.arange(choices.shape[0], device=choices.device)[:, None]
+    return mixed_choices(choices[:, None], logits, rows, row_of, draft, table, features, allowed=allowed)[:, 0]
+
+
+def _rows_at(rows: SampleRows, index: Tensor) -> SampleRows:
+    return SampleRows(rows.slots[index], rows.positions[index], rows.generated[index], _at(rows.path, index))
+
+
+def _at(values: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if values is None else values[index]
+
+
 def verify_rejection(
     draft: Draft, p: Tensor, keys: Tensor, q: Tensor | None = None, drawn: Tensor | None = None
 ) -> Verdicts:
@@ -55,7 +120,7 @@ def verify_rejection(
 def rejection_choices(
     draft: Draft, p: Tensor, keys: Tensor, q: Tensor | None = None, drawn: Tensor | None = None
 ) -> Tensor:
-    """The verdict as choices [B, K + 1] int64, which whatever follows the target's choices can follow.
+    """The verdict in the form of the target's choices: [B, K + 1] int64.
 
     Column 0 is the token after the last committed one, column 1 + i the token after node i, -1 where the path does not
     pass. They are one path: the last choice on it is no child of its row.
@@ -90,7 +155,7 @@ def rejection_choices(
 
 @dataclass(frozen=True, slots=True)
 class _Trials:
-    """What a walk down the drafts needs to know."""
+    """The inputs of a walk down the drafts."""
 
     tokens: Tensor  # [B, K] int64, 0 is padding
     parent_row: Tensor  # [B, K] int64: row 0 is the root, row 1 + i is node i
@@ -104,16 +169,16 @@ class _Trials:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Where the walks ended."""
+    """The ends of the walks."""
 
     choices: Tensor  # [B, K + 1] int64: the accepted tokens, each at its parent's row; -1 elsewhere
     row: Tensor  # [B] int64: the last row of the path
-    depth: Tensor  # [B] int64: how many nodes were accepted
+    depth: Tensor  # [B] int64: accepted nodes
     left: Tensor  # [B, V] fp32: what may follow, up to a factor; 0 at the children that fell
 
 
 def _walk_chain(trials: _Trials) -> _Path:
-    """All nodes at once: in a chain each is the only child, so that no trial needs the outcome of another."""
+    """Judge all nodes at once: in a chain each is the only child, so no trial needs the outcome of another."""
     tokens, p, q, drawn = trials.tokens, trials.p, trials.q, trials.drawn
     batch, width = tokens.shape
     choices = tokens.new_full((batch, width + 1), -1)
@@ -179,14 +244,14 @@ def _walk_copied(trials: _Trials) -> _Path:
 
 
 def _at_rows(rows: Tensor, tokens: Tensor, where: Tensor) -> Tensor:  # [B, K + 1]
-    """Choices: these tokens [B, K] at these rows [B, K], where it is so; -1 elsewhere."""
+    """Choices: `tokens` [B, K] at `rows` [B, K] where `where` holds; -1 elsewhere."""
     width = rows.shape[1]
     nowhere = tokens.new_full((rows.shape[0], width + 2), -1)
     return nowhere.scatter(1, torch.where(where, rows, width + 1), tokens)[:, : width + 1]
 
 
 def _depths(above: Tensor) -> Tensor:  # [B, K]
-    """How many nodes stand above each, by the rows of their parents [B, K] (row 0 is the root, row 1 + i is node i).
+    """The number of nodes above each, by the rows of their parents [B, K] (row 0 is the root, row 1 + i is node i).
 
     Pointer doubling: after step s it has looked at 2^s ancestors.
     """
@@ -240,17 +305,17 @@ def _walk_tree(trials: _Trials) -> _Path:
 
 
 def _passes(u: Tensor, chance: Tensor, odds: Tensor) -> Tensor:
-    """Does a node stand that the target would take with `chance` and the drafter drew with `odds`?"""
+    """The node stands: the target takes it with `chance`, and the drafter drew it with `odds`."""
     return u.double() * odds < chance
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """What the target still wants after a token drawn from q fell; its sum is not 1."""
+    """The target's weights after a token drawn from q fell; their sum is not 1."""
     return (p - q).clamp_(min=0)
 
 
 def _mass(weights: Tensor) -> Tensor:
-    """The sums [B] fp64 of weights [B, V], the same whatever order they are added up in; 1 for a row without any."""
+    """The sums [B] fp64 of weights [B, V], the same in any order of summation; 1 for a row without any."""
     largest = weights.amax(1, keepdim=True)  # [B, 1]
     units = (weights / largest * _UNITS).to(torch.int64).sum(1)  # [B]
     return torch.where(largest[:, 0] > 0, units.double() * (largest[:, 0].double() / _UNITS), 1.0)
