@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.draft import MAX_NODES, ROOT, Tree
-from slipstream.core.merge import CUT, merge_trees
+from slipstream.core.draft import CUT, MAX_NODES, ROOT, Tree, merge_trees
 from slipstream.core.verdict import Authors, Verdict
 from tree_cases import paths, trees
 

@@ -12,7 +12,7 @@ import pytest
 
 from serving import serving
 from slipstream import LLM, SamplingParams
-from slipstream.core.responsive import rarely_searched, responsive, tidy
+from slipstream.core.interpreter import rarely_searched, responsive, tidy
 from slipstream.engine import loop
 from slipstream.serve import server as http
 

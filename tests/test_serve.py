@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from serving import MODEL, client_of, engine_process, serving
 from slipstream import LLM, SamplingParams, SpeculationParams
-from slipstream.core.snapshot import Undrafted
+from slipstream.core.outputs import Undrafted
 from slipstream.serve.gate import IGNORED_FIELDS
 from slipstream.serve.metrics import DECISIONS
 from slipstream.serve.server import HttpServer

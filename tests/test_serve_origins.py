@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from serving import MODEL, client_of, serving
 from slipstream import LLM
-from slipstream.core.snapshot import Snapshot
+from slipstream.core.outputs import Snapshot
 from slipstream.serve.config import ApiKey
 from slipstream.serve.live import LiveView
 from slipstream.serve.page import PATHS

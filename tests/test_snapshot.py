@@ -13,7 +13,7 @@ import pytest
 
 from scripted import Answers, RaisesForSome, Right, RightThenWrong
 from slipstream import LLM, SamplingParams, SpeculationParams
-from slipstream.core.snapshot import Snapshot
+from slipstream.core.outputs import Snapshot
 
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, seed=1)
 PROMPTS = [[7, 3, i] for i in range(5)]

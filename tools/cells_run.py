@@ -19,7 +19,7 @@ from curve_run import Models, peer_draft
 from kernel_clock import free
 from results import Report
 from slipstream import LLM
-from slipstream.core.responsive import responsive
+from slipstream.core.interpreter import responsive
 from slipstream.drafters import merged_name, parse_merged
 from slipstream.drafters.base import Drafter
 from slipstream.models.load import load_config

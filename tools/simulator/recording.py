@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.core.errors import ConfigError
-from slipstream.core.reading import read_named
+from slipstream.core.errors import ConfigError, read_named
 
 VERSION = 4
 

@@ -13,8 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.errors import ConfigError
-from slipstream.core.reading import read_named
+from slipstream.core.errors import ConfigError, read_named
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from statistics import median
 from typing import Any
 
 from slipstream.bench.run import PLAIN, EngineRunner, Runner
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, read_named
 from slipstream.core.params import SamplingParams
-from slipstream.core.reading import read_named
 from slipstream.engine.config import EngineConfig
 
 _CLEARLY = 1.02

@@ -21,8 +21,7 @@ from slipstream.cli.loading import hosted
 from slipstream.cli.options import MODEL, OF_REQUESTS, OF_SAMPLING, OUTPUT, SPECULATION, Common, option, with_common
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
-from slipstream.core.errors import ConfigError, InvalidRequest, install
-from slipstream.core.reading import read_named
+from slipstream.core.errors import ConfigError, InvalidRequest, install, read_named
 from slipstream.core.vllm_names import from_vllm, from_vllm_flags
 from slipstream.drafters.opening import naming
 from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat

@@ -1,8 +1,9 @@
 """Drafts: trees of guessed tokens that hang from the last committed token.
 
-On the host a draft of one request is a `Tree`; in a round all of them are one `Draft` of tensors, so that packing,
+On the host a draft of one request is a `Tree`; in a step all of them are one `Draft` of tensors, so that packing,
 verification and commit run without Python per token. Node 0 is the first guess; parent -1 is the root (the last
-committed token). A parent always stands before its children. A chain is a tree without branches.
+committed token). A parent always stands before its children. A chain is a tree without branches. `merge_trees` joins
+what several drafters guess for one request; `kernels/merge_trees.py` does the same on the device.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ MAX_NODES = 63
 """A request brings at most 64 rows to a pass, its last committed token included: one 64-bit mask word a row."""
 
 ROOT = -1
-
+CUT = -2
+"""Stands for a node of a merged tree that had no room."""
 
 _CHAINS = tuple(tuple(range(-1, nodes - 1)) for nodes in range(MAX_NODES + 1))
 
 
 def chain_parents(nodes: int) -> tuple[int, ...]:
-    """The parents of a chain: up to `MAX_NODES` the same tuple always, so that a chain is known at a glance."""
+    """The parents of a chain; up to `MAX_NODES` always the same tuple, so that comparing is cheap."""
     return _CHAINS[nodes] if nodes <= MAX_NODES else tuple(range(-1, nodes - 1))
 
 
@@ -56,9 +58,9 @@ class Tree:
         return max(depths, default=0)
 
     def check(self, vocab_size: int, budget: int) -> None:
-        """Raise `DrafterError` unless this is a tree that a round can verify."""
+        """Raise `DrafterError` unless a step can verify this tree."""
         if len(self.tokens) != len(self.parents):
-            raise DrafterError(f"{len(self.tokens)} tokens but {len(self.parents)} parents: must be as many")
+            raise DrafterError(f"{len(self.tokens)} tokens but {len(self.parents)} parents: must be the same number")
         if len(self.tokens) > min(budget, MAX_NODES):
             raise DrafterError(f"{len(self.tokens)} nodes: at most {min(budget, MAX_NODES)} were asked for")
         siblings: set[tuple[int, int]] = set()
@@ -74,7 +76,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The drafts of all B requests of a round, K nodes at most. Columns from `counts[b]` on are padding."""
+    """The drafts of all B requests of a step, K nodes at most. Columns from `counts[b]` on are padding."""
 
     tokens: Tensor  # [B, K] int64
     parents: Tensor  # [B, K] int64, -1 is the root
@@ -82,7 +84,7 @@ class Draft:
     is_chain: bool  # every tree in it is a chain: causal order is enough, no masks
     q: Tensor | None = None
     """[B, K, V]: the whole distribution that each node and its siblings were drawn from, with the sum 1; 0 where a node
-    was not drawn. None: no node was. What a drafter that tells it must keep to: `docs/rejection.md`."""
+    was not drawn. None: no node was. The rules for drafters that give it: `docs/rejection.md`."""
 
     @staticmethod
     def pack(trees: Sequence[Tree], device: torch.device) -> Draft:
@@ -99,7 +101,7 @@ class Draft:
 
     @staticmethod
     def merge(parts: Sequence[tuple[Sequence[int], Draft]], requests: int, device: torch.device) -> Draft:
-        """One draft of several drafters' drafts: each part says for which of the requests its rows are."""
+        """One draft of several drafters' drafts. parts: the requests of the rows, and the rows."""
         if len(parts) == 1 and list(parts[0][0]) == list(range(requests)):
             return parts[0][1]
         width = max((part.width for _, part in parts), default=0)
@@ -114,7 +116,7 @@ class Draft:
         return Draft(tokens, parents, counts, all(p.is_chain for _, p in parts), _merged_q(parts, requests, width))
 
     def extended(self, more: int) -> Draft:
-        """The same with empty drafts for `more` further requests."""
+        """This draft with empty drafts for `more` further requests."""
         if not more:
             return self
         filler = torch.arange(-1, self.width - 1, device=self.tokens.device).repeat(more, 1)
@@ -143,7 +145,7 @@ class Draft:
 
 
 def _merged_q(parts: Sequence[tuple[Sequence[int], Draft]], requests: int, width: int) -> Tensor | None:
-    """The parts' q [B, K, V] together; None where none of them told it."""
+    """The parts' q [B, K, V] together; None where none of them has it."""
     told = [(rows, part.q) for rows, part in parts if part.q is not None]
     if not told:
         return None
@@ -152,3 +154,45 @@ def _merged_q(parts: Sequence[tuple[Sequence[int], Draft]], requests: int, width
     for rows, q in told:
         merged[torch.tensor(rows, dtype=torch.int64, device=q.device), : q.shape[1]] = q
     return merged
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTree:
+    """One tree of several. `places[i][j]`: the node that node j of the i-th given tree became, or `CUT`."""
+
+    tree: Tree
+    places: tuple[tuple[int, ...], ...]
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The drafters of each node: bit i stands for the i-th given tree."""
+        words = [0] * len(self.tree)
+        for i, places in enumerate(self.places):
+            for node in places:
+                if node != CUT:
+                    words[node] |= 1 << i
+        return tuple(words)
+
+
+def merge_trees(trees: Sequence[Tree], budget: int) -> MergedTree:
+    """The union of the trees' paths, of at most `budget` nodes: a node that two drafters propose is verified once.
+
+    The trees are taken in turn, so nodes of the first keep their numbers. Where the budget ends, later trees are cut, a
+    node always with its descendants.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+    places: list[tuple[int, ...]] = []
+    for tree in trees:
+        place: list[int] = []
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            above = ROOT if parent == ROOT else place[parent]
+            node = CUT if above == CUT else known.get((above, token), CUT)
+            if node == CUT and above != CUT and len(tokens) < budget:
+                node = known[above, token] = len(tokens)
+                tokens.append(token)
+                parents.append(above)
+            place.append(node)
+        places.append(tuple(place))
+    return MergedTree(Tree(tuple(tokens), tuple(parents)), tuple(places))

@@ -1,4 +1,4 @@
-"""Every error that Slipstream raises on purpose.
+"""Every error that Slipstream raises on purpose, and files that an option names (`read_named`).
 
     SlipstreamError
     ├── ConfigError         an option has a wrong name or value (also a ValueError)
@@ -9,25 +9,26 @@
     ├── CapacityError       it does not fit: memory budget, context limit
     ├── RequestError        one request is wrong or failed; the others go on
     │   ├── InvalidRequest      refused before it started (also a ValueError)
-    │   ├── QueueFull           too many wait already; it says when to come again
+    │   ├── QueueFull           too many wait already; it says when to try again
     │   ├── NumericError        the model gave NaN or no possible token
-    │   ├── TimedOut            its time was over before it was
+    │   ├── TimedOut            its time limit passed first
     │   ├── Aborted             cancelled by its owner
     │   └── EngineDied          the engine's process ended, and every request with it
     └── DrafterError        a drafter cannot be used with this target
 
-A message names the key, the value, and what would be right.
+A message names the key, the value, and the remedy.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 _OF_THE_DEVICE = re.compile(r"CUDA error:|Triton Error \[CUDA\]|CU(BLAS|DNN)_STATUS_")
 
 
 def install(extra: str) -> str:
-    """How to get the packages of an extra; Slipstream itself is on no package index."""
+    """The command that installs the packages of an extra; Slipstream itself is on no package index."""
     return f"pip install -e '.[{extra}]' in the clone, or pip install 'WHEEL[{extra}]' for a wheel that was built"
 
 
@@ -68,14 +69,14 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class QueueFull(RequestError):
-    """Too many requests wait already. `retry_after_s`: seconds until there is room, as far as can be told."""
+    """Too many requests wait already. retry_after_s: estimated seconds until there is room."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[type[QueueFull], tuple[str, float]]:
-        """As an exception is pickled, it would be made of its message alone."""
+        """Pickle both arguments; by default an exception is made of its message alone."""
         return type(self), (str(self), self.retry_after_s)
 
 
@@ -84,7 +85,7 @@ class NumericError(RequestError):
 
 
 class TimedOut(RequestError):
-    """The request's time was over before its answer was."""
+    """The request's time limit passed before its answer ended."""
 
 
 class Aborted(RequestError):
@@ -92,11 +93,11 @@ class Aborted(RequestError):
 
 
 class EngineDied(RequestError):
-    """The engine's process ended by itself, and every request with it. A new one must be started."""
+    """The engine's process ended, and every request with it. A new one must be started."""
 
 
 def device_failed(error: BaseException | None) -> bool:
-    """Whether it is an error of the device, or comes of one. Every call to a GPU fails after one: only a new process
+    """The error is one of the device, or was caused by one. After it every call to the GPU fails, and only a new process
     can use it again."""
     while error is not None:
         known = type(error).__name__ == "AcceleratorError"  # torch's; nothing here imports it
@@ -108,3 +109,13 @@ def device_failed(error: BaseException | None) -> bool:
 
 class DrafterError(SlipstreamError):
     """A drafter cannot be used with this target."""
+
+
+def read_named(path: Path, option: str, remedy: str = "") -> str:
+    """The text of the file that `option` names. remedy: more for the error message than that the file is missing."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        wrong = f"there is no file {path.absolute()}" if missing else f"cannot be read as text ({error})"
+        raise ConfigError(f"{option} {path}: {wrong}" + (f"; {remedy}" if remedy else "")) from error

@@ -1,4 +1,8 @@
-"""What a caller gets back, in vLLM's shape where it has one."""
+"""What a caller gets back, in vLLM's shape where it has one; and the state and counts of an engine.
+
+Counts only grow, so the difference of two snapshots is what happened between them. They are read while the engine
+works: each is right by itself, and two of them may be a step apart.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where one token of an answer comes from: the target itself chose it, or it had been guessed and stood."""
+    """The origin of one token of an answer: the target's own choice, or an accepted guess."""
 
     round: int  # of this answer, from 1
     depth: int  # in the round's draft, from 1; 0: the target's own token
-    drafters: tuple[str, ...]  # who guessed it; nobody: the target's own token
+    drafters: tuple[str, ...]  # the drafters that guessed it; empty: the target's own token
     text_end: int  # characters of the answer's text with this token; one that ends inside a character adds none yet
 
 
@@ -37,7 +41,7 @@ class DrafterStats:
     drafted: int = 0
     accepted: int = 0
     failures: int = 0
-    declined: int = 0  # rounds that went without its guesses, because they were not expected to pay
+    declined: int = 0  # steps without its guesses, because they were not expected to pay
 
     @property
     def alpha(self) -> float:
@@ -60,15 +64,15 @@ class SpeculationStats:
     verify_s: float = 0.0
     host_s: float = 0.0
     by_drafter: dict[str, DrafterStats] = field(default_factory=dict)
-    expected_gain: float | None = None  # how many times as fast as plain ones its drafted rounds were to be
-    measured_gain: float | None = None  # … and were, against undrafted rounds of as many; None: that was not measured
+    expected_gain: float | None = None  # speed of its drafted steps as a multiple of plain ones, as planned
+    measured_gain: float | None = None  # … and as measured against plain steps of equal size; None: not measured
     plan: dict[str, str] = field(default_factory=dict)
-    """By drafter: what was decided last, and why. These four are there when the answer has ended."""
-    caution: str = ""  # why this model's answers may depend on drafts and company; empty: they do not
+    """By drafter: the last decision, and why. The last three are set when the answer ends, as is `caution`."""
+    caution: str = ""  # why this model's answers may depend on drafts and on the batch; empty: they do not
 
     def of(self, drafter: str) -> DrafterStats:
-        """One drafter's part, from now on."""
-        known = self.by_drafter.get(drafter)  # which it is, round after round
+        """One drafter's counts, made where there are none."""
+        known = self.by_drafter.get(drafter)  # faster than `setdefault`, which would make an object every time
         if known is None:
             known = self.by_drafter[drafter] = DrafterStats()
         return known
@@ -83,13 +87,13 @@ class SpeculationStats:
 
     @property
     def why(self) -> str:
-        """Why it was on or off: what was decided last for each drafter, in the planner's own words."""
+        """Why speculation was on or off: the planner's last decision for each drafter, in its words."""
         return "; ".join(filter(None, (self._why, self.caution)))
 
     @property
     def _why(self) -> str:
         counted = f"{self.accepted} of {self.drafted} guesses stood, {self.tau:.2f} tokens a pass"
-        if not self.plan:  # nothing was weighed: drafts of a fixed size, or nobody to draft, or no round to draft in
+        if not self.plan:  # no decision: drafts of a fixed size, no drafter, or no step to draft in
             ended = "the answer ended with its first token" if self.rounds <= 1 else _NO_DRAFTER
             return f"on: {counted}" if self.drafted else f"off: {ended}"
         alike = len({*self.plan.values()}) == 1 and self.plan.keys() >= self.by_drafter.keys()
@@ -114,10 +118,10 @@ class Timing:
 class CompletionOutput:
     """One of the `n` answers of a request.
 
-    text, token_ids, logprobs and origins are all so far; in a stream of `output_kind="delta"` only what is new, and
-    timing and speculation, which go on changing until then, are those of the answer when it has ended.
-    unenforced: rules of its schema that a grammar cannot hold, with their places. violation: what the finished
-    answer breaks of them.
+    text, token_ids, logprobs and origins are all so far; in a stream of `output_kind="delta"` only what is new. timing
+    and speculation change until the answer ends.
+    unenforced: rules of its schema that a grammar cannot hold, with their places. violation: the one of them that the
+    finished answer breaks.
     """
 
     index: int
@@ -138,7 +142,7 @@ class CompletionOutput:
 class RequestOutput:
     """A request with its answers so far; `finished` when all of them ended.
 
-    num_cached_tokens: of the prompt, whose K and V were there already from a request before.
+    num_cached_tokens: tokens of the prompt with K and V in the cache from an earlier request.
     """
 
     request_id: str
@@ -150,8 +154,94 @@ class RequestOutput:
 
 
 def parting(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Where two answers part; None if they are the same."""
+    """The first index at which two answers differ; None if they are the same."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
     return None if len(left) == len(right) else min(len(left), len(right))
+
+
+Undrafted = Literal["off", "plain", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
+"""Why a step went without a drafter's guesses for an answer; `docs/serving.md` has the same table.
+
+off: the request has no drafter, or speculation is off. plain: the step was plain for comparison, or because drafts
+slow down such requests. declined: drafting was not expected to pay. no_guess: the drafter had none. limited: the
+request, the memory for drafts, the pass, the answer's or the context's end allows none. no_pages: no page was free.
+late: the drafter was late. failed: it had failed before.
+"""
+
+GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+"""Upper bounds of the histogram of times between tokens; longer ones have a class of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state and counts of an engine: answers, pages, tokens, drafts and seconds. A request with `n` answers counts
+    `n` times."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int  # held by requests
+    pages_cached: int  # held by no request, and kept for prompts that begin alike: free where room is needed
+    prefix_queries: int  # prompt tokens that were looked up in the cache
+    prefix_hits: int  # … and found
+    preemptions: int
+    refused: int  # requests turned away because too many waited
+    finished: Mapping[str, int]  # answers that ended, by `FinishReason`
+    prompt_tokens: int  # of requests that were admitted
+    generated_tokens: int
+    rounds: int
+    turns: int  # steps by answer: a step counts once for each answer that it emitted for
+    draft_s: float
+    verify_s: float
+    host_s: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_by_position: tuple[int, ...]  # accepted first guesses of a draft, second ones, …
+    drafters: Mapping[str, DrafterStats] = field(default_factory=dict)
+    late: Mapping[str, int] = field(default_factory=dict)  # by host drafter: steps that did not wait for it
+    unrecorded: Mapping[str, int] = field(default_factory=dict)
+    """By device drafter: shapes of its drafts that run without a graph; the log says why."""
+    ahead_taken: int = 0  # drafts that the device began before their step was planned, and that the step used
+    ahead_wasted: int = 0  # … and that it did not use
+    dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that are asked no more, and why
+    drops: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By drafter and reason (raised, invalid, late, unread): answers that went on without it."""
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    """By drafter: steps in which it drafted for an answer ("drafted"), or did not and why (`Undrafted`)."""
+    token_gaps: tuple[int, ...] = ()
+    """Times between a token and the one before it in its answer, by class. Of the tokens of one step, which come
+    together, only the first counts."""
+    token_gaps_s: float = 0.0  # their sum
+    drafter_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By drafter: bytes that it holds on the device or the host: weights, its part of the cache, workspace, texts."""
+    tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By tenant: answers that run and that wait."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """By drafter: the last decision, in words."""
+    gains: Mapping[str, float] = field(default_factory=dict)
+    """By kind of request: the measured speed of recent drafted steps as a multiple of plain ones."""
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that a request may have, cached ones included."""
+        return self.pages - self.pages_used
+
+    @property
+    def rejected_tokens(self) -> int:
+        """Rows that were rolled back."""
+        return self.draft_tokens - self.accepted_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The engine's health. busy_s: seconds since it began its current task; 0: it is idle.
+
+    why: the reason why it died for good; empty: it lives, or was closed.
+    """
+
+    alive: bool
+    busy_s: float
+    why: str = ""

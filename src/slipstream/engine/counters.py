@@ -6,7 +6,7 @@ from bisect import bisect_left
 from itertools import accumulate
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.core.snapshot import GAP_BOUNDS_S
+from slipstream.core.outputs import GAP_BOUNDS_S
 
 
 class Counters:

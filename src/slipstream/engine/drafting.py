@@ -12,8 +12,7 @@ import torch
 
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import DrafterError
-from slipstream.core.outputs import DrafterStats
-from slipstream.core.snapshot import Undrafted
+from slipstream.core.outputs import DrafterStats, Undrafted
 from slipstream.core.verdict import Verdict
 from slipstream.drafters import chosen_for, names_of
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.errors import Aborted, InvalidRequest, NumericError, RequestError, TimedOut
-from slipstream.core.outputs import FinishReason
-from slipstream.core.snapshot import Snapshot
+from slipstream.core.outputs import FinishReason, Snapshot
 from slipstream.core.verdict import Verdict, Verdicts
 from slipstream.drafters.base import DeviceDrafter, Drafter, Services
 from slipstream.engine.admission import Admission

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from slipstream.core.errors import EngineDied, RequestError, device_failed
-from slipstream.core.outputs import RequestOutput
-from slipstream.core.responsive import tidy
-from slipstream.core.snapshot import Pulse
+from slipstream.core.interpreter import tidy
+from slipstream.core.outputs import Pulse, RequestOutput
 from slipstream.engine.engine import Engine
 from slipstream.engine.state import Job
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import MAX_NODES, Draft, Tree
-from slipstream.core.merge import merge_trees
+from slipstream.core.draft import MAX_NODES, Draft, Tree, merge_trees
 from slipstream.core.verdict import NOBODY, Authors, author
 from slipstream.engine.draft_loops import Drafts, DraftSize
 from slipstream.engine.state import Answer

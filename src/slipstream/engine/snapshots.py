@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slipstream.core.snapshot import Snapshot
+from slipstream.core.outputs import Snapshot
 from slipstream.engine.admission import Admission
 from slipstream.engine.counters import Counters
 from slipstream.engine.drafting import Drafting

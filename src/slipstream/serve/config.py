@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from slipstream.constrain.limits import CompileLimits
-from slipstream.core.errors import ConfigError
-from slipstream.core.reading import read_named
+from slipstream.core.errors import ConfigError, read_named
 
 LogFormat = Literal["text", "json"]
 ToolFormat = Literal["auto", "hermes", "llama3_json"]

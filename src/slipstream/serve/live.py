@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-from slipstream.core.outputs import DrafterStats, SpeculationStats
-from slipstream.core.snapshot import Snapshot
+from slipstream.core.outputs import DrafterStats, Snapshot, SpeculationStats
 from slipstream.serve.errors import ApiError
 from slipstream.serve.telemetry import Record, add_stats
 
