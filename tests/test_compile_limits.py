@@ -23,11 +23,9 @@ from serving import MODEL, serving
 from slipstream import LLM, StructuredOutputsParams
 from slipstream.constrain import matcher, trials
 from slipstream.constrain.compiler import Grammars
-from slipstream.constrain.ebnf import MAX_ALTERNATIVES, MAX_RULES, MAX_WEIGHT, check_grammar
-from slipstream.constrain.limits import MOST_SHARING, CompileLimits
-from slipstream.constrain.places import Places
-from slipstream.constrain.schema import MAX_ONE_OF, read_schema
-from slipstream.constrain.source import Source, source_of
+from slipstream.constrain.limits import MOST_SHARING, CompileLimits, Places
+from slipstream.constrain.source import MAX_ONE_OF, Source, read_schema, source_of
+from slipstream.constrain.syntax import MAX_ALTERNATIVES, MAX_GRAMMAR_WEIGHT, MAX_RULES, check_grammar
 from slipstream.constrain.trials import WORKSHOP, Outcome, Sample
 from slipstream.core.errors import ConfigError, InvalidRequest, QueueFull
 
@@ -82,8 +80,8 @@ class TestBefore:
         [
             ("\n".join(f'r{i} ::= "a"' for i in range(MAX_RULES + 1)), f"more than {MAX_RULES} rules"),
             ("root ::= " + " | ".join(["[a]"] * (MAX_ALTERNATIVES + 2)), "alternatives"),
-            ('root ::= (("a"{1,99}){1,99}){1,99}', f"more than {MAX_WEIGHT} parts"),
-            ("root ::= " + '"a" ' * (MAX_WEIGHT + 1), "parts"),
+            ('root ::= (("a"{1,99}){1,99}){1,99}', f"more than {MAX_GRAMMAR_WEIGHT} parts"),
+            ("root ::= " + '"a" ' * (MAX_GRAMMAR_WEIGHT + 1), "parts"),
             ("root ::= " + "(" * 100 + '"a"' + ")" * 100, "brackets inside each other"),
         ],
     )
@@ -200,7 +198,7 @@ class TestTrials:
         """In a process of its own, which has gigabytes before the limit is set."""
         script = (
             "import mmap\n"
-            "from slipstream.constrain.trial_process import _limit\n"
+            "from slipstream.constrain.trials import _limit\n"
             "before = mmap.mmap(-1, 3 << 30, mmap.MAP_PRIVATE)\n"
             "_limit(60)\n"
             f"mmap.mmap(-1, {more}, mmap.MAP_PRIVATE)\n"
@@ -290,7 +288,12 @@ class TestEqualForms:
         tried, released = slow
         compiled: list[str] = []
         compile = Source.compile
-        monkeypatch.setattr(Source, "compile", lambda self, by: (compiled.append(self.text), compile(self, by))[1])
+
+        def counted(source: Source, compiler: Any) -> Any:
+            compiled.append(source.text)
+            return compile(source, compiler)
+
+        monkeypatch.setattr(Source, "compile", counted)
         assert self.ask(grammars, 'root ::= "shared"', 64, released) == [True] * 64
         assert tried == compiled == ['root ::= "shared"']
         assert not grammars._under_way
@@ -334,10 +337,10 @@ class TestClocks:
         ]
         script = (
             "import time\n"
-            "from slipstream.constrain import trial_process\n"
-            "trial_process._WALL = 0.005\n"
-            "trial_process._try = lambda *_: time.sleep(60)\n"
-            "trial_process.main()\n"
+            "from slipstream.constrain import trials\n"
+            "trials._WALL = 0.005\n"
+            "trials._try = lambda *_: time.sleep(60)\n"
+            "trials.main()\n"
         )
         ended = subprocess.run(
             [sys.executable, "-c", script],

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 
 from constrain_scenes import start, tokens_of
+from slipstream.constrain.checker import Comparer
 from slipstream.constrain.compiler import Grammars
-from slipstream.constrain.disjoint import Comparer
-from slipstream.constrain.patterns import MAX_JSON_WEIGHT, MAX_WEIGHT, check_pattern, dotless
-from slipstream.constrain.schema import MAX_NESTING, MAX_PROPERTIES, MAX_SUBSCHEMAS, lawful_schema
+from slipstream.constrain.source import MAX_NESTING, MAX_PROPERTIES, MAX_SUBSCHEMAS, read_schema
+from slipstream.constrain.syntax import MAX_JSON_WEIGHT, MAX_WEIGHT, check_pattern, dotless
 from slipstream.core.errors import InvalidRequest
 from structured_scenes import SCHEMAS
 
@@ -74,20 +74,20 @@ class TestSchemas:
         for _ in range(MAX_NESTING + 1):
             schema = {"type": "array", "items": schema}
         with pytest.raises(InvalidRequest, match="nested"):
-            lawful_schema(json.dumps(schema))
+            read_schema(json.dumps(schema))
         with pytest.raises(InvalidRequest, match="no JSON"):
-            lawful_schema('{"items":' * 50_000)
+            read_schema('{"items":' * 50_000)
 
     def test_patterns_and_lengths_together_have_a_limit(self) -> None:
         words = [{"type": "string", "pattern": f"^[a-{end}]{{1,200}}$"} for end in "xyz"]
-        lawful_schema(json.dumps({"properties": dict.fromkeys("abcdefgh", words[0])}))  # equal ones share their work
+        read_schema(json.dumps({"properties": dict.fromkeys("abcdefgh", words[0])}))  # equal ones share their work
         with pytest.raises(InvalidRequest, match="too dear together"):
-            lawful_schema(json.dumps({"properties": dict(zip("abc", words, strict=True))}))
+            read_schema(json.dumps({"properties": dict(zip("abc", words, strict=True))}))
         lengths = [{"type": "string", "minLength": n, "maxLength": 1000 + n} for n in range(5)]
         with pytest.raises(InvalidRequest, match="too dear together"):
-            lawful_schema(json.dumps({"prefixItems": lengths}))
+            read_schema(json.dumps({"prefixItems": lengths}))
         with pytest.raises(InvalidRequest, match="minLength -1"):
-            lawful_schema('{"minLength": -1}')
+            read_schema('{"minLength": -1}')
 
     def test_no_text_at_all(self, grammars: Grammars) -> None:
         with pytest.raises(InvalidRequest, match="no text at all"):
@@ -95,7 +95,7 @@ class TestSchemas:
 
     def test_what_is_required_is_described(self) -> None:
         schema = {"required": ["x"], "additionalProperties": {"type": "null"}}
-        made = lawful_schema(json.dumps(schema))
+        made = read_schema(json.dumps(schema)).schema
         assert made == {**schema, "type": "object", "properties": {"x": {"type": "null"}}}
 
     @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_numbers_between_near_bounds_are_found() -> None:
         {"minimum": 3, "exclusiveMaximum": 3.000002},
         {"minimum": 1e-9},
     ):
-        assert lawful_schema(json.dumps({"type": "number", **bounds}))
+        assert read_schema(json.dumps({"type": "number", **bounds})).schema
 
 
 class TestPatterns:

@@ -1,8 +1,9 @@
-"""From a rule to something that can be followed: checked, compiled by xgrammar, and kept for the next who asks.
+"""From a form to a `Constraint`: checked, compiled by xgrammar, and cached.
 
-Compiling takes milliseconds to seconds. It happens where a request comes in, on the caller's thread, and xgrammar lets
-other threads run meanwhile: no round waits for it. Where strangers ask, forms that may take long are tried out first
-(`trials.py`), some at a time. xgrammar is an optional package, imported when the first such request comes.
+Compiling takes milliseconds to seconds. It runs on the thread where a request comes in, and xgrammar lets other threads
+run meanwhile: no step waits for it. For clients of a server, heavy forms are tried first (`trials.py`), a few at a
+time, and equal forms at the same time are compiled once. xgrammar is an optional package, imported for the first such
+request.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.constrain.leftover import Checker
-from slipstream.constrain.limits import MOST_SHARING, CompileLimits
+from slipstream.constrain.checker import Checker
+from slipstream.constrain.limits import MOST_SHARING, CompileLimits, Places, Turns
 from slipstream.constrain.matcher import WORD, Aside, Constraint, Rules, Texts, mask_words
-from slipstream.constrain.places import Places, Turns
 from slipstream.constrain.source import Source, source_of
-from slipstream.constrain.trial_process import LONGEST_PART
-from slipstream.constrain.trials import WORKSHOP, Sample
+from slipstream.constrain.trials import LONGEST_PART, WORKSHOP, Sample
 from slipstream.core.errors import InvalidRequest, QueueFull, install
 from slipstream.core.structured import StructuredOutputsParams
 
@@ -34,11 +33,11 @@ _KNOWN_TEXTS = 4096
 _KNOWN_FORMS = 1024
 _AT_ONCE = 2
 _MOST_STUCK = 2
-"""Threads that follow grammars which were given up: while there are more, no form that may be slow is taken in."""
+"""Threads that are still busy with grammars that were given up: from here on heavy forms are refused."""
 
 
 class Grammars:
-    """The compiled rules of one tokenizer. Any thread may ask."""
+    """The compiled forms of one tokenizer. Any thread may call it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
@@ -48,18 +47,18 @@ class Grammars:
         self._made: Any = None
         self._no_text: frozenset[int] = frozenset()
         self._texts = Texts()
-        self._in_json: Tensor | None = None  # [W]: tokens that JSON may have at all
+        self._in_json: Tensor | None = None  # [W]: tokens that may occur in JSON
         self._sample: Sample | None = None
         self._counting = threading.Lock()
         self._aside = Aside()
-        self._places = Places()  # of forms that are tried or compiled, or wait for it
+        self._places = Places()  # of heavy forms under way
         self._trying = Turns(_AT_ONCE)
         self._compiling = Turns(_AT_ONCE)
-        self._tried: dict[tuple[StructuredOutputsParams, float], str | None] = {}  # what was wrong with them
+        self._tried: dict[tuple[StructuredOutputsParams, float], str | None] = {}  # by form: the error; None: fine
         self._joining = threading.Lock()
         self._under_way: dict[tuple[StructuredOutputsParams, float], Future[Any]] = {}  # forms that are being compiled
         self._sharing = 0  # callers that wait for the compilation of another
-        self._encode = lru_cache(_KNOWN_TEXTS)(self._encoded)  # keys of a schema come again in every answer
+        self._encode = lru_cache(_KNOWN_TEXTS)(self._encoded)  # keys of a schema recur in every answer
 
     def constraint(
         self,
@@ -68,10 +67,12 @@ class Grammars:
         limits: CompileLimits | None = None,
         tenant: str = "",
     ) -> Constraint:
-        """The beginning of an answer of this form. stop_ids: further ids that end it; special tokens among them stand
-        where the form is complete, others are text. Raises `InvalidRequest` where no answer can have the form, and
-        where compiling it goes beyond the limits; None: it may take as long as it takes. tenant: who asks, since what
-        takes long is shared out by tenant."""
+        """The state of an answer of this form at its beginning.
+
+        Raises `InvalidRequest` where no answer can have the form or compiling exceeds the limits, and `QueueFull`.
+        stop_ids: more ids that end the answer; special tokens among them stand where the form is complete, others are
+        text. limits: None compiles without limit. tenant: time for heavy forms is shared by tenant.
+        """
         source = source_of(form)
         slow = not source.light and limits is not None
         rules = Rules(
@@ -90,11 +91,11 @@ class Grammars:
         )
         found = Constraint(rules)
         if not found.possible:
-            raise InvalidRequest(f"structured_outputs.{form.kind}: no text at all has this form; mend it")
+            raise InvalidRequest(f"structured_outputs.{form.kind}: no text has this form; change it")
         return found
 
     def warm(self) -> None:
-        """Have the process ready in which forms of strangers are tried out. Does not wait for it."""
+        """Start the process of trials. Does not wait for it."""
         self._compiler()
         assert self._sample is not None
         WORKSHOP.warm(self._sample)
@@ -106,7 +107,7 @@ class Grammars:
         if source.light or limits is None:
             return self._made_of(form, source, compiler)
         if self._aside.stuck >= _MOST_STUCK:
-            raise QueueFull("structured_outputs: grammars of others hold up the server's CPU; try again", 5.0)
+            raise QueueFull("structured_outputs: slow grammars of other requests hold the server's CPU; try again", 5.0)
         key, place = (form, limits.trial_s), ExitStack()
         with self._joining:
             shared = self._under_way.get(key)
@@ -139,18 +140,18 @@ class Grammars:
     def _made_of(form: StructuredOutputsParams, source: Source, compiler: Any) -> Any:
         try:
             return source.compile(compiler)
-        except Exception as error:  # whatever the compiler does not like
+        except Exception as error:  # any error of xgrammar's is one in the form
             raise InvalidRequest(_impossible(form, str(error) or type(error).__name__)) from None
 
     def _try_out(self, form: StructuredOutputsParams, source: Source, limits: CompileLimits, tenant: str) -> None:
-        """Raise `InvalidRequest` where it would take too long, or cannot be compiled at all."""
+        """Raise `InvalidRequest` where the form would take too long, or cannot be compiled."""
         known = (form, limits.trial_s)
         if known not in self._tried:
             assert self._sample is not None
             with self._trying.turn(tenant):
                 try:
                     outcome = WORKSHOP.try_out(source, self._sample, limits.trial_s)
-                except OSError as error:  # whoever asks is a stranger: nobody knows how long it would take
+                except OSError as error:  # without a trial the time is unknown
                     raise InvalidRequest(
                         f"structured_outputs.{form.kind}: may take long to compile, and cannot be tried out on this "
                         f"server, which gets no process for it; {_SIMPLER[form.kind]}"
@@ -201,7 +202,7 @@ class Grammars:
         self._texts = Texts(vocabulary)
         self._in_json = _without_controls(vocabulary, self._vocab_size)
         self._sample = Sample.of(vocabulary)
-        threads = max(1, min(8, (os.cpu_count() or 1) // 2))  # the rest is for those who run
+        threads = max(1, min(8, (os.cpu_count() or 1) // 2))  # the others are for running requests
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=_CACHE_BYTES)
 
     def _encoded(self, text: str) -> tuple[int, ...]:
@@ -214,8 +215,8 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _without_controls(vocabulary: Sequence[bytes], vocab_size: int) -> Tensor:  # [W] int32
-    """The tokens without control characters, but for ends of lines: the compiler lets them into strings of a limited
-    length, where JSON does not have them. Ends of lines it keeps out itself."""
+    """The tokens without control characters. The compiler lets these into strings of a limited length, where JSON has
+    none; ends of lines it forbids itself."""
     words = np.full(mask_words(vocab_size), -1, dtype=np.int32)
     for token, text in enumerate(vocabulary[:vocab_size]):
         if any(byte < 32 and byte not in b"\n\r" for byte in text):
@@ -237,7 +238,7 @@ def _impossible(form: StructuredOutputsParams, message: str) -> str:
 
 
 def _reason(message: str) -> str:
-    """Its last line, without where in the library it was raised."""
+    """The last line of xgrammar's message without its place in the source."""
     if "Check failed" in message:  # a limit of the compiler's own, in the words of its source
         return "the compiler cannot; make patterns and lengths shorter"
     last = (message.strip().splitlines() or ["no reason was given"])[-1]

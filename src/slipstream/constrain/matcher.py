@@ -1,7 +1,7 @@
-"""Where one answer stands in its grammar: what may come next, at the last token and at every node of a draft.
+"""The state of one answer in its grammar: the tokens that may come next, after the last one and after each draft node.
 
-The state follows the committed tokens. A draft is walked depth first, a token taken and given back at each node, so
-that the state is the same afterwards; what the verdict keeps of the draft is followed when the next round begins.
+The state follows the committed tokens. A draft is walked depth first: each token is accepted and rolled back, and the
+state is the same afterwards. The accepted path of a draft is followed when the next step begins.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, ROOT, Tree
 
 WORD = 32
-"""Tokens that one number of a mask stands for."""
+"""Tokens of one word of a mask."""
 GRACE_S = 0.25
 MASK_S = 0.005
-"""Seconds that the grammar of one answer may take: so many in all, and so many more for each mask. One that takes
-longer holds up everybody: the answer ends. It is this thread's own time, not that of others who have the CPU. Masks are
-counted, and not rounds, so that a draft is never what ends an answer; a slow grammar has small ones (`most_nodes`)."""
+"""Seconds of a CPU that the grammar of one answer may take: in all, and for each mask in addition. A slower one delays
+all requests, so its answer ends. Masks are counted, not steps: a draft never ends an answer; a slow grammar has small
+drafts (`most_nodes`)."""
 LONGEST_S = 0.05
-"""Seconds of a CPU that the engine's thread waits for one call of a grammar that may be slow."""
+"""Seconds of a CPU that the engine's thread waits for one call of a heavy grammar."""
 _MOST_WAITS = 40
 """Waits of `LONGEST_S` by the clock for a call that gets too little of the CPU. A process that is stopped and goes on,
 or a machine that sleeps, is one wait."""
 
 _TOKEN_BYTES = 4
-"""Bytes of forced text that are looked for, for each token that there is room for."""
+"""Bytes of forced text to look for, for each token that there is room for."""
 
 _ALL, _NONE = -1, 0
 
@@ -65,7 +65,7 @@ class Aside:
 
     @property
     def stuck(self) -> int:
-        """Threads that are still at a call that was given up."""
+        """Threads that are still busy with a call that was given up."""
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         return len(self._given_up)
 
@@ -95,11 +95,11 @@ class Aside:
         return ran
 
 
-@torch.inference_mode()  # as the engine's thread, whose masks it fills
+@torch.inference_mode()  # as the engine's thread, for which it fills masks
 def _work(calls: SimpleQueue[Callable[[], object] | None], done: SimpleQueue[None]) -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # it holds an answer
+        del call  # which refers to an answer
         done.put(None)
 
 
@@ -111,7 +111,7 @@ def _cpu_clock(thread: threading.Thread) -> Callable[[], float]:
 
 
 class Texts:
-    """The bytes of each token, and what they begin with."""
+    """The bytes of each token, and the first of them."""
 
     def __init__(self, texts: Sequence[bytes] = ()) -> None:
         self.texts = texts
@@ -121,7 +121,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What answers of one form have in common."""
+    """The data shared by all answers of one form."""
 
     compiled: Any  # xgrammar's
     end_ids: tuple[int, ...]
@@ -129,18 +129,18 @@ class Rules:
     texts: Texts
     encode: Callable[[str], Sequence[int]] = lambda _: ()
     usual_end: int | None = None
-    also: Tensor | None = None  # [W] int32: a mask that holds everywhere, besides
-    never: frozenset[int] = frozenset()  # tokens that are no text; asked about one, xgrammar writes to the terminal
-    aside: Aside | None = None  # for those that may be slow
-    condemn: Callable[[str], None] = lambda _: None  # told what was wrong with a form that was too slow
-    left_out: tuple[str, ...] = ()  # of a schema, with places
-    fault: Callable[[str], str | None] = lambda _: None  # what a finished answer breaks of that
+    also: Tensor | None = None  # [W] int32: another mask, for all places
+    never: frozenset[int] = frozenset()  # tokens that are no text; xgrammar writes to the terminal for these
+    aside: Aside | None = None  # for heavy forms
+    condemn: Callable[[str], None] = lambda _: None  # is told that the form is too slow, and why
+    left_out: tuple[str, ...] = ()  # rules of a schema that the grammar does not hold, with places
+    fault: Callable[[str], str | None] = lambda _: None  # the one of these that a finished answer breaks
 
 
 class Constraint:
-    """One answer's state. Used by the engine's thread alone, once the answer is made.
+    """One answer's state. Only the engine's thread uses it once the answer is made.
 
-    A grammar that fails on the way allows nothing from then on, and `failure` says why: so the answer ends.
+    A grammar that fails allows nothing from then on, and `failure` says why: so the answer ends.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -161,66 +161,66 @@ class Constraint:
         self.failure: str | None = None
 
     def fresh(self) -> Constraint:
-        """Another answer of the same form, at its beginning."""
+        """The state of another answer of this form at its beginning."""
         return Constraint(self._rules)
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What the grammar does not hold of the form."""
+        """The rules of the form that the grammar does not hold."""
         return self._rules.left_out
 
     def fault(self, text: str) -> str | None:
-        """What of that a finished answer breaks."""
+        """The one of these that a finished answer breaks."""
         return self._rules.fault(text)
 
     @property
     def possible(self) -> bool:
-        """Is there a token that may come next?"""
+        """Some token may come next."""
         self._fill(self._next, 0)
         return bool(self._next.any())
 
     @property
     def complete(self) -> bool:
-        """May the answer end here?"""
+        """The answer may end here."""
         return bool(self._matcher.is_completed())
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of a draft whose masks take no longer, all together, than the slowest grammar's one."""
+        """Most nodes of a draft: all its masks together may take the time that one mask is allowed."""
         usual_s = self._spent_s / max(1, self._masks)
         return min(MAX_NODES, int(MASK_S / max(usual_s, 1e-9)))
 
     def advance(self, tokens: Sequence[int], begin: int) -> None:
-        """Follow the answer up to its end: `tokens[begin:]`, of which the first may have been followed before."""
+        """Follow the answer `tokens[begin:]` up to its end; the first tokens may have been followed before."""
         if fresh := tokens[begin + self._seen :]:
             self._do(partial(self._follow, fresh))
 
     def legal(self, tree: Tree) -> list[bool]:
-        """Of each node of a draft, whether the grammar allows it and all that is above it."""
+        """By node of a draft: the grammar allows it and all nodes above it."""
         kept = [False] * len(tree)
         self._do(lambda: self._walk(tree, kept.__setitem__))
         return kept
 
     def masks(self, tree: Tree, out: Tensor, row: int) -> None:
-        """Write what may follow the last token, then what may follow each node, to rows of `out` [R, W] int32.
+        """Write masks to rows of `out` [R, W] int32: for the token after the last one, then after each node.
 
-        Behind a node that is not allowed anything may follow: nobody gets there.
+        The mask after a node that is not allowed is full: no accepted path leads there.
         """
         rows = out[row : row + 1 + len(tree)]
         if self.failure is None:
-            filled = torch.full_like(rows, _ALL)  # of its own: a call that was given up may write for a while
+            filled = torch.full_like(rows, _ALL)  # a copy: a call that was given up may still write
             self._do(partial(self._fill_all, tree, filled))
             rows.copy_(filled)
         if self.failure is not None:
             rows.fill_(_NONE)
-        elif self._spent_s > GRACE_S + MASK_S * self._masks:  # these masks are right; the next allow nothing
+        elif self._spent_s > GRACE_S + MASK_S * self._masks:  # these masks are correct; the next allow nothing
             self._too_slow(f"{self._spent_s:.2f} s for {self._masks} masks")
 
     def forced(self, most: int) -> list[int]:
-        """What comes next whatever the model says, as the tokens that its tokenizer makes of it; at most so many.
+        """The text that must come next, in the tokens that the tokenizer makes of it: `most` at most.
 
-        It is read off as many masks at most: some grammars force text without end. It is a guess as any other, since
-        the model may cut the same text in another way.
+        It is read off masks, a bounded number of them: some grammars force text without end. It is a guess like others,
+        since the model may choose other tokens for the same text.
         """
         found: list[int] = []
         if not self._ended:
@@ -243,7 +243,7 @@ class Constraint:
             self._walk(tree, lambda node, _: self._fill(rows, 1 + node, tree.tokens[node]))
 
     def _forced(self, most: int) -> list[int]:
-        """The text, byte by byte, in the tokens that the tokenizer would cut it into."""
+        """The text, found byte by byte, in the tokens of the tokenizer."""
         texts = self._rules.texts.texts
         path: list[int] = []
         end: list[int] = []
@@ -265,8 +265,9 @@ class Constraint:
         return [*(likely if same else path), *end][:most]
 
     def _only_byte(self) -> int | None:
-        """The token of one byte that all tokens begin with that may come next; the usual end, if only ends may come;
-        None: a choice."""
+        """The one-byte token of the byte that all allowed tokens begin with; the usual end, where only ends are
+        allowed;
+        None: there is a choice."""
         self._fill(self._next, 0)
         if torch.equal(self._next, self._only_ends):
             return self._usual_end
@@ -276,7 +277,7 @@ class Constraint:
         return texts.single.get(int(first[0])) if len(first) and (first == first[0]).all() else None
 
     def _do(self, call: Callable[[], object]) -> None:
-        """On another thread, if it may be slow. Nothing is done for an answer that failed."""
+        """Run a call, for heavy forms on another thread. Nothing runs for an answer that failed."""
         if self.failure is not None:
             return
         ran = Ran.DONE
@@ -293,7 +294,7 @@ class Constraint:
             )
 
     def _timed(self, call: Callable[[], object]) -> None:
-        """What goes wrong in the library is this answer's failure, and nobody else's; the time is its own, too."""
+        """Run a call, with xgrammar's errors and the time on the account of this answer."""
         started = time.thread_time()
         try:
             call()
@@ -307,13 +308,13 @@ class Constraint:
         self._rules.condemn(self.failure)
 
     def _walk(self, tree: Tree, enter: Callable[[int, bool], None]) -> None:
-        """Enter each allowed node with the state behind it. The state is as before at the end."""
+        """Call `enter(node, True)` for each allowed node, with the state after it. Restores the state."""
         if self._ended:
             return
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents):
             children.setdefault(parent, []).append(node)
-        path: list[int] = []  # the nodes that were taken, from the root on
+        path: list[int] = []  # the accepted nodes, from the root on
         todo = [(node, 0) for node in reversed(children.get(ROOT, ()))]  # nodes and their depths
         while todo:
             node, depth = todo.pop()
@@ -328,7 +329,7 @@ class Constraint:
         self._rollback(len(path))
 
     def _fill(self, out: Tensor, row: int, token: int | None = None) -> None:
-        """What may follow here. Behind an end, `token` being one, nothing is asked."""
+        """Write the mask of the current state, unless `token`, or the answer, is an end."""
         if not self._ended and token not in self._ends:
             self._masks += 1
             self._matcher.fill_next_token_bitmask(out, row)

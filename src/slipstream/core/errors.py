@@ -97,7 +97,7 @@ class EngineDied(RequestError):
 
 
 def device_failed(error: BaseException | None) -> bool:
-    """The error is one of the device, or was caused by one. After it every call to the GPU fails, and only a new process
+    """The error is one of the device, or was caused by one. After it every call to the GPU fails; only a new process
     can use it again."""
     while error is not None:
         known = type(error).__name__ == "AcceleratorError"  # torch's; nothing here imports it

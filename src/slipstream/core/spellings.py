@@ -1,4 +1,4 @@
-"""How vocabularies spell tokens that are bytes rather than text."""
+"""The spellings of tokens that are bytes rather than text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_of(spelling: str) -> bytes | None:
-    """The byte of a token such as `<0x0A>`; None: it is no such token."""
+    """The byte of a token such as `<0x0A>`; None for any other token."""
     found = _BYTE.fullmatch(spelling)
     return bytes([int(found[1], 16)]) if found else None
 
 
 def from_byte_level(spelling: str) -> bytes | None:
-    """What a byte-level tokenizer writes so; None: it holds other characters, and was not written that way."""
+    """The bytes of a byte-level tokenizer's spelling; None: it has characters that no such tokenizer writes."""
     try:
         return bytes([_BYTES[character] for character in spelling])
     except KeyError:

@@ -1,7 +1,7 @@
-"""What form an answer must have: a JSON schema, any JSON object, a regular expression, one of some texts, a grammar.
+"""The form of an answer: a JSON schema, any JSON object, a regular expression, one of several texts, a grammar.
 
-Plain data, checked for shape and size. What the rules mean is the business of `slipstream.constrain`, which needs an
-optional package. Names follow vLLM's `StructuredOutputsParams`.
+Plain data, checked for shape and size. `slipstream.constrain` reads and compiles the rules with an optional package.
+Names follow vLLM's `StructuredOutputsParams`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS: tuple[RuleKind, ...] = get_args(RuleKind)
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The form of an answer: exactly one of the first six is given. The prompt is not looked at.
+    """The form of an answer: exactly one of the first six is given. It does not apply to the prompt.
 
     json: a JSON schema, as a mapping or as text. It is kept as text.
     json_object: True: any JSON object.
@@ -34,8 +34,8 @@ class StructuredOutputsParams:
     grammar: rules in the EBNF of GBNF files (`root ::= …`); the answer is a `root`.
     structural_tag: text with parts of a form, such as tool calls, in the formats of xgrammar's structural tags that
         `constrain/source.py` lists, as a mapping or as text.
-    disable_any_whitespace: JSON is written in one line, ", " and ": " between its parts, so that there is less to
-        choose and more to foresee; False lets the model set white space as it likes.
+    disable_any_whitespace: JSON is written in one line, ", " and ": " between its parts, which leaves fewer choices and
+        makes drafts better; False lets the model choose white space.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -94,16 +94,16 @@ class StructuredOutputsParams:
 
 
 def renamed(message: str, name: str) -> str | None:
-    """A message about a form, with another name for it: the one by which its user gave it. None: about something else.
+    """A message about a form with the name that its user gave it by; None: the message is about something else.
 
-    Where the message quotes the rule itself (`structured_outputs.regex='a{'`), the name stands for that, too.
+    The name also replaces a quoted rule (`structured_outputs.regex='a{'`).
     """
     found = re.match(r"structured_outputs(\.\w+)?(='(\\.|[^'\\])*'…?(?=: ))?", message)
     return None if found is None else name + message[found.end() :]
 
 
 def _as_text(key: str, schema: object) -> str:
-    """A schema as JSON, its keys in their order: that is the order in which they are written."""
+    """A schema as JSON. The answer has its keys in the same order."""
     if isinstance(schema, str):
         return schema
     wanted = "a JSON schema" if key == "json" else "a structural tag"
@@ -118,7 +118,7 @@ def _check_encoding(key: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"structured_outputs.{key} is not UTF-8 at character {error.start}: mend it") from None
+        raise InvalidRequest(f"structured_outputs.{key} is not UTF-8 at character {error.start}: correct it") from None
 
 
 def _check(key: str, value: object, right: bool, remedy: str) -> None:

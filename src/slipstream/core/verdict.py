@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The verdicts on all B requests of a round, as tensors.
+    """The verdicts on all B requests of a step, as tensors.
 
-    `path[b, :accepted[b]]` are the accepted nodes of request b from the root on; `tokens[b, :accepted[b] + 1]` is
-    what the request emits: the accepted tokens, then the target's own. A token of -1 says that the model gave
+    `path[b, :accepted[b]]` are the accepted nodes of request b from the root on; `tokens[b, :accepted[b] + 1]` are the
+    tokens that the request emits: the accepted ones, then the target's own. A token of -1 means that the model gave
     nothing usable (NaN, or every token masked) at that place.
     """
 
@@ -26,13 +26,13 @@ class Verdicts:
         self,
         request_ids: Sequence[str],
         drafted: Tensor,  # [B]: nodes of each draft
-        choices: Tensor | None = None,  # [B, K + 1], where some drafter wants to know them
+        choices: Tensor | None = None,  # [B, K + 1], where some drafter needs them
     ) -> list[Verdict]:
-        """The same on the host.
+        """The verdicts on the host.
 
-        A token whose own numbers are not finite spoils every row that it stands beside, if only by 0 times NaN. So a
-        round that ends in nothing usable is believed only where nothing was drafted; otherwise it does not count (no
-        tokens), and the next one decodes plainly.
+        A drafted token with numbers that are not finite spoils the other rows of the pass, if only by 0 times NaN. So a
+        step that ends in nothing usable counts only where nothing was drafted; else it emits no tokens, and the next
+        step decodes plainly.
         """
         tokens, accepted, paths = self.tokens.tolist(), self.accepted.tolist(), self.path.tolist()
         chosen = [] if choices is None else choices.tolist()
@@ -49,13 +49,13 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class Authors:
-    """Who proposed the nodes of one request's draft: nobody, one drafter, or several whose trees were merged."""
+    """The drafters of one request's draft: none, one, or several with merged trees."""
 
     names: tuple[str, ...] = ()
     places: tuple[tuple[int, ...], ...] = ()
-    """Of several, by name: which node of the draft each of its own became, below 0 where it was cut. Of one: ()."""
+    """Of several, by name: the node of the draft that each of its own became, below 0 where it was cut. Of one: ()."""
     mixed: frozenset[str] = frozenset()
-    """Those whose places are not in the order of their own nodes: trees that the device joined to others'."""
+    """Drafters with places that are not in the order of their own nodes: trees that the device merged."""
 
 
 NOBODY = Authors()
@@ -69,28 +69,28 @@ def author(name: str) -> Authors:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one request's draft, for its drafter."""
+    """The verdict on one request's draft, for its drafters."""
 
     request_id: str
-    tokens: tuple[int, ...]  # emitted this round: accepted, then the target's own
+    tokens: tuple[int, ...]  # emitted in this step: accepted, then the target's own
     drafted: int
     accepted: int
     path: tuple[int, ...]  # accepted nodes
     choices: tuple[int, ...] = ()
     """The target's own token behind the root, then behind each node of the draft as it was verified, accepted or not;
-    -1 where the model gave nothing usable. For drafters that declare `Needs(choices=True)`; others may get none, and so
-    does everybody of a round that did not count."""
+    -1 where the model gave nothing usable. For drafters that declare `Needs(choices=True)`; others may get none, and a
+    step that did not count has none."""
     authors: Authors = NOBODY
 
     def by(self, authors: Authors) -> Verdict:
-        """The same, and who drafted."""
+        """This verdict with its drafters."""
         return replace(self, authors=authors) if authors.names else self
 
     def share(self, name: str) -> Verdict:
-        """What one of the authors is told: as if it had drafted alone.
+        """The verdict for one of the drafters, as if it had drafted alone.
 
-        A node that two proposed is a credit to both. An author's nodes on the accepted path are the first of it, since
-        it proposed them with all that is above them. Where they are `mixed`, path and choices are not told.
+        A node that two proposed counts for both. A drafter's nodes on the accepted path are the first of the path: it
+        proposed them with all that is above them. Where they are `mixed`, path and choices are left out.
         """
         authors = self.authors
         if not self.drafted or authors.names == (name,):
@@ -107,11 +107,11 @@ class Verdict:
         return replace(told, path=path, choices=choices)
 
     def undrafted(self) -> Verdict:
-        """What those are told who drafted nothing. There are many of them, and `replace` takes longer."""
+        """The verdict for drafters without a draft in this step. Made often, and `replace` is slower."""
         return Verdict(self.request_id, self.tokens, 0, 0, (), self.choices[:1])
 
     def counts(self, name: str) -> tuple[int, int]:
-        """How many nodes one drafter proposed, and how many of them stood."""
+        """The nodes that one drafter proposed, and those of them that were accepted: two counts."""
         names = self.authors.names
         if names == (name,):
             return self.drafted, self.accepted
@@ -121,7 +121,7 @@ class Verdict:
         return len(own), sum([node in own for node in self.path])
 
     def guessers(self, place: int) -> tuple[str, ...]:
-        """Who proposed the token at this place of `tokens`; nobody: it is the target's own."""
+        """The drafters that proposed the token at this place of `tokens`; none: it is the target's own."""
         if place >= self.accepted:
             return ()
         authors = self.authors

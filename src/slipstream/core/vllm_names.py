@@ -1,6 +1,6 @@
-"""vLLM's names, and what becomes of each here: one table for `slipstream serve`, `LLM` and `SamplingParams`.
+"""vLLM's names and their meaning here: one table for `slipstream serve`, `LLM` and `SamplingParams`.
 
-A name is passed on under our own, has no effect and says so in one line, or is refused with what to do instead.
+A name is passed on under our own, has no effect and says so in one line, or is refused with the remedy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MULTIPLES = {**{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{u: 1024**n for
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of one name.
+    """The meaning of one name.
 
     to: our name; "": the same one; None: there is none.
     said: why it has no effect, or why it is refused and what to do.
     refused: asking for it is an error.
-    fine: values, in small letters, that ask for what happens anyway; they pass in silence.
-    values: how many the command line takes: 0 for a switch, 1, or 2 for any number.
+    fine: values, in small letters, that ask for the behaviour that we have anyway; they pass in silence.
+    values: the number of values on the command line: 0 for a switch, 1, or 2 for any number.
     read: from vLLM's value to ours; None where the value asks for the default.
     or_model: the model's own name is fine, too.
     """
@@ -43,7 +43,7 @@ class Row:
     or_model: bool = False
 
     def taken(self, name: str, value: Any, shown: str, tell: Tell, model: object = None) -> dict[str, Any]:
-        """The value by our name; empty where nothing is to be done. shown: name and value as they were written."""
+        """The value by our name; empty where it has no effect. shown: name and value as they were written."""
         if value is None or str(value).lower() in self.fine or (self.or_model and str(value) == str(model)):
             return {}
         if self.to is None:
@@ -344,7 +344,7 @@ class Named:
 
 
 def from_vllm(config: object, tell: Tell | None = None) -> Named:
-    """The drafter of a `speculative_config`. tell: hears of keys without effect; None: Python warns of them."""
+    """The drafter of a `speculative_config`. tell: is called for keys without effect; None: Python warns of them."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"speculative_config={config!r}: must be a mapping with {sorted(SPECULATION)}")
     if unknown := sorted(set(config) - set(SPECULATION)):
@@ -369,7 +369,7 @@ def from_vllm(config: object, tell: Tell | None = None) -> Named:
 
 
 def _method_of(model: object) -> str | None:
-    """As vLLM guesses it from the model's name, where none is given."""
+    """The method that vLLM guesses from the model's name where none is given."""
     if not isinstance(model, str):
         return None
     if model in ("ngram", "[ngram]"):
@@ -381,7 +381,7 @@ def _method_of(model: object) -> str | None:
 def takes_vllm_names(
     table: Mapping[str, Row], error: type[SlipstreamError] = ConfigError
 ) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
-    """Let a constructor take vLLM's arguments too: those of the table reach it under our names, or not at all."""
+    """Let a constructor take vLLM's arguments too: it gets those of the table under our names, or not at all."""
 
     def decorate(init: Callable[Given, None]) -> Callable[Given, None]:
         @functools.wraps(init)
@@ -429,7 +429,7 @@ def from_vllm_flags(words: Sequence[str], tell: Tell) -> list[str]:
         on = not (name.startswith("no_") and name[3:] in table)
         name = name if on else name[3:]
         if name not in table or (table[name].values and not equals and not left):
-            found.append(word)  # where its value is missing, that is said as for any option
+            found.append(word)  # typer reports a missing value as for any option
         elif table[name].values == 0:
             found += line.flags(name, on, flag)
         else:

@@ -26,8 +26,8 @@ from pydantic import (
 from constrain_scenes import start
 from serving import MODEL, serving
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.constrain.checker import Checker
 from slipstream.constrain.compiler import Grammars
-from slipstream.constrain.leftover import Checker
 
 
 class Cat(BaseModel):

@@ -1,33 +1,90 @@
-"""Regular expressions that may be followed: no dearer than a round can bear, and nothing in them that would be ignored.
+"""Grammars and regular expressions as texts: bounded before they are compiled, and nothing in them is ignored.
 
-The matcher reads a pattern as one for the whole text. It leaves some things out without a word: look-ahead inside a
-schema, anchors in the middle. What it would leave out is refused here, and so is what would take too long: a pattern's
-weight is the number of its parts, each counted as often as it may be repeated.
+xgrammar matches a pattern with the whole text, and leaves some things out without a word: look-ahead inside a schema,
+anchors in the middle. Those are refused here, and so is what would take too long: the weight of a grammar or a pattern
+is the number of its parts (texts, classes, names of rules), each counted as often as it may be repeated. Its ambiguity
+cannot be read off it: that takes a trial (`trials.py`).
 """
 
 from __future__ import annotations
 
+import re
+
 from slipstream.core.errors import InvalidRequest
 
+MAX_RULES = 500
+MAX_ALTERNATIVES = 2000
+MAX_GRAMMAR_WEIGHT = 4000
 MAX_WEIGHT = 2000
+"""… of a pattern."""
 MAX_JSON_WEIGHT = 256
-"""… of a pattern in a schema: it is joined with what JSON says of strings, in time that grows with the square."""
-_MANY = 2
-"""What a star or a plus counts for."""
+"""… of a pattern in a schema: it is joined with the grammar of JSON strings, in time that grows with the square."""
 MAX_NESTING = 64
-"""Groups inside each other: the compiler follows them down, and many thousands would end the whole process."""
+"""Groups inside each other: the compiler recurses into them, and many thousands would end the process."""
+_MANY = 2
+"""The weight of a star or a plus."""
 _CLASSES = "dDwWsS"
 _ESCAPES = _CLASSES + "nrtfvaexuc0"
-"""Letters that mean something else behind a backslash. Others the matcher takes for themselves: `\\A`, `\\p`, `\\k`."""
+"""Letters with a meaning of their own behind a backslash. xgrammar takes others as themselves: `\\A`, `\\p`, `\\k`."""
+_TOKEN = re.compile(
+    r"""(?P<comment>\#[^\n]*+) | (?P<text>"(?:\\.|[^"\\])*+"?) | (?P<class>\[(?:\\.|[^\]\\])*+\]?) | (?P<defined>::=)
+    | (?P<repeat>[*+?]|\{[^}]*+\}?) | (?P<open>\() | (?P<close>\)) | (?P<or>\|) | (?P<name>[\w.-]+) | (?P<other>\S)""",
+    re.VERBOSE,
+)
+"""A text or class without its end goes to the end of the grammar: nothing is read twice."""
+
+
+def check_grammar(key: str, grammar: str) -> int:
+    """The grammar's weight. Raises `InvalidRequest` where it has too much of anything; errors are the compiler's to
+    find."""
+    rules, alternatives = 0, 0
+    groups = [0]  # the weight of each open group, without the part just read
+    last = 0  # … of the part just read
+    for found in _TOKEN.finditer(grammar):
+        kind = found.lastgroup
+        if kind == "defined":
+            rules += 1
+            groups, last = [sum(groups)], max(0, last - 1)  # the name before it was no part
+        elif kind == "repeat":
+            last *= _times(found[0])
+        elif kind == "open":
+            groups[-1] += last
+            groups.append(0)
+            last = 0
+        elif kind == "close":
+            last = groups.pop() + last if len(groups) > 1 else last
+        elif kind == "or":
+            alternatives += 1
+        elif kind in ("text", "class", "name"):
+            groups[-1] += last
+            last = 1
+        weight = sum(groups) + last
+        for many, what, most in (
+            (rules, "rules", MAX_RULES),
+            (alternatives, "alternatives", MAX_ALTERNATIVES),
+            (weight, "parts, each counted as often as it may be repeated", MAX_GRAMMAR_WEIGHT),
+            (len(groups), "brackets inside each other", MAX_NESTING),
+        ):
+            if many > most:
+                raise InvalidRequest(f"{key}: too dear, it has more than {most} {what}; make it simpler")
+    return sum(groups) + last
+
+
+def _times(repeat: str) -> int:
+    """The weight of a repetition."""
+    if not repeat.startswith("{"):
+        return 1 if repeat == "?" else _MANY
+    bounds = [int(part[:9]) for part in repeat[1:-1].replace(" ", "").split(",") if part.isdecimal()]
+    return max([_MANY if repeat.rstrip("} ").endswith(",") else 1, *bounds])
 
 
 def check_pattern(key: str, pattern: str, *, in_json: bool = False) -> int:
-    """Its weight. Raises `InvalidRequest` where it cannot be followed. in_json: it is for a string of JSON."""
+    """The pattern's weight. Raises `InvalidRequest` where it cannot be followed. in_json: it is for strings of JSON."""
     return _scanned(key, pattern, in_json).weight
 
 
 def dotless(key: str, pattern: str) -> str:
-    """A pattern that was checked, as the matcher is to have it: its dot would match the end of a line as well."""
+    """A checked pattern for the matcher, whose dot would match the end of a line."""
     return _scanned(key, pattern, False).dotless()
 
 
@@ -39,7 +96,7 @@ def _scanned(key: str, pattern: str, in_json: bool) -> _Scan:
 
 
 class _Scan:
-    """Once over the pattern, with the weight of each open group so far."""
+    """One pass over the pattern, with the weight of each open group so far."""
 
     def __init__(self, key: str, pattern: str, in_json: bool) -> None:
         self._key, self._pattern, self._in_json = key, pattern, in_json
@@ -89,7 +146,7 @@ class _Scan:
                 self._dots.append(start)
 
     def dotless(self) -> str:
-        """With classes in the place of dots."""
+        """The pattern with classes in place of dots."""
         parts, begin = [], 0
         for at in self._dots:
             parts += [self._pattern[begin:at], "[^\\n\\r]"]
@@ -131,11 +188,11 @@ class _Scan:
             times = max(times, _MANY) if bounds[-1] == "" else times
         self._last *= max(1, times)
         self._part(0, closes=False)
-        if self._pattern[self._at : self._at + 1] == "?":  # as few as possible: the same texts
+        if self._pattern[self._at : self._at + 1] == "?":  # lazy: the same texts
             self._at += 1
 
     def _part(self, weight: int, *, closes: bool = True) -> None:
-        """A part of this weight begins, and the one before it is over, if it `closes`."""
+        """Begin a part of this weight; with `closes` the part before it ends."""
         if closes:
             self._groups[-1] += self._last
             self._closed += self._last

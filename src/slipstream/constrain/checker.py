@@ -1,7 +1,11 @@
-"""What a schema says that no grammar holds, looked at in the finished answer.
+"""The meaning of JSON schemas for values: which schemas exclude each other, and what a finished answer breaks.
 
-Everything that the grammar does hold is checked as well, apart from patterns and formats: it says which of several
-schemas a value is meant for. The check runs on the engine's thread, and clients write the schema: so work is counted.
+"One of" means the same as "any of" where no value fits two of the schemas (`Comparer`), and "any of" can be followed.
+Rules that a grammar cannot hold are checked in the finished answer (`Checker`). So are all others but patterns and
+formats, to find out which of several schemas a value is meant for.
+
+Clients write schemas, and a check runs on the engine's thread: each node is read once, and the work on an answer is
+bounded.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from fractions import Fraction
 from typing import Any
 
-from slipstream.constrain.disjoint import Comparer, type_names
-
+_JUMPS = 32
+"""Most references in a chain."""
 MOST_STEPS = 5_000
 """Values that are compared with schemas or with each other: about 20 ms."""
 _NAMES_A_STEP = 64
@@ -29,7 +33,110 @@ FORMATS: Mapping[str, Callable[[str], object]] = {
     **{f"ip{which}interface": ipaddress.ip_interface for which in ("", "vany", "v4", "v6")},
     "base64": base64.b64decode,
 }
-"""Formats that are no grammar's, and what raises `ValueError` where a text has another."""
+"""Formats that are checked in the finished answer: functions that raise `ValueError` for other texts."""
+
+
+class Comparer:
+    """Compares schemas of one document, which must not change."""
+
+    def __init__(self, document: Any) -> None:
+        self._document = document
+        self._targets: dict[int, Any] = {}  # the target of a reference, by the id of its node
+        self._listed: dict[int, set[str] | None] = {}
+        self._apart: dict[tuple[int, int], bool] = {}
+
+    def disjoint(self, one: Any, other: Any) -> bool:
+        """No value fits both, by their types, their values, or a property that tells them apart."""
+        left, right = self.resolved(one), self.resolved(other)
+        if not isinstance(left, dict) or not isinstance(right, dict):
+            return False
+        if self._values(left) is not None and self._values(right) is not None:
+            return self._of_other_values(left, right)
+        types = _types(left), _types(right)
+        if types[0] and types[1] and types[0].isdisjoint(types[1]):
+            return True
+        if types[0] != {"object"} or types[1] != {"object"}:
+            return False
+        return any(self._told_apart(name, left, right) for name in _names(left) & _names(right))
+
+    def _told_apart(self, name: str, left: dict[str, Any], right: dict[str, Any]) -> bool:
+        mine, theirs = (self.resolved(side["properties"][name]) for side in (left, right))
+        return self._of_other_values(mine, theirs)
+
+    def _of_other_values(self, left: Any, right: Any) -> bool:
+        """Both list their values, and share none."""
+        pair = id(left), id(right)
+        if pair not in self._apart:
+            mine, theirs = self._values(left), self._values(right)
+            self._apart[pair] = mine is not None and theirs is not None and mine.isdisjoint(theirs)
+        return self._apart[pair]
+
+    def _values(self, node: Any) -> set[str] | None:
+        if id(node) not in self._listed:
+            self._listed[id(node)] = _values(node)
+        return self._listed[id(node)]
+
+    def resolved(self, node: Any) -> Any:
+        """The node behind references; None where there is none."""
+        for _ in range(_JUMPS):
+            if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
+                return node
+            if id(node) not in self._targets:
+                self._targets[id(node)] = _target(node["$ref"], self._document)
+            node = self._targets[id(node)]
+        return None
+
+
+def type_names(value: Any) -> set[str]:
+    """The types of JSON Schema that a value has: 3 is an integer and a number."""
+    if value is None:
+        return {"null"}
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
+
+
+def _names(node: dict[str, Any]) -> set[str]:
+    """Properties that are required and described."""
+    named, required = node.get("properties", {}), node.get("required", [])
+    return set(named).intersection(required) if isinstance(named, dict) and isinstance(required, list) else set()
+
+
+def _values(node: Any) -> set[str] | None:
+    """The listed values as JSON, by which 1 and true differ; equal numbers are the same."""
+    if not isinstance(node, dict):
+        return None
+    listed = [node["const"]] if "const" in node else node.get("enum")
+    return {json.dumps(_plain(value), sort_keys=True) for value in listed} if isinstance(listed, list) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _types(node: dict[str, Any]) -> set[str]:
+    values = node.get("enum", [node["const"]] if "const" in node else None)
+    if isinstance(values, list):
+        return set().union(*(type_names(value) for value in values))
+    given = node.get("type", "object" if "properties" in node else [])
+    types = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
+    return types | {"integer"} if "number" in types else types
+
+
+def _target(place: str, document: Any) -> Any:
+    found = document
+    for step in place.removeprefix("#").strip("/").split("/") if place != "#" else ():
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step) if isinstance(found, dict) else None
+    return found
 
 
 class Checker:
@@ -42,7 +149,7 @@ class Checker:
         self._left = MOST_STEPS
 
     def fault(self, text: str) -> str | None:
-        """What the answer breaks, and where; None: nothing."""
+        """The rule that the answer breaks, and where; None: it breaks none."""
         self._left = MOST_STEPS
         try:
             return self._fault(self._schema, json.loads(text, parse_float=Decimal), "$")
@@ -145,5 +252,5 @@ _BOUNDS: Mapping[str, Callable[[Decimal, Decimal], bool]] = {
 
 
 def _depth(fault: str) -> int:
-    """How far into the value the fault lies: of several schemas the one that fits longest was meant."""
+    """The depth of the fault: of several schemas, the one that fits furthest was meant."""
     return fault.partition(": ")[0].count(".") + fault.partition(": ")[0].count("[")
