@@ -53,7 +53,7 @@ class TestSchemas:
             ({"minLength": 3, "minimum": 4}, "without a type"),
             ({"type": "colour"}, "must be one or some of"),
             ({"type": "string", "enum": ["a", 1]}, "1 is not of type"),
-            ({"enum": []}, "one at least"),
+            ({"enum": []}, "one part at least"),
             ({"enum": list(range(3000))}, "at most 2000"),
             ({"type": "object", "required": ["z"], "additionalProperties": False}, "'z' is required"),
             ({"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": {}}}, "beside named properties"),

@@ -22,7 +22,7 @@ from slipstream.kv.pages import PageCopy
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token."""
+    """The shape of a token's entries in one layer."""
 
     kv_heads: int
     key_dim: int
@@ -35,17 +35,17 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Cache entries to move, all at once; where `src == dst` nothing is to be done."""
+    """Cache entries to move, all at once; `src == dst` is no move."""
 
     src: Tensor  # [M] int64 slots
     dst: Tensor  # [M] int64 slots
 
 
 def compaction(slot_of_row: Tensor, path: Tensor, accepted: Tensor) -> Moves:
-    """The moves that bring the accepted nodes of each request together, behind its last committed token's row.
+    """The moves that bring the accepted nodes of each request together, behind the row of its last committed token.
 
-    slot_of_row [B, K + 1]: the slot each row wrote to; row 0 is the last committed token, row 1 + i is node i.
-    path [B, K], accepted [B]: as in `Verdicts`. Chains need no moves at all. Runs without looking at the values.
+    slot_of_row [B, K + 1]: the slot that each row wrote; row 0 is the last committed token, row 1 + i is node i.
+    path [B, K], accepted [B]: as in `Verdicts`. Chains need no moves. Reads no value on the host.
     """
     rank = torch.arange(path.shape[1], device=path.device)  # [K]
     kept = rank < accepted[:, None]  # [B, K]
@@ -56,10 +56,11 @@ def compaction(slot_of_row: Tensor, path: Tensor, accepted: Tensor) -> Moves:
 
 
 class KVCache:
-    """K and V of all layers in pages of `page_size` slots. Slot = page * page_size + offset; pages are a `PagePool`'s.
+    """K and V of all layers in pages of `page_size` slots. Slot = page * page_size + offset; a `PagePool` owns the
+    pages.
 
-    Layers whose entries have one shape lie in one tensor, so moving entries is one gather and one scatter for all.
-    features: so many numbers of a token's hidden states are kept beside K and V.
+    Layers with entries of one shape share a tensor, so moving entries is one gather and one scatter for all.
+    features: the width of a token's hidden states, which are kept beside K and V; 0: none.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class KVCache:
 
     @property
     def planes(self) -> tuple[Tensor, ...]:
-        """All of it, in as few tensors as the layers' shapes allow."""  # each [P, slots, kv_heads, dim]
+        """All contents: one tensor for each shape of entries."""  # each [P, slots, kv_heads, dim]
         kept = tuple(self._planes.values())
         return kept if self.features is None else (*kept, self.features[None, :, None])
 
@@ -117,8 +118,8 @@ class KVCache:
         self._values[layer].index_copy_(0, slots, v)
 
     def move(self, src: Tensor, dst: Tensor) -> None:
-        """Copy slots src [M] to slots dst [M] in all layers. All are read before any is written."""
-        if src.device.type == "cpu":  # counting is free here, and most accepted paths move little or nothing
+        """Copy slots src [M] to slots dst [M] in all layers. All reads come before the first write."""
+        if src.device.type == "cpu":  # counting does not wait here, and most accepted paths move little or nothing
             moving = src != dst
             src, dst = src[moving], dst[moving]
             if not src.numel():
@@ -127,12 +128,12 @@ class KVCache:
             planes.index_copy_(1, dst, planes.index_select(1, src))
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy whole pages in all layers, as a fork asks for."""
+        """Copy whole pages in all layers, for a fork."""
         if copies:
             self.move(self._slots_of([c.src for c in copies]), self._slots_of([c.dst for c in copies]))
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zero these pages: what a request that met NaN must do before it gives them back."""
+        """Zero these pages. Required before a request that met NaN releases them."""
         if pages:
             for planes in self.planes:
                 planes.index_fill_(1, self._slots_of(pages), 0)
@@ -143,7 +144,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no resident memory before they are written, where the machine can do that."""
+    """Zeros that take no resident memory before they are written, where the system can do that."""
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0 or sys.platform == "win32":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Who owns which page of the cache, and how long a request is.
+"""The owners of cache pages, and the committed length of each request.
 
-Drafts live in the cache as guests: a round writes its rows behind the committed length, `PageTable.commit` advances
-the length over the accepted ones, and rollback is not advancing it. Nothing else in the program touches lengths. Any
-number of caches (the target's, a drafter's own) hang on the same table, so this file knows no tensors.
+Drafts live in the cache as guests: a step writes their rows behind the committed length, `PageTable.commit` advances
+the length over the accepted ones, and rollback is not advancing it. Nothing else in the program changes lengths. Any
+number of caches (the target's, a drafter's own) share the same table, so this file knows no tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OutOfPages(CapacityError):
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """A page whose contents every cache on the table must copy before the next pass."""
+    """A page that every cache on the table must copy before the next pass."""
 
     src: int
     dst: int
@@ -31,10 +31,10 @@ class PageCopy:
 class PagePool:
     """Reference-counted pages. The lowest free ones go first, so a lone request's pages are neighbours.
 
-    Some pages are kept when nobody holds them any more, because somebody may want what is in them. They count as free:
-    when there are no others, the one that was let go longest ago is given away.
+    Named pages are kept after their last release, because their contents may be wanted. They count as free: when there
+    are no others, the one that was released first is given away.
 
-    most_kept: so many pages at most are kept so; None: any number.
+    most_kept: most pages that are kept; None: any number.
     """
 
     def __init__(self, num_pages: int, page_size: int = 16, most_kept: int | None = None) -> None:
@@ -45,37 +45,37 @@ class PagePool:
         self._free = list(range(num_pages))  # a heap
         self._references = [0] * num_pages
         self._most_kept = num_pages if most_kept is None else most_kept
-        self._named: set[int] = set()  # pages that are kept when nobody holds them
-        self._kept: dict[int, None] = {}  # those that nobody holds, the one that was let go longest ago first
-        self.on_evict: Callable[[int], None] = lambda page: None  # hears of a page that is kept no longer
+        self._named: set[int] = set()  # pages, held or not, that are kept after their last release
+        self._kept: dict[int, None] = {}  # named pages that are not held, in the order of their release
+        self.on_evict: Callable[[int], None] = lambda page: None  # is called with a page that is kept no longer
 
     @property
     def free_pages(self) -> int:
-        """Pages that may be had, those that are kept for the time being included."""
+        """Pages that can be allocated, kept ones included."""
         return len(self._free) + len(self._kept)
 
     @property
     def kept_pages(self) -> int:
-        """Pages that nobody holds, with something in them that may be wanted."""
+        """Pages that are not held, with contents that may be wanted."""
         return len(self._kept)
 
     @property
     def named(self) -> Set[int]:
-        """Pages, held or not, that are kept when nobody holds them."""
+        """Pages, held or not, that are kept after their last release."""
         return self._named
 
     def references(self, page: int) -> int:
-        """How many tables hold this page."""
+        """The number of tables that hold this page."""
         return self._references[page]
 
     def pages_for(self, length: int) -> int:
-        """How many pages cover `length` tokens."""
+        """The number of pages for `length` tokens."""
         return -(-length // self.page_size)
 
     def allocate(self, n: int) -> list[int]:
         """The n lowest free pages in ascending order, held once each. Takes all of them or raises `OutOfPages`.
 
-        Pages that are kept are only taken where there are too few others.
+        Kept pages are taken only where there are too few others.
         """
         if n > self.free_pages:
             raise OutOfPages(
@@ -97,7 +97,7 @@ class PagePool:
             self._kept.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder fewer for each of these pages; without any left it is free."""
+        """One holder fewer for each of these pages; a page without holders is free."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free: it cannot be released again"
             self._references[page] -= 1
@@ -111,8 +111,8 @@ class PagePool:
                 heapq.heappush(self._free, page)
 
     def keep(self, page: int) -> None:
-        """Do not give away what is in this page, which somebody holds, as long as there are others."""
-        assert self._references[page] > 0, f"page {page} is free: there is nothing in it to keep"
+        """Name a held page: after its last release it is kept as long as there are other free pages."""
+        assert self._references[page] > 0, f"page {page} is free: it has no contents to keep"
         self._named.add(page)
 
     def forget(self, page: int) -> None:
@@ -138,14 +138,14 @@ class PagePool:
                 )
             if free[page] != (held[page] == 0):
                 raise AssertionError(f"page {page}: {held[page]} owners hold it, and it is {free[page]} times free")
-        if strangers := [page for page in held | free if not 0 <= page < self.num_pages]:
-            raise AssertionError(f"pages {strangers} are none of the pool's {self.num_pages}")
+        if unknown := [page for page in held | free if not 0 <= page < self.num_pages]:
+            raise AssertionError(f"pages {unknown} are not in the pool of {self.num_pages}")
         if not self._kept.keys() <= self._named:
-            raise AssertionError(f"pages {[*self._kept]} are kept, of which only {[*self._named]} are to be")
+            raise AssertionError(f"pages {[*self._kept]} are kept, but only {[*self._named]} are named")
 
 
 class PageTable:
-    """One request's pages, and its committed length: the tokens whose K and V are in the cache to stay."""
+    """One request's pages, and its committed length: the tokens with K and V that stay in the cache."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -162,12 +162,12 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the pages held now can take."""
+        """Tokens that fit on the held pages."""
         return len(self._pages) * self.pool.page_size
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Begin with these full pages of committed tokens, which others computed. The table must be new."""
-        assert not self._pages, "a table that has pages cannot begin with others"
+        """Begin with these full pages of committed tokens, which other requests computed. The table must be new."""
+        assert not self._pages, "a table with pages cannot adopt others"
         self.pool.share(pages)
         self._pages = list(pages)
         self._length = len(pages) * self.pool.page_size
@@ -181,7 +181,7 @@ class PageTable:
     def slots(self, start: int, count: int) -> Sequence[int]:
         """Cache slots of `count` positions from `start` on: a range where they are neighbours.
 
-        Those from the committed length on are there to be written, so their pages must be this table's alone.
+        Slots from the committed length on will be written: their pages must be held by this table alone.
         """
         if count == 0:
             return range(0)
@@ -198,22 +198,22 @@ class PageTable:
         return [self._pages[p // size] * size + p % size for p in range(start, end)]
 
     def commit(self, n: int) -> None:
-        """The next n tokens behind the committed length are in the cache to stay."""
+        """Commit the next n tokens behind the committed length: they stay in the cache."""
         assert 0 <= n <= self.capacity - self._length, f"{n} more than {self._length}: {self.capacity} are reserved"
         self._length += n
 
     def trim(self, length: int) -> None:
-        """Give back the pages that are not needed for `length` tokens, nor for those committed."""
+        """Release the pages that neither `length` tokens nor the committed ones need."""
         keep = self.pool.pages_for(max(length, self._length))
         self.pool.release(self._pages[keep:])
         del self._pages[keep:]
 
     def fork(self, length: int | None = None, apart: int = 0) -> tuple[PageTable, list[PageCopy]]:
-        """A second table with the same committed tokens, and the copies that each cache must do for it.
+        """A second table with the same committed tokens, and the copies that each cache must make for it.
 
-        length: take only so many of them; None takes all. apart: for so many of the last ones a cache will hold
-        different things. Full pages are shared; a partly filled last one, and those of tokens apart, are copied,
-        because both tables will write to them. Takes what it needs or raises `OutOfPages`.
+        length: the number of tokens to take; None takes all. apart: the number of last tokens with different contents
+        in some cache. Full pages are shared; a partly filled last one, and those of the tokens apart, are copied,
+        because both tables write to them. Allocates all pages or raises `OutOfPages`.
         """
         length = self._length if length is None else length
         assert 0 <= length <= self._length, f"a fork at {length}: only {self._length} tokens are committed"
@@ -226,7 +226,7 @@ class PageTable:
         return twin, [PageCopy(*pair) for pair in zip(self._pages[full:], fresh, strict=False)]
 
     def release(self) -> None:
-        """Give back everything; the table is as new."""
-        self.pool.release(self._pages[::-1])  # of a prompt that is kept, its end is the first to go
+        """Release all pages; the table is as new."""
+        self.pool.release(self._pages[::-1])  # of a kept prompt, the end is evicted first
         self._pages = []
         self._length = 0

@@ -31,11 +31,11 @@ from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
 
 CHUNK = 2048
-"""Tokens a program, and half as many where all rows together have few. Survey and refine take half as many too, else
-twice: a program sums up in its threads first, and it takes a while to bring together what these have."""
+"""Tokens of a program, and half of it where all rows together have few. Survey and refine then take that half, too;
+else twice as many: a program sums up in its threads first, and joining their sums takes a while."""
 
 MANY_TOKENS = 1 << 20
-"""From so many on, programs of any size fill the GPU."""
+"""With at least these, programs of any size fill the GPU."""
 
 HELD = 4096
 """Listed tokens that `settle` holds while it searches; lists that are longer it reads again and again."""
@@ -139,7 +139,7 @@ def steps_of(largest: tl.tensor, lowest: tl.tensor, t: tl.tensor, p: tl.tensor, 
     """How many places of `places_of` a distance of 1 has, so that 256 of them reach as far as top-p may have to.
 
     That is at most to the row's last token; and tokens further than log(V / (1 - p)) together have less than 1 - p.
-    Whatever comes out, tokens are the same: it decides how long the list is that `settle` searches.
+    The result changes no token: it decides the length of the list that `settle` searches.
     """
     beyond = tl.log(tl.zeros([], tl.float32) + vocab_size) - tl.log(tl.maximum((1.0 - p).to(tl.float32), 1e-30))
     reach = tl.minimum(tl.div_rn(largest - lowest, t), tl.minimum(beyond, 26.0))  # further off a mass is below 1
@@ -148,7 +148,7 @@ def steps_of(largest: tl.tensor, lowest: tl.tensor, t: tl.tensor, p: tl.tensor, 
 
 @jit
 def keep_steps(tally: tl.tensor, steps: tl.tensor) -> None:
-    """For the kernels behind: computed once more they might be rounded otherwise, and a token change its place."""
+    """Store the steps for later kernels: computed again they might round differently, and a token change its place."""
     tl.store(tally + 2 * WAYS + 1, steps.to(tl.int32, bitcast=True).to(tl.int64))
 
 
@@ -564,8 +564,8 @@ def choose_fused(
 ) -> Tensor:
     """Tokens [R] int64 that the rows of `logits` [R, V] fp32 choose; -1 for a row that can choose nothing.
 
-    V may be smaller than the table's vocabulary: the missing tokens are impossible. features: what the rows ask for,
-    or more. chunk: a power of two up to 2048; it changes the speed, never a token. The host does not wait.
+    V may be smaller than the table's vocabulary: the missing tokens are impossible. features: those of the rows, or
+    more. chunk: a power of two up to 2048; it changes the speed, never a token. The host does not wait.
     """
     count, vocab_size = logits.shape
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -577,8 +577,8 @@ def choose_fused(
     chunk = chunk // 2 if few else chunk
     chunks = triton.cdiv(vocab_size, chunk)
     width = triton.next_power_of_2(max(256, chunks))  # the same for most vocabularies: less to compile
-    values = logits.new_empty(3, count, width)  # of each chunk the peak, the smallest logit, and the best score
-    ids = torch.empty(2, count, width, dtype=torch.int32, device=logits.device)  # who has the peak, and the best score
+    values = logits.new_empty(3, count, width)  # by chunk: peak, smallest logit, best score
+    ids = torch.empty(2, count, width, dtype=torch.int32, device=logits.device)  # by chunk: peak, best score
     tally = torch.empty(count, TALLY_WORDS, dtype=torch.int64, device=logits.device)
     listed = torch.empty(count, vocab_size if filtered else 0, dtype=torch.int32, device=logits.device)
     line = (logits, logits.stride(0), vocab_size)

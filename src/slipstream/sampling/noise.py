@@ -1,8 +1,8 @@
-"""Keyed noise: the same key gives the same noise, whoever asks, in whatever order, in whatever batch.
+"""Keyed noise: the same key gives the same noise, in any order and in any batch.
 
-This is what makes speculation exact (idea 1 of the architecture): the noise at position t of a request depends on
-its seed, its sample index, t and the token, and on nothing else, so a draft and a target that see the same position
-add the same noise. It is counter-based (no state) and integer until the last step, so that a kernel can repeat it:
+It makes speculation exact: the noise at position t of a request depends on its seed, its sample index, t and the token,
+and on nothing else, so a draft and a target at the same position add the same noise. It is counter-based (no state) and
+integer until the last operation, so that a kernel can repeat it:
 
     stream = mix64(mix64(seed + G) + sample * S)      64-bit, once a request
     key    = mix64(stream + position * G)             64-bit, as two 32-bit words k0 (low) and k1 (high)
@@ -45,12 +45,12 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def stream_keys(seeds: Tensor, samples: Tensor) -> Tensor:
-    """What is fixed for the life of a request: [R] int64 from its seed's 64 bits and its index among `n`."""
+    """The part of the key that is fixed for a request: [R] int64 from its seed's 64 bits and its index among `n`."""
     return _mix64(_mix64(seeds + GOLDEN) + samples * SAMPLE_STEP)
 
 
 def stream_key(seed: int, sample: int) -> int:
-    """The same for one request, on the host, without a dozen small tensors."""
+    """`stream_keys` for one request, on the host and without tensors."""
 
     def mixed(x: int) -> int:
         x = ((x ^ (x >> 30)) * MIX64[0]) & _WORD
@@ -78,7 +78,7 @@ def _xor_shift_(x: Tensor, shift: int, scratch: Tensor) -> None:
 
 
 def hash_tokens(tokens: Tensor) -> Tensor:
-    """The part of the hash that no key enters: int32 like `tokens`. For a whole vocabulary it is computed once."""
+    """The part of the hash without the key: int32 like `tokens`. For a whole vocabulary it is computed once."""
     x = tokens.to(torch.int32, copy=True)
     scratch = torch.empty_like(x)
     _xor_shift_(x, 16, scratch)
@@ -116,7 +116,7 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gumbel_of_hashes(keys: Tensor, hashes: Tensor) -> Tensor:
-    """As `gumbel`, for tokens that went through `hash_tokens` before."""
+    """`gumbel` for tokens that `hash_tokens` has hashed."""
     noise = torch.empty(keys.shape[0], hashes.shape[-1], dtype=torch.float32, device=keys.device)
     for block in row_blocks(keys.shape[0], hashes.shape[-1], keys.device):
         minus_v = _minus_uniform(keys[block], hashes if hashes.dim() == 1 else hashes[block])

@@ -25,9 +25,9 @@ from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable
 
 CUT = 128
-"""Tokens among which top-k and top-p look for their cut. One that keeps more is cut here: it costs a guess at most."""
+"""Tokens among which top-k and top-p look for their cut. A wider filter is cut here, which costs a guess at most."""
 HOPELESS = -1e30
-"""The score of what cannot come: finite, so that sums of a few stay numbers."""
+"""The score of an impossible token: finite, so that sums of a few stay numbers."""
 
 
 CHUNK = 512
@@ -50,7 +50,7 @@ def rank(
     count: int,
     vocab: Tensor | None = None,  # [Vd] int64: the target's id of each column; None: the first of the vocabulary
 ) -> Ranked:
-    """The `count` best tokens of each row. Nothing here looks at a value on the host."""
+    """The `count` best tokens of each row. Reads no value on the host."""
     if features.adjusts:
         logits, vocab = adjusted(_whole(logits, table.vocab_size, vocab), rows, table, features), None
     scores = logits.float()
@@ -67,7 +67,7 @@ def rank(
 
 
 def _whole(logits: Tensor, width: int, vocab: Tensor | None) -> Tensor:  # [R, V]
-    """Over the target's vocabulary: penalties, biases and masks go by its ids."""
+    """The logits over the target's vocabulary, by whose ids penalties, biases and masks go."""
     if vocab is None and logits.shape[1] == width:
         return logits
     ids = torch.arange(logits.shape[1], device=logits.device) if vocab is None else vocab
