@@ -16,7 +16,7 @@ from torch import Tensor
 from mask_bits import as_bits
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.params import SamplingParams
-from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed
+from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed, raw_logprobs
 
 V = 12
 
@@ -307,20 +307,6 @@ def test_tokens_come_as_often_as_the_distribution_says(params: SamplingParams) -
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_features_are_what_the_slots_ask_for() -> None:
-    table = SamplingTable(4, V)
-    table.add(0, SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1), seed=0)
-    table.add(1, SamplingParams(top_p=0.5), seed=0, end_ids=[1])
-    table.add(2, SamplingParams(top_k=V, min_tokens=3, presence_penalty=1), seed=0, end_ids=[1])
-    assert table.features([]) == Features()
-    assert table.features([0]) == Features(greedy=True)  # filters do nothing at temperature 0
-    assert table.features([0, 1]) == Features(greedy=True, sampled=True, top_p=True)
-    assert table.features([2]) == Features(sampled=True, penalties=True, min_tokens=True)
-    table.remove(2)
-    table.add(2, SamplingParams(temperature=0), seed=0)
-    assert table.features([2, 0]) == Features(greedy=True)
-
-
 def test_a_slot_keeps_nothing_of_its_last_request() -> None:
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(4))
     loaded = SamplingParams(
@@ -353,3 +339,37 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         table.add(0, SamplingParams(), seed=0, bad_words=[[1, -1]])
     with pytest.raises(InvalidRequest, match="at least one token"):
         table.add(0, SamplingParams(), seed=0, bad_words=[[]])
+
+
+class TestRawLogprobs:
+    """Log probabilities of the raw model: values, ranks, and the order of the alternatives."""
+
+    @settings(deadline=None, max_examples=100)
+    @given(
+        st.lists(st.lists(quarters, min_size=V, max_size=V), min_size=1, max_size=4),
+        st.integers(0, V + 2),
+        st.integers(0, V - 1),
+    )
+    def test_against_a_plain_reference(self, drawn: list[list[float]], top: int, chosen: int) -> None:
+        found = raw_logprobs(torch.tensor(drawn), torch.full((len(drawn),), chosen), top)
+        for row, logits in enumerate(drawn):
+            log_p = np.array(logits) - np.log(np.exp(np.array(logits)).sum())
+            order = sorted(range(V), key=lambda token: (-logits[token], token))[:top]
+            assert found.chosen[row].item() == pytest.approx(log_p[chosen], abs=1e-5)
+            assert found.ranks[row] == 1 + sum(x > logits[chosen] for x in logits)
+            assert found.top_ids[row].tolist() == order
+            assert found.top[row].tolist() == pytest.approx(log_p[order].tolist(), abs=1e-5)
+
+    def test_half_precision_and_impossible_tokens(self) -> None:
+        logits = torch.tensor([[1.0, -math.inf, 3.0, 3.0]], dtype=torch.bfloat16)
+        found = raw_logprobs(logits, torch.tensor([1]), 4)
+        assert found.chosen.dtype == torch.float32
+        assert found.chosen.tolist() == [-math.inf]
+        assert found.ranks.tolist() == [4]
+        assert found.top_ids.tolist() == [[2, 3, 0, 1]]
+
+    def test_where_nothing_was_chosen(self) -> None:
+        found = raw_logprobs(torch.zeros(2, 3), torch.tensor([-1, 2]), 0)
+        assert found.chosen.tolist() == pytest.approx([-math.inf, -math.log(3)])
+        assert found.ranks.tolist() == [0, 1]
+        assert found.top_ids.shape == found.top.shape == (2, 0)

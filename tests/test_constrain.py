@@ -90,7 +90,7 @@ class TestSchemas:
             read_schema('{"minLength": -1}')
 
     def test_no_text_at_all(self, grammars: Grammars) -> None:
-        with pytest.raises(InvalidRequest, match="no text at all"):
+        with pytest.raises(InvalidRequest, match="no text has this form"):
             start(grammars, grammar='root ::= root "a"')
 
     def test_what_is_required_is_described(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.sampling.noise import gumbel, gumbel_of_hashes, hash_tokens, row_keys, uniform
+from slipstream.sampling.noise import gumbel, gumbel_of_hashes, hash_tokens, row_keys, stream_key, stream_keys, uniform
 
 M64, M32 = 2**64 - 1, 2**32 - 1
 GOLDEN_KEYS = [[833975872, 124247178], [-949301588, 2063607056], [1980191992, 1821987329]]
@@ -165,3 +165,9 @@ def test_the_largest_score_is_drawn_from_the_softmax() -> None:
     noise = gumbel(keys_of(77, 0, torch.arange(draws)), torch.tensor([0, 3, 17, 999, 5000, 1, 2], dtype=torch.int32))
     observed = np.bincount((log_p + noise).argmax(dim=1).numpy(), minlength=len(p))
     assert abs(chi_square(observed, p / p.sum() * draws)) < 4
+
+
+@given(st.integers(0, (1 << 64) - 1), st.integers(0, 1 << 20))
+def test_the_key_of_one_request_is_that_of_many(seed: int, sample: int) -> None:
+    signed = seed - (1 << 64) if seed >> 63 else seed
+    assert stream_key(seed, sample) == int(stream_keys(torch.tensor(signed), torch.tensor(sample)))

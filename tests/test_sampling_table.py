@@ -1,4 +1,4 @@
-"""What the host writes, a row at a time, and the device reads by columns."""
+"""The table of parameters: its columns, and the features that requests use together."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from slipstream.sampling.noise import stream_key, stream_keys
+from slipstream.core.params import SamplingParams
+from slipstream.sampling import Features, SamplingTable
 from slipstream.sampling.table import Columns
 
+V = 12
 KINDS = {
     "odd": (0, torch.bool),
     "warm": (0.5, torch.float32),
@@ -48,7 +48,15 @@ def test_columns_stay_where_they_are() -> None:
     assert {name: column.data_ptr() for name, column in columns.by_name.items()} == before
 
 
-@given(st.integers(0, (1 << 64) - 1), st.integers(0, 1 << 20))
-def test_the_key_of_one_request_is_that_of_many(seed: int, sample: int) -> None:
-    signed = seed - (1 << 64) if seed >> 63 else seed
-    assert stream_key(seed, sample) == int(stream_keys(torch.tensor(signed), torch.tensor(sample)))
+def test_features_are_what_the_slots_ask_for() -> None:
+    table = SamplingTable(4, V)
+    table.add(0, SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1), seed=0)
+    table.add(1, SamplingParams(top_p=0.5), seed=0, end_ids=[1])
+    table.add(2, SamplingParams(top_k=V, min_tokens=3, presence_penalty=1), seed=0, end_ids=[1])
+    assert table.features([]) == Features()
+    assert table.features([0]) == Features(greedy=True)  # filters do nothing at temperature 0
+    assert table.features([0, 1]) == Features(greedy=True, sampled=True, top_p=True)
+    assert table.features([2]) == Features(sampled=True, penalties=True, min_tokens=True)
+    table.remove(2)
+    table.add(2, SamplingParams(temperature=0), seed=0)
+    assert table.features([2, 0]) == Features(greedy=True)
