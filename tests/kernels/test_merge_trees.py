@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interpreted import DEVICE as KERNEL_DEVICE
-from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree
-from slipstream.core.merge import merge_trees
+from slipstream.core.draft import MAX_NODES, ROOT, Draft, Tree, merge_trees
 from slipstream.kernels.gpu.merge_trees import HOST, Union, _launch, _twin, merge_guesses
 from tree_cases import trees
 

@@ -35,8 +35,8 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
+from slipstream.core.interpreter import rarely_searched
 from slipstream.core.params import MAX_TEMPERATURE, SamplingParams
-from slipstream.core.responsive import rarely_searched
 from slipstream.drafters import merged_name, parse_merged
 
 if TYPE_CHECKING:

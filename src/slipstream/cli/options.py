@@ -19,9 +19,8 @@ from typing import Annotated, Any, cast, get_args, get_type_hints
 import typer
 
 from slipstream.cli.flags import naming_flags
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, read_named
 from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
-from slipstream.core.reading import read_named
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
 from slipstream.drafters import opening, parse_specs, python_file
 from slipstream.drafters.opening import naming, with_shipped

@@ -3,7 +3,7 @@
 On the host a draft of one request is a `Tree`; in a step all of them are one `Draft` of tensors, so that packing,
 verification and commit run without Python per token. Node 0 is the first guess; parent -1 is the root (the last
 committed token). A parent always stands before its children. A chain is a tree without branches. `merge_trees` joins
-what several drafters guess for one request; `kernels/merge_trees.py` does the same on the device.
+what several drafters guess for one request; `kernels/gpu/merge_trees.py` does the same on the device.
 """
 
 from __future__ import annotations

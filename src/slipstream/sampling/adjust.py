@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.kernels.forbid_bits import forbid_bits_
+from slipstream.kernels.gpu.forbid_bits import forbid_bits_
 from slipstream.sampling.rows import SampleRows, row_blocks, rows_where
 from slipstream.sampling.table import PADDING, Features, SamplingTable, last_tokens
 

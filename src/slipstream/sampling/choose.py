@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import on_gpu
+from slipstream.kernels.gpu.jit import on_gpu
 from slipstream.sampling.adjust import adjusted
 from slipstream.sampling.filters import CANDIDATES, Candidates, Tempering, narrow, top_ids
 from slipstream.sampling.fused import choose_fused

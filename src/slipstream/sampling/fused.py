@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import has_triton, jit, on_gpu, tl, triton
+from slipstream.kernels.gpu.jit import has_triton, jit, on_gpu, tl, triton
 from slipstream.sampling.filters import MASS_OF_LIKELIEST
 from slipstream.sampling.noise import GOLDEN, HASH32, KEYED32, LARGEST_BELOW_ONE, MIX64
 from slipstream.sampling.rows import SampleRows

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.jit import jit, on_gpu, tl, triton
-from slipstream.kernels.sortable import NOTHING, sortable, unsorted
+from slipstream.kernels.gpu.jit import jit, on_gpu, tl, triton
+from slipstream.kernels.gpu.sortable import NOTHING, sortable, unsorted
 from slipstream.sampling.adjust import adjusted
 from slipstream.sampling.fused import NO_ID, constant, first_best, gumbel_noise, row_key
 from slipstream.sampling.noise import gumbel_of_hashes

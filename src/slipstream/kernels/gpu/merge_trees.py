@@ -2,7 +2,7 @@
 
 The host knows its own drafters' trees when it queues a step, but not what device drafters will guess in it. So one
 launch between the draft and the pass makes the union; one program handles one request, node by node in registers. The
-rule is that of `core/merge.py`: equal paths become one, and nodes without room are cut with all nodes below them.
+rule is that of `core/draft.py`: equal paths become one, and nodes without room are cut with all nodes below them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import ROOT
-from slipstream.core.merge import CUT
+from slipstream.core.draft import CUT, ROOT
 from slipstream.kernels.gpu.jit import jit, on_gpu, tl, triton
 
 _REACH = 64
