@@ -16,7 +16,7 @@ from slipstream import CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft
 from slipstream.core.errors import InvalidRequest
 from slipstream.sampling import Features, SampleRows, SamplingTable
-from slipstream.verify import mixed, rejection
+from slipstream.verify import rejection
 from slipstream.verify.rejection import mixed_choices
 from verifier_scenes import ALWAYS, FOUND, ONLY, SETTINGS, Copying, Crowd, Drawing, Expected, asked, expected
 
@@ -229,6 +229,6 @@ def test_how_many_requests_are_judged_together_changes_nothing(
     params = [replace(LONG, seed=s, speculation=SpeculationParams(verifier="rejection")) for s in range(5)]
     crowd = Crowd(target, f"model:{tiny_draft}", draft_tokens=4)
     together = [a.token_ids for a in crowd.answers(params)]
-    monkeypatch.setattr(mixed, "JUDGED_ROWS", 2 * 5)
-    monkeypatch.setattr(mixed, "group_rows", lambda width: 1)
+    monkeypatch.setattr(rejection, "JUDGED_ROWS", 2 * 5)
+    monkeypatch.setattr(rejection, "group_rows", lambda width: 1)
     assert [a.token_ids for a in crowd.answers(params)] == together

@@ -21,7 +21,7 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter, Needs
 from slipstream.drafters.lookahead import LookaheadDrafter
 from slipstream.plan.planner import Planner
-from slipstream.verify import mixed, rejection
+from slipstream.verify import rejection
 from verifier_scenes import ALWAYS, FOUND, SETTINGS, Crowd, Expected, asked, expected
 
 REQUESTS = 12  # times the samples of each
@@ -137,7 +137,7 @@ def test_noise_that_was_seen_decides_nothing(
     setting = "T 1, top-k 6"
     params = asked(SETTINGS[setting], "peeking")
     assert wanted(setting).p_value(Crowd(target, Peeking()).tokens(params, 2 * REQUESTS)) > ALWAYS
-    judged = mixed.mixed_choices
+    judged = rejection.mixed_choices
 
     def plain_where_undrafted(choices, logits, rows, row_of, draft, *rest, **more):  # type: ignore[no-untyped-def]
         found = judged(choices, logits, rows, row_of, draft, *rest, **more)

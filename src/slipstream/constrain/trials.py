@@ -266,9 +266,10 @@ def _watch(asked: dict[str, Any], compiler: Any) -> None:
         os._exit(0)
     os.close(theirs)
     told = b"".join(iter(lambda: os.read(ours, 1 << 16), b""))
-    _, status = os.waitpid(fork, 0)
+    _, status, used = os.wait4(fork, 0)
     late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
-    said = json.loads(told) if told else {"outcome": STARVED if late else DEAR}  # dear: its CPU time, or memory
+    starved = late and used.ru_utime + used.ru_stime < asked["cpu_s"]
+    said = json.loads(told) if told else {"outcome": STARVED if starved else DEAR}  # dear: its CPU time, or memory
     os.write(1, json.dumps({"id": asked["id"], **said}).encode() + b"\n")
 
 
