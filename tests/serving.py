@@ -16,7 +16,7 @@ from openai import OpenAI
 import inside
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import InvalidRequest
-from slipstream.core.snapshot import Pulse
+from slipstream.core.outputs import Pulse
 from slipstream.engine.remote import EngineProcess
 from slipstream.engine.requests import Prompt, Request, Requests
 from slipstream.engine.state import Job

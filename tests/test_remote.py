@@ -27,8 +27,7 @@ from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams, St
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core import errors
 from slipstream.core.errors import EngineDied, InvalidRequest, ModelError, QueueFull, RequestError
-from slipstream.core.outputs import CompletionOutput
-from slipstream.core.snapshot import Pulse
+from slipstream.core.outputs import CompletionOutput, Pulse
 from slipstream.engine import remote
 from slipstream.engine.remote import Channel, EngineProcess, spawn
 from slipstream.engine.requests import Request

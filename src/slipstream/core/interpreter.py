@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.0001
 """Seconds that a thread may compute while another waits for the interpreter. Python's own 5 ms are a whole step."""
 
@@ -27,6 +30,17 @@ def command(*arguments: str) -> list[str]:
 def surroundings(**more: str) -> dict[str, str]:
     """Our environment, with these changed."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([path or os.getcwd() for path in sys.path]), **more}
+
+
+def end_with(parent: int) -> None:
+    """In a process that we started: have Linux kill it when its parent's thread ends, whatever it is doing.
+
+    On other systems the process has to notice that by itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
 
 
 @contextmanager

@@ -164,8 +164,8 @@ def parting(left: Sequence[int], right: Sequence[int]) -> int | None:
 Undrafted = Literal["off", "plain", "declined", "no_guess", "limited", "no_pages", "late", "failed"]
 """Why a step went without a drafter's guesses for an answer; `docs/serving.md` has the same table.
 
-off: the request has no drafter, or speculation is off. plain: the step was plain for comparison, or because drafts
-slow down such requests. declined: drafting was not expected to pay. no_guess: the drafter had none. limited: the
+off: the request has no drafter, or speculation is off. plain: the step was plain for comparison.
+declined: drafting was not expected to pay, or lost lately. no_guess: the drafter had none. limited: the
 request, the memory for drafts, the pass, the answer's or the context's end allows none. no_pages: no page was free.
 late: the drafter was late. failed: it had failed before.
 """
@@ -222,7 +222,7 @@ class Snapshot:
     plan: Mapping[str, str] = field(default_factory=dict)
     """By drafter: the last decision, in words."""
     gains: Mapping[str, float] = field(default_factory=dict)
-    """By kind of request: the measured speed of recent drafted steps as a multiple of plain ones."""
+    """By drafter and batch size: the measured speed of recent drafted steps as a multiple of plain ones."""
 
     @property
     def pages_free(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from slipstream.core.snapshot import Undrafted
+from slipstream.core.outputs import Undrafted
 from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.caps import NodeCaps
 from slipstream.engine.following import Following

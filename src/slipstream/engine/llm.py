@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
-from slipstream.core.outputs import RequestOutput
+from slipstream.core.outputs import RequestOutput, Snapshot
 from slipstream.core.params import SamplingParams
-from slipstream.core.snapshot import Snapshot
 from slipstream.core.vllm_names import ENGINE, from_vllm, takes_vllm_names
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_share

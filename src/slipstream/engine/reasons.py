@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from slipstream.core.draft import Tree
-from slipstream.core.outputs import DrafterStats
-from slipstream.core.snapshot import Undrafted
+from slipstream.core.outputs import DrafterStats, Undrafted
 from slipstream.drafters.guard import Proposals
 from slipstream.engine.room import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied

@@ -30,13 +30,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, cast
 
-from slipstream.constrain.limits import CompileLimits
+from slipstream.constrain.limits import THREADS, CompileLimits
 from slipstream.core import interpreter
 from slipstream.core.errors import EngineDied, InvalidRequest, RequestError, SlipstreamError
-from slipstream.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, Timing
+from slipstream.core.interpreter import responsive
+from slipstream.core.outputs import CompletionOutput, Pulse, RequestOutput, Snapshot, SpeculationStats, Timing
 from slipstream.core.params import SamplingParams
-from slipstream.core.responsive import responsive
-from slipstream.core.snapshot import Pulse, Snapshot
 from slipstream.engine.requests import Loaded, Prompt, Request, Requests
 from slipstream.engine.streams import Listeners, Outbox, OutputStream
 
@@ -52,8 +51,8 @@ _CLOSE_S = 4.0
 """Time that `close` gives a process that is not stuck before it is killed."""
 _END_S = 2.0
 """Time that the child gives the step in flight when it closes, and the system a process that ends."""
-_CALLS = 32
-"""Most calls and grammar compilations at once; `serve/service.py` has as many threads that wait for them."""
+_CALLS = THREADS
+"""Most calls and grammar compilations at once; `serve/service.py` has the same number of threads that wait for them."""
 
 P = ParamSpec("P")
 Numbers = Sequence[int]  # names of requests and calls, given by the server's side

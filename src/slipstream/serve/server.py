@@ -22,7 +22,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.server import ServerState
 
 from slipstream.core.errors import ConfigError, EngineDied
-from slipstream.core.responsive import responsive, tidy
+from slipstream.core.interpreter import responsive, tidy
 from slipstream.engine.remote import EngineProcess
 from slipstream.serve.app import make_gate
 from slipstream.serve.config import ServeConfig
