@@ -18,9 +18,8 @@ from simulator.effects import Wake
 from simulator.recording import Recording
 from simulator.replayed import NEVER, ReplayedDevice, Walk, Walks, made_prompt, replayed
 from slipstream.bench.traffic import Served
-from slipstream.core.draft import MAX_NODES, ROOT, Tree
+from slipstream.core.draft import MAX_NODES, ROOT, Tree, merge_trees
 from slipstream.core.errors import CapacityError
-from slipstream.core.merge import merge_trees
 from slipstream.core.outputs import CompletionOutput, RequestOutput
 from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.core.verdict import Authors, Verdict, author

@@ -13,8 +13,7 @@ from typing import Any
 
 from simulator.recording import Trace
 from slipstream.bench.traffic import Served, poisson_times
-from slipstream.core.errors import ConfigError
-from slipstream.core.reading import read_named
+from slipstream.core.errors import ConfigError, read_named
 
 _SUCH_AS = 'a line must be such as {"arrival": 1.5, "prompt_tokens": 200, "output_tokens": 80}'
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.core.snapshot import Pulse
+from slipstream.core.outputs import Pulse
 from slipstream.engine.streams import OutputStream
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError

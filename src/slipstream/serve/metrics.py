@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from slipstream.core.snapshot import GAP_BOUNDS_S, Snapshot
+from slipstream.core.outputs import GAP_BOUNDS_S, Snapshot
 from slipstream.engine.remote import EngineProcess
 from slipstream.serve.admission import Admission
 from slipstream.serve.config import ServeConfig

@@ -13,8 +13,9 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any, TypeVar
 
+from slipstream.constrain.limits import THREADS
+from slipstream.core.outputs import Snapshot
 from slipstream.core.params import SamplingParams
-from slipstream.core.snapshot import Snapshot
 from slipstream.engine.remote import EngineProcess
 from slipstream.engine.requests import Request
 from slipstream.serve.admission import Admission, Drain, Health, health_of
@@ -51,10 +52,6 @@ _MOST_IGNORED = 16
 """Unknown fields of one request that its answer names."""
 _MOST_NAMED = 256
 """Unknown fields that the log names, each once. Clients may invent more for ever."""
-_COMPILING = 32
-"""Threads that prepare requests with forms. More than may compile at once (`constrain/places.py`): light forms must not
-wait for heavy ones."""
-
 Made = TypeVar("Made")
 
 
@@ -74,7 +71,7 @@ class Service:
         self._named: set[str] = set()  # unknown fields that the log has
         self._own: defaultdict[str, Own] = defaultdict(Own)  # by tenant
         self._under_way: dict[str, tuple[str, EngineResponse]] = {}  # by request, with its tenant
-        self._compiling = ThreadPoolExecutor(_COMPILING, "compile")
+        self._compiling = ThreadPoolExecutor(THREADS, "compile")
         self._parser = parser_for(config.tool_format, self.prompts.template)
         if self.prompts.template is not None and not self.prompts.takes_tools:
             log.info("the model's chat template knows no tools: a plain prompt lists them")
