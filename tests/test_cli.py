@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from typer.main import get_command
 
 import slipstream
 from fake_llm import FakeLLM
@@ -19,12 +20,12 @@ from ran import Ran, Run
 from slipstream.bench import memory
 from slipstream.bench.run import EngineRunner
 from slipstream.cli import chat, loading, models, options
-from slipstream.cli.main import main
+from slipstream.cli.main import app, main
 from slipstream.cli.measuring import BreakingOff
 from slipstream.cli.show import rate_line, speculation_json
 from slipstream.core.errors import DownloadError, InvalidRequest, ModelNotFound, SlipstreamError
 from slipstream.core.outputs import DrafterStats, RequestOutput, SpeculationStats
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import SETTINGS, SamplingParams
 
 
 @pytest.fixture
@@ -160,6 +161,16 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
     assert (common.max_model_len, common.trust_remote_code) == (100, True)
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "audit", "tune"])
+def test_each_setting_with_a_placeholder_is_an_option(command: str) -> None:
+    commands: Any = get_command(app)
+    known = {name: one for one in commands.commands[command].params for name in one.opts}
+    for name, setting in SETTINGS.items():
+        if setting.metavar:
+            option = known[f"--{name.replace('_', '-')}"]
+            assert option.help.startswith(setting.help) or (command, name) == ("bench", "temperature")
+
+
 def test_generate_an_answer_of_a_form(run: Run, llm: FakeLLM, tmp_path: Path) -> None:
     schema = '{"type": "object"}'
     (tmp_path / "schema.json").write_text(schema)
@@ -268,6 +279,11 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ("generate Hi --no-such-option", "--no-such-option"),
         ("chat --min-p 3", "--min-p 3.0: must be"),
         ("bench --peers nobody", "--peers nobody: unknown; must be transformers"),
+        (
+            "bench --peers transformers --presence-penalty 1",
+            "--presence-penalty with --peers: transformers does not get",
+        ),
+        ("audit --temperature 0 --presence-penalty 1", "--presence-penalty with --temperature 0: greedy is audited"),
         ("bench --drafter ngram --category poetry", "poetry: not in these prompts; they have chat, code"),
         ("bench --drafter nonsense", "nonsense"),
         ("generate Hi --drafter bogus", "drafter 'bogus' is unknown: must be one of"),

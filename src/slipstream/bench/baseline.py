@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 NAME = "transformers"
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+"""Settings of a request that it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +100,9 @@ class TransformersPeer:
         return reply
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
-        first = params[0]
-        reply = self.ask(
-            {
-                "prompts": [list(ids) for ids in prompts],
-                "max_tokens": first.max_tokens,
-                "temperature": first.temperature,
-                "top_p": first.top_p,
-                "top_k": first.top_k,
-                "min_p": first.min_p,
-                "seed": first.seed or 0,
-            }
-        )
+        settings = {name: getattr(params[0], name) for name in SETTINGS}
+        settings["seed"] = settings["seed"] or 0
+        reply = self.ask({"prompts": [list(ids) for ids in prompts], **settings})
         answers = tuple(Answer(tuple(a["token_ids"]), a["first_token_s"], a["total_s"]) for a in reply["answers"])
         return Measured(answers, reply["wall_s"])
 

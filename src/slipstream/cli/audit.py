@@ -155,10 +155,15 @@ def audit(
 
 def sampling(common: Common, seed: int) -> SamplingParams:
     """The user's setting. Limits such as top-p without a temperature mean temperature 1, since greedy ignores them."""
-    params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
-    params = replace(params, seed=seed)
-    limited = params.top_k or params.top_p < 1 or params.min_p
-    return replace(params, temperature=1.0) if common.temperature is None and limited else params
+    limits = common.asked.keys() - {"temperature", "seed", "max_tokens"}
+    if limits and common.temperature is None:
+        common = common.asking(temperature=1.0)
+    params = replace(common.sampling(max_tokens=DEFAULT_MAX_TOKENS), seed=seed)
+    for name in limits - {"top_p", "top_k", "min_p"} if params.greedy else ():  # these have no effect on greedy
+        raise ConfigError(
+            f"--{name.replace('_', '-')} with --temperature 0: greedy is audited without it; leave one of them out"
+        )
+    return params
 
 
 def report_files(out: Path | None, json_file: Path | None, markdown_file: Path | None) -> dict[str, list[Path]]:

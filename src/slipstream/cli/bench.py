@@ -204,9 +204,11 @@ def bench(
     for peer in peers or ():
         if peer != baseline.NAME:
             raise ConfigError(f"--peers {peer}: unknown; must be {baseline.NAME}")
+        for name in common.asked.keys() - set(baseline.SETTINGS):
+            raise ConfigError(f"--{name.replace('_', '-')} with --peers: {peer} does not get it; leave one of them out")
     if common.seed is None and any(temperatures):
-        common = replace(common, seed=secrets.randbits(32))
-    by_temperature = {t: replace(common, temperature=t).sampling(max_tokens=DEFAULT_MAX_TOKENS) for t in temperatures}
+        common = common.asking(seed=secrets.randbits(32))
+    by_temperature = {t: common.asking(temperature=t).sampling(max_tokens=DEFAULT_MAX_TOKENS) for t in temperatures}
     params = by_temperature[temperatures[0]]
     if long_prompts is not None:
         beside_prompts(common, drafters, long_prompts, json_file)

@@ -71,26 +71,6 @@ def generate(
         list[str] | None,
         option(metavar="TEXT", panel=SAMPLING, help="End the answer before this text, such as '###'. May be repeated."),
     ] = None,
-    presence_penalty: Annotated[
-        float,
-        option(
-            metavar="X", panel=SAMPLING, help="-2 to 2; above 0, tokens that the answer used come less often again."
-        ),
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float,
-        option(
-            metavar="X", panel=SAMPLING, help="-2 to 2; above 0, the more often a token was used, the less it comes."
-        ),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float,
-        option(
-            metavar="X",
-            panel=SAMPLING,
-            help="Above 1, such as 1.1, tokens of prompt and answer come less often again; 1 is off.",
-        ),
-    ] = 1.0,
     json_schema: Annotated[
         str | None,
         option(
@@ -137,9 +117,6 @@ def generate(
         max_tokens=DEFAULT_MAX_TOKENS,
         n=n,
         stop=tuple(stop or ()),
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
         logprobs=logprobs,
         prediction=read_text(prediction, "--prediction") if prediction is not None else None,
         structured_outputs=form(json_schema, regex),

@@ -12,7 +12,7 @@ import inspect
 import secrets
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args, get_type_hints
 
@@ -20,7 +20,7 @@ import typer
 
 from slipstream.cli.flags import naming_flags
 from slipstream.core.errors import ConfigError, read_named
-from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
+from slipstream.core.params import SETTINGS, SamplingParams, SpeculationParams, VerifierName
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
 from slipstream.drafters import opening, parse_specs, python_file
 from slipstream.drafters.opening import naming, with_shipped
@@ -33,9 +33,17 @@ SPECULATION = "Speculation (changes the speed, never the tokens, unless rejectio
 SAMPLING = "Sampling"
 OUTPUT = "Output"
 PROMPTS = "Prompts"
-OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+OF_SAMPLING = tuple(name for name, setting in SETTINGS.items() if setting.metavar)
+"""The settings of `SamplingParams` that are options."""
 OF_REQUESTS = (*OF_SAMPLING, "verifier")
-"""The options of `Common` that say what is asked, not how the engine runs."""
+"""The options that say what is asked, not how the engine runs."""
+_MORE_HELP = {
+    "temperature": "Default: 0; audit: both 0 and 1.",
+    "seed": "With --verifier rejection only while the drafts are the same, too. Default: a fresh one, which the JSON "
+    "output shows.",
+    "max_tokens": "Default: 256 (generate), 512 (chat), 128 (bench), 64 (audit and tune).",
+}
+"""What the help of an option says beside that of its setting."""
 DEFAULT_DRAFTER = AUTO_DRAFTERS
 WITHOUT_PREDICTION = (
     "there is no prediction to follow; give `generate` one with --prediction FILE, or name another drafter, such as "
@@ -276,63 +284,26 @@ class Common:
             help="Decode plainly, one token a pass: the same tokens, for comparison.",
         ),
     ] = False
-    temperature: Annotated[
-        float | None,
-        option(
-            "--temperature",
-            "-t",
-            metavar="T",
-            panel=SAMPLING,
-            help="0 always takes the likeliest token; 0.7 is usual for varied answers, 1 is the model as trained. "
-            "Default: 0; audit: both 0 and 1.",
-        ),
-    ] = None
-    top_p: Annotated[
-        float,
-        option(
-            metavar="P",
-            panel=SAMPLING,
-            help="Sample only from the likeliest tokens that together hold this much probability, such as 0.9; 1 is "
-            "off.",
-        ),
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        option(metavar="K", panel=SAMPLING, help="Sample only from the K likeliest tokens, such as 40; 0 is off."),
-    ] = 0
-    min_p: Annotated[
-        float,
-        option(
-            metavar="P",
-            panel=SAMPLING,
-            help="Leave out tokens less likely than this share of the likeliest, such as 0.05; 0 is off.",
-        ),
-    ] = 0.0
-    seed: Annotated[
-        int | None,
-        option(
-            metavar="N",
-            panel=SAMPLING,
-            help="Same seed, same tokens, with or without speculation, such as 7 (with --verifier rejection only while "
-            "the drafts are the same, too). Default: a fresh one, which the JSON output shows.",
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        option(
-            "--max-tokens",
-            metavar="N",
-            panel=SAMPLING,
-            help="Longest answer in tokens, such as 1000. Default: 256 (generate), 512 (chat), 128 (bench), 64 "
-            "(audit and tune).",
-        ),
-    ] = None
     debug: DebugOption = False
+    asked: Mapping[str, Any] = field(default_factory=dict)  # by name, the settings of `SamplingParams` that were given
+
+    @property
+    def temperature(self) -> float | None:
+        return self.asked.get("temperature")
+
+    @property
+    def seed(self) -> int | None:
+        return self.asked.get("seed")
+
+    def asking(self, **settings: Any) -> Common:
+        """The same with other settings of `SamplingParams`."""
+        return replace(self, asked={**self.asked, **settings})
 
     @property
     def given(self) -> set[str]:
         """Names of the options that differ from their defaults."""
-        return {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        own = (one for one in fields(self) if one.name != "asked")
+        return {*self.asked, *(one.name for one in own if getattr(self, one.name) != one.default)}
 
     @property
     def caching(self) -> dict[str, bool]:
@@ -403,17 +374,12 @@ class Common:
 
         max_tokens: the command's default.
         """
-        seed, temperature = self.seed, self.temperature or 0.0
-        if seed is None and temperature > 0:
-            seed = secrets.randbits(32)
+        asked = {"temperature": 0.0, "max_tokens": max_tokens, **self.asked}
+        if self.seed is None and asked["temperature"] > 0:
+            asked["seed"] = secrets.randbits(32)
         with naming_flags():
             return SamplingParams(
-                temperature=temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                seed=seed,
-                max_tokens=self.max_tokens if self.max_tokens is not None else max_tokens,
+                **asked,
                 speculation=SpeculationParams(
                     enabled=not self.no_speculation,
                     draft_tokens=self.draft_tokens,
@@ -426,21 +392,25 @@ class Common:
 def with_common(
     command: Callable[..., None], hidden: Collection[str] = (), without: str = WITHOUT_PREDICTION
 ) -> Callable[..., None]:
-    """Replace the command's parameter `common: Common` by one option for each field of `Common`.
+    """Replace the command's parameter `common: Common` by the options: fields of `Common`, and settings of requests.
 
-    A parameter of the command with the name of a field replaces the shared option. A parameter `named`, an argument, is
+    A parameter of the command with the name of an option replaces it. A parameter `named`, an argument, is
     another way to give --model.
     hidden: options that the command refuses with a message of its own; its help does not list them.
     without: see `Common.check`.
     """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.annotation is not Common]
     hints = get_type_hints(Common, include_extras=True)
-    shared = [field for field in fields(Common) if field.name not in {p.name for p in own}]
+    taken = {p.name for p in own}
+    engine = [one for one in fields(Common) if one.name not in (*taken, "asked")]
+    sampling = [name for name in OF_SAMPLING if name not in taken]
+    options = [(one.name, one.default, hints[one.name]) for one in engine]
+    options += [(name, None, _of_setting(name)) for name in sampling]
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(kind=keyword) for p in own]
-    for field in shared:
-        hint = _unlisted(hints[field.name]) if field.name in hidden else hints[field.name]
-        parameters.append(inspect.Parameter(field.name, keyword, default=field.default, annotation=hint))
+    for name, default, hint in options:
+        hint = _unlisted(hint) if name in hidden else hint
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=hint))
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -448,7 +418,8 @@ def with_common(
             if values["model"] != Common().model:
                 raise ConfigError(f"{named} --model {values['model']}: both name the model; give one of them")
             values["model"] = named
-        common = Common(**{field.name: values.pop(field.name) for field in shared})
+        asked = {name: value for name in sampling if (value := values.pop(name)) is not None}
+        common = Common(**{one.name: values.pop(one.name) for one in engine}, asked=asked)
         common.check(values.get("prediction"), without)
         command(common=common, **values)
 
@@ -456,6 +427,14 @@ def with_common(
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _of_setting(name: str) -> Any:
+    """The option of a setting of `SamplingParams`, from its declaration."""
+    setting = SETTINGS[name]
+    names = (f"--{name.replace('_', '-')}", *([setting.short] if setting.short else []))
+    help = " ".join(filter(None, (setting.help, _MORE_HELP.get(name))))
+    return Annotated[setting.kind | None, option(*names, metavar=setting.metavar, panel=SAMPLING, help=help)]
 
 
 def _unlisted(annotated: Any) -> Any:

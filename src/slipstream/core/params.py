@@ -189,10 +189,16 @@ class SamplingParams:
         0.0,
         low=-2,
         high=2,
+        metavar="X",
         help="Subtracted from the logit of each token that the answer has already; 0 is off.",
     )
     frequency_penalty: float = _setting(
-        float, 0.0, low=-2, high=2, help="Subtracted for each time that the answer has the token already; 0 is off."
+        float,
+        0.0,
+        low=-2,
+        high=2,
+        metavar="X",
+        help="Subtracted for each time that the answer has the token already; 0 is off.",
     )
     repetition_penalty: float = _setting(
         float,
@@ -200,6 +206,7 @@ class SamplingParams:
         low=MIN_REPETITION,
         high=MAX_REPETITION,
         note="1 is off",
+        metavar="X",
         help="Divides the logits of tokens of the prompt and the answer, or multiplies negative ones; 1 is off.",
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
