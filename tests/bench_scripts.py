@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
-_NAMES = ("acceptance", "exact", "figures", "first_tokens", "offers", "play", "replay", "ship")
-acceptance, exact, figures, first_tokens, offers, play, replay, ship = map(import_module, _NAMES)
+_NAMES = ("acceptance", "exact", "figures", "first_tokens", "http_cost", "ship")
+acceptance, exact, figures, first_tokens, http_cost, ship = map(import_module, _NAMES)
 clients = import_module("clients")
 hostile_forms = import_module("hostile_forms")
 results = import_module("results")

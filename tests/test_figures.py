@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_scripts import acceptance, figures
+from bench_scripts import acceptance, figures, http_cost
 from gpu_bench import cells, curve, kernels
 
 
@@ -62,7 +62,7 @@ def _parsed(command: Sequence[str]) -> None:
         told = subprocess.run([sys.executable, *command[:2], "--help"], capture_output=True, text=True, check=True)
         assert all(flag in told.stdout for flag in flags if flag.startswith("--"))
         return
-    known = {"curve": curve, "cells": cells, "kernel_table": kernels, "acceptance": acceptance}
+    known = {"curve": curve, "cells": cells, "kernel_table": kernels, "acceptance": acceptance, "http_cost": http_cost}
     known[Path(script).stem].parser().parse_args(flags)
 
 

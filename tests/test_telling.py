@@ -12,7 +12,6 @@ import pytest
 from conftest import EOS
 from exactness import FEW as FEW_TOKENS
 from queueing import OFF, PARAMS, Echo, Queue
-from simulator.recorder import Recorder
 from slipstream import SamplingParams
 from slipstream.core.verdict import Verdict
 from slipstream.engine.listening import RoundTimes
@@ -194,20 +193,6 @@ def test_a_round_is_the_listeners_who_heard_it_begin(tiny_target: Path) -> None:
     tokens = sum(tokens for _, tokens in (*first.rounds, *second.rounds))
     assert tokens == given(jobs)
     assert len(first.rounds) + len(second.rounds) == queue.engine.snapshot().rounds
-
-
-@pytest.mark.parametrize("requests", [1, MANY])
-def test_a_recording_knows_when_requests_came(tiny_target: Path, requests: int) -> None:
-    queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY)
-    recorder = Recorder(queue.engine)
-    queue.engine.listen(recorder)
-    came = []
-    for i in range(requests):
-        job, _ = queue.add([5 + i, 6, 7], replace(PARAMS, max_tokens=8))
-        came.append(job.arrived)
-        queue.engine.step()
-    queue.drain()
-    assert sorted(trace.arrived for trace in recorder._traces) == came
 
 
 def test_first_tokens_do_not_wait(tiny_target: Path) -> None:

@@ -23,8 +23,10 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--phase", type=int, default=50, help="rounds between two switches")
     made.add_argument("--budget", type=float, help="seconds after which no further cell is begun")
     made.add_argument("--rounds", choices=("queued", "eager"), help="default: queued on a GPU, eager on a CPU")
-    made.add_argument("--clock", default="wall", choices=("wall", "own"), help="own: see own_time.py; for CPUs only")
+    made.add_argument(
+        "--clock", default="wall", choices=("wall", "own"), help="own: CPU time of the computing thread; for CPUs only"
+    )
     made.add_argument("--rounds-to", type=Path, help="a file (JSON lines) for every round that was timed")
     made.add_argument("--figure", default="tok_s", choices=FIGURES, help="what the tables compare")
     made.add_argument("--peers", default="plain,eagle3,ngram", help=f"of vLLM: {', '.join(cells_peers.MODES)}")
@@ -118,6 +122,24 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def by_own_time() -> Iterator[None]:
+    """Measure by the CPU clock of the computing thread: the time that other programs take is left out.
+
+    This thread only waits, so its clock stays the wall clock. What others do to caches and memory still counts.
+    """
+    import torch
+
+    real, threads, this = time.perf_counter, torch.get_num_threads(), threading.get_ident()
+    torch.set_num_threads(1)
+    time.perf_counter = lambda: real() if threading.get_ident() == this else time.thread_time()
+    try:
+        yield
+    finally:
+        time.perf_counter = real
+        torch.set_num_threads(threads)
+
+
 def show(results: dict[str, Any], options: argparse.Namespace) -> None:
     text = cells_table.markdown(results, options.figure)
     if options.into:
@@ -135,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.target and not options.work:
         parser().error("--target needs --work, a folder for what is made of the drafters")
     import cells_run  # brings torch and the engine, which a peer's process does not need
-    from own_time import by_own_time
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that peers in their own groups end with us
     report = Report(first_results(options), options.json)

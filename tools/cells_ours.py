@@ -20,7 +20,7 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix.store import SuffixStore
 from slipstream.engine.engine import Engine
-from slipstream.engine.listening import Offered, RoundTimes
+from slipstream.engine.listening import RoundTimes
 from slipstream.engine.odds import made_for
 from slipstream.engine.state import Answer
 from slipstream.models.graphs import recorded
@@ -53,11 +53,9 @@ class Meter:
     def __init__(self) -> None:
         self.beats: list[Beat] = []
 
-    def offered(self, offer: Offered) -> None:
-        """Nobody asks."""
+    def offered(self, offer: object) -> None: ...
 
-    def drew(self, drafter: str, nodes: int, seconds: float) -> None:
-        """Nobody asks."""
+    def drew(self, drafter: str, nodes: int, seconds: float) -> None: ...
 
     def round(
         self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes

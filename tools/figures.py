@@ -82,7 +82,7 @@ def _served(large: bool) -> Callable[[Asked], Sequence[str]]:
     def command(asked: Asked) -> Sequence[str]:
         model, name = (str(asked.target), "serve-large") if large else ("default", "serve")
         kept = ["--json", str(asked.out / f"{name}.json")]
-        return ["tools/http_cost.py", "--model", model, "--requests", "32", "--memory", "16GiB", *kept]
+        return [str(HERE / "http_cost.py"), "--model", model, "--requests", "32", "--memory", "16GiB", *kept]
 
     return command
 

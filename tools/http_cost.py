@@ -268,24 +268,28 @@ async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     return first
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="default")
+    made.add_argument("--drafter", default="none")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--memory", default=None, help="of the cache, such as 4GiB; default: all that is free")
+    made.add_argument("--requests", type=int, default=32)
+    made.add_argument("--max-tokens", type=int, default=256)
+    made.add_argument("--each", type=int, default=4, help="requests in each place of the steady run")
+    made.add_argument("--repeats", type=int, default=8, help="most pairs of runs")
+    made.add_argument("--seconds", type=float, default=40.0, help="no further pair begins after this time")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    made.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--drafter", default="none")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--memory", default=None, help="of the cache, such as 4GiB; default: all that is free")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--each", type=int, default=4, help="requests in each place of the steady run")
-    parser.add_argument("--repeats", type=int, default=8, help="most pairs of runs")
-    parser.add_argument("--seconds", type=float, default=40.0, help="no further pair begins after this time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
-    parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     for name in ("requests", "max_tokens", "repeats", "each"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+            parser().error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
     asked = Asked(options.requests, options.max_tokens, options.repeats, options.seconds, options.each)
     if options.client:
         asyncio.run(serve_client(options.client, asked))

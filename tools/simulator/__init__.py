@@ -1,1 +1,0 @@
-"""The serving engine played on recorded rounds and guesses, to judge planners without a GPU."""
