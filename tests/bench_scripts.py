@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
-_NAMES = ("acceptance", "exact", "figures", "first_tokens", "http_cost", "ship")
-acceptance, exact, figures, first_tokens, http_cost, ship = map(import_module, _NAMES)
+_NAMES = ("acceptance", "exact", "figures", "http_cost", "ship")
+acceptance, exact, figures, http_cost, ship = map(import_module, _NAMES)
 clients = import_module("clients")
-hostile_forms = import_module("hostile_forms")
+hostile = import_module("hostile")
 results = import_module("results")
 beside, shapes = map(import_module, ("beside", "shapes"))

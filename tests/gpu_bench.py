@@ -21,13 +21,13 @@ from slipstream.models.taps import Taps
 
 ROOT_FOLDER = Path(__file__).parent.parent
 sys.path.append(str(ROOT_FOLDER / "tools"))
-_KERNELS = ("kernel_table", "kernel_clock", "kernel_passes", "results", "vllm_peer", "widen", "work")
-kernels, clocks, passes, results, vllm_peer, widen, work = map(import_module, _KERNELS)
-_CURVE = ("curve", "curve_ours", "curve_peers", "curve_run", "curve_table")
-curve, curve_ours, curve_peers, curve_run, curve_table = map(import_module, _CURVE)
+_KERNELS = ("kernel_table", "kernel_clock", "results", "vllm_peer", "widen", "work")
+kernels, clocks, results, vllm_peer, widen, work = map(import_module, _KERNELS)
+_CURVE = ("curve", "curve_ours", "curve_peers")
+curve, curve_ours, curve_peers = map(import_module, _CURVE)
 
-_CELLS = ("cells", "cells_ours", "cells_peers", "cells_run", "cells_table", "cells_trials", "cells_work")
-cells, cells_ours, cells_peers, cells_run, cells_table, cells_trials, cells_work = map(import_module, _CELLS)
+_CELLS = ("cells", "cells_ours", "cells_peers", "cells_work")
+cells, cells_ours, cells_peers, cells_work = map(import_module, _CELLS)
 
 WIDE = {"hidden": 48, "layers": 4, "heads": 8, "kv_heads": 4, "inner": 80}
 """A large target for the tiny model's drafters."""

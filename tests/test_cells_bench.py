@@ -21,9 +21,6 @@ from gpu_bench import (
     cells,
     cells_ours,
     cells_peers,
-    cells_run,
-    cells_table,
-    cells_trials,
     cells_work,
     install_vllm,
     measure_here,
@@ -361,36 +358,36 @@ def test_prompts_are_cut_in_the_middle(tiny_target: Path) -> None:
 
 def test_the_time_that_is_left() -> None:
     clock = FakeTime()
-    left = cells_run.Clock(100.0, clock)
+    left = cells_ours.Clock(100.0, clock)
     assert left.takes(5) == 0
     with left.step():
         clock.now += 8
     clock.now += 2
     assert (left.left, left.takes(3)) == (90.0, 24.0)
-    assert cells_run.Clock(None, clock).left == float("inf")
+    assert cells_ours.Clock(None, clock).left == float("inf")
 
 
 def test_when_a_plan_has_followed() -> None:
-    drafts = cells_trials.followed([[6.0] * 40, [6.0] * 9 + [0.0] * 31, [0.0] * 4 + [6.0] * 36])
+    drafts = cells_ours.followed([[6.0] * 40, [6.0] * 9 + [0.0] * 31, [0.0] * 4 + [6.0] * 36])
     assert drafts.levels == [6.0, 0.0, 6.0]
     assert drafts.rounds[0] is not None
     assert 4 <= drafts.rounds[0] <= 9
     assert drafts.rounds[1] is not None
     assert drafts.rounds[1] <= 4
-    assert cells_trials.followed([[6.0] * 40, [6.0] * 40]).rounds == [None], "it never turned off"
+    assert cells_ours.followed([[6.0] * 40, [6.0] * 40]).rounds == [None], "it never turned off"
     probing = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0] * 5
-    assert cells_trials.followed([[6.0] * 40, probing]).rounds == [0], "a probe is no change of plan"
+    assert cells_ours.followed([[6.0] * 40, probing]).rounds == [0], "a probe is no change of plan"
     gone = [[3.0] * 40, [0.0] * 40, [0.0] * 40]
-    assert cells_trials.followed(gone).rounds == [0, None]
-    assert cells_trials.followed(gone, returns=True).rounds == [0, 40], "it should have come back"
+    assert cells_ours.followed(gone).rounds == [0, None]
+    assert cells_ours.followed(gone, returns=True).rounds == [0, 40], "it should have come back"
     more = [[1.0] * 40, [0.0] * 40, [3.0] * 40]
-    assert cells_trials.followed(more, returns=True).rounds == [0, 0], "and may do better than before"
+    assert cells_ours.followed(more, returns=True).rounds == [0, 0], "and may do better than before"
     wavers = [[30.0] * 40, [1.0] * 40, [30.0] * 24 + [10.0] * 16]
-    assert cells_trials.followed(wavers).rounds == [0, 22]
-    found = cells_trials.followed(wavers, again=True)
+    assert cells_ours.followed(wavers).rounds == [0, 22]
+    found = cells_ours.followed(wavers, again=True)
     assert found.rounds == [0, 0], "it was at once where it had been"
     assert [len(phase) for phase in found.nodes] == [40, 40, 40]
-    assert cells_trials.followed([[30.0] * 9, [1.0] * 9, [1.0] * 9], again=True).rounds == [0, None]
+    assert cells_ours.followed([[30.0] * 9, [1.0] * 9, [1.0] * 9], again=True).rounds == [0, None]
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -452,8 +449,8 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "cell rag x64 T=1 failed: RuntimeError: no",
         "vLLM eagle3 failed: ImportError: vllm",
     ]
-    assert cells_table.verdict({}) is None
-    alike = cells_table.verdict({"c": {"plain": 5.0, "auto": 5.0}})
+    assert cells.verdict({}) is None
+    alike = cells.verdict({"c": {"plain": 5.0, "auto": 5.0}})
     assert alike is not None
     assert alike.of_the_way is None
 

@@ -17,9 +17,8 @@ from gpu_bench import (
     ROOT_FOLDER,
     WIDE,
     curve,
+    curve_ours,
     curve_peers,
-    curve_run,
-    curve_table,
     install_vllm,
     measure_here,
     widen,
@@ -195,7 +194,7 @@ def test_a_drafter_that_changed_is_made_again(
 ) -> None:
     shutil.copytree(small_heads / "medusa", tmp_path / "heads" / "medusa")
     made: list[Path] = []
-    heads = curve_run.widen_heads
+    heads = curve_ours.widen_heads
     widen_head: Callable[..., str] = heads.widen_head
 
     def noted(*given: Any) -> str:
@@ -328,13 +327,13 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_what_was_not_measured_is_said() -> None:
     theirs = {size: {"tok_s": 100.0 * int(size)} for size in ("1", "16", "2", "8")}
     results = {**RESULTS, "fixed": {}, "vllm": {"plain": {"T=0": theirs}}}
-    said = curve_table.markdown(results).splitlines()
+    said = curve.markdown(results).splitlines()
     assert "| plain | 250 (0.96) | - | 1,300 (1.00) | - |" in said
     assert "| vLLM, plain | 100 (0.38) | 200 | 800 (0.62) | 1,600 |" in said
     assert "| one request, T=0 | tau | accepted | draft, ms | verify, ms | host, ms |" in said  # none always drafted
     assert "| EAGLE-3 | 3.50 | 50.0% | 0.50 | 4.00 | 0.01 |" in said
     assert "Not measured yet: ours at T=0 with 2, 16 at once. What has a dash was not measured." in said
-    assert "Not measured yet" not in curve_table.markdown(RESULTS)
+    assert "Not measured yet" not in curve.markdown(RESULTS)
 
 
 def test_the_performance_page_has_a_place_for_the_tables(tmp_path: Path) -> None:

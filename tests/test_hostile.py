@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench_scripts import hostile_forms
+from bench_scripts import hostile
 from conftest import VOCAB
 from constrain_scenes import allowed, start, tokens_of
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
@@ -21,7 +21,7 @@ from slipstream.constrain.trials import WORKSHOP
 from slipstream.core.draft import Tree
 from slipstream.core.errors import InvalidRequest
 
-FORMS: dict[str, dict[str, Any]] = hostile_forms.FORMS
+FORMS: dict[str, dict[str, Any]] = hostile.FORMS
 LIMITS = CompileLimits(trial_s=0.1)
 TOKENS = 60
 NODES = 16
@@ -128,7 +128,7 @@ def test_a_call_that_never_ends_ends_its_answer_and_the_form_is_known(
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
-        (hostile_forms.SCHEMAS["two that refer to each other"], "#/properties/x: .ref '#/.defs/a' cannot be followed"),
+        (hostile.SCHEMAS["two that refer to each other"], "#/properties/x: .ref '#/.defs/a' cannot be followed"),
         ({"items": {"type": "integer", "minimum": -(10**300)}}, "#/items: minimum"),
         ({"properties": {"a": {"type": "array", "minItems": 10**18}}}, "#/properties/a: minItems 1000000000000000000"),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from conftest import tiny_llama
-from gpu_bench import CPU, FakeClock, clocks, kernels, passes, results
+from gpu_bench import CPU, FakeClock, clocks, kernels, results
 from slipstream.core.draft import ROOT, Tree
 from slipstream.kernels.gpu.rows import last_rows
 from slipstream.models import attention
@@ -159,14 +159,14 @@ def test_crowds_are_looked_into_with_a_head_as_it_is_opened(runner: Runner, monk
     ]
     assert sizes == [16, 256, 16 * 15, 64, 256, 64 * 4]
     assert read == [16 * 8, 64 * 4]
-    assert passes.EagleDrafter(passes.random_head(runner, "plain")).depth == passes.OPENED_DEPTH
+    assert kernels.EagleDrafter(kernels.random_head(runner, "plain")).depth == kernels.OPENED_DEPTH
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_tree_is_balanced() -> None:
-    tree = passes.binary_tree(64, 300)
+    tree = kernels.binary_tree(64, 300)
     tree.check(300, 63)
     assert len(tree) == 63
     assert tree.parents[:6] == (ROOT, ROOT, 0, 0, 1, 1)
@@ -184,7 +184,7 @@ def path_to(tree: Tree, node: int) -> list[int]:
 
 @torch.inference_mode()
 def logits(runner: Runner, cache: Any, trees: Sequence[Tree], context: int) -> Tensor:
-    out: Tensor = passes.lay_out(runner, cache, trees, context).run()
+    out: Tensor = kernels.lay_out(runner, cache, trees, context).run()
     return out
 
 
@@ -192,8 +192,8 @@ def logits(runner: Runner, cache: Any, trees: Sequence[Tree], context: int) -> T
 def test_a_row_of_the_tree_sees_its_own_path(runner: Runner, fused: bool) -> None:
     if fused:
         runner.swap(fused=True)
-    tree, context = passes.binary_tree(64, runner.vocab_size), 37
-    cache = passes.random_cache(runner, 1, context + 64)
+    tree, context = kernels.binary_tree(64, runner.vocab_size), 37
+    cache = kernels.random_cache(runner, 1, context + 64)
     whole = logits(runner, cache, [tree], context)
     assert whole.shape == (64, runner.vocab_size)
     for node in range(63):
@@ -203,39 +203,39 @@ def test_a_row_of_the_tree_sees_its_own_path(runner: Runner, fused: bool) -> Non
 
 
 def test_requests_beside_each_other_are_as_alone(runner: Runner) -> None:
-    cache = passes.random_cache(runner, 5, 33)
-    together = passes.lay_out(runner, cache, [Tree()] * 5, 30)
+    cache = kernels.random_cache(runner, 5, 33)
+    together = kernels.lay_out(runner, cache, [Tree()] * 5, 30)
     assert together.rows.ids.shape == (8,), "as rounds come: in buckets"
     with torch.inference_mode():
         rows = together.run()
         for i in range(5):
             pages = together.state.pages[i, :3].tolist()
             assert pages == [3 * i, 3 * i + 1, 3 * i + 2]
-            moved = passes.random_cache(runner, 1, 33)
+            moved = kernels.random_cache(runner, 1, 33)
             for mine, all_of_them in zip(moved.planes, cache.planes, strict=True):
                 mine[:, :48] = all_of_them[:, pages[0] * 16 : pages[0] * 16 + 48]
-            alone = passes.lay_out(runner, moved, [Tree()], 30)
+            alone = kernels.lay_out(runner, moved, [Tree()], 30)
             alone.rows.ids[0] = together.rows.ids[i]
             torch.testing.assert_close(rows[i], alone.run()[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_context_that_the_cache_does_not_hold_is_refused(runner: Runner) -> None:
-    cache = passes.random_cache(runner, 2, 33)
-    passes.lay_out(runner, cache, [Tree()] * 2, 47)
+    cache = kernels.random_cache(runner, 2, 33)
+    kernels.lay_out(runner, cache, [Tree()] * 2, 47)
     with pytest.raises(AssertionError, match="48 tokens and 1 rows in 3 pages"):
-        passes.lay_out(runner, cache, [Tree()] * 2, 48)
+        kernels.lay_out(runner, cache, [Tree()] * 2, 48)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_bytes_of_a_step(tied: bool, swapped: bool) -> None:
     config = tiny_llama(tie_word_embeddings=tied)
-    runner = passes.random_runner(config, torch.float32, CPU, 64) if swapped else plain_runner(config)
+    runner = kernels.random_runner(config, torch.float32, CPU, 64) if swapped else plain_runner(config)
     attention, mlp = 32 * (32 + 16 + 16) + 32 * 32, 3 * 32 * 48
     weights = 3 * (attention + mlp + 2 * 32) + 32 + 300 * 32  # layers with their norms, last norm, LM head
     keys_and_values = 3 * 2 * (2 * 8)
-    assert passes.step_bytes(runner, 100) == 4 * (weights + 100 * keys_and_values)
-    assert passes.step_bytes(runner, 100, 8) == 4 * (weights + 800 * keys_and_values)
+    assert kernels.step_bytes(runner, 100) == 4 * (weights + 100 * keys_and_values)
+    assert kernels.step_bytes(runner, 100, 8) == 4 * (weights + 800 * keys_and_values)
 
 
 def plain_runner(config: Any) -> Runner:
@@ -246,8 +246,8 @@ def plain_runner(config: Any) -> Runner:
 
 def test_times_of_a_tree_and_of_many_requests(runner: Runner) -> None:
     clock = FakeClock({"1": 0.004, "4": 0.005, "tree": 0.006})
-    size = passes.step_bytes(runner, 20)
-    found = passes.tree_part(runner, size / 0.002, clock, context=20, tree_rows=16, requests=(1, 4))
+    size = kernels.step_bytes(runner, 20)
+    found = kernels.tree_part(runner, size / 0.002, clock, context=20, tree_rows=16, requests=(1, 4))
     assert found.rows_ms == {"1": 4.0, "4": 5.0}
     assert (found.tree_rows, found.tree_ms, found.context) == (16, 6.0, 20)
     assert (found.tree_over_plain, found.step_over_bytes) == (pytest.approx(1.5), pytest.approx(2.0))
@@ -255,10 +255,10 @@ def test_times_of_a_tree_and_of_many_requests(runner: Runner) -> None:
 
 
 def test_long_contexts_read_their_cache() -> None:
-    runner = passes.random_runner(tiny_llama(), torch.float32, CPU, 600)
+    runner = kernels.random_runner(tiny_llama(), torch.float32, CPU, 600)
     assert runner.max_positions == 600
     clock = FakeClock({"40": 0.002, "520": 0.003})
-    short, long = passes.long_part(runner, 1e9, clock, (40, 520))
+    short, long = kernels.long_part(runner, 1e9, clock, (40, 520))
     assert long.step_bytes - short.step_bytes == 480 * 4 * 3 * 2 * 2 * 8
     assert long.over_bytes == pytest.approx(0.003 / (long.step_bytes / 1e9))
     assert (short.context, short.ms, long.ms) == (40, 2.0, 3.0)
@@ -266,36 +266,36 @@ def test_long_contexts_read_their_cache() -> None:
 
 
 def test_the_draft_of_a_head_and_its_bytes() -> None:
-    runner = passes.random_runner(tiny_llama(), torch.float32, CPU, 128)
+    runner = kernels.random_runner(tiny_llama(), torch.float32, CPU, 128)
     clock = FakeClock({"1": 0.002, "3": 0.003})
-    found = passes.head_part(runner, 1e6, clock, context=40, depth=2, width=3, nodes=9, requests=(1, 3))
-    head = passes.random_head(runner, "plain")
+    found = kernels.head_part(runner, 1e6, clock, context=40, depth=2, width=3, nodes=9, requests=(1, 3))
+    head = kernels.random_head(runner, "plain")
     fc, cache = 4 * 32 * 96, 4 * 40 * head.layers[0].numel
     assert found.ms == {"1": 2.0, "3": 3.0}
     assert found.over_bytes == pytest.approx(0.002 / (found.bytes / 1e6))
     assert found.bytes == fc + 2 * (head.weights_bytes - fc + cache)
     for name, tree in clock.seen[0].items():
         assert tree.tokens.shape == tree.parents.shape == (int(name), 9)
-    narrow = passes.head_part(runner, 1e6, clock, context=40, depth=2, width=3, nodes=9, requests=(1, 3), kept="fp8")
+    narrow = kernels.head_part(runner, 1e6, clock, context=40, depth=2, width=3, nodes=9, requests=(1, 3), kept="fp8")
     assert narrow.bytes == (found.bytes - 2 * cache) // 4 + 2 * cache
 
 
 def test_every_way_to_choose_by_two_vocabularies() -> None:
-    runner = passes.random_runner(tiny_llama(), torch.float32, CPU, 64)
+    runner = kernels.random_runner(tiny_llama(), torch.float32, CPU, 64)
     clock = FakeClock({"greedy": 0.002, "T=1": 0.0025, "T=1 top-p 0.95": 0.003})
-    own, large = passes.sampling_part(runner, clock, context=20, large=1000)
+    own, large = kernels.sampling_part(runner, clock, context=20, large=1000)
     assert (own.vocab_size, large.vocab_size) == (300, 1000)
     assert large.ms == {"greedy": 2.0, "T=1": 2.5, "T=1 top-p 0.95": 3.0}
     assert own.over_greedy == pytest.approx({"greedy": 1, "T=1": 1.25, "T=1 top-p 0.95": 1.5})
     for size, seen in zip((300, 1000), clock.seen, strict=True):
         assert all(out.shape == (1,) and 0 <= int(out) < size for out in seen.values())
     assert runner.vocab_size == 1000
-    cache = passes.random_cache(runner, 1, 20)
-    step = passes.lay_out(runner, cache, [Tree()], 10)
-    table = passes.SamplingTable(2, 1000)
-    table.add(1, passes.CHOICES["greedy"], seed=1)
+    cache = kernels.random_cache(runner, 1, 20)
+    step = kernels.lay_out(runner, cache, [Tree()], 10)
+    table = kernels.SamplingTable(2, 1000)
+    table.add(1, kernels.CHOICES["greedy"], seed=1)
     with torch.inference_mode():
-        assert torch.equal(passes.ChosenStep(step, table, 1).run(), step.run().argmax(dim=1))
+        assert torch.equal(kernels.ChosenStep(step, table, 1).run(), step.run().argmax(dim=1))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

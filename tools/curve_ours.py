@@ -6,17 +6,46 @@ get: the planner decides. With a planner that always drafts there is another eng
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
+import torch
+
+import acceptance
+import curve_peers
+import widen
+import widen_heads
+from kernel_clock import free
 from results import Report
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.outputs import SpeculationStats
+from slipstream.drafters.opening import HEADS
 from slipstream.models.graphs import recorded
-from work import PEER_DEPTH, QUICK_TOKENS, Run, Timed, one_run, timed
+from slipstream.models.heads.checkpoint import HeadFiles, TargetShape
+from slipstream.models.heads.eagle_files import read_eagle, save_eagle3
+from slipstream.models.load import load_config
+from slipstream.models.resolve import resolve
+from work import (
+    CONTEXT,
+    PEER_DEPTH,
+    QUICK_TOKENS,
+    Run,
+    Setup,
+    Timed,
+    encode,
+    first_turns,
+    one_run,
+    opened,
+    prompts_for,
+    timed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +199,200 @@ def curve(
                 if not mode.needs:
                     plain.setdefault(load.name, dict(found.runs[0].run.answers))
                 report.put(point(found, plain.get(load.name, {})), key, load.name, mode.name, str(load.at_once))
+
+
+AT_ONCE = 48
+
+
+def for_vllm(head: Path, model: Path, out: Path, layout: Literal["original", "speculators"]) -> Path:
+    """The head in a layout that vLLM reads, written anew: what is tried is what our writer writes."""
+    config = load_config(model)
+    shape = TargetShape(config.hidden_size, config.vocab_size, config.num_hidden_layers, config.max_position_embeddings)
+    return save_eagle3(read_eagle(HeadFiles.read(head), shape), out, layout, target=str(model), depth=PEER_DEPTH)
+
+
+def ours(model: Path, head: Path, prompts: Path, max_tokens: int, device: str, limit: int | None) -> dict[str, Any]:
+    """Chains of this head in our engine."""
+    with LLM(
+        str(model),
+        drafter=f"eagle:{head}?depth={PEER_DEPTH}&width=1",
+        device=device,
+        dtype="bfloat16" if device.startswith("cuda") else "float32",
+        memory="8GiB" if device.startswith("cuda") else None,
+        max_model_len=min(CONTEXT // 2, load_config(model).max_position_embeddings),
+        max_num_seqs=AT_ONCE,
+        max_draft_rows=AT_ONCE * (PEER_DEPTH + 1),
+        planner="fixed",
+        graphs=False,  # rounds of many sizes, few of each: recording them takes longer than it saves
+    ) as llm:
+        longest = llm.max_model_len - max_tokens - 1
+        ids = [encode(llm.tokenizer, text, longest) for text in first_turns(prompts, limit)]
+        found: dict[str, Any] = json.loads(json.dumps(acceptance.measured(llm, ids, 0.0, max_tokens).as_dict()))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """What was asked for by lists."""
+
+    parts: tuple[str, ...]
+    modes: tuple[str, ...]
+    peers: tuple[str, ...]
+    sizes: tuple[int, ...]
+    sampled: tuple[int, ...]
+    fixed: tuple[int, ...]
+
+    @property
+    def loads(self) -> list[Load]:
+        """One request first, at both temperatures: that matters most, should time run out."""
+        both = [Load(0.0, size) for size in self.sizes] + [Load(1.0, size) for size in self.sampled]
+        return sorted(both, key=lambda load: (load.at_once, load.temperature))
+
+
+class Models:
+    """The large target and its drafters: made when first asked for, and kept for the next call."""
+
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self.options, self.report = options, report
+        self.device = torch.device(options.device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @cached_property
+    def small(self) -> Path:
+        return resolve(self.options.small)
+
+    @cached_property
+    def heads(self) -> Path:
+        return Path(self.options.heads or HEADS)
+
+    @cached_property
+    def target(self) -> Path:
+        folder: Path = self.options.target
+        if not (folder / "config.json").is_file():  # comes after the weights
+            self.report.say(f"making {folder.name}")
+            widen.write(self.small, folder, widen.SHAPE, self.dtype)
+        return folder
+
+    @cached_property
+    def drafters(self) -> dict[str, str]:
+        """By the names of their folders, how an engine is told of those for the large target."""
+        made = widen_heads.widen_all(self.small, self.target, self.heads, self.options.work, self.dtype)
+        self.report.put(sorted(made), "drafters")
+        return made
+
+
+class Bench(Models):
+    """What the parts share."""
+
+    def __init__(self, options: argparse.Namespace, lists: Lists, report: Report) -> None:
+        super().__init__(options, report)
+        self.lists = lists
+
+    def modes(self, specs: Sequence[str]) -> list[Mode]:
+        wanted = [mode for mode in MODES if mode.name in self.lists.modes]
+        there = possible(wanted, specs)
+        self.report.put([mode.name for mode in wanted if mode not in there], "left_out")
+        return there
+
+    def setup(self, specs: Sequence[str]) -> Setup:
+        context = min(CONTEXT, load_config(self.target).max_position_embeddings)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Setup(str(self.target), tuple(specs), str(self.device), dtype, context)
+
+    def measure(self, setup: Setup, modes: Sequence[Mode], loads: Sequence[Load], key: str) -> None:
+        """One engine, and all of this in it."""
+        options = self.options
+        with opened(setup) as llm:
+            prompts = prompts_for(llm.tokenizer, options.prompts, setup.context, options.max_tokens)
+            asker = Asker(llm, prompts, options.max_tokens)
+            repeats = 1 if key == "fixed" else options.repeats
+            curve(asker, modes, loads, repeats, self.report, key)
+
+
+def run(options: argparse.Namespace, lists: Lists, report: Report) -> None:
+    """All parts that are wanted. One that fails is noted, and the others go on."""
+    bench = Bench(options, lists, report)
+    stages: dict[str, Callable[[Bench], None]] = {
+        "curve": _curve,
+        "alone": _alone,
+        "fixed": _fixed,
+        "interchange": _interchange,
+        "peers": _peers,
+    }
+    for name, stage in stages.items():
+        if name in lists.parts:
+            with report.part(name):
+                stage(bench)
+            report.say(f"{free(bench.device) / 1e9:.2f} GB of the device still held")
+
+
+def _curve(bench: Bench) -> None:
+    specs = drafters(bench.drafters, bench.options.eagle)
+    bench.measure(bench.setup(specs), bench.modes(specs), bench.lists.loads, "curve")
+
+
+def _alone(bench: Bench) -> None:
+    loads = [load for load in bench.lists.loads if load.at_once == 1]
+    bench.measure(bench.setup(()), [mode for mode in MODES if not mode.needs], loads, "alone")
+
+
+def _fixed(bench: Bench) -> None:
+    specs = drafters(bench.drafters, bench.options.eagle)
+    setup = replace(bench.setup(specs), planner="fixed")
+    loads = [Load(0.0, size) for size in bench.lists.fixed]
+    bench.measure(setup, [mode for mode in bench.modes(specs) if mode.needs], loads, "fixed")
+
+
+def _interchange(bench: Bench) -> None:
+    """Each side is kept by itself: where one fails or comes in another call, the other one stays."""
+    options, report = bench.options, bench.report
+    head = bench.heads / "eagle3"
+    with report.part("interchange, ours"):
+        found = ours(bench.small, head, options.prompts, options.max_tokens, options.device, options.limit)
+        report.put(found, "interchange", "ours")
+    free(bench.device)
+    with report.part("interchange, vLLM"):
+        folder = for_vllm(head, bench.small, options.work / f"small-{options.layout}", options.layout)
+        task = curve_peers.Task(
+            "acceptance",
+            "eagle3",
+            str(bench.small),
+            str(folder),
+            str(options.prompts),
+            options.max_tokens,
+            limit=options.limit,
+        )
+        report.put(curve_peers.run_apart(task, options.peer_path, options.peer_timeout), "interchange", "vllm")
+    sides = report.results.get("interchange", {})
+    theirs = sides.get("vllm", {}).get("acceptance")
+    if "ours" in sides and theirs:
+        report.put(curve_peers.compared(sides["ours"], theirs), "interchange", "compared")
+
+
+def _peers(bench: Bench) -> None:
+    options = bench.options
+    for mode in bench.lists.peers:
+        with bench.report.part(f"vLLM {mode}"):
+            task = curve_peers.Task(
+                "curve",
+                mode,
+                str(bench.target),
+                peer_draft(bench, mode),
+                str(options.prompts),
+                options.max_tokens,
+                tuple((load.temperature, load.at_once) for load in bench.lists.loads),
+                options.peer_repeats,
+            )
+            found: dict[str, Any] = curve_peers.run_apart(task, options.peer_path, options.peer_timeout)
+            bench.report.put(found, "vllm", mode)
+
+
+def peer_draft(models: Models, mode: str) -> str | None:
+    """The weights that a mode of vLLM guesses with."""
+    if mode == "draft":
+        given: str | None = models.options.peer_draft
+        return given or models.drafters["draft"].partition(":")[2]
+    if not mode.startswith("eagle3"):
+        return None
+    folder = Path(models.drafters["eagle3"].partition(":")[2])
+    return str(folder / "speculators" if models.options.layout == "speculators" else folder)
