@@ -1,7 +1,7 @@
-"""How likely guesses are right, learned from verdicts: by drafter and depth, and how much easier each request is.
+"""Estimates of the chance that guesses are right, learned from verdicts.
 
-A drafter has one estimate for each depth, of all requests. A request has one number, its ease: the log odds by which
-its guesses are right more often than that. It begins at 0 and moves as far as its own guesses say.
+A drafter has one estimate for each depth, over all requests. A request has one number, its ease: the log odds by which
+guesses for it are right more often than that. It begins at 0.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.plan.types import Floats, TreeSeen
 
 PRIOR_WEIGHT = 4.0
-"""Guesses that a prior is worth: what is assumed of a drafter, and all requests' estimate to a single request."""
+"""The weight of a prior, in guesses: of the assumed rate, and of all requests' estimate for one request."""
 
-DEPTHS = 12
-"""Depths that are told apart; deeper guesses fare as those of the last."""
-_PRIOR = 0.6  # of guesses, before any was compared
-_FADE = 1 - 1 / (16 * PRIOR_WEIGHT)  # of what was seen of a depth, by guess and by step
-_EASE_FADE = 1 - 1 / (2 * PRIOR_WEIGHT)  # of what was seen of a request, by draft
-_MOST = 0.98  # no guess is surer
+DEPTHS = 12  # depths with an estimate of their own; deeper guesses use the last one
+_PRIOR = 0.6  # assumed chance of a guess
+_FADE = 1 - 1 / (16 * PRIOR_WEIGHT)  # of a depth's counts, by guess and by step
+_EASE_FADE = 1 - 1 / (2 * PRIOR_WEIGHT)  # of a request's information, by draft
+_MOST = 0.98  # upper bound of a chance
 
 
 class Ease:
-    """By request: how much easier its text is to guess than others' (log odds), and how sure that is."""
+    """By request: the log odds by which its text is easier to guess than others'."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[float, float]] = {}  # log odds; the information that they rest on
+        self._known: dict[str, tuple[float, float]] = {}  # log odds, and the information behind them
 
     def of(self, request_ids: Sequence[str]) -> Floats:  # [B]
         known = self._known
         return np.array([known[name][0] if name in known else 0.0 for name in request_ids])
 
     def observe(self, request_id: str, shared: Sequence[float], right: float) -> None:
-        """Guesses of these log odds were compared, of which so many were right."""
+        """Update by compared guesses. shared: their log odds over all requests; right: how many were right."""
         lean, sure = self._known.get(request_id, (0.0, 0.0))
         expected = [1 / (1 + exp(-odds - lean)) for odds in shared]
         sure = sure * _EASE_FADE + sum([chance * (1 - chance) for chance in expected])
@@ -50,18 +49,18 @@ class Ease:
 
 
 class Acceptance:
-    """Of one drafter. A guess is compared when everything before it was right."""
+    """The estimates of one drafter. A guess is compared when everything before it was right."""
 
     def __init__(self, ease: Ease) -> None:
-        """ease: may be shared with other drafters that find the same texts easy."""
+        """ease: may be shared between drafters."""
         self._ease = ease
         self._right, self._tried = np.zeros(DEPTHS), np.zeros(DEPTHS)
-        self._odds: list[float] | None = None  # [DEPTHS] of all requests
+        self._odds: list[float] | None = None  # [DEPTHS] over all requests
         self._seen: deque[tuple[int, int]] = deque(maxlen=32)  # right and compared guesses, by draft
-        self._ranks: NodeRanks | None = None  # of a drafter that makes trees
+        self._ranks: NodeRanks | None = None  # of a drafter of trees
 
     def next_step(self) -> None:
-        self._right[1:] *= _FADE  # a depth that is not tried any more comes to fare as the one before it
+        self._right[1:] *= _FADE  # an untried depth approaches the one before it
         self._tried[1:] *= _FADE
         self._odds = None
         if self._ranks is not None:
@@ -74,7 +73,7 @@ class Acceptance:
         return self._ranks
 
     def odds(self) -> list[float]:  # [DEPTHS]
-        """Log odds of all requests' guesses. A depth of which little was seen fares as the one before it."""
+        """Log odds of a guess over all requests. A depth with few counts uses the one before it as its prior."""
         if self._odds is None:
             chance, self._odds = _PRIOR, []
             for right, tried in zip(self._right.tolist(), self._tried.tolist(), strict=True):
@@ -83,13 +82,13 @@ class Acceptance:
         return self._odds
 
     def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
-        """The chance that all of the first 1, 2, … guesses are right."""
+        """The chances that the first 1, 2, … guesses are all right."""
         odds = np.array(self.odds())[np.minimum(np.arange(depth), DEPTHS - 1)]  # [depth]
         chances = 1 / (1 + np.exp(-odds[:, None] - self._ease.of(request_ids)))
         return np.asarray(np.minimum(chances, _MOST).cumprod(0))
 
     def observe(self, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
-        """drafted: how deep the draft went. tree: where it was one; a larger one may have had the next token."""
+        """Learn from one draft of `drafted` levels. tree: a larger tree might have had the next token."""
         tried = accepted + (accepted < drafted)
         odds, missed = self.odds(), 0.0
         if tree is not None:
@@ -112,8 +111,8 @@ class Acceptance:
         self._ease.forget(request_id)
 
     def told(self) -> str:
-        """What was seen, in words; or what is assumed."""
-        seen = list(self._seen)  # another thread may add to it
+        """The recent counts in words, or the assumption. Thread-safe."""
+        seen = list(self._seen)
         right, tried = sum([right for right, _ in seen]), sum([tried for _, tried in seen])
         if not tried:
             return f"assuming that {_PRIOR:.0%} of its guesses are right: none was compared yet"
@@ -122,22 +121,19 @@ class Acceptance:
 
 # --- trees ------------------------------------------------------------------------------------------------------------
 
-EDGES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, MAX_NODES)
-"""Sizes of trees that are told apart."""
-_BUCKET = [bisect_right(EDGES, rank) for rank in range(MAX_NODES)]
-"""By rank of a node: the first of these sizes that has it."""
+EDGES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, MAX_NODES)  # sizes of trees with an estimate of their own
+_BUCKET = [bisect_right(EDGES, rank) for rank in range(MAX_NODES)]  # by a node's rank: the first size that has it
 
 
 def _usual() -> Floats:  # [D, S]
-    """The part of the right nodes of a whole tree that trees of each size have, before anything was seen: a chain of 6
-    nodes has 0.7 of them."""
+    """The prior share of a whole tree's right nodes that trees of each size have; 0.7 for a chain of 6 nodes."""
     depths, sizes = np.arange(1, DEPTHS + 1)[:, None], np.array(EDGES, dtype=np.float64)
     kept = (1 - np.exp(-0.6 * sizes / depths)) / (1 - np.exp(-0.6 * MAX_NODES / depths))
     return np.where(sizes >= depths, kept, 1e-9)
 
 
 def _between() -> Floats:  # [S + 1, MAX_NODES + 1]
-    """How sizes 0, 1, 2, … are put together of the sizes that are told apart: straight lines along the logarithm."""
+    """Weights that interpolate sizes 0, 1, 2, … between `EDGES`, linearly in the logarithm."""
     known = np.log1p(np.array((0, *EDGES), dtype=np.float64))
     every = np.log1p(np.arange(MAX_NODES + 1, dtype=np.float64))
     return np.stack([np.interp(every, known, line) for line in np.eye(len(known))])
@@ -146,19 +142,19 @@ def _between() -> Floats:  # [S + 1, MAX_NODES + 1]
 _USUAL = _usual()
 _USUALLY_LOST = np.concatenate((np.ones((DEPTHS, 1)), 1 - _USUAL[:, :-1] / _USUAL[:, 1:]), axis=1)
 _BETWEEN = _between()
-_POSSIBLE = np.arange(MAX_NODES + 1) >= np.arange(1, DEPTHS + 1)[:, None]  # a tree is no deeper than it has nodes
+_POSSIBLE = np.arange(MAX_NODES + 1) >= np.arange(1, DEPTHS + 1)[:, None]  # a tree is no deeper than its node count
 
 
 class NodeRanks:
-    """Which nodes of a drafter's trees turn out right, in its own order of sureness, by depth.
+    """The accepted nodes of a drafter's trees, by depth and by the drafter's own rank.
 
-    The first nodes of a tree are the best tree of that size. So a verdict tells what each smaller tree would have
-    brought. What a larger one would have brought is not seen: sizes are compared only within drafts that have both.
+    The first nodes of a tree are the best tree of that size, so a verdict shows the result of each smaller tree. The
+    result of a larger one is unknown: sizes are compared only within drafts that have both.
     """
 
     def __init__(self) -> None:
-        self._last = np.zeros((DEPTHS, len(EDGES) + 1))  # right nodes that a size has and the one before has not
-        self._had = np.zeros((DEPTHS, len(EDGES) + 1))  # its sums: right nodes of drafts no smaller than a size
+        self._last = np.zeros((DEPTHS, len(EDGES) + 1))  # accepted nodes in a size but not in the one before
+        self._had = np.zeros((DEPTHS, len(EDGES) + 1))  # differences; sums: accepted nodes of drafts of a size or more
         self._kept: Floats | None = None
 
     def next_step(self) -> None:
@@ -166,7 +162,7 @@ class NodeRanks:
         self._had *= _FADE
 
     def observe(self, path: Sequence[int], nodes: int) -> None:
-        whole = bisect_right(EDGES, nodes)  # sizes that the draft has all nodes of
+        whole = bisect_right(EDGES, nodes)  # sizes that the draft covers
         for depth, rank in enumerate(path[:DEPTHS]):
             size = _BUCKET[rank]
             if size < whole:
@@ -176,7 +172,7 @@ class NodeRanks:
         self._kept = None
 
     def kept(self) -> Floats:  # [D, MAX_NODES + 1]
-        """By depth and nodes: the part of what a whole tree has right at that depth."""
+        """By depth and size: the share of a whole tree's right nodes at that depth."""
         if self._kept is None:
             last, had = self._last[:, :-1], self._had[:, :-1].cumsum(1)  # [D, S]
             lost = (last + PRIOR_WEIGHT * _USUALLY_LOST) / (had + PRIOR_WEIGHT)
@@ -186,9 +182,9 @@ class NodeRanks:
         return self._kept
 
     def missed(self, chance: float, nodes: int, accepted: int) -> float:
-        """The chance that a whole tree had the next token, where one of so many nodes was right so far and no further.
+        """The chance that a whole tree had the next token where a tree of `nodes` nodes did not.
 
-        chance: that a whole tree has the right token there.
+        chance: that a whole tree has the right token at that depth.
         """
         kept, depth = self.kept(), min(accepted, DEPTHS - 1)
         above = float(kept[depth - 1, nodes]) if depth else 1.0
@@ -200,14 +196,11 @@ class NodeRanks:
 
 
 class Promises:
-    """What a drafter's own probabilities are worth: tokens that its drafts brought, by those that it promised.
-
-    Never more than their word: a drafter that promises too little costs nothing.
-    """
+    """The reliability of a drafter's own probabilities: accepted tokens over promised tokens, at most 1."""
 
     def __init__(self) -> None:
-        self._promised: dict[str, float] = {}  # by the draft that is being verified
-        self._requests: dict[str, tuple[float, float]] = {}  # tokens promised and brought
+        self._promised: dict[str, float] = {}  # by request: of the draft in verification
+        self._requests: dict[str, tuple[float, float]] = {}  # by request: tokens promised and accepted
         self._shared = (0.0, 0.0)
 
     def factor(self, request_id: str) -> float:
@@ -217,7 +210,7 @@ class Promises:
         return min(1.0, (brought + PRIOR_WEIGHT * usual) / (promised + PRIOR_WEIGHT))
 
     def promise(self, request_id: str, tokens: float) -> None:
-        """A draft of which the drafter expects so many tokens is verified in this step."""
+        """Note the tokens that a draft of this step promises."""
         self._promised[request_id] = tokens
 
     def observe(self, request_id: str, accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""The draft with the most expected tokens a second. Pure functions over arrays: nothing here remembers anything."""
+"""The draft with the most expected tokens per second: functions over arrays, without state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _EMPTY = Tree()
 
 
 def level_choices(depth: int) -> tuple[int, ...]:
-    """Levels that trees of a drafter may have that goes so deep: few, since each is captured by itself."""
+    """The depths allowed for trees of at most `depth` levels: few, since each is captured as its own graph."""
     return (*[levels for levels in _LEVELS if levels < depth], depth)
 
 
 @cache
 def sizes_up_to(most: int) -> list[int]:
-    """Nodes of a draft that are compared: few, since each is captured by itself."""
+    """The draft sizes that are compared: few, since each is captured as its own graph."""
     return [*[size for size in EDGES if size < most], *[most] * (most > 0)]
 
 
@@ -36,7 +36,7 @@ def _trees_up_to(most: int, levels: tuple[Levels, ...]) -> tuple[list[int], list
     """Nodes and levels of the trees that are compared."""
     pairs: list[tuple[int, int]] = []
     above = 0
-    for deep, nodes in levels:  # what fits into fewer levels is no reason for more
+    for deep, nodes in levels:  # each size at its smallest depth
         pairs += [(size, deep) for size in sizes_up_to(min(most, nodes)) if size > above]
         above = deep
     pairs = pairs or [(most, levels[0].deep)]
@@ -48,10 +48,10 @@ def _trees_up_to(most: int, levels: tuple[Levels, ...]) -> tuple[list[int], list
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Guesses that are there already: they are verified whatever is drafted beside them."""
+    """Guesses that exist already and are verified in any case."""
 
     nodes: int = 0  # of all requests
-    chances: Mapping[str, Sequence[float]] | None = None  # by request: that they are right to depth 1, 2, …
+    chances: Mapping[str, Sequence[float]] | None = None  # by request: of being right to depth 1, 2, …
 
     def right(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
         found = np.zeros((depth, len(request_ids)))
@@ -67,7 +67,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The drafts of an offer that are compared, smallest first."""
+    """The draft sizes of an offer that are compared, smallest first."""
 
     nodes: list[int]  # [C] most of a request
     levels: list[int]  # [C] of trees; 0: a chain
@@ -76,12 +76,12 @@ class Sizes:
 
     @property
     def steps(self) -> list[int]:  # [C]
-        """What the time of the guesses depends on."""
+        """The number that the time of the guesses depends on."""
         return [levels or nodes for nodes, levels in zip(self.nodes, self.levels, strict=True)]
 
 
 def chain_sizes(caps: Sequence[int], chances: Floats) -> Sizes:
-    """chances [K, B]: that a chain is right to each depth."""
+    """chances [K, B]: of a chain being right to each depth."""
     nodes = sizes_up_to(len(chances))
     drafted = np.minimum(np.array(nodes)[:, None], np.array(caps))  # [C, B]
     brought = np.concatenate((np.zeros((1, len(caps))), chances.cumsum(0)))  # [K + 1, B]
@@ -89,7 +89,7 @@ def chain_sizes(caps: Sequence[int], chances: Floats) -> Sizes:
 
 
 def tree_sizes(caps: Sequence[int], levels: Sequence[Levels], chances: Floats, kept: Floats) -> Sizes:
-    """chances [L, B]: that a whole tree is right to each depth; kept [D, MAX_NODES + 1]: as in `NodeRanks`."""
+    """chances [L, B]: of a whole tree being right to each depth; kept [D, MAX_NODES + 1]: see `NodeRanks.kept`."""
     nodes, deep = _trees_up_to(max(caps), tuple(levels))  # [C]
     drafted = np.minimum(np.array(nodes)[:, None], np.array(caps))  # [C, B]
     depths = np.arange(len(chances))  # [L]
@@ -105,9 +105,9 @@ class Candidate:
     offer: Offer
     nodes: int
     levels: int
-    members: Ints  # requests of the offer
-    tokens: float  # of the whole step
-    seconds: float
+    members: Ints  # indices of the offer's requests
+    tokens: float  # expected of the whole step
+    seconds: float  # of the whole step
     guess_s: float = 0.0
 
     @property
@@ -115,19 +115,19 @@ class Candidate:
         return self.tokens / self.seconds
 
     def budget(self, members: Sequence[int]) -> Budget:
-        """The same for these requests."""
+        """The offer's budget where only `members` draft."""
         nodes = [0] * len(self.offer.caps)
         for i in members:
             nodes[i] = min(self.nodes, self.offer.caps[i])
         return Budget(nodes, self.levels)
 
 
-NOBODY = Offer("", (), ())
+NO_OFFER = Offer("", (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The step that is planned."""
+    """The planned step."""
 
     load: Load
     free: Free
@@ -139,21 +139,21 @@ class Step:
 
     @property
     def undrafted(self) -> Candidate:
-        """Nothing but the free guesses."""
+        """The step with free guesses only."""
         requests, seconds = self.load.requests, self.seconds(self.load.requests + self.free.nodes, is_tree=False)
-        return Candidate(NOBODY, 0, 0, np.zeros(0, np.int64), requests + self.free.tokens, seconds)
+        return Candidate(NO_OFFER, 0, 0, np.zeros(0, np.int64), requests + self.free.tokens, seconds)
 
     def best_size(
         self, offer: Offer, sizes: Sizes, draft_s: Floats, late_s: Floats, last: tuple[int, int], margin: float
     ) -> Candidate:
-        """The size with the highest rate, for as many requests as pay, those of which most is expected first.
+        """The size with the highest rate, for the requests with the highest expectations, as long as each one pays.
 
-        draft_s [C]: of the guesses. late_s [B + 1]: what is added where 0, 1, … requests have to be caught up on.
-        last: nodes and levels that stay unless others are better by the margin.
+        draft_s [C]: seconds of the guesses. late_s [B + 1]: seconds added where 0, 1, … requests must be caught up on.
+        last: nodes and levels to keep unless others are better by the margin.
         """
         requests, table = self.load.requests, self.passes[bool(offer.levels)]
         order = np.argsort(-sizes.gained[-1], kind="stable")  # [B]
-        tokens = requests + self.free.tokens + sizes.gained[:, order].cumsum(1)  # [C, B]: with the first 1, 2, …
+        tokens = requests + self.free.tokens + sizes.gained[:, order].cumsum(1)  # [C, B]: for the first 1, 2, …
         rows = requests + self.free.nodes + sizes.drafted[:, order].cumsum(1)
         seconds = table[np.minimum(rows, len(table) - 1)] + draft_s[:, None]
         if offer.lagging:
@@ -171,7 +171,7 @@ class Step:
         return Candidate(offer, sizes.nodes[best], sizes.levels[best], order[: count + 1], *found)
 
     def loss(self, chosen: Candidate, other: Candidate, members: Sequence[int]) -> float:
-        """Seconds that the step loses if another drafter guesses for these requests in place of the chosen one."""
+        """Seconds lost if `other` drafts for these requests in place of `chosen`."""
         plain, count = self.load.requests + self.free.tokens, len(members)
         stays = max(0.0, 1 - count / max(len(chosen.members), 1))
         tokens = plain + stays * (chosen.tokens - plain) + count / len(other.members) * (other.tokens - plain)
@@ -181,14 +181,14 @@ class Step:
         return seconds - tokens / chosen.rate
 
 
-# --- guesses that are there already -----------------------------------------------------------------------------------
+# --- free guesses -----------------------------------------------------------------------------------------------------
 
 
 class Ranked:
     """The nodes of a step's trees, likeliest first. A node's chance is at most its parent's."""
 
     def __init__(self, trees: Sequence[Tree], chances: Sequence[Sequence[float]]) -> None:
-        """chances: of each tree, by node: that its whole path is right."""
+        """chances: by tree and node, of its whole path being right."""
         self._trees = trees
         sizes = np.array([len(tree.tokens) for tree in trees])  # [B]
         self._ends = np.cumsum(sizes)  # [B]
@@ -196,7 +196,7 @@ class Ranked:
         flat = np.fromiter(chain.from_iterable(chances), np.float64, count=count)  # [N]
         if all(tree.is_chain for tree in trees):
             above = np.arange(-1, count - 1)
-            above[begins[sizes > 0]] += 1  # the first node of each has no parent: its own
+            above[begins[sizes > 0]] += 1  # a first node stands for its own parent
         else:
             parents = np.fromiter(chain.from_iterable([tree.parents for tree in trees]), np.int64, count=count)
             above = np.where(parents == ROOT, np.arange(count), parents + np.repeat(begins, sizes))
@@ -206,14 +206,14 @@ class Ranked:
         self._ranked = -np.sort(-flat)
 
     def tokens(self, requests: int) -> Floats:  # [N + 1]
-        """Expected of the step with the 0, 1, … likeliest nodes."""
+        """Expected tokens of the step with the 0, 1, … likeliest nodes."""
         return np.concatenate(([0.0], np.cumsum(self._ranked))) + requests
 
     def take(self, count: int) -> tuple[list[Tree], list[list[float]]]:
-        """The trees cut to the `count` likeliest nodes of all, and the chances of those."""
+        """The trees cut to the `count` likeliest nodes overall, and the chances of those."""
         bar = self._ranked[count - 1]
         kept = self._chances > bar
-        kept[np.flatnonzero(self._chances == bar)[: count - int(kept.sum())]] = True  # of equals the first: parents are
+        kept[np.flatnonzero(self._chances == bar)[: count - int(kept.sum())]] = True  # on ties parents come first
         marks, chances = kept.tolist(), self._chances.tolist()
         trees, left = list[Tree](), list[list[float]]()
         begin = 0
@@ -225,13 +225,13 @@ class Ranked:
 
 
 def cut(tree: Tree, kept: list[bool]) -> Tree:
-    """The tree without the nodes that are not kept. A kept node's parent must be kept."""
+    """The kept nodes of a tree. A kept node's parent must be kept."""
     count = sum(kept)
     if count == len(kept):
         return tree
     if not count:
         return _EMPTY
-    if not any(kept[count:]):  # the first nodes, as always of a chain: their parents are among them
+    if not any(kept[count:]):  # a prefix, as always of a chain
         return Tree(tree.tokens[:count], tree.parents[:count])
     new_index = [place - 1 for place in accumulate(kept)]
     nodes = [node for node, keep in enumerate(kept) if keep]
@@ -243,12 +243,12 @@ def cut(tree: Tree, kept: list[bool]) -> Tree:
 
 
 def shared_out(tree: Tree, chance: float) -> list[float]:
-    """The chance of each node, for a drafter that does not say: siblings share their parent's, the first of them most.
+    """The chance of each node where the drafter states none: siblings share their parent's, most to the first.
 
     chance: of a guess when everything before it was right.
     """
     chances: list[float] = []
-    left = {ROOT: 1.0}  # the chance that a node is accepted and none of its children so far is
+    left = {ROOT: 1.0}  # the chance that a node is accepted and none of its children so far
     for node, parent in enumerate(tree.parents):
         chances.append(chance * left[parent])
         left[parent] -= chances[node]
@@ -257,7 +257,7 @@ def shared_out(tree: Tree, chance: float) -> list[float]:
 
 
 def by_depth(tree: Tree, chances: Sequence[float]) -> list[float]:
-    """The chance that the tree is right to depth 1, 2, …: siblings exclude each other."""
+    """The chances that the tree is right to depth 1, 2, …; siblings exclude each other."""
     found: list[float] = []
     depths: list[int] = []
     for parent, chance in zip(tree.parents, chances, strict=True):

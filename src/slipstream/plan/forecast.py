@@ -1,4 +1,4 @@
-"""What the planner would choose for any number of requests and any share of right guesses: for `slipstream explain`."""
+"""The planner's choice for a given batch size and share of right guesses, for `slipstream explain`."""
 
 from __future__ import annotations
 
@@ -24,35 +24,34 @@ from slipstream.plan.types import (
 
 @dataclass(frozen=True, slots=True)
 class Guesser:
-    """A drafter, as far as a plan depends on it."""
+    """The properties of a drafter that a plan depends on."""
 
     name: str
-    nodes: int  # that it guesses for a request at most
-    levels: tuple[Levels, ...] = ()  # that its trees may have; (): chains
+    nodes: int  # most guesses for a request
+    levels: tuple[Levels, ...] = ()  # depths of its trees; (): chains
     is_free: bool = True  # its guesses take no time worth counting
-    whole: bool = False  # its drafts are taken whole or not at all, by what they brought
+    whole: bool = False  # its drafts are verified whole or not at all
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What else a plan depends on. rows: of a pass, over all requests; context: tokens of each request; places: that
-    guesses may take of the cache, over all requests; None: any number."""
+    """The properties of an engine that a plan depends on."""
 
     costs: MeasuredCosts
     slope: float
     is_padded: bool
-    rows: int
-    context: int
+    rows: int  # most rows of a pass
+    context: int  # tokens of each request
     min_gain: float = 1.0
-    places: int | None = None
+    places: int | None = None  # most cache places of guesses, over all requests; None: no limit
 
     def nodes(self, requests: int) -> int:
-        """Most that each of so many may have."""
+        """Most nodes of each request."""
         share = self.rows // requests - 1
         return max(0, share if self.places is None else min(share, self.places // requests))
 
     def why_none(self, requests: int) -> str:
-        """Why that is 0, in words."""
+        """The reason where `nodes` is 0."""
         if self.places == 0:
             return NO_MEMORY
         if self.places is not None and self.places < requests:
@@ -62,33 +61,33 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The plan for so many requests, of whose guesses such a part is right."""
+    """The plan for a batch size and a share `alpha` of right guesses."""
 
     drafter: str
     requests: int
     alpha: float
     nodes: float  # for each request; 0: none
-    gain: float  # tokens a second by those of plain decoding, as expected of the best that could be drafted
+    gain: float  # expected speed of the best draft relative to plain decoding
     why: str
     levels: int = 0  # of trees
 
 
 class _Assumed(Acceptance):
-    """Such a part of all guesses is right."""
+    """A share `alpha` of all guesses is right."""
 
     def __init__(self, alpha: float) -> None:
         super().__init__(Ease())
         self._alpha = alpha
 
     def told(self) -> str:
-        return ""  # the reader of a forecast gave the share
+        return ""  # the reader gave the share
 
     def paths(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
         return np.repeat((self._alpha ** np.arange(1, depth + 1))[:, None], len(request_ids), axis=1)
 
 
 def forecast(engine: Engine, guesser: Guesser, requests: int, alpha: float) -> Choice:
-    """What is chosen when all requests are alike and nothing was seen of them."""
+    """Plan one step of new, equal requests."""
     planner = AdaptivePlanner(engine.slope, min_gain=engine.min_gain)
     if engine.is_padded:
         planner.pad_passes()

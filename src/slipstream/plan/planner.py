@@ -1,8 +1,8 @@
-"""The plan of a step: which drafter guesses for each request, and how far. It changes speed only, never tokens.
+"""The plan of a step: the drafter for each request, and the size of its draft. It changes speed, never tokens.
 
-The rule: tokens per second = expected tokens / cost of the step. Of all drafters and sizes, none included, the planner
-takes what has the highest rate. A choice changes where another is better by a margin; a guard shuts what loses by
-measured time; a small budget tries what is not used.
+The rule: tokens per second = expected tokens / cost of the step. The planner takes the drafter and size with the
+highest rate, none included. A choice changes where another is better by a margin; the guard turns off drafters that
+lose by measured time; a small budget tries unused ones.
 """
 
 from __future__ import annotations
@@ -18,56 +18,45 @@ from slipstream.plan import choose
 from slipstream.plan.acceptance import DEPTHS, Acceptance, Ease, Promises
 from slipstream.plan.choose import Candidate, Free, Ranked, Step
 from slipstream.plan.cost import Costs
-from slipstream.plan.guard import HORIZON, Guard
-from slipstream.plan.probe import MEMBERS, Probes
-from slipstream.plan.types import (
-    Budget,
-    Decision,
-    Gain,
-    Load,
-    MeasuredCosts,
-    Offer,
-    StepSeen,
-    TreeSeen,
-    bucket_of,
-)
+from slipstream.plan.guard import HORIZON, MEMBERS, Guard, Probes
+from slipstream.plan.types import Budget, Decision, Gain, Load, MeasuredCosts, Offer, StepSeen, TreeSeen, bucket_of
 
 MARGIN = 1.03
-"""By how many times another choice must be faster than the last one: estimates are no better than that."""
+"""The advantage that another choice must have over the last one: estimates are no more exact than that."""
 
 _NOTHING = Tree()
-_LEAST_NODES = 16  # that are thought of when it is asked which chance may pay
+_LEAST_NODES = 16  # nodes considered by `least_chance`
 
 
 class Planner:
-    """What the engine asks of a planner. This one drafts as much as may be: for measurements and tests.
+    """The planner's interface. This class always drafts the most allowed nodes, for measurements and tests.
 
     In each step the engine calls `asks` for each host drafter, `trim` with the guesses of each, `plan` once, and later
     `observe` for each draft and `observe_step`.
     """
 
-    exclusive = False  # True: of the drafters that are offered, one guesses for a request
+    exclusive = False  # True: only one of the offered drafters drafts for a request
 
     expected_gain = 1.0
-    """How many times as fast as plain decoding the step that was planned last is to be; 1: nothing pays in it."""
+    """The planned speed of the last step relative to plain decoding; 1: no draft pays."""
 
     def adopt(self, measured: MeasuredCosts) -> None:
-        """These costs were measured before the first request."""
+        """Take the costs measured before the first request."""
 
     def pad_passes(self) -> None:
-        """Passes come in a few sizes only, and are filled up to the next one."""
+        """Assume passes padded to a few sizes."""
 
     @property
     def compares(self) -> bool:
-        """Does the step that comes go without drafts, so that there is something to compare others with?"""
+        """True if the next step is plain, to be compared with drafted ones."""
         return False
 
     def asks(self, drafter: str, requests: int) -> bool:
-        """Is a host drafter asked in the step that comes, with so many requests? A device waits for it meanwhile."""
+        """True if a host drafter is asked in the next step. A device waits for it."""
         return True
 
     def least_chance(self, requests: int) -> float:
-        """The chance of a guess below which it is of no use in this step; 0: any may be."""
+        """The chance below which a guess is useless in this step."""
         return 0.0
 
     def trim(
@@ -80,65 +69,65 @@ class Planner:
         *,
         whole: bool = False,
     ) -> list[Tree]:
-        """What to keep of guesses that are there already. whole: each tree as it is, or not at all."""
+        """The nodes of existing guesses to verify. whole: keep or drop each tree entirely."""
         return list(trees)
 
     def plan(self, offers: Sequence[Offer], load: Load) -> list[Budget]:
-        """How far each of these drafters, whose guesses take time, goes in this step."""
+        """The size of each offered drafter's drafts in this step."""
         return [Budget(list(one.caps), one.levels[-1].deep if one.levels else 0) for one in offers]
 
     def follows(self, drafter: str) -> bool:
-        """Are the prompts of new requests read for it? Else it reads them when it is to guess."""
+        """True if the drafter reads new requests' prompts at once; False: when it is to draft."""
         return True
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
-        """What became of one request's draft: how deep it was, and how far right. tree: None: it was a chain."""
+        """Learn from one request's draft. drafted, accepted: levels; tree: None for a chain."""
 
     def observe_step(self, step: StepSeen) -> None:
-        """What a step took and brought."""
+        """Learn from the time and the result of a step."""
 
     def observe_draft(self, drafter: str, size: int, seconds: float, requests: int) -> None:
-        """A drafter took so long to guess `size` nodes, or levels of a tree, for each of these requests."""
+        """Learn the time of a device drafter's guesses. size: nodes of a chain, or levels of a tree."""
 
     def observe_wait(self, drafter: str, requests: int, seconds: float) -> None:
-        """To ask a host drafter took so long, in a step of these requests."""
+        """Learn the time of asking a host drafter."""
 
     def observe_catch_up(self, drafter: str, requests: int, seconds: float) -> None:
-        """A drafter first read what it had missed of so many requests, and the step took so much longer."""
+        """Learn the time that a drafter took to read the tokens that it had missed."""
 
     def forget(self, request_id: str) -> None:
-        """The request ended."""
+        """Drop the estimates of a finished request."""
 
     def gain(self, request_id: str) -> Gain:
-        """What was measured for a request."""
+        """The planned and measured gain of a request."""
         return Gain()
 
     def gains(self) -> dict[str, float]:
-        """How many times as fast as plain steps drafted ones were of late, by drafter and batch size."""
+        """The recent speed of drafted steps relative to plain ones, by drafter and batch size."""
         return {}
 
     def decision(self, drafter: str) -> Decision | None:
-        """The last plan of its guesses; None: there was none."""
+        """The last plan for a drafter's guesses."""
         return None
 
     def words(self, drafter: str, decision: Decision, *, shared: bool = True) -> str:
-        """Such a plan, as people read it. shared: with what is known from other requests."""
+        """The decision in words. shared: include facts about other requests."""
         return ""
 
     def why_off(self, drafter: str) -> str | None:
-        """Why it may not guess at present; None: it may."""
+        """The reason why the guard keeps a drafter off; None: it is on."""
         return None
 
     def reasons(self) -> dict[str, str]:
-        """By drafter: what was decided last, and why."""
+        """By drafter: the last decision and its reason. Thread-safe."""
         return {}
 
 
 class AdaptivePlanner(Planner):
-    """Drafts what is expected to be fastest.
+    """Drafts whatever is expected to be fastest.
 
-    slope: what one more row adds to a pass, as a part of the first one, until passes were seen or measured.
-    min_gain: how many times as fast as plain decoding drafts must be.
+    slope: the relative cost of one more row, until passes were timed.
+    min_gain: the required speed relative to plain decoding.
     """
 
     exclusive = True
@@ -148,19 +137,19 @@ class AdaptivePlanner(Planner):
         self._min_gain = min_gain
         self._guard = Guard(min_gain)
         self._probes = Probes()
-        self._ease = Ease()  # of drafters whose guesses take time: what is easy for one is for the others
+        self._ease = Ease()  # shared by the drafters whose guesses take time
         self._acceptance: dict[str, Acceptance] = {}
         self._promises: dict[str, Promises] = {}
         self._decided: dict[str, Decision] = {}
         self._step = 0
         self._requests = 1  # of the last step
-        self._free: dict[str, list[float]] = {}  # by request: chances by depth of what is verified anyway in this step
+        self._free: dict[str, list[float]] = {}  # by request: chances by depth of this step's free guesses
         self._free_nodes = 0
         self._asked: set[str] = set()  # host drafters with guesses in this step
         self._worth: dict[tuple[str, int], float] = {}  # by host drafter and bucket: seconds that its guesses save
-        self._last = ""  # whose guesses, that take time, were chosen last; "": none
-        self._sizes: dict[str, tuple[int, int]] = {}  # by drafter: nodes and levels that were chosen last
-        self._used: dict[str, int] = {}  # … and in which step
+        self._last = ""  # the drafter of the last choice; "": none
+        self._sizes: dict[str, tuple[int, int]] = {}  # by drafter: last chosen nodes and levels
+        self._used: dict[str, int] = {}  # by drafter: step of its last draft
 
     def adopt(self, measured: MeasuredCosts) -> None:
         self.costs.adopt(measured)
@@ -184,10 +173,10 @@ class AdaptivePlanner(Planner):
 
     def least_chance(self, requests: int) -> float:
         if self.costs.padded or not self.costs.observed:
-            return 0.0  # rows that cost nothing pay for anything
+            return 0.0  # added rows may cost nothing
         pass_s = self.costs.passes(requests + _LEAST_NODES)[requests:]
         needed = requests * (MARGIN * pass_s[1:] / pass_s[0] - 1) / np.arange(1, _LEAST_NODES + 1)
-        return max(0.0, float(needed.min()) / 2)  # chances are not sure, either
+        return max(0.0, float(needed.min()) / 2)  # half: chances are estimates
 
     def trim(
         self,
@@ -245,7 +234,7 @@ class AdaptivePlanner(Planner):
     def _whole(
         self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], requests: int
     ) -> tuple[list[Tree], list[list[float]]]:
-        """Trees whose nodes are of use later, so that their chances say nothing: by what such trees brought."""
+        """Keep or drop each tree entirely, by the tokens that such trees brought."""
         brought = self._acceptance[drafter].paths(request_ids, DEPTHS).sum(0)  # [B]
         sizes = np.array([len(tree.tokens) for tree in trees])
         order = np.argsort(-brought / np.maximum(sizes, 1) * (sizes > 0), kind="stable")
@@ -263,7 +252,7 @@ class AdaptivePlanner(Planner):
             best = len(order) if self._probes.spend(drafter, float(pass_s[-1] - pass_s[0])) else 0
         kept = set(order[:best].tolist())
         left = [tree if i in kept else _NOTHING for i, tree in enumerate(trees)]
-        # their chances, as if each node had a part of what the tree brings
+        # each node gets an equal part of the tree's expected tokens
         return left, [[part / max(len(tree), 1)] * len(tree) for part, tree in zip(brought.tolist(), left, strict=True)]
 
     # --- guesses that take time
@@ -299,11 +288,11 @@ class AdaptivePlanner(Planner):
         return Step(load, Free(self._free_nodes, self._free), passes)
 
     def _best(self, one: Offer, step: Step) -> Candidate | None:
-        """The size with the highest rate, or the last one, if that is about as good. None: it may not guess."""
+        """The drafter's size with the highest rate, or its last size within the margin. None: it may not draft."""
         if not any(one.caps) or self._guard.is_off(one.drafter, step.load.requests):
             return None
         caps, levels = one.caps, one.levels
-        if self.costs.observed and not self.costs.knows_draft(one.drafter):  # one guess tells how long it takes
+        if self.costs.observed and not self.costs.knows_draft(one.drafter):  # one guess suffices to time it
             caps, levels = [min(most, 1) for most in caps], levels[:1]
         deepest = levels[-1].deep if levels else max(caps)
         estimate = self._estimate(one.drafter, self._ease)
@@ -317,7 +306,7 @@ class AdaptivePlanner(Planner):
         return step.best_size(one, sizes, draft_s, late_s, self._sizes.get(one.drafter, (0, 0)), MARGIN)
 
     def _chosen(self, undrafted: Candidate, found: Sequence[Candidate]) -> Candidate:
-        """The best of these, or the last choice, if that is about as good."""
+        """The candidate with the highest rate, or the last choice within the margin."""
 
         def score(one: Candidate) -> float:
             stays = MARGIN if one.offer.drafter == self._last else 1.0
@@ -330,12 +319,12 @@ class AdaptivePlanner(Planner):
         budgets[offers.index(one.offer)] = one.budget(members)
 
     def _weigh_hosts(self, step: Step, chosen: Candidate, offers: Sequence[Offer]) -> None:
-        """What the guesses of host drafters saved in this step: seconds."""
+        """Update the seconds that the guesses of host drafters save."""
         saved_s = 0.0
         if step.free.nodes:
             alone = replace(step, free=Free())
-            rivals = [chosen.offer] if chosen.offer in offers else offers  # the others lost with these, too
-            found = [best for one in rivals if (best := self._best(one, alone)) is not None]
+            others = [chosen.offer] if chosen.offer in offers else offers
+            found = [best for one in others if (best := self._best(one, alone)) is not None]
             saved_s = max(0.0, chosen.tokens / self._chosen(alone.undrafted, found).rate - chosen.seconds)
         for name in self._asked:
             key = (name, bucket_of(step.load.requests))
@@ -349,13 +338,13 @@ class AdaptivePlanner(Planner):
         found: Mapping[str, Candidate],
         chosen: Candidate,
     ) -> None:
-        """Now and then a drafter that is not chosen guesses for a few requests, in place of the one that is."""
+        """Let an unused drafter with enough budget draft for a few requests, in place of the chosen one."""
         for one in offers:
             best = found.get(one.drafter)
             if best is None or one is chosen.offer:
                 continue
             able = [i for i, most in enumerate(one.caps) if most]
-            ready = [i for i in able if one.request_ids[i] not in one.lagging]  # of these there is nothing to read
+            ready = [i for i in able if one.request_ids[i] not in one.lagging]  # needs no catching up
             pool = ready if len(ready) >= min(len(able), MEMBERS) else able
             members = [pool[(self._step + j) % len(pool)] for j in range(min(len(pool), MEMBERS))]
             late = sum([one.request_ids[i] in one.lagging for i in members])
@@ -368,7 +357,7 @@ class AdaptivePlanner(Planner):
                 self._use(budgets, offers, best, members)
                 if len(members) == len(able):
                     self.expected_gain = 1.0
-                return  # one at a time
+                return  # one probe a step
 
     def _estimate(self, drafter: str, ease: Ease) -> Acceptance:
         if drafter not in self._acceptance:
@@ -378,7 +367,7 @@ class AdaptivePlanner(Planner):
     def follows(self, drafter: str) -> bool:
         return not self.costs.padded or self._step - self._used.get(drafter, 0) <= HORIZON
 
-    # --- what became of it
+    # --- results
 
     def observe(self, drafter: str, request_id: str, drafted: int, accepted: int, tree: TreeSeen | None = None) -> None:
         if drafted:
@@ -409,7 +398,7 @@ class AdaptivePlanner(Planner):
             word.forget(request_id)
         self._guard.forget(request_id)
 
-    # --- why
+    # --- reasons
 
     def _decide_offers(
         self, step: Step, offers: Sequence[Offer], found: Mapping[str, Candidate], chosen: Candidate
@@ -441,9 +430,9 @@ class AdaptivePlanner(Planner):
         return self._guard.why(drafter, self._requests)
 
     def reasons(self) -> dict[str, str]:
-        decided = list(self._decided.items())  # any thread may ask
+        decided = list(self._decided.items())
         return {name: self.why_off(name) or self.words(name, decision) for name, decision in decided}
 
     def assume(self, drafter: str, chances: Acceptance) -> None:
-        """Take these to be the chances of its guesses."""
+        """Replace a drafter's estimates."""
         self._acceptance[drafter] = chances

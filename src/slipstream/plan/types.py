@@ -1,4 +1,4 @@
-"""What planner and engine tell each other: plain values."""
+"""The values that planner and engine exchange."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 VERSION = 3
-"""Of the JSON form of `MeasuredCosts` and of how things are timed: files of another version are measured again."""
-_DEAR_ROW = 1.8
-"""A pass over two rows, by one over one row: four guesses of five would have to be right."""
+"""Version of the JSON form of `MeasuredCosts` and of the timing: costs of another version are measured again."""
+_EXPENSIVE = 1.8  # a pass over two rows, relative to one row: 80% of single guesses would have to be right
 
 
 def bucket_of(requests: int) -> int:
-    """The batch sizes that are told apart: 1, 2, 4, 8, …"""
+    """Round a batch size up to 1, 2, 4, 8, …"""
     return 1 << max(requests - 1, 0).bit_length()
 
 
@@ -26,10 +25,10 @@ def bucket_of(requests: int) -> int:
 
 
 class Load(NamedTuple):
-    """The requests that decode in a step, and how many tokens they have in all."""
+    """The decoding requests of a step."""
 
-    requests: int = 0  # 0: not known
-    context: int = 0
+    requests: int = 0  # 0: unknown
+    context: int = 0  # tokens of all requests
 
     @property
     def each(self) -> float:
@@ -37,62 +36,62 @@ class Load(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """A number of levels that a drafter's trees may have, and the most nodes of such a tree."""
+    """An allowed depth of a drafter's trees."""
 
     deep: int
-    nodes: int
+    nodes: int  # most nodes of such a tree
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A drafter whose guesses take time, and the requests that it may guess for."""
+    """A drafter whose guesses take time, with the requests that it may draft for."""
 
     drafter: str
     request_ids: Sequence[str]
     caps: Sequence[int]  # [B] most nodes of each request
-    levels: Sequence[Levels] = ()  # that its trees may have, the most last; (): it guesses chains
-    lagging: Collection[str] = ()  # requests whose last tokens it has to read before it can guess
+    levels: Sequence[Levels] = ()  # depths of its trees, deepest last; (): it drafts chains
+    lagging: Collection[str] = ()  # requests whose last tokens it must read before it can draft
 
 
 class Budget(NamedTuple):
-    """How far a drafter is to go."""
+    """The size of a drafter's next drafts."""
 
     nodes: list[int]  # [B] for each request of its offer
     levels: int = 0  # of its trees
 
 
-# --- what became of it ------------------------------------------------------------------------------------------------
+# --- results of a step ------------------------------------------------------------------------------------------------
 
 
 class TreeSeen(NamedTuple):
-    """A tree that was verified."""
+    """A verified tree."""
 
     nodes: int
-    path: Sequence[int]  # the accepted nodes, numbered as the drafter ranked them; () where that is not known
+    path: Sequence[int]  # the accepted nodes by the drafter's rank; () if unknown
 
 
 class Turn(NamedTuple):
-    """What a step was for one request."""
+    """A step's result for one request."""
 
     request_id: str
     drafted: int
     emitted: int
-    drafters: tuple[str, ...] = ()  # whose guesses it verified
+    drafters: tuple[str, ...] = ()  # whose guesses were verified
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """What a step took, in seconds, and what it brought."""
+    """The time of a step, and its result."""
 
     load: Load
     turns: Sequence[Turn]
-    total_s: float  # drafts, pass, host and waits; prompts of other requests are left out
+    total_s: float  # drafts, pass, host and waits, without other requests' prompts
     rows: int = 0  # of the target pass
-    pass_s: float = 0.0  # 0: not timed by itself
-    is_tree: bool = False  # it verified trees of device drafters
+    pass_s: float = 0.0  # 0: not timed separately
+    is_tree: bool = False  # trees of device drafters were verified
     waited: Collection[str] = ()  # host drafters that the device waited for
-    wait_s: float = 0.0  # … and for how long
-    read_s: float = 0.0  # prompts of other requests took so long besides
+    wait_s: float = 0.0  # the time of that wait
+    read_s: float = 0.0  # the time of other requests' prompts
     expected_gain: float = 1.0  # as planned
 
     @property
@@ -100,7 +99,7 @@ class StepSeen:
         return frozenset([name for turn in self.turns if turn.drafted for name in turn.drafters])
 
 
-# --- why --------------------------------------------------------------------------------------------------------------
+# --- reasons ----------------------------------------------------------------------------------------------------------
 
 NO_TOKENS = "off: drafts may have 0 tokens (draft_tokens)"
 NO_MEMORY = "off: drafts may take no memory (max_draft_memory)"
@@ -113,20 +112,20 @@ def little_memory(places: int, requests: int) -> str:
 class Decision(NamedTuple):
     """The last plan for one drafter's guesses."""
 
-    requests: int  # that decoded in the step
-    nodes: int  # most for a request where its guesses take time, of all requests where they are free; 0: none
-    gain: float  # tokens a second by those of plain decoding, as expected of the best draft
-    guess: float = 0.0  # what the guesses take, as a part of a plain pass
+    requests: int  # in the step
+    nodes: int  # most for a request; of all requests where guesses are free; 0: none
+    gain: float  # expected speed of the best draft relative to plain decoding
+    guess: float = 0.0  # time of the guesses relative to a plain pass
     levels: int = 0  # of trees
-    row: float = 0.0  # what one more row for each request adds to a pass, as a part of it
+    row: float = 0.0  # relative cost of one more row for each request
     is_others: bool = False  # the guesses were for other requests
 
     def for_others(self) -> Decision:
-        """The same, for a request that got nothing of it."""
+        """This decision as seen by a request without guesses."""
         return self._replace(is_others=True) if self.nodes else self
 
     def text(self, drafter: str, acceptance: str = "", min_gain: float = 1.0, *, shared: bool = True) -> str:
-        """In words. acceptance: how often its guesses are right. shared: name the number of requests."""
+        """The reason in words. acceptance: observed accuracy in words. shared: name the batch size."""
         if self.nodes and self.is_others:
             return f"off: guesses for others were worth more ({self.gain:.2f}x expected)"
         if self.nodes:
@@ -148,13 +147,22 @@ class Decision(NamedTuple):
         return f"off: {best}{share}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gain:
-    """What a request's drafted steps brought: times as fast as plain steps, as expected and as measured."""
+    """Sums over a request's drafted steps, and their speed relative to plain steps."""
 
     drafts: int = 0
-    expected: float = 1.0
-    measured: float = 1.0
+    tokens: float = 0.0
+    plain: float = 0.0  # plain steps in the same time
+    planned: float = 0.0  # sum of the gains that were planned
+
+    @property
+    def expected(self) -> float:
+        return self.planned / self.drafts if self.drafts else 1.0
+
+    @property
+    def measured(self) -> float:
+        return self.tokens / max(self.plain, self.drafts) if self.drafts else 1.0  # guesses shorten no step
 
 
 # --- measured before the first request --------------------------------------------------------------------------------
@@ -162,7 +170,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by size: straight lines between what was measured, and on beyond the last two. Never less for more."""
+    """Seconds by size: linear between measured sizes and beyond the last two, and never falling."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -178,7 +186,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class DraftSeen:
-    """One drafter's guesses for a number of requests at once."""
+    """The time of one drafter's guesses at one batch size."""
 
     requests: int
     curve: Curve  # by nodes; of trees, by levels
@@ -186,27 +194,24 @@ class DraftSeen:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Of one machine, model and precision.
+    """The costs measured for one machine, model and precision, before the first request.
 
-    key_s, row_key_s: what a token of context adds to a pass, once for its request and once for each row of it.
+    key_s, row_key_s: the time that a token of context adds to a pass, for its request and for each row of it.
     """
 
-    passes: Curve  # by rows, with hardly any context
+    passes: Curve  # by rows, with little context
     key_s: float = 0.0
     row_key_s: float = 0.0
     drafts: Mapping[str, tuple[DraftSeen, ...]] = field(default_factory=dict)  # by drafter, fewest requests first
-    is_steady: bool = field(default=True, compare=False)  # the machine was not busy with other things meanwhile
-    spread: float = field(default=1.0, compare=False)  # the slowest by the fastest of the same pass, timed some times
-    is_whole: bool = field(default=True, compare=False)  # there was time for all of it
+    is_steady: bool = field(default=True, compare=False)  # no other work disturbed the measurement
+    spread: float = field(default=1.0, compare=False)  # slowest over fastest run of the same pass
+    is_whole: bool = field(default=True, compare=False)  # False: time ran out
 
     def why_dear(self) -> str:
-        """Why guesses hardly pay by these costs, in a line; nothing where a row beside the first is cheap enough.
-
-        A pass brings at most as many tokens as it has rows, and so many only where all guesses are right.
-        """
+        """A line that says why drafts hardly pay at these costs; "" where a second row is cheap enough."""
         rows = np.arange(1, self.passes.sizes[-1] + 1)
-        times = self.passes.at(rows.astype(np.float64)) / self.passes.seconds[0]  # by a pass over one row
-        if len(rows) < 2 or times[1] < _DEAR_ROW:
+        times = self.passes.at(rows.astype(np.float64)) / self.passes.seconds[0]  # relative to one row
+        if len(rows) < 2 or times[1] < _EXPENSIVE:
             return ""
         paying = rows[times < rows]
         if not len(paying):
@@ -233,7 +238,7 @@ class MeasuredCosts:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> MeasuredCosts | None:
-        """None where it is of another version, or not whole."""
+        """None for another version or incomplete data."""
         try:
             if data["version"] != VERSION:
                 return None
