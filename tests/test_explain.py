@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.explain import ALPHAS, BATCHES, choice_table, context_lines, in_words, pass_table
+from slipstream.cli.forecast import Choice, Engine, Guesser, forecast
 from slipstream.cli.main import main
-from slipstream.plan.forecast import Choice, Engine, Guesser, forecast
 from slipstream.plan.types import Curve, DraftSeen, Levels, MeasuredCosts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

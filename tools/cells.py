@@ -1,11 +1,11 @@
-"""Does the planner choose well? Plain decoding, fixed settings and `auto` side by side, cell by cell, in one engine.
+"""Measures the planner's choices: plain decoding, fixed settings and `auto` side by side, cell by cell, in one engine.
 
     python tools/cells.py --small SMALL --target BIG --work FOLDER --prompts spec_bench.jsonl --json cells.json
                           [--parts cells,adversaries,switches,peers] [--budget 540] [--add] [--cells "x1,qa x64"]
     python tools/cells.py --device cpu --json cells.json                   the default model, its own prompts, on a CPU
     python tools/cells.py --show cells.json [--into docs/cells.md]
 
-A cell is a task (the six groups of Spec-Bench, or the categories of the prompts), so many requests at once, and a
+A cell is a task (the six groups of Spec-Bench, or the categories of the prompts), a number of requests at once, and a
 temperature. SMALL, BIG and FOLDER are as for `curve.py`; without --target the small model itself is measured.
 
     cells        tokens per second of every setting in every cell, each --repeats times for --seconds, in turn
@@ -13,8 +13,8 @@ temperature. SMALL, BIG and FOLDER are as for `curve.py`; without --target the s
     switches     rounds until the plan follows a text that stops echoing and begins again, and a load of 1, most, 1
     peers        vLLM's fixed settings in the same cells, each in a process of its own
 
-The JSON file is written after every cell. With --add, what it has is left out: a call that was broken off goes on. With
---budget, no cell is begun that would not end in time. The tables are printed before the last line, which is the JSON.
+The JSON file is written after every cell. With --add, cells that it has are left out, so an interrupted call continues.
+With --budget, no cell is begun that would not end in time. The tables are printed before the last line, the JSON.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ PLAIN, AUTO = "plain", "auto"
 OVER_PLAIN = {"cuda": 0.98, "cpu": 0.97}
 OVER_BEST, OF_THE_WAY = 0.93, 0.90
 ADVERSE, FOLLOWS = 0.03, 20
-"""The bars: by how much auto may be slower than plain decoding in any cell, and than the best fixed setting there; how
-far it must be from the best single setting to the best of every cell; what ill-meaning drafters may cost; rounds."""
+"""The bars: auto over plain decoding in any cell and over the best fixed setting there; the way from the best single
+setting to the best of every cell; the cost of adversaries; rounds to follow a switch."""
 
 Rates = Mapping[str, float]
 """Tokens per second by setting."""
 
 
 def rates_of(results: Mapping[str, Any], figure: str = "tok_s") -> dict[str, Rates]:
-    """By cell, those in which both plain decoding and auto were measured."""
+    """By cell, where both plain decoding and auto were measured."""
     found = {
         name: {setting: point[figure] for setting, point in settings.items() if point.get(figure)}
         for name, settings in results.get("cells", {}).items()
@@ -72,7 +72,7 @@ def rates_of(results: Mapping[str, Any], figure: str = "tok_s") -> dict[str, Rat
 
 
 def best_fixed(rates: Rates) -> str:
-    """The fastest setting that somebody could have chosen; plain decoding is one of them."""
+    """The fastest setting other than auto; plain decoding is one of them."""
     return max((name for name in rates if name != AUTO), key=rates.__getitem__)
 
 
@@ -90,13 +90,14 @@ class Verdict:
 
     @property
     def of_the_way(self) -> float | None:
-        """How far auto is from the best single setting to the best setting of every cell; None: they are the same."""
+        """The position of auto between the best single setting (0) and the best setting of every cell (1); None: both
+        are equal."""
         way = self.oracle_mean - self.single_mean
         return (self.auto_mean - self.single_mean) / way if way > 1e-9 * self.oracle_mean else None
 
 
 def verdict(cells: Mapping[str, Rates]) -> Verdict | None:
-    """None where nothing was measured. Only settings that every cell has can be the single one."""
+    """None if nothing was measured. The single setting must have been measured in every cell."""
     if not cells:
         return None
     every = set.intersection(*(set(rates) for rates in cells.values())) - {AUTO}
@@ -114,7 +115,7 @@ def verdict(cells: Mapping[str, Rates]) -> Verdict | None:
 
 
 def markdown(results: Mapping[str, Any], figure: str = "tok_s") -> str:
-    """Everything that these results hold; what was not measured has no line. figure: by which settings are compared."""
+    """The tables of all results. figure: the figure by which settings are compared."""
     parts = [f"`{results['command']}`, {results['device']}, {results['date']}"] if "command" in results else []
     kind = "cuda" if results.get("on", "cuda").startswith("cuda") else "cpu"
     cells = rates_of(results, figure)
@@ -152,7 +153,7 @@ def _marked(ratio: float, bar: float) -> str:
 
 
 def _settings(cells: Mapping[str, Rates]) -> str:
-    """Each setting by plain decoding, in the geometric mean over the tasks, for each load."""
+    """Each setting relative to plain decoding by load: geometric means over the tasks."""
     loads = list(dict.fromkeys(name.partition(" ")[2] for name in cells))
     names = list(dict.fromkeys(setting for rates in cells.values() for setting in rates if setting != PLAIN))
     rows = [["times plain, mean over tasks", *loads]]
@@ -198,7 +199,7 @@ def _switches(results: Mapping[str, Any]) -> str:
 
 
 def _peers(results: Mapping[str, Any], cells: Mapping[str, Rates]) -> str:
-    """vLLM's settings in the cells that both were measured in."""
+    """vLLM's settings, over the cells that were measured in both."""
     modes = {mode: part.get("cells", {}) for mode, part in results.get("vllm", {}).items()}
     modes = {mode: part for mode, part in modes.items() if part}
     shared = [name for name in cells if any(name in part for part in modes.values())]
@@ -215,7 +216,7 @@ def _peers(results: Mapping[str, Any], cells: Mapping[str, Rates]) -> str:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Geometric."""
+    """The geometric mean."""
     logs = [log(value) for value in values]
     return exp(fsum(logs) / len(logs))
 
@@ -261,7 +262,7 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 
 def windows(text: str, at_once: Sequence[int]) -> dict[int, float]:
-    """Seconds of a measurement, by how many requests are at once: one number for all, or one for each."""
+    """Seconds of a measurement by requests at once: one number for all, or one for each."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
@@ -275,7 +276,7 @@ def windows(text: str, at_once: Sequence[int]) -> dict[int, float]:
 
 
 def checked(options: argparse.Namespace) -> dict[str, Any]:
-    """The lists among the options. Sets what depends on the device or the target."""
+    """The lists among the options. Sets defaults that depend on the device or the target."""
     kind = "cuda" if options.device.startswith("cuda") else "cpu"
     options.auto = options.auto or ("auto+eagle+model" if options.target else "auto")
     known = list(by_task(options.prompts))

@@ -1,7 +1,7 @@
-"""Our engine in the cells: one engine for all settings, and a closed loop of requests that is listened to.
+"""Our engine in the cells: one engine for all settings, a closed loop of requests, adversaries and switches.
 
-Whether drafts are planned is a matter of the engine's planner, which is another one for fixed settings; it is put in
-between two measurements, when nothing runs. The planner that plans is the engine's own, and hears of its own rounds.
+Fixed settings have a planner of their own, put in between two measurements; `auto` runs with the engine's planner,
+which hears of its own rounds only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from work import PEER_DEPTH
 AUTO, PLAIN = "auto", "plain"
 SETTINGS = (
     Mode(PLAIN),
-    Mode(AUTO),  # what it needs is said when the engine is there
+    Mode(AUTO),  # its drafters depend on the engine
     Mode("eagle3", ("eagle",)),
     Mode("eagle3-15", ("eagle",), 15),
     Mode("eagle3-3", ("eagle",), 3),
@@ -67,13 +67,13 @@ SETTINGS = (
     Mode("ngram", ("ngram",)),
 )
 Ask = Callable[[int], tuple[list[int], SamplingParams]]
-"""The prompt and the parameters of the first request, the second, …"""
+"""From a request's number to its prompt and parameters."""
 _TICK_S = 0.002
 _PATIENCE_S = 180.0
 
 
 class Meter:
-    """Listens to an engine: a beat for every round."""
+    """Listens to an engine and keeps a beat for every round."""
 
     def __init__(self) -> None:
         self.beats: list[Beat] = []
@@ -95,7 +95,7 @@ class Meter:
 
 
 class Crowd:
-    """Requests in a closed loop: as many as were asked for run, and where one ends the next begins."""
+    """A closed loop of requests: when one ends, the next begins."""
 
     def __init__(self, llm: LLM, ask: Ask, meter: Meter) -> None:
         self.meter = meter
@@ -106,14 +106,14 @@ class Crowd:
         self._tasks += [asyncio.create_task(self._place()) for _ in range(requests - len(self._tasks))]
 
     async def shrink(self, requests: int) -> None:
-        """End those that came last."""
+        """End the requests that came last."""
         gone, self._tasks = self._tasks[requests:], self._tasks[:requests]
         for task in gone:
             task.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
 
     async def until(self, done: Callable[[list[Beat]], bool], patience_s: float = _PATIENCE_S) -> None:
-        """Wait until the rounds so far say so. Raises where a request failed, or it takes too long."""
+        """Wait until `done` holds for the rounds so far. Raises if a request failed or after `patience_s`."""
         begun = time.monotonic()
         while not done(self.meter.beats):
             for task in self._tasks:
@@ -139,10 +139,11 @@ class Crowd:
 
 @dataclass(slots=True)
 class Bench:
-    """An engine that is measured. One tenant for all, so that prompts are read once; and no answer is remembered."""
+    """An engine under measurement. All requests share a tenant, so prompts are read once, and no answer is
+    remembered."""
 
     llm: LLM
-    auto: str  # by what a request asks for everything that is planned
+    auto: str  # the drafter that requests name under `auto`
     planner: Planner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +152,7 @@ class Bench:
 
     @contextmanager
     def planned(self, planner: Planner | None) -> Iterator[None]:
-        """With this planner in the engine's place; None: always draft as much as was asked for."""
+        """Run with this planner; None: always draft the most allowed nodes."""
         self._put(planner or Planner())
         try:
             yield
@@ -159,7 +160,7 @@ class Bench:
             self._put(self.planner)
 
     def run(self, ask: Ask, play: Callable[[Crowd], Awaitable[None]]) -> list[Beat]:
-        """The rounds of what is played, from nobody to nobody."""
+        """The rounds of `play`, from an idle engine to an idle engine."""
         meter = Meter()
         self.llm.between_rounds(lambda engine: engine.listen(meter))
 
@@ -175,21 +176,21 @@ class Bench:
         finally:
             self.llm.between_rounds(lambda engine: engine.listen(None))
             while self.llm.between_rounds(lambda engine: engine.busy):
-                time.sleep(_TICK_S)  # what was dropped ends within a round
+                time.sleep(_TICK_S)  # dropped requests end within a round
         return meter.beats
 
     def read(self, prompts: Sequence[list[int]]) -> None:
-        """Have the prompts in the cache, of the target and of all drafters that keep one: or who comes first pays."""
+        """Put the prompts into the cache of the target and of all drafters, so that no setting pays for that."""
         keeping = [name for name, drafter in self.llm.engine.drafting.drafters.items() if drafter.needs.own_cache]
         params = self.params(Mode("all", tuple(keeping)), 0.0, 0, 1)
-        with self.planned(None):  # a planner may leave out who has not guessed for long
+        with self.planned(None):  # a planner may leave out drafters that have not guessed for long
             outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         for output in outputs:
             if output.outputs[0].error:
                 raise RuntimeError(f"a prompt could not be read: {output.outputs[0].error}")
 
     def measure(self, mode: Mode, cell: Cell, prompts: Sequence[list[int]], max_tokens: int, seconds: float) -> Window:
-        """One setting in one cell, for so long."""
+        """Measure one setting in one cell."""
 
         def ask(number: int) -> tuple[list[int], SamplingParams]:
             seed, most = number % len(prompts), tokens_of(number, cell.at_once, max_tokens)
@@ -199,7 +200,7 @@ class Bench:
             return self.window(ask, cell.at_once, seconds)
 
     def window(self, ask: Ask, at_once: int, seconds: float) -> Window:
-        """So many of these requests at once, for so long from when all of them decode."""
+        """Measure these requests, from the first round in which all of them decode."""
 
         async def play(crowd: Crowd) -> None:
             crowd.grow(at_once)
@@ -217,7 +218,8 @@ class Bench:
         return SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, speculation=speculation)
 
     def distinct(self, modes: Sequence[Mode], at_once: int) -> dict[str, str]:
-        """By setting, the first that drafts the same with so many requests: a pass has room for so many rows only."""
+        """By setting: the first setting that drafts the same at this batch size, since a pass has a limited number of
+        rows."""
         room = self.llm.engine.config.draft_rows // at_once - 1
         drafters = self.llm.engine.drafting.drafters
         first: dict[tuple[tuple[str, ...], int], str] = {}
@@ -239,13 +241,13 @@ class Bench:
 
 
 def _lasted(beats: Sequence[Beat], first: int) -> float:
-    """Seconds since that round, without those in which graphs were recorded."""
+    """Seconds since that round, without the time of recording graphs."""
     begin, end = beats[first], beats[-1]
     return end.at - begin.at - (end.recording_s - begin.recording_s)
 
 
 def forget_answers(engine: Engine) -> None:
-    """Prompts come again and again, with the same answers: who remembers those would know them."""
+    """Disable the suffix store: prompts repeat with the same answers, which it would know."""
     for drafter in engine.drafting.drafters.values():
         if isinstance(drafter, SuffixDrafter):
             drafter.store = SuffixStore(0)
@@ -254,14 +256,14 @@ def forget_answers(engine: Engine) -> None:
 LONG = 6
 """Guesses of a draft."""
 SURE = 0.95
-"""What each guess is said to be worth, whatever it is worth."""
+"""The stated chance of each guess, right or not."""
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
-"""By prompt: what plain decoding answers."""
+"""By prompt: the answer of plain decoding."""
 
 
 class Knowing(HostDrafter):
-    """Guesses what comes, or what does not come, by the round: a request's first, its second, …"""
+    """Guesses the answer or something else, by the number of the request's round."""
 
     bounded: ClassVar[bool] = True
     default_draft_tokens: ClassVar[int] = LONG
@@ -316,15 +318,15 @@ class Slow(Knowing):
 
 
 NEAR = 0.25
-"""The plan has followed when it is so near to where it will be, by the way that it has to go."""
+"""The plan has followed a change when it is within this part of the way to its final state."""
 SMOOTH = 6
-"""Rounds over which that is judged: a probe, or a plain round to compare with, is no change of plan."""
+"""Rounds in the mean by which that is judged: a probe or a plain round for comparison is no change of plan."""
 LEAST = 0.5
-"""Nodes of a request: where two plans differ by less, there is nothing to follow."""
+"""Nodes of a request: plans that differ by less count as equal."""
 
 
 def scripted(phase: int) -> list[Knowing]:
-    """The drafters of the trials, to be opened with the engine; phase: rounds between changes of the text."""
+    """The drafters of the trials, to be opened with the engine. phase: rounds between changes of the text."""
     return [
         Knowing("wrong", lambda _: False),
         Slow("slow"),
@@ -338,7 +340,8 @@ ADVERSARIES = ("wrong", "slow", "alternating")
 
 @dataclass(slots=True)
 class Trials:
-    """The trials of one engine. drafters: those of `scripted` that it was opened with. keep: hears of adversaries."""
+    """The trials of one engine, each with a copy of its planner. drafters: those of `scripted`. keep: receives the
+    windows."""
 
     bench: Bench
     drafters: Sequence[Knowing]
@@ -348,7 +351,7 @@ class Trials:
     _known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # plain decoding's answers to the prompts
 
     def adversaries(self, at_once: int, seconds: float, repeats: int) -> dict[str, Any]:
-        """Planned decoding with each of them, beside plain decoding."""
+        """Measure planned decoding with each adversary beside plain decoding."""
         self._known = self._known or self._answers(self.prompts, self.max_tokens)
         self._tell(self._known)
         planners = {name: copy.deepcopy(self.bench.planner) for name in ADVERSARIES}
@@ -383,7 +386,7 @@ class Trials:
         return asdict(followed([drafted[n * phase : (n + 1) * phase] for n in range(3)], returns=True))
 
     def load(self, at_once: int, phase: int) -> dict[str, Any]:
-        """One request, then so many, then one again, all of them planned."""
+        """Measure one request, then `at_once`, then one again, all planned."""
         marks: list[int] = []
 
         async def play(crowd: Crowd) -> None:
@@ -413,22 +416,23 @@ class Trials:
     def _answers(
         self, prompts: Sequence[list[int]], tokens: int, *, to_the_end: bool = False
     ) -> dict[tuple[int, ...], list[int]]:
-        """What plain decoding answers."""
+        """The answers of plain decoding."""
         params = self._params(Mode(PLAIN), tokens, to_the_end=to_the_end)
         with self.bench.planned(Planner()):
             outputs = self.bench.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         return {tuple(p): list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)}
 
     def _tell(self, answers: Answers) -> None:
-        """To those who will pretend to guess them."""
+        """Give the answers to the scripted drafters."""
         for drafter in self.drafters:
             drafter.answers = answers
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Nodes of a request in each phase, when the plan had settled, and after how many rounds it had followed each
-    change; None: it did not change. nodes: round by round."""
+    """The plan's reaction to changes. levels: settled nodes of a request by phase; rounds: until the plan followed each
+    change, None if it did not change; nodes: by phase and round.
+    """
 
     levels: list[float]
     rounds: list[int | None]
@@ -438,9 +442,9 @@ class Followed:
 def followed(phases: Sequence[Sequence[float]], *, returns: bool = False, again: bool = False) -> Followed:
     """phases: nodes of a request, round by round.
 
-    returns: the last phase is as the first one, and a plan that drafts less in it has followed when it drafts as much
-    as then. One that never does counts as all rounds of the phase. again: it is as the first one but for the texts, by
-    which plans differ as well: it has followed when it drafts as it did then, or as it does when it has settled.
+    returns: the last phase has the load of the first. A plan that drafts less in it has followed when it reaches the
+    level of the first; if it never does, all rounds of the phase count. again: as the first phase, but with other
+    texts: the plan has followed when it reaches the first level or its own settled level.
     """
     levels = [fmean(phase[len(phase) // 2 :]) for phase in phases]
     pairs = zip(levels, levels[1:], phases[1:], strict=False)
@@ -465,7 +469,7 @@ def _rounds(phase: Sequence[float], was: float, now: float) -> int | None:
 
 
 def _full(beats: Sequence[Beat], at_once: int) -> list[Beat]:
-    """The rounds from the first one on in which all of them are. Some only read prompts, and emit for nobody."""
+    """The rounds with requests, from the first one in which all of them decode."""
     first = next((i for i, beat in enumerate(beats) if beat.requests >= at_once), len(beats))
     return [beat for beat in beats[first:] if beat.requests]
 
@@ -481,7 +485,7 @@ WEIGHTS = {"eagle": "eagle3", "model": "draft", "medusa": "medusa"}
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for by lists."""
+    """The lists among the options."""
 
     parts: tuple[str, ...]
     settings: tuple[str, ...]
@@ -493,7 +497,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Clock:
-    """How long there is still, and how long what is left will take, by what was done. budget: None: there is no end."""
+    """The time left, and the estimated time of further steps. budget: None is unlimited."""
 
     budget: float | None
     seconds: Callable[[], float] = time.perf_counter
@@ -516,7 +520,7 @@ class Clock:
         return float("inf") if self.budget is None else self.budget - (self.seconds() - self._begun)
 
     def takes(self, steps: int) -> float:
-        """Seconds of so many more, as they were so far."""
+        """Estimated seconds of further steps."""
         return steps * self.spent / self.done if self.done else 0.0
 
 
@@ -531,7 +535,7 @@ class Run:
 
     @cached_property
     def target(self) -> str:
-        """The large model; without one, the small model is what is measured."""
+        """The large model, or the small one without --target."""
         return str(self.models.target if self.options.target else self.models.small)
 
     @property
@@ -542,7 +546,7 @@ class Run:
         return min(CONTEXT, positions)
 
     def specs(self) -> dict[str, str]:
-        """By drafter, how the engine is told of those that the settings need."""
+        """By drafter: the spec to open it with, for all drafters that the settings need."""
         needed = dict.fromkeys(name for mode in SETTINGS if mode.name in self.wanted.settings for name in mode.needs)
         named = (part.name for part in parse_merged(self.options.auto))
         needed |= dict.fromkeys(name for name in named if name != AUTO)
@@ -560,7 +564,7 @@ class Run:
         return f"{name}:{folder}" if (folder / "config.json").is_file() else None
 
     def modes(self, there: Sequence[str]) -> list[Mode]:
-        """The settings whose drafters are there."""
+        """The settings whose drafters are available."""
         wanted = [mode for mode in SETTINGS if mode.name in self.wanted.settings]
         found = [mode for mode in wanted if set(there).issuperset(mode.needs)]
         self.report.put([mode.name for mode in wanted if mode not in found], "left_out")
@@ -568,7 +572,7 @@ class Run:
 
     @contextmanager
     def engine(self, specs: dict[str, str], own: Sequence[Drafter]) -> Iterator[Bench]:
-        """One engine for all that is measured."""
+        """Open the one engine for all measurements."""
         options, on_gpu = self.options, self.options.device.startswith("cuda")
         parts = [part.name for part in parse_merged(options.auto)]
         auto = "+".join(specs.get(name, name) for name in parts if name == AUTO or name in specs)
@@ -589,7 +593,7 @@ class Run:
             llm.close()
 
     def keep(self, where: str, setting: str, seen: Window) -> None:
-        """These rounds, if they are to be kept."""
+        """Write the rounds to the file of --rounds-to."""
         if self.options.rounds_to:
             keep_rounds(self.options.rounds_to, where, setting, seen)
 
@@ -626,7 +630,7 @@ def _ours(whole: Run) -> None:
 
 
 def _cells(whole: Run, bench: Bench, modes: Sequence[Mode]) -> None:
-    """Cell after cell; those that the results have are left out, and those that there is no time for."""
+    """Measure cell after cell, except those that the results have and those without time."""
     report, options, by_name = whole.report, whole.options, {mode.name: mode for mode in modes}
     known = report.results.get("cells", {})
     left = [cell for cell in whole.wanted.cells if not by_name.keys() <= known.get(cell.name, {}).keys()]
@@ -656,7 +660,7 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[Mode]) -> None:
             warm.add(cell.load)
             found = side_by_side(names, measure, options.repeats)
             if AUTO in found:
-                found[AUTO]["plan"] = bench.planner.reasons()  # what it decided last, in words
+                found[AUTO]["plan"] = bench.planner.reasons()  # its last decisions in words
             alike = {name: found[as_] | ({"same_as": as_} if as_ != name else {}) for name, as_ in firsts.items()}
             report.put(known.get(cell.name, {}) | alike, "cells", cell.name)
         report.say(f"{number + 1} of {len(left)} cells; {whole.clock.takes(len(left) - number - 1):.0f} s to go")
@@ -664,7 +668,7 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[Mode]) -> None:
 
 
 def _mixed(whole: Run, llm: LLM) -> list[list[int]]:
-    """Prompts of all tasks by turns, for the trials."""
+    """Prompts of all tasks in turn, for the trials."""
     most = max(whole.wanted.trials)
     by_tasks = [whole.prompts(llm, Cell(task, most, 0.0)) for task in whole.texts]
     return [prompts[i] for i in range(max(map(len, by_tasks))) for prompts in by_tasks if i < len(prompts)][: 2 * most]

@@ -1,6 +1,6 @@
-"""vLLM in the same cells, with its fixed settings: each of them in a process of its own.
+"""vLLM in the same cells with its fixed settings, each in a process of its own.
 
-Requests come in a closed loop as they do to ours, by the steps of vLLM's engine, and are timed alike.
+Requests come in a closed loop through the steps of vLLM's engine, and are timed as ours are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODES = ("plain", "eagle3", "ngram", "draft", "eagle3_drawn", "ngram_gpu")
 
 @dataclass(frozen=True, slots=True)
 class Task(JsonTask):
-    """What one process is to measure."""
+    """The measurement of one process."""
 
     mode: str
     model: str
@@ -47,7 +47,7 @@ def run_apart(task: Task, peer_path: str | None, timeout: float) -> dict[str, An
 
 
 def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
-    """vLLM in this process. `tell` hears everything so far, after every cell."""
+    """Run vLLM in this process. `tell` receives all results so far after every cell."""
     vllm = opened(task.model, task.mode, task.draft, task.context, enable_prefix_caching=True)
     found: dict[str, Any] = {"version": vllm.version, "open_s": round(vllm.open_s, 1), "cells": {}}
     texts, tokenizer = by_task(Path(task.prompts) if task.prompts else None), vllm.llm.get_tokenizer()
@@ -66,8 +66,7 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
 def run(
     llm: Any, cell: Cell, prompts: Sequence[list[int]], max_tokens: int, seconds: float, names: Iterator[int]
 ) -> Window:
-    """One window: when one request ends the next begins, and when time is up, and enough rounds are over for a window
-    in which something is compiled, all end."""
+    """One window of a closed loop, until the time is up and there are enough rounds to leave out one that compiles."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

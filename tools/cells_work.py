@@ -1,9 +1,8 @@
-"""The cells of the planner's measurement: which requests, and what a stream of rounds says of its speed.
+"""The requests of a cell, and its speed from a stream of rounds.
 
-Nothing here knows an engine, and nothing is imported that a peer's process would have to bring along. A cell is a task
-at one number of requests at once and one temperature. In it requests come in a closed loop: when one ends the next one
-takes its place, so that the load stays what the cell says. Speed is tokens over seconds from the first round in which
-all of them decode, prompts of those that take a place included; when time is up, whoever runs is ended.
+Imports no engine, since a peer's process imports this file. A cell is a task at one number of requests at once and one
+temperature. Requests come in a closed loop: when one ends, the next takes its place, so the load is constant. Speed is
+tokens over seconds from the first round in which all requests decode, later prompts included.
 """
 
 from __future__ import annotations
@@ -23,20 +22,18 @@ from work import MULTI_TURN, encode
 AT_ONCE = (1, 4, 16, 64)
 TEMPERATURES = (0.0, 1.0)
 LONGEST = ((4, 1024), (16, 512), (64, 256))
-"""Tokens of a prompt, at most, up to so many at once: reading 64 long articles takes longer than what is measured."""
+"""Most tokens of a prompt by requests at once: reading 64 long articles would take longer than the measurement."""
 WITHHELD_S = 0.025
-"""Seconds in which nobody computes, at the least, that are not the engine's doing: nothing that it waits for takes as
-long without being computed, here or on the device."""
+"""Shortest gap in which neither the process nor the device computes that is ascribed to the machine, not the engine."""
 FEW = 8
-"""Rounds, at least, of which a speed can be told."""
+"""Fewest rounds of a window."""
 WARM_S = 0.2
-"""Of every setting, ours and a peer's, before it is timed with so many requests at a temperature for the first time: or
-who comes first pays for what is compiled, recorded and learned then."""
+"""Untimed seconds of each setting at each load, ours and a peer's, for compiling, recording and learning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A task, so many requests at once, and a temperature."""
+    """A task, a number of requests at once, and a temperature."""
 
     task: str
     at_once: int
@@ -53,9 +50,9 @@ class Cell:
 
 
 def cells(tasks: Sequence[str], at_once: Sequence[int], temperatures: Sequence[float], text: str = "") -> list[Cell]:
-    """All of them, those of one load together: what is recorded for the first of them serves the others.
+    """All cells, grouped by load, since cells of one load share recorded graphs.
 
-    text: names by comma, or parts of names ("qa", "x64", "T=1", "rag x4"): those that have one of them.
+    text: cell names or parts of names by comma ("qa", "x64", "T=1", "rag x4"); keeps the cells that match one of them.
     """
     every = [Cell(task, n, warmth) for n in at_once for warmth in temperatures for task in tasks]
     wanted = [part.split() for part in text.split(",") if part.strip()]
@@ -66,7 +63,7 @@ def cells(tasks: Sequence[str], at_once: Sequence[int], temperatures: Sequence[f
 
 
 def by_task(path: Path | None) -> dict[str, list[str]]:
-    """First turns by task; the eight categories of conversations in Spec-Bench are one. None: Slipstream's prompts."""
+    """First turns by task; Spec-Bench's eight categories of conversations are one task. None: Slipstream's prompts."""
     found: dict[str, list[str]] = {}
     for prompt in load_prompts(path):
         task = "multi_turn" if path is not None and prompt.category in MULTI_TURN else prompt.category
@@ -75,12 +72,12 @@ def by_task(path: Path | None) -> dict[str, list[str]]:
 
 
 def longest_of(at_once: int, room: int) -> int:
-    """Tokens of a prompt in a cell, at most; room: what the context has for them."""
+    """Most tokens of a prompt in a cell. room: tokens that the context has for prompts."""
     return min(next((most for n, most in LONGEST if at_once <= n), LONGEST[-1][1]), room)
 
 
 def shortened(tokenizer: Any, text: str, longest: int) -> list[int]:
-    """A prompt of so many tokens at most: the middle of the text is left out, so that it stays a whole request."""
+    """A prompt of at most `longest` tokens. The middle of the text is left out, so that it stays a whole request."""
     ids = encode(tokenizer, text, 1 << 30)
     if len(ids) <= longest:
         return ids
@@ -93,7 +90,7 @@ def shortened(tokenizer: Any, text: str, longest: int) -> list[int]:
 def prompts_of(tokenizer: Any, texts: Sequence[str], at_once: int, room: int, fewest: int) -> list[list[int]]:
     """The prompts of a cell, spread over the task's: the same for every setting, engine and temperature.
 
-    fewest: also where fewer are asked at once, if there are so many.
+    fewest: the fewest prompts, if the task has enough.
     """
     count = min(len(texts), max(fewest, at_once))
     spread = [texts[i * len(texts) // count] for i in range(count)]
@@ -101,32 +98,31 @@ def prompts_of(tokenizer: Any, texts: Sequence[str], at_once: int, room: int, fe
 
 
 def tokens_of(number: int, at_once: int, max_tokens: int) -> int:
-    """Tokens of the n-th request's answer, at most. Those that come first have fewer, each another number, a quarter at
-    the least: or all that begin together end together where nothing is drafted, and their successors' prompts are read
-    in one pass, as no traffic has it."""
+    """Most tokens of the n-th answer. The first answers have different lengths, from a quarter on, so that requests
+    that begin together do not end together and have their successors' prompts read in one pass."""
     if number >= at_once:
         return max_tokens
     return max(1, max_tokens * (at_once + 3 * (number + 1)) // (4 * at_once))
 
 
-# --- what is heard of rounds ------------------------------------------------------------------------------------------
+# --- rounds -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A round that is over."""
+    """A finished round."""
 
     at: float  # seconds, by any clock
-    requests: int  # for which it emitted
+    requests: int  # that received tokens
     tokens: int
     drafted: int = 0  # nodes
     read_rows: int = 0  # of prompts
-    recorded: int = 0  # graphs recorded so far, and kernels compiled beside them
-    recording_s: float = 0.0  # … and how long that took
-    parts_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the host, the draft and the pass, where they are known
-    cpu_s: float | None = None  # that all threads of the process have computed, where that is known
-    hoped: float = 1.0  # how many times as fast as plain decoding it was to be
-    guessers: tuple[str, ...] = ()  # whose guesses it had
+    recorded: int = 0  # graphs recorded and kernels compiled so far
+    recording_s: float = 0.0  # the time of that
+    parts_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the host, the draft and the pass, if known
+    cpu_s: float | None = None  # CPU time of all threads of the process, if known
+    hoped: float = 1.0  # planned speed relative to plain decoding
+    guessers: tuple[str, ...] = ()  # the drafters with guesses in it
 
     @property
     def device_s(self) -> float:
@@ -135,22 +131,22 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One timed round: seconds since the one before, without those in which graphs were recorded, or in which the
-    machine let nobody compute."""
+    """The time of one round, without recording of graphs and without gaps due to the machine."""
 
     seconds: float
     beat: Beat
-    withheld_s: float = 0.0  # … of these
+    withheld_s: float = 0.0  # the gap due to the machine
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Rounds of a kind take about the same time: as many requests, and about as many nodes."""
+        """Rounds of a kind take about the same time: the same number of requests, and about the same number of
+        nodes."""
         return self.beat.requests, round(2 * log2(1 + self.beat.drafted))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some rounds in a row, and how many graphs were recorded in them."""
+    """Consecutive rounds, and the number of graphs recorded in them."""
 
     spans: tuple[Span, ...]
     recorded: int = 0
@@ -165,7 +161,7 @@ class Window:
 
     @property
     def withheld(self) -> list[float]:
-        """Seconds of each time that the machine let nobody compute."""
+        """Seconds of each gap due to the machine."""
         return [span.withheld_s for span in self.spans if span.withheld_s]
 
     @property
@@ -174,7 +170,7 @@ class Window:
 
 
 def window(beats: Sequence[Beat], at_once: int) -> Window:
-    """Rounds from the first in which all decode. Raises `ValueError` where there are too few of them."""
+    """The rounds from the first one in which all requests decode. Raises `ValueError` if there are too few."""
     full = next((i for i, beat in enumerate(beats) if beat.requests >= at_once), len(beats))
     rounds = list(zip(beats[full:], beats[full + 1 :], strict=False))
     if len(rounds) < FEW:
@@ -184,10 +180,10 @@ def window(beats: Sequence[Beat], at_once: int) -> Window:
 
 
 def _span(beats: Sequence[Beat]) -> Span:
-    """Between the first two of these; behind them, those that the host hears of when they are long over.
+    """The time between the first two beats; the later ones show device work that the host hears of late.
 
-    Where neither the process computed nor the device had anything to do, both were kept from it: by whoever shares the
-    machine. A wait of the process for itself is no shorter than what it waits for, and that is counted.
+    Time in which neither the process computed nor the device had work is the machine's: another program held it. A wait
+    of the process for its own work is no longer than that work, and counts.
     """
     last, now = beats[:2]
     seconds = now.at - last.at - (now.recording_s - last.recording_s)
@@ -198,7 +194,7 @@ def _span(beats: Sequence[Beat]) -> Span:
 
 
 def keep_rounds(file: Path, cell: str, setting: str, seen: Window) -> None:
-    """Add a line of these rounds to a file: to see afterwards why a setting was slow."""
+    """Append these rounds to a file, to find out afterwards why a setting was slow."""
     rounds = []
     for one in seen.spans:
         beat = one.beat
@@ -217,7 +213,7 @@ def _us(seconds: float) -> int:
 
 
 def point(windows: Sequence[Window]) -> dict[str, Any]:
-    """What the results say of a setting in a cell: all its windows together."""
+    """The results of a setting in a cell, over all its windows."""
     spans = [span for window in windows for span in window.spans]
     turns = sum(span.beat.requests for span in spans)
     bare = [span for span in spans if not span.beat.read_rows]
@@ -235,14 +231,13 @@ def point(windows: Sequence[Window]) -> dict[str, Any]:
 
 
 def _parts(spans: Sequence[Span]) -> dict[str, list[float]]:
-    """What of a round was the host's, the draft's and the pass's, on average; nothing where nobody tells."""
+    """The mean parts of a round (host, draft, pass), if known."""
     means = [round(1e3 * fmean(part), 3) for part in zip(*(span.beat.parts_s for span in spans), strict=True)]
     return {"parts_ms": means} if any(means) else {}
 
 
 def _steady_s(spans: Sequence[Span]) -> float:
-    """Seconds of these rounds if each had taken what is usual for its kind: on a machine that others share, a stall
-    in one setting's window says nothing about the setting."""
+    """Seconds of these rounds if each had taken the median of its kind: a stall of the machine does not count."""
     kinds: dict[tuple[int, int], list[float]] = {}
     for span in spans:
         kinds.setdefault(span.kind, []).append(span.seconds)
@@ -250,15 +245,15 @@ def _steady_s(spans: Sequence[Span]) -> float:
 
 
 Measure = Callable[[str], Window]
-"""One window of a setting, by its name."""
+"""From the name of a setting to one window of it."""
 RECORDED_MOST = 2
-"""Graphs that may have been recorded in a window that counts: what is left out is not all that recording disturbs."""
+"""Most graphs recorded in a window that counts: recording also disturbs the rounds around it."""
 
 
 def side_by_side(names: Sequence[str], measure: Measure, repeats: int, patience: int = 2) -> dict[str, dict[str, Any]]:
-    """All settings in turn, so many times, each time from another one on: a machine that slows down slows all of them.
+    """Measure all settings in turn, `repeats` times, each time in another order, against a drifting machine.
 
-    A window in which much was recorded is measured again, as often as there is patience for.
+    A window with too much recording is measured again, at most `patience` times for each setting.
     """
     found: dict[str, list[Window]] = {name: [] for name in names}
     left = dict.fromkeys(names, patience)

@@ -57,7 +57,7 @@ Points = Mapping[str, Mapping[str, Any]]
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Everything that these results hold; what was not measured has no line."""
+    """The tables of all results."""
     parts = [f"`{results['command']}`, {results['device']}, {results['date']}"] if "command" in results else []
     for temperature in results.get("curve", {}) or _temperatures(results):
         parts += [_rates(results, temperature), _rounds(results, temperature)]
@@ -65,12 +65,12 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def _temperatures(results: Mapping[str, Any]) -> list[str]:
-    """Those that only vLLM was measured at."""
+    """The temperatures at which only vLLM was measured."""
     return sorted({key for found in results.get("vllm", {}).values() for key in found if key.startswith("T=")})
 
 
 def lines(results: Mapping[str, Any], temperature: str) -> dict[str, Mapping[str, Any]]:
-    """Ours and vLLM's curves at one temperature, by what they are called."""
+    """Ours and vLLM's curves at one temperature, by label."""
     ours: Points = results.get("curve", {}).get(temperature, {})
     named = {_LABELS.get(mode, mode): points for mode, points in ours.items()}
     for mode, found in results.get("vllm", {}).items():
@@ -80,7 +80,7 @@ def lines(results: Mapping[str, Any], temperature: str) -> dict[str, Mapping[str
 
 
 def plain_rate(results: Mapping[str, Any], temperature: str, size: str) -> float | None:
-    """Our own plain decoding: with the drafters loaded or without, whichever is faster."""
+    """Our plain decoding with the drafters loaded or without, whichever is faster."""
     rates = [
         found["tok_s"]
         for key in ("curve", "alone")
@@ -105,7 +105,7 @@ def _rate(found: Mapping[str, Any] | None, plain: float | None) -> str:
 
 
 def _rounds(results: Mapping[str, Any], temperature: str) -> str:
-    """What a round of one request is made of, and what a planner brings that always drafts."""
+    """The parts of a round of one request, and the result of a planner that always drafts."""
     fixed: Points = results.get("fixed", {}).get(temperature, {})
     head = [f"one request, {temperature}", "tau", "accepted", "draft, ms", "verify, ms", "host, ms"]
     rows = [head + (["always drafting, tok/s", "its tau"] if fixed else [])]
@@ -140,7 +140,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _notes(results: Mapping[str, Any]) -> Iterable[str]:
-    """What is one number or one sentence."""
+    """Results of one number or sentence."""
     for temperature, modes in results.get("curve", {}).items():
         there = {size for points in modes.values() for size in points}
         asked = {size for points in lines(results, temperature).values() for size in points}
@@ -180,7 +180,7 @@ def _notes(results: Mapping[str, Any]) -> Iterable[str]:
 
 
 def filled(document: str, tables: str, name: str = "curve") -> str:
-    """The document with these tables between its two marks. Raises `ValueError` where it has no such place."""
+    """The document with the tables between its two marks. Raises `ValueError` if it has no such marks."""
     first, last = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, begin, rest = document.partition(first)
     _, end, after = rest.partition(last)
@@ -190,7 +190,7 @@ def filled(document: str, tables: str, name: str = "curve") -> str:
 
 
 def picture(results: Mapping[str, Any]) -> str:
-    """Tokens per second over our plain decoding, by requests at once, as SVG. Modes with one size are left out."""
+    """Tokens per second over our plain decoding by requests at once, as SVG. Modes with one size are left out."""
     from slipstream.train.plot import Panel, draw
 
     named = {name: points for name, points in lines(results, GREEDY).items() if len(points) > 1}
@@ -223,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_models(made: argparse.ArgumentParser) -> None:
-    """Options about models, vLLM and results, which benchmarks with a large target share."""
+    """Add the options about models, vLLM and results that benchmarks with a large target share."""
     made.add_argument("--small", default="default", help="the model that the drafters were trained for")
     made.add_argument("--target", type=Path, help="the large model; made from the small one where it is not there")
     made.add_argument("--work", type=Path, help="a folder for what is made of the drafters")
@@ -245,7 +245,7 @@ def add_models(made: argparse.ArgumentParser) -> None:
 
 
 def checked(options: argparse.Namespace) -> dict[str, Any]:
-    """The lists among the options. Prompts that cannot be read are refused here too, before anything is opened."""
+    """The lists among the options. Prompts that cannot be read are refused here, before anything is opened."""
     if options.prompts:
         spread(options.prompts)
     return {
@@ -268,7 +268,7 @@ def show(results: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 class Begun(NamedTuple):
-    """A command that is to measure something."""
+    """The options of a measurement."""
 
     options: argparse.Namespace
     lists: dict[str, Any]  # those among the options
@@ -281,7 +281,7 @@ def begin(
     show: Callable[[dict[str, Any], argparse.Namespace], None],
     checked: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> Begun | None:
-    """How benchmarks with a large target begin. None: only tables were wanted, or only vLLM, and that is done."""
+    """Parse the options. None: only tables were wanted, or this is a peer's process, and that is done."""
     options = made.parse_args(arguments)
     if options.as_peer:
         peers.measure(peers.Task.read(options.as_peer), lambda found: print(json.dumps(found), flush=True))

@@ -1,7 +1,7 @@
-"""Our drafters on the large target, mode by mode and size by size, in one engine that has them all.
+"""Our side of the curve: engines and drafters on the large target, part by part, and the tasks for vLLM.
 
-Sizes come first and modes within them, so that what is compared was measured within seconds. The figure is what users
-get: the planner decides. With a planner that always drafts there is another engine, for comparison.
+Sizes come first and modes within them, so that compared figures were measured within seconds of each other. The curve
+has the planner that users have; another engine always drafts, for comparison.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from work import (
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to answer. needs: drafters that guess for it together."""
+    """A way to decode. needs: the drafters, whose drafts are merged."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -76,14 +76,14 @@ def drafters(found: Mapping[str, str], eagle_options: str = "") -> list[str]:
 
 
 def possible(modes: Sequence[Mode], specs: Sequence[str]) -> list[Mode]:
-    """Those whose drafters are there."""
+    """The modes whose drafters are available."""
     there = {spec.partition(":")[0] for spec in specs}
     return [mode for mode in modes if there.issuperset(mode.needs)]
 
 
 @dataclass(frozen=True, slots=True)
 class OurRun:
-    """A run, and what it says of its rounds."""
+    """A run with the statistics of its rounds."""
 
     run: Run
     stats: tuple[SpeculationStats, ...]
@@ -93,9 +93,9 @@ class OurRun:
 
 @dataclass(slots=True)
 class Asker:
-    """An engine and its prompts. A prompt's seed is its number, so that all modes and sizes give the same answers.
+    """An engine and its prompts. A prompt's seed is its number, so all modes and sizes give the same answers.
 
-    Every request is a tenant of its own: drafters that remember answers would know them from the run before.
+    Every request has a tenant of its own, since some drafters remember a tenant's answers.
     """
 
     llm: LLM
@@ -135,7 +135,7 @@ PARTS = ("draft", "verify", "host")
 
 
 def measured(asker: Asker, mode: Mode, temperature: float, at_once: int, repeats: int) -> Timed[OurRun]:
-    """Runs in which nothing was recorded. One request of plain decoding has one shape: few tokens show it."""
+    """Runs without recording. Plain decoding of one request has one shape, so a few tokens warm it up."""
     is_quick = not mode.needs and at_once == 1
     return timed(
         lambda: asker.run(mode, temperature, at_once),
@@ -146,7 +146,7 @@ def measured(asker: Asker, mode: Mode, temperature: float, at_once: int, repeats
 
 
 def point(found: Timed[OurRun], plain: Mapping[int, tuple[int, ...]]) -> dict[str, Any]:
-    """One place of the curve. plain: answers of plain decoding, by prompt; empty: not known."""
+    """One point of the curve. plain: answers of plain decoding by prompt; empty if unknown."""
     runs = [part.run for part in found.runs]
     stats = [s for part in found.runs for s in part.stats]
     rounds, turns = sum(part.rounds for part in found.runs), sum(s.rounds for s in stats)
@@ -171,7 +171,7 @@ def point(found: Timed[OurRun], plain: Mapping[int, tuple[int, ...]]) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many requests at once, at one temperature."""
+    """A number of requests at once, at one temperature."""
 
     temperature: float
     at_once: int
@@ -190,7 +190,7 @@ def curve(
     key: str,
     measure: Callable[[Asker, Mode, float, int, int], Timed[OurRun]] = measured,
 ) -> None:
-    """Every mode under every load, into the report: results[key][temperature][mode][requests at once]."""
+    """Measure every mode under every load, into results[key][temperature][mode][requests at once]."""
     plain: dict[str, dict[int, tuple[int, ...]]] = {}
     for load in loads:
         for mode in modes:
@@ -205,14 +205,14 @@ AT_ONCE = 48
 
 
 def for_vllm(head: Path, model: Path, out: Path, layout: Literal["original", "speculators"]) -> Path:
-    """The head in a layout that vLLM reads, written anew: what is tried is what our writer writes."""
+    """Write the head in a layout that vLLM reads, which also tests our writer."""
     config = load_config(model)
     shape = TargetShape(config.hidden_size, config.vocab_size, config.num_hidden_layers, config.max_position_embeddings)
     return save_eagle3(read_eagle(HeadFiles.read(head), shape), out, layout, target=str(model), depth=PEER_DEPTH)
 
 
 def ours(model: Path, head: Path, prompts: Path, max_tokens: int, device: str, limit: int | None) -> dict[str, Any]:
-    """Chains of this head in our engine."""
+    """Acceptance of the head's chains in our engine: greedy, bf16, all first turns, chains as long as vLLM's."""
     with LLM(
         str(model),
         drafter=f"eagle:{head}?depth={PEER_DEPTH}&width=1",
@@ -233,7 +233,7 @@ def ours(model: Path, head: Path, prompts: Path, max_tokens: int, device: str, l
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """What was asked for by lists."""
+    """The lists among the options."""
 
     parts: tuple[str, ...]
     modes: tuple[str, ...]
@@ -244,13 +244,13 @@ class Lists:
 
     @property
     def loads(self) -> list[Load]:
-        """One request first, at both temperatures: that matters most, should time run out."""
+        """One request first, at both temperatures: it matters most if time runs out."""
         both = [Load(0.0, size) for size in self.sizes] + [Load(1.0, size) for size in self.sampled]
         return sorted(both, key=lambda load: (load.at_once, load.temperature))
 
 
 class Models:
-    """The large target and its drafters: made when first asked for, and kept for the next call."""
+    """The large target and its drafters: made on first use, and kept for the next call."""
 
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self.options, self.report = options, report
@@ -275,14 +275,14 @@ class Models:
 
     @cached_property
     def drafters(self) -> dict[str, str]:
-        """By the names of their folders, how an engine is told of those for the large target."""
+        """The specs of the drafters for the large target, by the names of their folders."""
         made = widen_heads.widen_all(self.small, self.target, self.heads, self.options.work, self.dtype)
         self.report.put(sorted(made), "drafters")
         return made
 
 
 class Bench(Models):
-    """What the parts share."""
+    """The models and options that the parts share."""
 
     def __init__(self, options: argparse.Namespace, lists: Lists, report: Report) -> None:
         super().__init__(options, report)
@@ -300,7 +300,7 @@ class Bench(Models):
         return Setup(str(self.target), tuple(specs), str(self.device), dtype, context)
 
     def measure(self, setup: Setup, modes: Sequence[Mode], loads: Sequence[Load], key: str) -> None:
-        """One engine, and all of this in it."""
+        """Measure all modes and loads in one engine."""
         options = self.options
         with opened(setup) as llm:
             prompts = prompts_for(llm.tokenizer, options.prompts, setup.context, options.max_tokens)
@@ -344,7 +344,7 @@ def _fixed(bench: Bench) -> None:
 
 
 def _interchange(bench: Bench) -> None:
-    """Each side is kept by itself: where one fails or comes in another call, the other one stays."""
+    """Each side is kept separately, so that a failure of one keeps the other."""
     options, report = bench.options, bench.report
     head = bench.heads / "eagle3"
     with report.part("interchange, ours"):
@@ -388,7 +388,7 @@ def _peers(bench: Bench) -> None:
 
 
 def peer_draft(models: Models, mode: str) -> str | None:
-    """The weights that a mode of vLLM guesses with."""
+    """The weights that a mode of vLLM drafts with."""
     if mode == "draft":
         given: str | None = models.options.peer_draft
         return given or models.drafters["draft"].partition(":")[2]

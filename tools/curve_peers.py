@@ -1,7 +1,7 @@
-"""The same requests by vLLM, plain and with the same EAGLE-3 head: each mode in a process of its own.
+"""vLLM on the same requests, plain and with the same EAGLE-3 head: each mode in a process of its own.
 
-vLLM's counters say what it drafted and what stood. Its tau is made as ours is: tokens that came out over passes, where
-a prompt's last pass counts and every draft is one pass more.
+vLLM's counters give its drafted and accepted tokens. Its tau is computed as ours: tokens over passes, where a prompt's
+last pass counts and every draft is one more pass.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MODES = ("plain", "eagle3", "eagle3_drawn", "ngram", "ngram_gpu", "draft")
 LONGEST = CONTEXT // 2
 WARM_TOKENS = 32
 WITHIN = 0.05
-"""How far acceptance there may be from acceptance here."""
+"""Largest relative difference of acceptance there and here."""
 MOST_AT_ONCE = 32
-"""Requests of an acceptance run: with all 480 asked at once vLLM 0.26 ended in its attention (scheduler_metadata)."""
+"""Requests of an acceptance run: with all 480 at once vLLM 0.26 ended in its attention (scheduler_metadata)."""
 _PREFIX = "vllm:spec_decode_"
 
 
 @dataclass(frozen=True, slots=True)
 class Task(JsonTask):
-    """What one process is to measure: the curve on the spread of prompts, or acceptance on all first turns."""
+    """The measurement of one process: the curve on the spread of prompts, or acceptance on all first turns."""
 
     what: Literal["curve", "acceptance"]
     mode: str
@@ -53,7 +53,7 @@ def run_apart(task: Task, peer_path: str | None, timeout: float) -> dict[str, An
 
 
 def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
-    """vLLM in this process. `tell` hears everything so far, after every load."""
+    """Run vLLM in this process. `tell` receives all results so far after every load."""
     # its counters are of the statistics that it would log
     vllm = opened(task.model, task.mode, task.draft, LONGEST, disable_log_stats=False)
     llm, context = vllm.llm, vllm.context
@@ -99,7 +99,7 @@ def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What vLLM counted of its drafts; nothing where it does not guess."""
+    """vLLM's counters of drafts; zeros where it does not draft."""
 
     drafts: int = 0
     drafted: int = 0
@@ -108,7 +108,7 @@ class Counts:
 
     @staticmethod
     def of(llm: Any) -> Counts:
-        """So far."""
+        """The counters so far."""
         named = {metric.name.removeprefix(_PREFIX): metric for metric in llm.get_metrics()}
         if "num_drafts" not in named:
             return Counts()
@@ -130,7 +130,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """A run, and what vLLM counted in it."""
+    """A run with vLLM's counters."""
 
     run: Run
     counts: Counts

@@ -134,7 +134,7 @@ def timed(
     recorded: Callable[[], int] = lambda: 0,
     patience: int = PATIENCE,
 ) -> Timed[Result]:
-    """So many runs in which nothing was recorded, after one that warms up.
+    """Time `repeats` runs without recording, after a warm-up run.
 
     recorded: graphs recorded so far. A run in which some were is done again, as often as there is patience for.
     """

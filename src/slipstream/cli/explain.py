@@ -16,8 +16,8 @@ from slipstream.cli.options import OF_REQUESTS, OUTPUT, SPECULATION, Common, opt
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.cli.forecast import Choice, Guesser
     from slipstream.engine.llm import LLM
-    from slipstream.plan.forecast import Choice, Guesser
     from slipstream.plan.types import MeasuredCosts
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -117,9 +117,9 @@ def _costs(llm: LLM) -> MeasuredCosts:
 
 
 def _choices(llm: LLM, guessers: Sequence[Guesser], costs: MeasuredCosts, context: int) -> list[Choice]:
+    from slipstream.cli.forecast import Engine, forecast
     from slipstream.engine.config import ROW_SLOPE
     from slipstream.engine.queued import QueuedEngine
-    from slipstream.plan.forecast import Engine, forecast
 
     engine = llm.engine
     slope, is_padded = ROW_SLOPE[engine.target.device.type], isinstance(engine, QueuedEngine)
@@ -132,10 +132,10 @@ def _choices(llm: LLM, guessers: Sequence[Guesser], costs: MeasuredCosts, contex
 
 def _guessers(llm: LLM) -> list[Guesser]:
     """The named drafters. Predictions and forms belong to a request."""
+    from slipstream.cli.forecast import Guesser
     from slipstream.drafters.base import DeviceDrafter, HostDrafter
     from slipstream.engine.gathering import levels_of
     from slipstream.engine.odds import reach
-    from slipstream.plan.forecast import Guesser
 
     found, limit = [], llm.engine.config.draft_tokens
     for name, drafter in llm.engine.drafting.drafters.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -72,6 +73,24 @@ class Tree:
             if (parent, token) in siblings:
                 raise DrafterError(f"node {node}: token {token} stands twice under parent {parent}")
             siblings.add((parent, token))
+
+
+def cut(tree: Tree, kept: list[bool]) -> Tree:
+    """The kept nodes of a tree. A kept node's parent must be kept."""
+    count = sum(kept)
+    if count == len(kept):
+        return tree
+    if not count:
+        return Tree()
+    if not any(kept[count:]):  # a prefix, as always of a chain
+        return Tree(tree.tokens[:count], tree.parents[:count])
+    new_index = [place - 1 for place in accumulate(kept)]
+    nodes = [node for node, keep in enumerate(kept) if keep]
+    parents = [tree.parents[node] for node in nodes]
+    return Tree(
+        tuple(tree.tokens[node] for node in nodes),
+        tuple(ROOT if parent == ROOT else new_index[parent] for parent in parents),
+    )
 
 
 @dataclass(frozen=True, slots=True)

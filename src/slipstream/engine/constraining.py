@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.constrain.matcher import mask_words
-from slipstream.core.draft import Draft, Tree
+from slipstream.core.draft import Draft, Tree, cut
 from slipstream.engine.state import Answer
-from slipstream.plan.choose import cut
 
 Promises = Sequence[Sequence[float] | None]
 

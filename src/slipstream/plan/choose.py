@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.core.draft import MAX_NODES, ROOT, Tree
+from slipstream.core.draft import MAX_NODES, ROOT, Tree, cut
 from slipstream.plan.acceptance import DEPTHS, EDGES
 from slipstream.plan.types import Budget, Floats, Levels, Load, Offer
 
 Ints = NDArray[np.int64]
 
 _LEVELS = (1, 2, 4, 6, 8, 10, 16, 24, 32, 48)
-_EMPTY = Tree()
 
 
 def level_choices(depth: int) -> tuple[int, ...]:
@@ -222,24 +221,6 @@ class Ranked:
             left.append([chances[node] for node in range(begin, end) if marks[node]])
             begin = end
         return trees, left
-
-
-def cut(tree: Tree, kept: list[bool]) -> Tree:
-    """The kept nodes of a tree. A kept node's parent must be kept."""
-    count = sum(kept)
-    if count == len(kept):
-        return tree
-    if not count:
-        return _EMPTY
-    if not any(kept[count:]):  # a prefix, as always of a chain
-        return Tree(tree.tokens[:count], tree.parents[:count])
-    new_index = [place - 1 for place in accumulate(kept)]
-    nodes = [node for node, keep in enumerate(kept) if keep]
-    parents = [tree.parents[node] for node in nodes]
-    return Tree(
-        tuple(tree.tokens[node] for node in nodes),
-        tuple(ROOT if parent == ROOT else new_index[parent] for parent in parents),
-    )
 
 
 def shared_out(tree: Tree, chance: float) -> list[float]:

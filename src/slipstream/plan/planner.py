@@ -19,7 +19,18 @@ from slipstream.plan.acceptance import DEPTHS, Acceptance, Ease, Promises
 from slipstream.plan.choose import Candidate, Free, Ranked, Step
 from slipstream.plan.cost import Costs
 from slipstream.plan.guard import HORIZON, MEMBERS, Guard, Probes
-from slipstream.plan.types import Budget, Decision, Gain, Load, MeasuredCosts, Offer, StepSeen, TreeSeen, bucket_of
+from slipstream.plan.types import (
+    Budget,
+    Decision,
+    Floats,
+    Gain,
+    Load,
+    MeasuredCosts,
+    Offer,
+    StepSeen,
+    TreeSeen,
+    bucket_of,
+)
 
 MARGIN = 1.03
 """The advantage that another choice must have over the last one: estimates are no more exact than that."""
@@ -220,16 +231,20 @@ class AdaptivePlanner(Planner):
     ) -> tuple[list[Tree], list[list[float]]]:
         tokens = ranked.tokens(requests)  # [N + 1]
         pass_s = self.costs.passes(requests + len(tokens) - 1)[requests:]
-        rates = tokens / pass_s
-        best = int(rates.argmax())
-        gain = float(rates[best] / rates[0])
-        pays = gain > max(MARGIN, self._min_gain)
-        self._decided[drafter] = Decision(requests, best if pays else 0, gain, row=self.costs.row(requests))
-        if not pays:
+        best = self._paying(drafter, tokens / pass_s, range(len(tokens)), requests)
+        if not best:
             best = min(2, len(tokens) - 1)
             if not self._probes.spend(drafter, float(pass_s[best] - pass_s[0])):
                 return [_NOTHING] * len(trees), [[] for _ in trees]
         return ranked.take(best)
+
+    def _paying(self, drafter: str, rates: Floats, nodes: Sequence[int], requests: int) -> int:
+        """The index of the highest rate and the decision on it; 0: no draft pays. nodes: by index."""
+        best = int(rates.argmax())
+        gain = float(rates[best] / rates[0])
+        best = best if gain > max(MARGIN, self._min_gain) else 0
+        self._decided[drafter] = Decision(requests, nodes[best], gain, row=self.costs.row(requests))
+        return best
 
     def _whole(
         self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], requests: int
@@ -242,14 +257,9 @@ class AdaptivePlanner(Planner):
         tokens = np.concatenate(([0.0], brought[order].cumsum())) + requests
         nodes = np.concatenate(([0], sizes[order].cumsum()))
         pass_s = self.costs.passes(requests + int(nodes[-1]))[requests:][nodes]
-        rates = tokens / pass_s
-        best = int(rates.argmax())
-        gain = float(rates[best] / rates[0])
-        pays = gain > max(MARGIN, self._min_gain)
-        taken = int(nodes[best]) if pays else 0
-        self._decided[drafter] = Decision(requests, taken, gain, row=self.costs.row(requests))
-        if not pays:
-            best = len(order) if self._probes.spend(drafter, float(pass_s[-1] - pass_s[0])) else 0
+        best = self._paying(drafter, tokens / pass_s, nodes.tolist(), requests)
+        if not best and self._probes.spend(drafter, float(pass_s[-1] - pass_s[0])):
+            best = len(order)
         kept = set(order[:best].tolist())
         left = [tree if i in kept else _NOTHING for i, tree in enumerate(trees)]
         # each node gets an equal part of the tree's expected tokens
