@@ -31,7 +31,7 @@ DRAFTERS = ("eagle3", "medusa", "draft")
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What some prompts brought."""
+    """The counts of some prompts."""
 
     prompts: int
     rounds: int
@@ -65,7 +65,7 @@ def added_up(parts: Sequence[Acceptance]) -> Acceptance:
 
 
 def measured(llm: LLM, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int) -> Acceptance:
-    """These prompts together. Each has a seed of its own: its number."""
+    """Run these prompts together, each with its number as seed."""
     before, began = llm.snapshot(), time.perf_counter()
     params = [
         SamplingParams(
@@ -95,14 +95,14 @@ def measured(llm: LLM, prompts: Sequence[Sequence[int]], temperature: float, max
 
 
 def _without_end(counts: list[int]) -> tuple[int, ...]:
-    """Without the zeros behind the last guess that ever stood."""
+    """The counts without trailing zeros."""
     while counts and not counts[-1]:
         counts.pop()
     return tuple(counts)
 
 
 def run(llm: LLM, groups: Mapping[str, Sequence[Sequence[int]]], temperature: float, max_tokens: int) -> dict[str, Any]:
-    """All tasks at one temperature."""
+    """Run all tasks at one temperature."""
     parts = {name: measured(llm, prompts, temperature, max_tokens) for name, prompts in groups.items()}
     whole = added_up(list(parts.values()))
     return {
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _write(options: argparse.Namespace, prompts: int, results: Sequence[Mapping[str, Any]]) -> str:
-    """Everything so far, as JSON: also into the file, after every temperature, should time run out."""
+    """Write all results so far as JSON, also into the file."""
     result = json.dumps({"settings": settings(options), "prompts": prompts, "results": results})
     if options.json is not None:
         options.json.write_text(result + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The harm that hostile forms do to other requests: a server, four streams, and each form of `py`.
+"""The harm that hostile forms do to other requests: a server, four streams, and each form below.
 
 For each form: how fast the four go from when it is sent until it is answered (a second at least), against their speed
 beside a fifth ordinary request; how much memory the server's processes hold more than before; and that it gets an
@@ -41,13 +41,13 @@ def _object(required: bool = True, /, **properties: Any) -> Form:
 
 
 def _ambiguous(rules: int) -> str:
-    """Every text of letters can be read in very many ways."""
+    """A grammar in which every text of letters can be read in very many ways."""
     lines = (f'r{i} ::= [a-z]+ r{(i + 1) % rules} | [0-9a-z]+ " " r{(7 * i + 3) % rules} | "x"' for i in range(rules))
     return "\n".join(["root ::= r0", *lines])
 
 
 def _doubling(levels: int) -> str:
-    """Text without a choice, twice as long with every rule."""
+    """Text without a choice that doubles with every rule."""
     lines = (f"r{i} ::= r{i + 1} r{i + 1}" for i in range(levels))
     return "\n".join(["root ::= r0", *lines, f'r{levels} ::= "ab"'])
 
@@ -203,7 +203,7 @@ REMEDIES = ("more than", "at most", "must be", "cannot", "too ", "no text", "ano
 
 
 class Streams:
-    """Ordinary requests that never end, and the tokens that they have got so far."""
+    """Ordinary requests that never end, with a count of their tokens."""
 
     def __init__(self, port: int) -> None:
         self.tokens = 0
@@ -214,7 +214,7 @@ class Streams:
             thread.start()
 
     def rate(self, meanwhile: Callable[[], Any]) -> tuple[float, Any]:
-        """Tokens a second while this is done, and what it returns."""
+        """Tokens per second while `work` runs, and its result."""
         began, before = time.perf_counter(), self.tokens
         value = meanwhile()
         time.sleep(max(0.0, began + LEAST_S - time.perf_counter()))
@@ -245,7 +245,7 @@ def ask(port: int, **fields: Any) -> tuple[int, Any]:
 
 
 def megabytes(root: int) -> float:
-    """What a process and all below it hold."""
+    """Memory of a process and all its descendants."""
     parents: dict[int, int] = {}
     kilobytes: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
@@ -264,7 +264,7 @@ def megabytes(root: int) -> float:
 
 
 def judge(form: dict[str, Any], status: int, body: Any) -> tuple[str, str | None]:
-    """What became of a form, and what is wrong with that."""
+    """The kind of answer, and its fault."""
     if status == 400:
         said = body["error"]["message"]
         return "refused", None if any(remedy in said for remedy in REMEDIES) else f"names no limit: {said}"
@@ -300,7 +300,7 @@ def free_port() -> int:
 
 
 def unknown(form: dict[str, Any]) -> dict[str, Any]:
-    """The same form in other words: what a server remembers of it does not count."""
+    """The same form with other names, since a server remembers forms."""
     match form:
         case {"json": schema}:
             return {"json": {**schema, "$comment": "once more"}}
@@ -368,7 +368,7 @@ def main() -> None:
 def one_form(
     name: str, form: dict[str, Any], port: int, pid: int, streams: Streams, beside: float, held: float, tokens: int
 ) -> dict[str, Any]:
-    """A form that seems to slow others down is sent once more: the machine may have been at something else."""
+    """Send a form; once more if it seems to slow the others, since the machine may have been busy."""
     most, over = 0.0, threading.Event()
 
     def watch() -> None:

@@ -29,7 +29,7 @@ def clock_of(device: torch.device) -> Clock:
 
 @torch.inference_mode()
 def graph_clock(works: Mapping[str, Work], repeats: int) -> dict[str, float]:
-    """Each work captured as a CUDA graph, and its replays timed by events. Nothing waits for the host in between."""
+    """Capture each work as a CUDA graph, and time its replays by events, without waiting for the host in between."""
     graphs = {name: _captured(work) for name, work in works.items()}
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in works}
     for timed in (False, *([True] * repeats)):
@@ -45,7 +45,7 @@ def graph_clock(works: Mapping[str, Work], repeats: int) -> dict[str, float]:
 
 
 def _captured(work: Work) -> Any:
-    """As a round is captured: a first run beside the others compiles what must be compiled."""
+    """Capture a work as a round is captured; a first run on a side stream compiles its kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), recording():  # products have other tiles there
@@ -59,7 +59,7 @@ def _captured(work: Work) -> Any:
 
 @torch.inference_mode()
 def host_clock(works: Mapping[str, Work], repeats: int) -> dict[str, float]:
-    """The same by the host's clock, for work that the host does."""
+    """Time work on the host, by the host's clock."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
@@ -72,7 +72,7 @@ def host_clock(works: Mapping[str, Work], repeats: int) -> dict[str, float]:
 
 
 def copy_bandwidth(device: torch.device, clock: Clock | None = None) -> float:
-    """Bytes per second of a copy on the device, read and written counted."""
+    """Bytes per second of a copy on the device, counting reads and writes."""
     source = torch.empty(_COPY_BYTES[device.type] // 8, dtype=torch.int64, device=device).random_()
     target = torch.empty_like(source)
     work = {"copy": lambda: torch.bitwise_not(source, out=target)}
@@ -80,7 +80,7 @@ def copy_bandwidth(device: torch.device, clock: Clock | None = None) -> float:
 
 
 class Span(NamedTuple):
-    """When a kernel ran, in microseconds."""
+    """The time of a kernel's run, in microseconds."""
 
     start: float
     end: float
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 
 def watched(work: Work) -> list[Span]:
-    """All kernels that ran for some work."""
+    """All kernels that ran for a work."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def watched(work: Work) -> list[Span]:
 
 
 class KernelTime(NamedTuple):
-    """What one kernel takes of a piece of work."""
+    """The time of one kernel in a work."""
 
     name: str
     launches: float
@@ -107,7 +107,7 @@ class KernelTime(NamedTuple):
 
 @torch.inference_mode()
 def by_kernel(work: Work, repeats: int) -> list[KernelTime]:
-    """Where a work's time goes, as a graph: kernel by kernel, those that take most first."""
+    """The time of a work, captured as a graph, by kernel in descending order."""
     graph = _captured(work)
 
     def play() -> None:
@@ -120,7 +120,7 @@ def by_kernel(work: Work, repeats: int) -> list[KernelTime]:
 
 
 def kernel_times(spans: Sequence[Span], repeats: int) -> list[KernelTime]:
-    """Each moment belongs to the kernel that ends next: those behind it that have begun only wait for it."""
+    """Each moment counts for the kernel that ends next; kernels that have begun behind it only wait for it."""
     found: dict[str, list[float]] = {}
     last = -math.inf
     for span in sorted(spans, key=lambda span: span.end):

@@ -59,7 +59,7 @@ TREES = (16, 32, 64)
 CROWD_ROWS = 256
 """Rows of a pass of many requests, all trees together."""
 _SHOWN = 12
-"""Kernels of a work that are listed one by one."""
+"""Kernels of a work that are listed by name."""
 
 
 PAGE = 16
@@ -84,7 +84,7 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class FixedPass:
-    """A pass over rows that were laid out once: it can be run, and captured, any number of times."""
+    """A pass over fixed rows, which can be run and captured repeatedly."""
 
     runner: Runner
     cache: KVCache
@@ -121,7 +121,8 @@ class LanesAt(NamedTuple):
 
 
 def lane_state(runner: Runner, requests: int, context: int, reach: int) -> LanesAt:
-    """`requests` requests with `context` tokens in the cache and `reach` pages each, and an unused lane."""
+    """The state of `requests` requests with `context` tokens in the cache and `reach` pages each, and an unused
+    lane."""
     ids = torch.arange(requests + 1, device=runner.device)
     state = LaneState(
         last=(17 * ids + 5) % runner.vocab_size,
@@ -136,7 +137,7 @@ def lane_state(runner: Runner, requests: int, context: int, reach: int) -> Lanes
 
 @torch.inference_mode()
 def lay_out(runner: Runner, cache: KVCache, trees: Sequence[Tree], context: int) -> FixedPass:
-    """The pass of one round: a request for each tree, with `context` tokens in the cache before it."""
+    """The pass of one round: one request for each tree, with `context` tokens in the cache before it."""
     device, requests = runner.device, len(trees)
     reach = (cache.num_pages - 1) // requests  # pages of each
     widest = max(map(len, trees))
@@ -158,8 +159,8 @@ def lay_out(runner: Runner, cache: KVCache, trees: Sequence[Tree], context: int)
 
 
 def step_bytes(runner: Runner, context: int, requests: int = 1) -> int:
-    """What a plain step must read: each weight once, and the cache. Of an embedding that is not also the LM head it
-    reads one line a request, which does not count. A layer with a window would read less than is said here."""
+    """Bytes that a plain step must read: each weight once, and the cache. The lines of an embedding that is not the LM
+    head do not count; windows are ignored."""
     weights = runner.weights_bytes
     if not getattr(runner.config, "tie_word_embeddings", False):
         embedding = cast(Tensor, runner.model.get_input_embeddings().weight)
@@ -170,7 +171,7 @@ def step_bytes(runner: Runner, context: int, requests: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Passes of one model: milliseconds by what was in them, and the plain one over its bytes at copy bandwidth."""
+    """Milliseconds of one model's passes, and the plain pass relative to its bytes at copy bandwidth."""
 
     context: int
     rows_ms: dict[str, float]  # by requests of one row each
@@ -190,7 +191,7 @@ def tree_part(
     tree_rows: int = TREE_ROWS,
     requests: Sequence[int] = REQUESTS,
 ) -> PassTimes:
-    """A verify pass over one request's tree, beside passes over requests without drafts: first of all over one."""
+    """Passes over one request's tree, and over requests without drafts."""
     assert requests[0] == 1
     cache = random_cache(runner, max(requests), context + tree_rows)
     passes = {str(n): lay_out(runner, cache, [Tree()] * n, context) for n in requests}
@@ -224,7 +225,7 @@ def random_runner(
 
 @dataclass(frozen=True, slots=True)
 class LongStep:
-    """A plain step at one length of context."""
+    """A plain step at one context length."""
 
     context: int
     ms: float
@@ -248,7 +249,7 @@ def long_part(
 
 @dataclass(frozen=True, slots=True)
 class SamplingStep:
-    """A plain step with the choice of its token, at one size of vocabulary."""
+    """A plain step with sampling, at one vocabulary size."""
 
     vocab_size: int
     ms: dict[str, float]  # by `CHOICES`
@@ -258,7 +259,8 @@ class SamplingStep:
 def sampling_part(
     runner: Runner, clock: Clock, *, context: int = CONTEXT, large: int = LARGE_VOCABULARY
 ) -> tuple[SamplingStep, ...]:
-    """The step with every way to choose, by the model's vocabulary and by a larger one. Changes the model's LM head."""
+    """The step with every kind of sampling, for the model's vocabulary and a larger one. Changes the model's LM
+    head."""
     cache = random_cache(runner, 1, context + 1)
     found = []
     for vocab_size in (runner.vocab_size, large):
@@ -281,7 +283,7 @@ def sampling_part(
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """A pass and the choice of its token; how it is chosen stands in a slot of the table."""
+    """A pass with sampling by the settings in a slot of the table."""
 
     step: FixedPass
     table: SamplingTable
@@ -308,7 +310,7 @@ def set_vocabulary(runner: Runner, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeadTimes:
-    """One head's drafts: milliseconds by requests, and one request's over its bytes at copy bandwidth."""
+    """Milliseconds of one head's drafts by requests, and one request's relative to its bytes at copy bandwidth."""
 
     depth: int
     width: int
@@ -321,7 +323,7 @@ class HeadTimes:
 
 @torch.inference_mode()
 def random_head(runner: Runner, kept: Weights, draft_vocabulary: int = DRAFT_VOCABULARY) -> EagleHead:
-    """A head for this target, as large as such heads are: one layer of the target's, and a vocabulary of its own."""
+    """A head of the usual size for this target: one layer like the target's, and a vocabulary of its own."""
     config, count = runner.config, len(runner.layers)
     hidden, heads = config.hidden_size, config.num_attention_heads
     shape = EagleShape(
@@ -365,7 +367,7 @@ def head_part(
     requests: Sequence[int] = HEAD_REQUESTS,
     kept: Weights = "plain",
 ) -> HeadTimes:
-    """Drafts of trees, greedy, at one length of context, by a head whose weights are kept so."""
+    """Greedy drafts of trees at one context length. kept: the format of the head's weights."""
     assert requests[0] == 1
     head = random_head(runner, kept)
     size = draft_bytes(head, depth, context)
@@ -377,7 +379,7 @@ def head_part(
 
 
 def draft_bytes(head: EagleHead, depth: int, context: int) -> int:
-    """What the loop must read for one request: `fc` once, and at each level the layer, the LM head and the cache."""
+    """Bytes that a draft for one request must read: `fc` once; the layer, the LM head and the cache at each level."""
     weights = head.shape.wanted
     width = 1 if head.narrow else head.dtype.itemsize
     once = _numel(weights["fc.weight"])
@@ -403,8 +405,8 @@ def draft_work(
 ) -> Callable[[], object]:
     """The work of one draft for `requests` requests with `context` tokens in the cache each.
 
-    deepest: levels that the drafter may draft, if more than `depth`. As many rows are read
-        again, up to `recent` in trees.
+    deepest: levels that the drafter may draft, if more than `depth`. The same number of rows is read again, up to
+    `recent` in trees.
     """
     device = runner.device
     reach = -(-(context + nodes + 1) // PAGE)
@@ -442,7 +444,7 @@ def measure(
     report: Report,
     clock: Clock | None = None,
 ) -> None:
-    """All parts. One that fails is written down, and the others go on."""
+    """Measure all parts. One that fails is noted, and the others go on."""
     clock = clock or clock_of(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     runner = random_runner(load_config(resolve(target)), dtype, device)
@@ -546,7 +548,7 @@ def kernel_lines(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
 
 
 Row = tuple[str, str]
-"""What was measured, and its value."""
+"""A label and its measured value."""
 
 
 def _pass_rows(results: Mapping[str, Any]) -> list[Row]:

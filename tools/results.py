@@ -24,12 +24,12 @@ _LONGEST = 800  # characters of an error
 
 
 def told(text: str) -> str:
-    """The text with the last name only of every path, since folders are one machine's business."""
+    """The text with only the last name of every path."""
     return _FOLDERS.sub("", text)
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command, which can be given again in a folder that has the named files."""
+    """The command with shortened paths."""
     script, *given = arguments
     return shlex.join([f"tools/{Path(script).name}", *map(told, given)])
 

@@ -91,7 +91,7 @@ TINY = {
 
 
 class Rehearsed(HostDrafter):
-    """Guesses the known answer: a wrong branch beside every token, and an end that is wrong."""
+    """Guesses the known answer with a wrong branch beside every token and a wrong end."""
 
     name: ClassVar[str] = "rehearsed"
     bounded: ClassVar[bool] = True
@@ -150,7 +150,7 @@ def save_random(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
 
 
 def compared(llm: LLM, drafter: Rehearsed, requests: int, tokens: int) -> dict[str, Any]:
-    """How many answers are those of plain decoding alone: with drafts, in company, with both."""
+    """The number of answers equal to plain decoding alone: with drafts, in a batch, with both."""
     generator = torch.Generator().manual_seed(1)
     lengths = [(17, 40, 90, 200)[i % 4] + i for i in range(requests - 1)] + [600]
     vocab = llm.engine.target.vocab_size
@@ -191,7 +191,7 @@ def compared(llm: LLM, drafter: Rehearsed, requests: int, tokens: int) -> dict[s
 
 
 def measure(family: str, options: argparse.Namespace, root: Path | None) -> dict[str, Any]:
-    """One family: made, loaded, asked, deleted."""
+    """Measure one family: make, load, run and delete a model."""
     device, dtype = pick_device(options.device), named_dtype(options.dtype)
     config = config_of(family, tiny=options.tiny, whole=options.whole)
     row: dict[str, Any] = {"family": family, "shape": FAMILIES[family][0], "layers": config.num_hidden_layers}

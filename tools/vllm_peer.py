@@ -1,4 +1,4 @@
-"""vLLM on the same work, each of its modes in a process of its own, so that one that fails or hangs costs only itself.
+"""vLLM on the same work, each mode in a process of its own, so that a failure or hang costs one mode.
 
 The process prints its results as a line of JSON after every part; the last such line counts, however the process ends.
 """
@@ -25,7 +25,7 @@ _TAIL = 800
 
 @dataclass(frozen=True, slots=True)
 class JsonTask:
-    """What one process is to measure, where a command takes the whole of it as JSON."""
+    """The measurement of one process, passed to it as JSON."""
 
     @property
     def arguments(self) -> list[str]:
@@ -33,7 +33,7 @@ class JsonTask:
 
 
 def speculative(mode: str, draft: str | None) -> dict[str, Any] | None:
-    """What vLLM is told of a mode. draft: the folder of its draft model, or of its EAGLE-3 head."""
+    """vLLM's speculative_config of a mode. draft: the folder of its draft model, or of its EAGLE-3 head."""
     lookup = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     weights = {"model": draft, "num_speculative_tokens": PEER_DEPTH}
     known: dict[str, dict[str, Any] | None] = {
@@ -50,7 +50,7 @@ def speculative(mode: str, draft: str | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """vLLM in this process, opened."""
+    """vLLM, opened in this process."""
 
     llm: Any
     version: str
@@ -59,7 +59,7 @@ class Vllm:
 
 
 def opened(model: str, mode: str, draft: str | None, longest: int, **more: Any) -> Vllm:
-    """vLLM in one of its modes; longest: the context, where the model's is not shorter."""
+    """Open vLLM in one of its modes. longest: the context, unless the model's is shorter."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     from transformers import AutoConfig
     from vllm import LLM, __version__
@@ -78,17 +78,18 @@ def opened(model: str, mode: str, draft: str | None, longest: int, **more: Any) 
 
 
 def apart(script: str, arguments: Sequence[str], peer_path: str | None, timeout: float) -> dict[str, Any]:
-    """One of the commands here in a process of its own, with `peer_path` first on its path; its last words."""
+    """Run one of these commands in a process of its own, with `peer_path` first on its path; returns its last
+    results."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     paths = filter(None, [peer_path, os.environ.get("PYTHONPATH")])
     return last_words(command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout)
 
 
 def last_words(command: Sequence[str], environment: dict[str, str], timeout: float) -> dict[str, Any]:
-    """Run a command; the last line of JSON that it printed, and in `failed` why there is not more of it.
+    """Run a command; returns the last line of JSON that it printed, with the reason in `failed` if it is incomplete.
 
-    Its output goes to files, and its whole group is ended: vLLM's own processes may outlive the one that we started,
-    and would hold pipes open, and memory of the device.
+    Its output goes to files, and its whole process group is ended: vLLM's own processes may outlive the one that we
+    started, and would hold pipes open, and memory of the device.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, start_new_session=True)

@@ -26,11 +26,11 @@ from slipstream.models.resolve import resolve
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 SHAPE = {"hidden": 4608, "layers": 32, "heads": 48, "kv_heads": 16, "inner": 12288}
-"""Of the wide model, unless told: 13.8 GB in bf16."""
+"""The default wide model: 13.8 GB in bf16."""
 
 
 def wide_config(small: LlamaConfig, *, hidden: int, layers: int, heads: int, kv_heads: int, inner: int) -> LlamaConfig:
-    """What the wide model is. Raises `ValueError` where the small one does not fit into it."""
+    """The configuration of the wide model. Raises `ValueError` if the small one does not fit into it."""
     small_kv_heads = small.num_key_value_heads or small.num_attention_heads
     if heads * small_kv_heads != kv_heads * small.num_attention_heads:
         group = small.num_attention_heads // small_kv_heads

@@ -39,7 +39,7 @@ from widen import TOKENIZER_FILES
 
 _NOISE = 0.02
 _NOTE = "widened.json"
-"""What a folder was made of, in the folder itself."""
+"""File in a folder that names what it was made of."""
 
 
 class Wider:
@@ -127,7 +127,7 @@ def _eagle_tensor(wider: Wider, name: str, tensor: Tensor, shape: tuple[int, ...
 
 
 def widen_medusa(files: HeadFiles, wide: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Configuration and tensors for a target so wide. Residual layers write a hidden state, LM heads read one."""
+    """Configuration and tensors for a wide target. Residual layers write a hidden state, LM heads read one."""
     config = dict(files.config)
     first = files.tensors.get("0.0.linear.weight")
     if first is None:
@@ -173,7 +173,7 @@ def write_draft(folder: Path, small: Path, out: Path, dtype: torch.dtype) -> Non
 def widen_head(
     small: Path, wide: Path, head: Path, out: Path, dtype: torch.dtype, *, heads: int = 0, inner: int = 0
 ) -> str:
-    """Whatever drafter is in `head`, for the wide target; returns how an engine is told of it."""
+    """Widen the drafter in `head` for the wide target; returns its spec."""
     narrow, config = LlamaConfig.from_pretrained(small), LlamaConfig.from_pretrained(wide)
     found: dict[str, Any] = json.loads((head / "config.json").read_text())
     if "LlamaForCausalLM" in found.get("architectures", ()) and "draft_vocab_size" not in found:
@@ -199,9 +199,9 @@ def widen_head(
 
 
 def widen_all(small: Path, wide: Path, heads: Path, work: Path, dtype: torch.dtype) -> dict[str, str]:
-    """Every drafter in `heads` (eagle3, medusa, draft: a folder each) for the wide target, into a folder of `work`.
+    """Widen every drafter in `heads` (folders eagle3, medusa, draft) for the wide target, into a folder of `work`.
 
-    By its name, how an engine is told of it. What is there already of the same drafter and target is left as it is.
+    Returns specs by name. Results for the same drafter and target are kept.
     """
     found = {}
     for head in sorted(folder for folder in heads.iterdir() if (folder / "config.json").is_file()):

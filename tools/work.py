@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 MULTI_TURN = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 PEER_DEPTH = 5
-"""Tokens of a draft model's draft, in every engine."""
+"""Length of a draft model's draft, in every engine."""
 LONGEST_PROMPT = 3500
 CONTEXT = 8192
 QUICK_TOKENS = 8
 SIZES = (1, 2, 4, 8, 16, 32)
 FEWEST = 2
-"""Batches of a size, at least; every prompt is asked once at least."""
+"""Fewest batches of a size; every prompt is asked at least once."""
 PATIENCE = 4
-"""Runs that are repeated since CUDA graphs were recorded in them; the next one counts all the same."""
+"""Most runs that are repeated because CUDA graphs were recorded in them."""
 
 Ask = Callable[[Sequence[int]], list[list[int]]]
-"""From the numbers of prompts that are asked at once to their answers."""
+"""From the numbers of prompts asked at once to their answers."""
 Result = TypeVar("Result")
 
 
@@ -86,14 +86,14 @@ def prompts_for(tokenizer: Any, path: Path, context: int, max_tokens: int) -> li
 
 
 def batches(prompts: int, at_once: int) -> list[list[int]]:
-    """Numbers of prompts, batch by batch; from the first one again where they end."""
+    """Numbers of prompts, batch by batch, starting again at the end."""
     count = max(-(-prompts // at_once), FEWEST)
     return [[number % prompts for number in range(i * at_once, (i + 1) * at_once)] for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All batches once."""
+    """One run of all batches."""
 
     answers: tuple[tuple[int, tuple[int, ...]], ...]  # number of the prompt, tokens
     seconds: float
@@ -108,7 +108,7 @@ class Run:
 
 
 def one_run(ask: Ask, prompts: int, at_once: int, seconds: Callable[[], float] = time.perf_counter) -> Run:
-    """Batch after batch, prompts included."""
+    """Run batch after batch, prompts included."""
     parts = batches(prompts, at_once)
     begin = seconds()
     answered = [ask(part) for part in parts]
@@ -119,7 +119,7 @@ def one_run(ask: Ask, prompts: int, at_once: int, seconds: Callable[[], float] =
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[Result]):
-    """The runs that count, what came before them, and how much was recorded in those that count."""
+    """The runs that count, the number of runs before them, and the graphs recorded in those that count."""
 
     runs: tuple[Result, ...]
     before: int
@@ -136,7 +136,7 @@ def timed(
 ) -> Timed[Result]:
     """Time `repeats` runs without recording, after a warm-up run.
 
-    recorded: graphs recorded so far. A run in which some were is done again, as often as there is patience for.
+    recorded: the number of graphs recorded so far. A run with recording is repeated, at most `patience` times in all.
     """
     (warm_up or work)()
     kept: list[Result] = []
@@ -155,7 +155,7 @@ def timed(
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What our engine is opened with. context: the longest prompt with its answer."""
+    """The settings of our engine. context: the longest prompt with its answer."""
 
     target: str
     drafters: tuple[str, ...]
