@@ -26,7 +26,7 @@ from slipstream.constrain.compiler import Grammars
 from slipstream.constrain.limits import MOST_SHARING, CompileLimits, Places
 from slipstream.constrain.source import MAX_ONE_OF, Source, read_schema, source_of
 from slipstream.constrain.syntax import MAX_ALTERNATIVES, MAX_GRAMMAR_WEIGHT, MAX_RULES, check_grammar
-from slipstream.constrain.trials import WORKSHOP, Outcome, Sample
+from slipstream.constrain.trials import TRIALS, Outcome, Sample
 from slipstream.core.errors import ConfigError, InvalidRequest, QueueFull
 
 LIMITS = CompileLimits()
@@ -58,7 +58,7 @@ def long_enum(letter: str) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    WORKSHOP.close()
+    TRIALS.close()
 
 
 class TestBefore:
@@ -146,8 +146,8 @@ class TestTrials:
         """And not what is merely long: a grammar of as many rules that begin with letters of their own."""
         rules = 250
         plain = "\n".join(f'r{i} ::= "{i} " [a-z]+ "; " r{i + 1}' for i in range(rules))
-        assert WORKSHOP.try_out(Source("grammar", ambiguous(rules)), words(), LIMITS.trial_s) == Outcome(False)
-        told = WORKSHOP.try_out(Source("grammar", f'root ::= r0\n{plain}\nr{rules} ::= "."'), words(), LIMITS.trial_s)
+        assert TRIALS.try_out(Source("grammar", ambiguous(rules)), words(), LIMITS.trial_s) == Outcome(False)
+        told = TRIALS.try_out(Source("grammar", f'root ::= r0\n{plain}\nr{rules} ::= "."'), words(), LIMITS.trial_s)
         assert told == Outcome(True)
 
     @pytest.mark.parametrize("form", [{"grammar": late("a")}, {"json": long_enum("b")}, {"choice": ["c" * 3000, "d"]}])
@@ -170,28 +170,28 @@ class TestTrials:
     def test_one_that_ended_is_started_again(self, grammars: Grammars) -> None:
         """Also while somebody waits: that one is told to come again."""
         sample = Sample.of([b"a", b"b"])
-        assert WORKSHOP.try_out(Source("grammar", 'root ::= "a"'), sample, 1.0) == Outcome(True)
-        process = WORKSHOP._process
+        assert TRIALS.try_out(Source("grammar", 'root ::= "a"'), sample, 1.0) == Outcome(True)
+        process = TRIALS._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)  # so that the form is still there when it ends
         told: list[BaseException] = []
 
         def ask() -> None:
             try:
-                WORKSHOP.try_out(Source("grammar", 'root ::= "b"'), sample, 1.0)
+                TRIALS.try_out(Source("grammar", 'root ::= "b"'), sample, 1.0)
             except QueueFull as error:
                 told.append(error)
 
         waiting = threading.Thread(target=ask)
         waiting.start()
-        while not WORKSHOP._waiting:
+        while not TRIALS._waiting:
             pass
-        with WORKSHOP._lock:  # it was written, too
+        with TRIALS._lock:  # it was written, too
             os.kill(process.pid, signal.SIGKILL)
         waiting.join(60)
         assert len(told) == 1
-        assert WORKSHOP.try_out(Source("grammar", 'root ::= "b"'), sample, 1.0) == Outcome(True)
-        assert WORKSHOP._process is not process
+        assert TRIALS.try_out(Source("grammar", 'root ::= "b"'), sample, 1.0) == Outcome(True)
+        assert TRIALS._process is not process
 
     @pytest.mark.parametrize(("more", "fits"), [(1 << 30, True), (3 << 30, False)])
     def test_memory_counts_from_what_there_is(self, more: int, fits: bool) -> None:
@@ -222,7 +222,7 @@ class TestTrials:
         def none(*_: object, **__: object) -> None:
             raise OSError("no more processes")
 
-        WORKSHOP.close()
+        TRIALS.close()
         monkeypatch.setattr("subprocess.Popen", none)
         heavy = StructuredOutputsParams(grammar='root ::= "z"')
         with pytest.raises(InvalidRequest, match=r"grammar: may take long to compile, and cannot be tried out on this"):
@@ -233,18 +233,18 @@ class TestTrials:
     def test_one_that_does_not_read_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its pipe is full: who writes to it would hang, and everybody behind."""
         sample = Sample.of([b"c", b"d"])
-        assert WORKSHOP.try_out(Source("grammar", 'root ::= "c"'), sample, 1.0) == Outcome(True)
-        process = WORKSHOP._process
+        assert TRIALS.try_out(Source("grammar", 'root ::= "c"'), sample, 1.0) == Outcome(True)
+        process = TRIALS._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(trials, "_PATIENCE_S", 0.2)
+        monkeypatch.setattr(trials, "_ANSWER_TIMEOUT_S", 0.2)
         long = Source("grammar", 'root ::= "c" # ' + "x" * (1 << 20))
         for _ in range(2):
             with pytest.raises(QueueFull, match="try again"):
-                WORKSHOP.try_out(long, sample, 0.0)
+                TRIALS.try_out(long, sample, 0.0)
             assert process.wait(30) == -signal.SIGKILL
         monkeypatch.undo()
-        assert WORKSHOP.try_out(Source("grammar", 'root ::= "d"'), sample, 1.0) == Outcome(True)
+        assert TRIALS.try_out(Source("grammar", 'root ::= "d"'), sample, 1.0) == Outcome(True)
 
 
 class TestEqualForms:
@@ -261,7 +261,7 @@ class TestEqualForms:
             assert released.wait(60)
             return Outcome("nobody" not in source.text)
 
-        monkeypatch.setattr(WORKSHOP, "try_out", slowly)
+        monkeypatch.setattr(TRIALS, "try_out", slowly)
         yield tried, released
         released.set()
 
@@ -355,15 +355,15 @@ class TestClocks:
     def test_a_form_that_was_not_tried_may_be_asked_again(self, grammars: Grammars) -> None:
         sample = Sample.of([b"a", b"b"])
         answer: Future[Outcome] = Future()
-        assert WORKSHOP.try_out(Source("grammar", 'root ::= "a"'), sample, 1.0) == Outcome(True)
-        process = WORKSHOP._process
+        assert TRIALS.try_out(Source("grammar", 'root ::= "a"'), sample, 1.0) == Outcome(True)
+        process = TRIALS._process
         assert process is not None
-        WORKSHOP._waiting[-1] = answer
+        TRIALS._waiting[-1] = answer
         read, write = os.pipe()
         os.write(write, b'{"id": -1, "outcome": "starved"}\n')
         os.close(write)
         with os.fdopen(read, "rb") as lines:
-            WORKSHOP._hear(lines)
+            TRIALS._resolve(lines)
         assert answer.cancelled()
 
 
@@ -404,7 +404,7 @@ class TestShares:
             assert step.acquire(timeout=60)
             return Outcome(True)
 
-        monkeypatch.setattr(WORKSHOP, "try_out", slowly)
+        monkeypatch.setattr(TRIALS, "try_out", slowly)
         told: list[BaseException] = []
 
         def ask(tenant: str, number: int) -> None:
@@ -491,7 +491,7 @@ def test_too_many_at_once_are_told_to_come_again(open_llm: Callable[..., LLM], m
         released.wait(60)
         return Outcome(True)
 
-    monkeypatch.setattr(WORKSHOP, "try_out", slowly)
+    monkeypatch.setattr(TRIALS, "try_out", slowly)
     with serving(llm, compiling=CompileLimits(waiting=1)) as server:
 
         async def main() -> None:

@@ -17,7 +17,7 @@ from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.constrain import matcher
 from slipstream.constrain.compiler import Grammars
 from slipstream.constrain.limits import CompileLimits
-from slipstream.constrain.trials import WORKSHOP
+from slipstream.constrain.trials import TRIALS
 from slipstream.core.draft import Tree
 from slipstream.core.errors import InvalidRequest
 
@@ -31,7 +31,7 @@ LIMIT_NAMED = "more than|at most|must be|cannot|too |no text|another"
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    WORKSHOP.close()
+    TRIALS.close()
 
 
 def test_there_are_many_kinds() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.constrain.source import Source
-from slipstream.constrain.trials import WORKSHOP, Outcome, Sample
+from slipstream.constrain.trials import TRIALS, Outcome, Sample
 from slipstream.core import interpreter
 
 
@@ -36,9 +36,9 @@ def test_unless_this_process_does_so_too(trapped: Path, monkeypatch: pytest.Monk
 
 
 def test_forms_are_tried_out_there_as_elsewhere(trapped: Path) -> None:
-    WORKSHOP.close()  # one that runs was started elsewhere
+    TRIALS.close()  # one that runs was started elsewhere
     try:
-        tried = WORKSHOP.try_out(Source("grammar", 'root ::= "a"'), Sample((b"a", b"b")), 30.0)
+        tried = TRIALS.try_out(Source("grammar", 'root ::= "a"'), Sample((b"a", b"b")), 30.0)
     finally:
-        WORKSHOP.close()
+        TRIALS.close()
     assert tried == Outcome(True)

@@ -46,7 +46,7 @@ class Comparer:
         self._apart: dict[tuple[int, int], bool] = {}
 
     def disjoint(self, one: Any, other: Any) -> bool:
-        """No value fits both, by their types, their values, or a property that tells them apart."""
+        """True if no value fits both, by their types, their values, or a property that distinguishes them."""
         left, right = self.resolved(one), self.resolved(other)
         if not isinstance(left, dict) or not isinstance(right, dict):
             return False
@@ -57,14 +57,14 @@ class Comparer:
             return True
         if types[0] != {"object"} or types[1] != {"object"}:
             return False
-        return any(self._told_apart(name, left, right) for name in _names(left) & _names(right))
+        return any(self._distinguished(name, left, right) for name in _names(left) & _names(right))
 
-    def _told_apart(self, name: str, left: dict[str, Any], right: dict[str, Any]) -> bool:
+    def _distinguished(self, name: str, left: dict[str, Any], right: dict[str, Any]) -> bool:
         mine, theirs = (self.resolved(side["properties"][name]) for side in (left, right))
         return self._of_other_values(mine, theirs)
 
     def _of_other_values(self, left: Any, right: Any) -> bool:
-        """Both list their values, and share none."""
+        """True if both list their values and share none."""
         pair = id(left), id(right)
         if pair not in self._apart:
             mine, theirs = self._values(left), self._values(right)
@@ -77,7 +77,7 @@ class Comparer:
         return self._listed[id(node)]
 
     def resolved(self, node: Any) -> Any:
-        """The node behind references; None where there is none."""
+        """The node behind references; None if there is none."""
         for _ in range(_JUMPS):
             if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
                 return node
@@ -101,7 +101,7 @@ def type_names(value: Any) -> set[str]:
 
 
 def _names(node: dict[str, Any]) -> set[str]:
-    """Properties that are required and described."""
+    """The properties that are required and described."""
     named, required = node.get("properties", {}), node.get("required", [])
     return set(named).intersection(required) if isinstance(named, dict) and isinstance(required, list) else set()
 
@@ -149,7 +149,7 @@ class Checker:
         self._left = MOST_STEPS
 
     def fault(self, text: str) -> str | None:
-        """The rule that the answer breaks, and where; None: it breaks none."""
+        """The rule that the answer breaks, and its place; None: it breaks none."""
         self._left = MOST_STEPS
         try:
             return self._fault(self._schema, json.loads(text, parse_float=Decimal), "$")
@@ -210,7 +210,7 @@ class Checker:
         return None
 
     def _key(self, value: Any) -> Any:
-        """Equal for equal values of JSON: 1 and 1.0 are, 1 and true are not."""
+        """A key that is equal for equal values of JSON: 1 and 1.0 are equal, 1 and true are not."""
         self._step()
         if isinstance(value, list):
             return "list", tuple(map(self._key, value))

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from slipstream.constrain.checker import Checker
 from slipstream.constrain.limits import MOST_SHARING, CompileLimits, Places, Turns
-from slipstream.constrain.matcher import WORD, Aside, Constraint, Rules, Texts, mask_words
+from slipstream.constrain.matcher import WORD, Constraint, GrammarThread, Rules, Texts, mask_words
 from slipstream.constrain.source import Source, source_of
-from slipstream.constrain.trials import LONGEST_PART, WORKSHOP, Sample
+from slipstream.constrain.trials import LONGEST_PART, TRIALS, Sample
 from slipstream.core.errors import InvalidRequest, QueueFull, install
 from slipstream.core.structured import StructuredOutputsParams
 
@@ -50,7 +50,7 @@ class Grammars:
         self._in_json: Tensor | None = None  # [W]: tokens that may occur in JSON
         self._sample: Sample | None = None
         self._counting = threading.Lock()
-        self._aside = Aside()
+        self._thread = GrammarThread()
         self._places = Places()  # of heavy forms under way
         self._trying = Turns(_AT_ONCE)
         self._compiling = Turns(_AT_ONCE)
@@ -84,7 +84,7 @@ class Grammars:
             getattr(self._tokenizer, "eos_token_id", None),
             self._in_json if form.kind.startswith("json") else None,
             self._no_text,
-            self._aside if slow else None,
+            self._thread if slow else None,
             partial(self._learn, (form, limits.trial_s)) if slow and limits is not None else lambda _: None,
             source.left_out,
             Checker(form.rule).fault if source.left_out and form.kind == "json" else lambda _: None,
@@ -98,7 +98,7 @@ class Grammars:
         """Start the process of trials. Does not wait for it."""
         self._compiler()
         assert self._sample is not None
-        WORKSHOP.warm(self._sample)
+        TRIALS.warm(self._sample)
 
     def _compiled(
         self, form: StructuredOutputsParams, source: Source, limits: CompileLimits | None, tenant: str
@@ -106,7 +106,7 @@ class Grammars:
         compiler = self._compiler()
         if source.light or limits is None:
             return self._made_of(form, source, compiler)
-        if self._aside.stuck >= _MOST_STUCK:
+        if self._thread.stuck >= _MOST_STUCK:
             raise QueueFull("structured_outputs: slow grammars of other requests hold the server's CPU; try again", 5.0)
         key, place = (form, limits.trial_s), ExitStack()
         with self._joining:
@@ -150,7 +150,7 @@ class Grammars:
             assert self._sample is not None
             with self._trying.turn(tenant):
                 try:
-                    outcome = WORKSHOP.try_out(source, self._sample, limits.trial_s)
+                    outcome = TRIALS.try_out(source, self._sample, limits.trial_s)
                 except OSError as error:  # without a trial the time is unknown
                     raise InvalidRequest(
                         f"structured_outputs.{form.kind}: may take long to compile, and cannot be tried out on this "
@@ -215,8 +215,9 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _without_controls(vocabulary: Sequence[bytes], vocab_size: int) -> Tensor:  # [W] int32
-    """The tokens without control characters. The compiler lets these into strings of a limited length, where JSON has
-    none; ends of lines it forbids itself."""
+    """A mask of the tokens without control characters. The compiler allows these in strings of a limited length, where
+    JSON does not; it forbids ends of lines itself.
+    """
     words = np.full(mask_words(vocab_size), -1, dtype=np.int32)
     for token, text in enumerate(vocabulary[:vocab_size]):
         if any(byte < 32 and byte not in b"\n\r" for byte in text):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from slipstream.core.errors import ConfigError, QueueFull
 
 MOST_SHARING = 96
-"""Requests that wait for the compilation of another's equal form, of all tenants."""
+"""Most requests, of all tenants, that wait for the compilation of an equal form."""
 THREADS = 160
 """Threads that a server has for requests with forms. More than can wait for heavy ones (the above, and `Places`): light
 forms never wait for those."""

@@ -53,9 +53,10 @@ class Ran(Enum):
     STARVED = auto()  # given up: others used the CPU, and nothing is known of the grammar
 
 
-class Aside:
-    """A thread for grammars that may be slow. xgrammar cannot be interrupted, but it lets other threads run: a call
-    that takes too long is given up by its caller, and a new thread takes the next calls."""
+class GrammarThread:
+    """A thread for grammars that may be slow. xgrammar cannot be interrupted, but it lets other threads run: its caller
+    gives up a call that takes too long, and a new thread takes the next calls.
+    """
 
     def __init__(self) -> None:
         self._given_up: list[threading.Thread] = []
@@ -65,7 +66,7 @@ class Aside:
 
     @property
     def stuck(self) -> int:
-        """Threads that are still busy with a call that was given up."""
+        """The number of threads still busy with a call that was given up."""
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         return len(self._given_up)
 
@@ -104,7 +105,7 @@ def _work(calls: SimpleQueue[Callable[[], object] | None], done: SimpleQueue[Non
 
 
 def _cpu_clock(thread: threading.Thread) -> Callable[[], float]:
-    """Seconds of a CPU that the thread has used; always 0 on systems that cannot tell."""
+    """CPU seconds that the thread has used; always 0 on systems that cannot tell."""
     if hasattr(time, "pthread_getcpuclockid") and thread.ident is not None:
         return partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident))
     return lambda: 0.0
@@ -131,10 +132,10 @@ class Rules:
     usual_end: int | None = None
     also: Tensor | None = None  # [W] int32: another mask, for all places
     never: frozenset[int] = frozenset()  # tokens that are no text; xgrammar writes to the terminal for these
-    aside: Aside | None = None  # for heavy forms
-    condemn: Callable[[str], None] = lambda _: None  # is told that the form is too slow, and why
+    thread: GrammarThread | None = None  # for heavy forms
+    report_slow: Callable[[str], None] = lambda _: None  # called with the reason if the form is too slow
     left_out: tuple[str, ...] = ()  # rules of a schema that the grammar does not hold, with places
-    fault: Callable[[str], str | None] = lambda _: None  # the one of these that a finished answer breaks
+    fault: Callable[[str], str | None] = lambda _: None  # the first of these that a finished answer breaks
 
 
 class Constraint:
@@ -170,18 +171,18 @@ class Constraint:
         return self._rules.left_out
 
     def fault(self, text: str) -> str | None:
-        """The one of these that a finished answer breaks."""
+        """The first of these rules that a finished answer breaks."""
         return self._rules.fault(text)
 
     @property
     def possible(self) -> bool:
-        """Some token may come next."""
+        """True if some token may come next."""
         self._fill(self._next, 0)
         return bool(self._next.any())
 
     @property
     def complete(self) -> bool:
-        """The answer may end here."""
+        """True if the answer may end here."""
         return bool(self._matcher.is_completed())
 
     @property
@@ -196,7 +197,7 @@ class Constraint:
             self._do(partial(self._follow, fresh))
 
     def legal(self, tree: Tree) -> list[bool]:
-        """By node of a draft: the grammar allows it and all nodes above it."""
+        """By node of a draft: True if the grammar allows it and all nodes above it."""
         kept = [False] * len(tree)
         self._do(lambda: self._walk(tree, kept.__setitem__))
         return kept
@@ -265,9 +266,10 @@ class Constraint:
         return [*(likely if same else path), *end][:most]
 
     def _only_byte(self) -> int | None:
-        """The one-byte token of the byte that all allowed tokens begin with; the usual end, where only ends are
-        allowed;
-        None: there is a choice."""
+        """The one-byte token of the byte that all allowed tokens begin with, or the usual end if only ends are allowed.
+
+        None: there is a choice.
+        """
         self._fill(self._next, 0)
         if torch.equal(self._next, self._only_ends):
             return self._usual_end
@@ -281,10 +283,10 @@ class Constraint:
         if self.failure is not None:
             return
         ran = Ran.DONE
-        if self._rules.aside is None:
+        if self._rules.thread is None:
             self._timed(call)
         else:
-            ran = self._rules.aside.run(partial(self._timed, call))
+            ran = self._rules.thread.run(partial(self._timed, call))
         if ran is Ran.SLOW:
             self._too_slow(f"more than {LONGEST_S:g} s for one token")
         elif ran is Ran.STARVED:
@@ -305,7 +307,7 @@ class Constraint:
 
     def _too_slow(self, spent: str) -> None:
         self.failure = f"structured_outputs: the grammar is too ambiguous: {spent} of a CPU; make it simpler"
-        self._rules.condemn(self.failure)
+        self._rules.report_slow(self.failure)
 
     def _walk(self, tree: Tree, enter: Callable[[int, bool], None]) -> None:
         """Call `enter(node, True)` for each allowed node, with the state after it. Restores the state."""

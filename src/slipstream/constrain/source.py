@@ -194,7 +194,7 @@ def _tagged(key: str, rule: str) -> Source:
 
 
 def _with_grammars(format: Any) -> Any:
-    """The same format with its JSON in one line, which only a grammar can ask for."""
+    """The format with its JSON as a grammar, the only way to ask for JSON in one line."""
     import xgrammar
 
     if format["type"] == "json_schema":
@@ -478,7 +478,7 @@ class _Reader:
 
 
 def _room_for_number(made: Schema) -> bool:
-    """Some number that the compiler can write is within the bounds. Where none is, it would accept no text."""
+    """True if a number that the compiler can write is within the bounds. If none is, it would accept no text."""
     given = {key: Decimal(repr(value)) for key, value in made.items() if type(value) in (int, float)}
     units = {key: bound.scaleb(_DECIMALS) for key, bound in given.items() if bound.is_finite()}  # of the last decimal
     least = [units[key].to_integral_value(ROUND_CEILING) for key in ("minimum",) if key in units]
@@ -489,7 +489,7 @@ def _room_for_number(made: Schema) -> bool:
 
 
 def _deeper(value: Any, most: int) -> bool:
-    """The value has more levels of lists and objects. Without recursion, which a client could exhaust."""
+    """True if the value has more levels of lists and objects. Without recursion, which a client could exhaust."""
     level = [value]
     for _ in range(most + 1):
         level = [

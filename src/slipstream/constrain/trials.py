@@ -38,7 +38,7 @@ from slipstream.core.errors import QueueFull
 _SAMPLE = 1536
 _STEP = 32
 """One token in 32, but at least the above: a larger vocabulary takes longer in its trial as well."""
-_PATIENCE_S = 30.0
+_ANSWER_TIMEOUT_S = 30.0
 """Seconds until an answer must come, the start of the process included; and until the process must have read a line,
 or it is killed."""
 IDLE_S = 600.0
@@ -49,11 +49,13 @@ _WALL = 20
 _LONGEST_REASON = 1000
 """Bytes: a line of less than 4,096 is written as a whole, also where several forks write at a time."""
 LONGEST_PART = 0.01
-"""The share of the CPU time that one token of a text may take; with all tokens masks take about 20 times as long."""
+"""The share of the CPU time limit that one token of a text may take; with all tokens masks take about 20 times as
+long."""
 _TEXTS, _LENGTH = 4, 32
 """Random texts of the form that are followed, and tokens of each."""
-FINE, WRONG, DEAR, STARVED = "fine", "wrong", "dear", "starved"
-"""starved: it was ended by the clock, not by its time on a CPU: nothing is known of the form."""
+FINE, WRONG, EXPENSIVE, STARVED = "fine", "wrong", "expensive", "starved"
+"""expensive: it took too much time or memory. starved: it was ended by the clock, not by its CPU time, so nothing is
+known."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Outcome:
     reason: str | None = None  # the error in the form; None where it is fine, or took too long
 
 
-class Workshop:
+class TrialProcess:
     """The process of trials: one for all engines, started for the first form."""
 
     def __init__(self) -> None:
@@ -103,13 +105,13 @@ class Workshop:
                 self._tell(sample)
 
     def try_out(self, source: Source, sample: Sample, cpu_s: float) -> Outcome:
-        """Compile the form within these seconds of a CPU. Raises `OSError` where no process can be started, `QueueFull`
-        where nothing was found out."""
+        """Compile the form within `cpu_s` seconds of CPU time. Raises `OSError` if no process can be started,
+        `QueueFull` if the trial had no result."""
         answer: Future[Outcome] = Future()
         asked = {"vocabulary": sample.name, "kind": source.kind, "text": source.text, "free": source.free}
         mine = next(self._ids)
         try:
-            if not self._lock.acquire(timeout=_PATIENCE_S):
+            if not self._lock.acquire(timeout=_ANSWER_TIMEOUT_S):
                 raise TimeoutError
             try:
                 self._tell(sample)
@@ -117,7 +119,7 @@ class Workshop:
                 self._send({"id": mine, **asked, "cpu_s": cpu_s})
             finally:
                 self._lock.release()
-            return answer.result(_PATIENCE_S + cpu_s)
+            return answer.result(_ANSWER_TIMEOUT_S + cpu_s)
         except (TimeoutError, CancelledError, BrokenPipeError):  # it hangs, ended, or got no CPU
             raise QueueFull("structured_outputs: forms cannot be tried out right now; try again", 5.0) from None
         finally:
@@ -146,7 +148,7 @@ class Workshop:
             self._known.add(sample.name)
 
     def _send(self, what: dict[str, object]) -> None:
-        """Under the lock. A process that does not read is killed."""
+        """Send a line; the caller holds the lock. A process that does not read is killed."""
         process = self._running()
         try:
             _write(process, what)
@@ -156,14 +158,15 @@ class Workshop:
             raise
 
     def _forget(self, process: subprocess.Popen[bytes]) -> None:
-        """Under the lock. Cancel the trials that it had."""
+        """Cancel the trials of a dead process; the caller holds the lock."""
         if self._process is process:  # else they are those of the next process
             self._process = None
             for answer in list(self._waiting.values()):  # a copy: callers remove theirs
                 answer.cancel()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Without a GPU or output on the terminal. It ends with this process, since its input does."""
+        """Start the process, without a GPU or output on the terminal. It ends with this process, since its input
+        does."""
         self._known.clear()
         process = subprocess.Popen(
             interpreter.command("-W", "ignore", "-m", "slipstream.constrain.trials"),
@@ -183,14 +186,14 @@ class Workshop:
         assert process.stdout is not None
         assert process.stdin is not None
         with io.BufferedReader(process.stdout) as lines:  # type: ignore[type-var]  # a raw file, by `bufsize`
-            self._hear(lines)
+            self._resolve(lines)
         process.wait()
         with self._lock:
             process.stdin.close()
             self._forget(process)
 
-    def _hear(self, lines: Iterable[bytes]) -> None:
-        """Hand the outcomes to the callers that wait for them."""
+    def _resolve(self, lines: Iterable[bytes]) -> None:
+        """Hand the outcomes to the waiting callers."""
         for line in lines:
             told = json.loads(line)
             if (answer := self._waiting.pop(told["id"], None)) is None:
@@ -202,15 +205,15 @@ class Workshop:
                 answer.set_result(Outcome(told["outcome"] == FINE, reason))
 
 
-WORKSHOP = Workshop()
-atexit.register(WORKSHOP.close)
+TRIALS = TrialProcess()
+atexit.register(TRIALS.close)
 
 
 def _write(process: subprocess.Popen[bytes], what: dict[str, object]) -> None:
     """Send a line of JSON. Raises `TimeoutError` where the process does not read."""
     assert process.stdin is not None
     pipe, left = process.stdin.fileno(), memoryview(json.dumps(what).encode() + b"\n")
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + _ANSWER_TIMEOUT_S
     room = select.poll()  # `select` knows only the first 1,024 files
     room.register(pipe, select.POLLOUT)
     while left:
@@ -269,7 +272,7 @@ def _watch(asked: dict[str, Any], compiler: Any) -> None:
     _, status, used = os.wait4(fork, 0)
     late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
     starved = late and used.ru_utime + used.ru_stime < asked["cpu_s"]
-    said = json.loads(told) if told else {"outcome": STARVED if starved else DEAR}  # dear: its CPU time, or memory
+    said = json.loads(told) if told else {"outcome": STARVED if starved else EXPENSIVE}
     os.write(1, json.dumps({"id": asked["id"], **said}).encode() + b"\n")
 
 
@@ -295,9 +298,9 @@ def _try(asked: dict[str, Any], compiler: Any) -> dict[str, str]:
     try:
         compiled = Source(asked["kind"], asked["text"], asked["free"]).compile(compiler)
         slowest = max(_follow(compiled, random.Random(text)) for text in range(_TEXTS))
-        return {"outcome": FINE if slowest <= LONGEST_PART * asked["cpu_s"] else DEAR}
+        return {"outcome": FINE if slowest <= LONGEST_PART * asked["cpu_s"] else EXPENSIVE}
     except MemoryError:
-        return {"outcome": DEAR}
+        return {"outcome": EXPENSIVE}
     except Exception as error:  # any error of xgrammar's is one in the form
         return {"outcome": WRONG, "reason": str(error)[-_LONGEST_REASON:]}
 

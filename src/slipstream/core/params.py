@@ -98,7 +98,7 @@ class SpeculationParams:
     tenant: whose request it is. Drafters that remember answers draft from those of the same tenant only.
     material: texts that the answer may quote without their being in the prompt: what a tool gave back, retrieved files.
         Drafted from by drafters that take it (`suffix`), never trusted, and forgotten with the request.
-    origins: say of each token who guessed it (`CompletionOutput.origins`).
+    origins: report the drafter that guessed each token (`CompletionOutput.origins`).
     """
 
     enabled: bool = True

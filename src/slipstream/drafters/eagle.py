@@ -50,7 +50,7 @@ class EagleDrafter(FeatureDrafter):
         read_config(path)
         check_kind(path, stored_names(path), cls.name)
         if (shape := TargetShape.of_config(opening.target_config)) is not None:
-            read_eagle(HeadFiles.peek(path), shape)
+            read_eagle(HeadFiles.outline(path), shape)
 
     @classmethod
     def open(cls, opening: Opening, target: Runner) -> EagleDrafter:

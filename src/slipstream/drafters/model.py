@@ -238,7 +238,7 @@ class ModelDrafter(DeviceDrafter):
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         device = self.runner.device
         tokens = torch.zeros((len(requests), max(budget, default=0)), dtype=torch.int64, device=device)
-        q = self._told_of(requests, tokens.shape[1])
+        q = self._distributions_for(requests, tokens.shape[1])
         ready = self._catch_up(requests, budget, tokens, q)
         for depth in range(1, tokens.shape[1]):
             active = [i for i in ready if budget[i] > depth]
@@ -257,7 +257,7 @@ class ModelDrafter(DeviceDrafter):
         parents = torch.arange(-1, tokens.shape[1] - 1, device=device).expand(len(requests), -1)
         return Draft(tokens, parents, torch.tensor(counts, dtype=torch.int64, device=device), True, q)
 
-    def _told_of(self, requests: Sequence[DraftRequest], width: int) -> Tensor | None:  # [B, K, V]
+    def _distributions_for(self, requests: Sequence[DraftRequest], width: int) -> Tensor | None:  # [B, K, V]
         """Room for the distributions of the guesses, if a request needs them."""
         assert self._services is not None
         if not any(request.params.rejects for request in requests):

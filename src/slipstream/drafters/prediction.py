@@ -76,7 +76,7 @@ class _Follower:
         behind = places[max(0, ahead - CANDIDATES_BEHIND) : ahead]
         for place in [*places[ahead : ahead + CANDIDATES_AHEAD], *reversed(behind)]:  # nearest first, for ties
             agreed = self._agreement(place, tail)
-            score = agreed - _doubt(place - self.anchor) + (2 if len(places) == 1 else 0)
+            score = agreed - _required_agreement(place - self.anchor) + (2 if len(places) == 1 else 0)
             if score > best:
                 best, self.agreed, self.pointer = score, agreed, place + 1
         if best == 0 and self.since <= SUBSTITUTED:
@@ -98,7 +98,7 @@ class _Follower:
         return Tree.chain(self.guess)
 
 
-def _doubt(distance: int) -> int:
+def _required_agreement(distance: int) -> int:
     """Further agreeing tokens required of a place at this distance from the last certain one."""
     if distance < 0:
         return 3

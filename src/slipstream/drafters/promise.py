@@ -1,9 +1,9 @@
-"""How likely is a drafted token to be accepted? Learned from what the target then emitted.
+"""The chance that a drafted token is accepted, learned from the emitted tokens.
 
 A drafter that copies text knows one thing about a guess: how much of the text before it agreed. It sorts its guesses
-into a few states by that, and this table learns the chance of each state. It learns from every proposal, also from the
-nodes that the planner cut away, because the emitted tokens say whether they would have been right: so a drafter that
-is switched off goes on learning, and can come back.
+into a few states by that, and this table learns the chance of each state. It learns from every proposal, also from
+nodes that the planner cut, because the emitted tokens show whether they were right. So a drafter that is switched off
+keeps learning and can come back.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PRIOR_WEIGHT = 4.0  # observations that a prior is worth at first; it fades like everything else
-LEAST_WEIGHT = 0.5  # … but never wholly: one bad run is no proof
-SHARED_DECAY = 0.99  # the last 100 or so observations of a state speak for all requests
-OWN_DECAY = 0.95  # the last 20 or so for the request itself
+PRIOR_WEIGHT = 4.0  # initial weight of a prior, in observations; it fades
+LEAST_WEIGHT = 0.5  # lower bound of that weight: one bad run is no proof
+SHARED_DECAY = 0.99  # about 100 observations of a state over all requests
+OWN_DECAY = 0.95  # about 20 observations of a state in the request itself
 
 
 @dataclass(slots=True)
 class _Counts:
     trials: list[float]
     hits: list[float]
-    weights: list[float]  # what the prior is still worth
+    weights: list[float]  # remaining weights of the priors
 
     @staticmethod
     def empty(states: int) -> _Counts:
@@ -30,7 +30,7 @@ class _Counts:
     def add(self, state: int, hit: bool, decay: float) -> None:
         self.trials[state] = self.trials[state] * decay + 1.0
         self.hits[state] = self.hits[state] * decay + hit
-        # one that fares better or worse than all others must not be taken for one of them for ever
+        # a request that differs from all others must get away from their prior
         self.weights[state] = max(LEAST_WEIGHT, self.weights[state] * decay)
 
     def chance(self, state: int, prior: float) -> float:
@@ -39,12 +39,12 @@ class _Counts:
 
 
 class PromiseTable:
-    """The chance of each state: a prior, bent by what all requests saw, bent by what this request saw."""
+    """The chance of each state: a prior, updated by all requests, then by the request itself."""
 
     def __init__(self, priors: Sequence[float]) -> None:
         self._priors = tuple(priors)
         self._shared = _Counts.empty(len(priors))
-        self._chances = list(priors)  # of all requests together: kept, because every request asks for it every round
+        self._chances = list(priors)  # over all requests; cached, because every request needs it in every step
         self._own: dict[str, _Counts] = {}
 
     def chance(self, request_id: str, state: int) -> float:
@@ -54,22 +54,22 @@ class PromiseTable:
 
     @property
     def shared(self) -> Sequence[float]:
-        """The chance of each state for a request of which nothing is known yet."""
+        """The chance of each state for a new request."""
         return self._chances
 
     def along(self, request_id: str, states: Sequence[int]) -> list[float]:
-        """For a chain of guesses in these states: each one's chance that the whole path to it is accepted."""
+        """By guess of a chain in these states: the chance that the whole path to it is accepted."""
         along: list[float] = []
         path, chance, last = 1.0, 1.0, None
         for state in states:
-            if state != last:  # neighbours are mostly in the same state
+            if state != last:  # neighbouring guesses mostly share a state
                 chance, last = self.chance(request_id, state), state
             path *= chance
             along.append(path)
         return along
 
     def learn(self, request_id: str, states: Sequence[int], proposed: Sequence[int], emitted: Sequence[int]) -> None:
-        """The chain `proposed` met `emitted`: every guess up to the first wrong one is an observation."""
+        """Compare the chain `proposed` with `emitted`: every guess up to the first wrong one is an observation."""
         own = self._own.get(request_id)
         if own is None:
             own = self._own[request_id] = _Counts.empty(len(self._priors))

@@ -114,7 +114,7 @@ class TranslatedDrafter(HostDrafter):
         lines = zip(drafted, guesses.own.T.tolist(), guesses.target.T.tolist(), strict=True)
         for i, own, target in lines:
             self._readings[requests[i].id].cached += own[:-1]  # the last guess was not read
-            tokens = target if self.alike else self._said(requests[i], own)
+            tokens = target if self.alike else self._as_target_tokens(requests[i], own)
             trees[i] = Tree.chain(tokens[: budget[i]])
         return trees
 
@@ -198,7 +198,7 @@ class TranslatedDrafter(HostDrafter):
                 own[step] = torch.where(self._shared.target_of[best] < 0, best, own[step])
         return _Guesses(own, target)
 
-    def _said(self, request: DraftRequest, guess: list[int]) -> list[int]:
+    def _as_target_tokens(self, request: DraftRequest, guess: list[int]) -> list[int]:
         """A guess in the target's tokens, by its text. A special token ends it."""
         end = next((i for i, token in enumerate(guess) if token in self._special), len(guess))
         reading = self._readings[request.id]

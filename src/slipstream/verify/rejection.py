@@ -36,7 +36,7 @@ from slipstream.sampling.table import Features, SamplingTable
 from slipstream.verify.exact import verify_exact
 
 OWN_NOISE = 0x52454A
-"""Parts this verifier's noise from the noise that drafters draw with: no request has so many samples."""
+"""A sample index beyond any request's, which separates this verifier's noise from the drafters'."""
 
 _UNITS = 2.0**45
 """The largest weight of a row as an integer: 2^17 of them still fit 63 bits."""

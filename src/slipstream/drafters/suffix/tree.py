@@ -96,7 +96,7 @@ def vote_near(own: Numbers, least: int, voters: NDArray[np.int64], weights: NDAr
         if beside <= voters[PLACE, i] < beside + said + _WINDOW:
             voters[ORIGIN, i] = NEAR
             weights[i] *= _NEAR_WEIGHT
-    for place in (beside + said, beside, beside + 1):  # these tokens replaced as many, none, or one
+    for place in (beside + said, beside, beside + 1):  # these tokens replaced the same number, none, or one
         known = place >= end or text[place] < 0
         for i in range(count):
             known |= voters[PLACE, i] == place

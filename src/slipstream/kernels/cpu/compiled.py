@@ -4,8 +4,8 @@ It needs numba, AVX-512 or an ARM CPU, and torch's own team of threads (libgomp)
 put the first to sleep after every product. Without one of these, passes are slower and otherwise the same.
 
 numba keeps compiled code in a folder of the user's cache, named by a hash of the sources and the kind of machine, so
-that only the first start compiles. The files are pickles: they are loaded only from folders that nobody else can write
-to.
+that only the first start compiles. The files are pickles: they are loaded only from folders that no other user can
+write to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slipstream.core import interpreter
 from slipstream.kernels.cpu.arena import Arena
 from slipstream.kernels.cpu.interface import BLOCK, PANEL, STAGE, TILE, Codes, block_bytes
 
-_PATIENCE_S = 120
+_COMPILE_TIMEOUT_S = 120
 """The time limit of compiling in a separate process."""
 _SYMBOLS = {"member": "omp_get_thread_num", "size": "omp_get_num_threads"}
 
@@ -141,7 +141,7 @@ def make_apart() -> None:
     program += "c.keep_in(Path(sys.argv[1])); c.compiled()"
     with suppress(OSError, subprocess.SubprocessError):
         command = interpreter.command("-c", program, str(_folder.parent))
-        subprocess.run(command, env=interpreter.surroundings(), capture_output=True, timeout=_PATIENCE_S)
+        subprocess.run(command, env=interpreter.surroundings(), capture_output=True, timeout=_COMPILE_TIMEOUT_S)
 
 
 def keep_in(folder: Path) -> None:
@@ -157,7 +157,7 @@ def keep_in(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether nobody else can write to `folder`."""
+    """True if no other user can write to `folder`."""
     found = folder.stat()
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

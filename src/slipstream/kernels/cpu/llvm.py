@@ -100,7 +100,7 @@ class Vectors:
         permute = self._declared("llvm.x86.avx512.permvar.sf.512", VECTOR, [VECTOR, WIDE])
         return self.b.call(permute, [table, indices])
 
-    def ask_for(self, address: ir.Value, *, near: bool = False) -> None:
+    def prefetch(self, address: ir.Value, *, near: bool = False) -> None:
         """Prefetch into the core's second cache; near: into the first."""
         prefetch = self._declared("llvm.prefetch.p0", ir.VoidType(), [_BYTES, I32, I32, I32])
         hints = [ir.Constant(I32, hint) for hint in (_READ, _FIRST_CACHE if near else _SECOND_CACHE, _DATA)]

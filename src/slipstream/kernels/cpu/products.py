@@ -71,7 +71,7 @@ def tile(height: int, rows: int, bits: int, near: bool = False) -> Any:
             grown = list(sums)
             at, x_at = b.mul(step, number(step_bytes)), b.mul(step, number(4 * LANES * vectors))
             for address in weights:
-                v.ask_for(b.add(b.add(address, at), number(_NEAR_BYTES) if near else ahead), near=near)
+                v.prefetch(b.add(b.add(address, at), number(_NEAR_BYTES) if near else ahead), near=near)
             decoded = [_strips(v, b.add(address, at), bits) for address in weights]
             for part in range(vectors * LANES // STRIP):
                 taken = [strips(part) for strips in decoded]
@@ -105,7 +105,7 @@ def decoder(bits: int) -> Any:
 
         def one(block: Any) -> list[Any]:
             at = b.add(codes, b.mul(block, number(block_bytes(bits))))
-            v.ask_for(b.add(at, ahead))
+            v.prefetch(b.add(at, ahead))
             place = b.add(out, b.mul(block, number(4 * BLOCK)))
             for part, numbers in enumerate(_weights(v, at, bits)):
                 v.store(numbers, b.add(place, number(4 * LANES * part)))

@@ -77,7 +77,7 @@ class HeadFiles:
         return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors))
 
     @staticmethod
-    def peek(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
+    def outline(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
         """As `read`, but only shapes of weights in safetensors, and values of ids: fast for large heads."""
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")

@@ -200,7 +200,7 @@ class _Stored:
 
 def check_medusa(folder: Path, shape: TargetShape) -> None:
     """Raise if the heads in `folder` do not fit such a target, without reading their weights."""
-    _stored(HeadFiles.peek(folder, _PICKLES, HEAD_SAFETENSORS), shape)
+    _stored(HeadFiles.outline(folder, _PICKLES, HEAD_SAFETENSORS), shape)
 
 
 def _stored(files: HeadFiles, shape: TargetShape) -> _Stored:
