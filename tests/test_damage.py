@@ -218,11 +218,18 @@ def test_a_family_that_cannot_run_is_named(tmp_path: Path) -> None:
         LLM(folder, device="cpu", memory="16MiB")
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts"])
-def test_a_number_without_end_is_refused_at_once(tmp_path: Path, key: str) -> None:
-    """JetMoE's and Mixtral's kin would be built part by part."""
-    folder = save_random(tmp_path / "model", tiny_config("mixtral"))
+@pytest.mark.parametrize(
+    ("family", "key", "said"),
+    [
+        ("mixtral", "num_hidden_layers", "num_hidden_layers=1000000000 in config.json, but"),
+        ("mixtral", "num_local_experts", "num_local_experts=1000000000 in config.json, but"),
+        ("deepseek-v3", "head_dim", "model.rotary_emb.inv_freq would have 500000000 numbers by config.json"),
+    ],
+)
+def test_a_number_without_end_is_refused_at_once(tmp_path: Path, family: str, key: str, said: str) -> None:
+    """Layers and experts would be built one by one, and rotary frequencies are computed, not stored."""
+    folder = save_random(tmp_path / "model", tiny_config(family))
     save_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: 10**9, "layer_types": None}))
-    assert f"{key}=1000000000 in config.json, but" in outcome(folder)
+    assert said in outcome(folder)

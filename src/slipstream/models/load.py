@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
@@ -43,6 +44,8 @@ from slipstream.models.headers import (
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LENT = (EMBEDDING, LM_HEAD)
 """Tensors that a draft may be stored without."""
+_COMPUTED = 2**22
+"""Numbers that a computed tensor may have in any model: the mask of 2,048 positions, for instance."""
 
 _DTYPES = {
     "float32": torch.float32,
@@ -266,6 +269,13 @@ def _check_outline(path: Path, config: PreTrainedConfig, stored: dict[str, Any],
             raise ModelError(
                 f"{path}: {name} is stored as {stored[name]['dtype']}, not as floating-point numbers of 16, 32 or 64 "
                 "bits. Use the unquantized checkpoint, or fetch the model again"
+            )
+    largest = max(_COMPUTED, *(math.prod(header["shape"]) for header in stored.values()))
+    for name, buffer in outline.named_buffers():
+        if name not in stored and buffer.numel() > largest:
+            raise ModelError(
+                f"{path}: {name} would have {buffer.numel()} numbers by config.json, and no tensor of the checkpoint "
+                f"has more than {largest}. Fetch the model again, or correct its config.json"
             )
     shapes = [(name, stored[name]["shape"], weight.shape) for name, weight in wanted.items()]
     wrong = [(name, had, shape) for name, had, shape in shapes if tuple(had) != tuple(shape)]
