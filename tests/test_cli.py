@@ -220,10 +220,10 @@ def test_the_json_says_what_was_decided_and_what_was_gained() -> None:
     assert (unmeasured["expected_gain"], unmeasured["measured_gain"]) == (None, None)
 
 
-def test_what_is_to_be_known_of_a_drafter_stands_in_the_summary(run: Run, llm: FakeLLM) -> None:
+def test_remarks_about_the_model_and_its_drafter_come_first(run: Run, llm: FakeLLM) -> None:
     llm.remarks = ("small has another vocabulary than the target: ids are mapped",)
-    assert "· stop · small has another vocabulary than the target: ids are mapped\n" in run("generate", "Hi").err
-    assert run("chat", stdin="Hi\n").err.startswith("small has another vocabulary")
+    for done in (run("generate", "Hi"), run("generate", "Hi", "--json"), run("chat", stdin="Hi\n")):
+        assert done.err.startswith("small has another vocabulary than the target: ids are mapped\n")
 
 
 def test_no_speculation_loads_no_drafter(run: Run, llm: FakeLLM) -> None:

@@ -129,6 +129,8 @@ def generate(
         params = replace(params, speculation=replace(params.speculation, material=texts))
     drafters = () if common.no_speculation else common.drafters
     with loaded(common, drafters) as llm, naming_form(json_schema, regex):
+        for remark in llm.remarks:
+            note(remark)
         request = text if raw else llm.chat_prompt(messages(system, text))
         if as_json:
             output = llm.generate([request], params)[0]
@@ -142,10 +144,9 @@ def generate(
                 print(f"--- answer {answer.index + 1} of {n}\n{answer.text}", flush=True)
         else:
             answers = [stream(llm, request, params)]
-        remarks = llm.remarks
     for answer in answers:
         if not as_json:
-            note(" · ".join((summary(answer), *remarks)))
+            note(summary(answer))
             if answer.violation is not None:
                 note(f"the answer breaks its schema: {answer.violation}")
         if answer.error is not None:
