@@ -343,9 +343,10 @@ def beside_prompts(common: Common, drafters: Sequence[str], length: int, json_fi
             row = asyncio.run(playing)
             found.append(row)
             print(
-                f"{streams} beside prompts of {length} tokens: {row['kept']:.0%} of the speed alone; gap between "
-                f"tokens p99 {row['gap_p99_ms']:.0f} ms, longest {row['gap_max_ms']:.0f} ms; first token of a prompt "
-                f"after {row['first_ms']:.0f} ms, {row['first_times_alone']:.2f} times its time alone",
+                f"streams: {streams}, beside prompts of {length} tokens: {row['kept']:.0%} of the speed alone; "
+                f"gap between tokens p99 {row['gap_p99_ms']:.0f} ms, longest {row['gap_max_ms']:.0f} ms; "
+                f"first token of a prompt after {row['first_ms']:.0f} ms, "
+                f"{row['first_times_alone']:.2f} times its time alone",
                 flush=True,
             )
         remarks = list(llm.remarks)
