@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,13 +90,15 @@ SHORT: dict[str, list[str]] = {
     "generate": [],
     "audit": ["--no-transformers", "--samples", "0", "--limit", "2", "--concurrency", "1"],
     "bench": ["--limit", "2"],
+    "chat": ["--planner", "fixed", "--max-tokens", "90"],
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_page_run(
-    file: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], command: str
+    file: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abcabcabc\n"))
     name, *arguments = shlex.split(command.replace("followers.py", str(file)))
     small = ["--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB", "--max-tokens", "6"]
     with pytest.raises(SystemExit) as ended:
