@@ -96,6 +96,11 @@ class Services:
     cache_pages: int  # pages that its own cache must have
     taps: TapView | None = None  # the target's hidden states that it asked for, by cache slot
 
+    def hidden(self, slots: Tensor) -> Tensor:  # [N] -> [N, F]
+        """The target's hidden states in these cache slots."""
+        assert self.taps is not None, "the drafter's `taps` are empty"
+        return self.taps.at(slots)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftRound:

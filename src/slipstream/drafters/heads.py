@@ -65,6 +65,8 @@ class FeatureDrafter(DeviceDrafter):
 
     needs: ClassVar[Needs] = Needs(device=True, own_cache=True)
     default_draft_tokens: ClassVar[int] = MAX_NODES  # limited by `most_nodes`
+    _services: Services  # set by `attach`, as the next one
+    _cache: KVCache
 
     def __init__(self, head: Head, *, depth: int, width: int = 1, nodes: int = MAX_NODES) -> None:
         if not 1 <= depth < RECENT:
@@ -79,8 +81,6 @@ class FeatureDrafter(DeviceDrafter):
         self.makes_trees = self.grows = width > 1
         self.fewer_rereads = (4, 8) if self.grows else ()
         self.most_nodes = min(nodes, offered) if self.makes_trees else depth
-        self._services: Services | None = None
-        self._cache: KVCache | None = None
         self._guests = torch.empty(0, dtype=torch.int64)
         self._graphs: PromptGraphs | None = None
         self._firsts: dict[int, Tensor] = {}  # by rows per request: each request's first row
@@ -117,12 +117,10 @@ class FeatureDrafter(DeviceDrafter):
         self._firsts = {rows: every * rows for rows in range(1, max(self.width, self.depth + 1) + 1)}
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        assert self._cache is not None
         self._cache.copy_pages(copies)
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Slots of trees belong to no request between drafts: clear all of them."""
-        assert self._cache is not None
         self._cache.clear([*pages, *range(self._trash_page, self._cache.num_pages)])
 
     def start(self, request: DraftRequest) -> None:
@@ -139,18 +137,14 @@ class FeatureDrafter(DeviceDrafter):
 
     def read(self, batch: PassBatch) -> None:
         """Run beside the target, after it has written its hidden states of these rows."""
-        assert self._cache is not None
         own = read_along(batch, self._cache.page_size, self.head.max_positions)
         if own is not None:
             self._read(own)
 
     def capture_prompts(self, trash_slot: int, pool: Any) -> None:
-        assert self._cache is not None
         self._graphs = PromptGraphs(self._read_rows, self._cache, trash_slot, pool)
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
-        assert self._services is not None
-        assert self._cache is not None
         most = self._services.max_rows
         stretches: list[Stretch] = []
         ids: list[int] = []
@@ -169,12 +163,10 @@ class FeatureDrafter(DeviceDrafter):
             self._read_missed(stretches, ids)
 
     def _read_missed(self, stretches: Sequence[Stretch], ids: Sequence[int]) -> None:
-        assert self._cache is not None
         given = sent(np.array(ids, dtype=np.int64), self._cache.device)
         self._read(head_batch(stretches, given, self._cache.page_size))
 
     def _read(self, batch: PassBatch) -> None:
-        assert self._cache is not None
         if self._graphs is None or self._graphs.run(batch, layout_of(batch, self._cache.page_size)) is None:
             self._run(batch, self._features(batch.slots), 0)
 
@@ -185,32 +177,25 @@ class FeatureDrafter(DeviceDrafter):
 
     def _run(self, batch: PassBatch, features: Tensor, step: int) -> HeadStates:
         """A pass laid out by the host."""
-        assert self._cache is not None
         context = PassContext(batch, self._cache)
         if has_kernels(self._cache.device):
             context = DevicePass(layout_of(batch, self._cache.page_size), self._cache, wide=batch.num_rows > WIDE_ROWS)
         return self.head.run(batch.input_ids, features, context, batch.positions, step)
 
     def _features(self, slots: Tensor) -> Tensor:  # [N] -> [N, H]
-        assert self._services is not None
-        assert self._services.taps is not None
-        return self.head.combine(self._services.taps.at(slots))
+        return self.head.combine(self._services.hidden(slots))
 
     def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
         """The same as `draft`, from the host's view of the requests."""
         return self.propose_trees(requests, budget, self.depth)
 
     def propose_trees(self, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
-        assert self._services is not None
-        assert self._cache is not None
-        device = self._cache.device
-        asked = [i for i, nodes in enumerate(budget) if nodes]
-        views = [requests[i] for i in asked]
+        views = [request for request, nodes in zip(requests, budget, strict=True) if nodes]
         behind = [view for view in views if self._known[view.id] < len(view.tokens) - self.rereads]
         self.catch_up(behind, [self._known[view.id] for view in behind])
         self._known.update({view.id: len(view.tokens) for view in views})
-        made = self.draft(host_round(self._services, views, max(budget), levels, device, self.depth, self._trash_page))
-        return answer_of(made, asked, budget)
+        device = self._cache.device
+        return host_draft(self.draft, self._services, requests, budget, levels, device, self.depth, self._trash_page)
 
     def draft(self, round: DraftRound) -> Tensor | DeviceTree:
         """Read the last tokens and continue from the head's state behind the last one."""
@@ -221,7 +206,6 @@ class FeatureDrafter(DeviceDrafter):
         return self._tree(round, rows, last) if self.makes_trees else self._chain(round, rows, last)
 
     def _last_rows(self, round: DraftRound, count: int) -> LastRows:
-        assert self._cache is not None
         size = self._cache.page_size
         return last_rows(
             round.state,
@@ -252,7 +236,6 @@ class FeatureDrafter(DeviceDrafter):
 
     def _go_on(self, round: DraftRound, chains: Chains, known: int, features: Tensor) -> None:
         """Continue after `known` guesses, each step a pass of one row a request, behind the text."""
-        assert self._cache is not None
         lanes, size = round.lanes, self._cache.page_size
         starts = self._starts(lanes, 1)
         places = (chains.positions[: max(0, round.depth - known)] - 1).clamp_(0, self._last_place(round))
@@ -283,7 +266,6 @@ class FeatureDrafter(DeviceDrafter):
             return self.head.run(level.tokens, states.features, context, level.places, step, behind=level.rows)
 
         def offer(states: HeadStates, rows: SampleRows, step: int) -> Ranked:
-            assert self._services is not None
             # noise apart from the text's: a tree's first nodes depend on what its last ones are
             table = self._services.sampling.apart(self.name, round.features)
             return rank(self.head.logits(states.read), rows, table, round.features, width, self.head.vocab)
@@ -294,7 +276,6 @@ class FeatureDrafter(DeviceDrafter):
     def _context(
         self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor, ancestors: Tensor | None = None
     ) -> DevicePass:
-        assert self._cache is not None
         layout = RowLayout(
             positions=positions,
             slots=slots,
@@ -311,12 +292,10 @@ class FeatureDrafter(DeviceDrafter):
 
     def _last_place(self, round: DraftRound) -> int:
         """The last position to write; a request that has reached it is not drafted for."""
-        assert self._cache is not None
         return min(self.head.max_positions, round.state.pages.shape[1] * self._cache.page_size) - 1
 
     def _best(self, logits: Tensor, rows: SampleRows, features: Features) -> Tensor:  # [R]
         """The guess of each row. The target rejects nonsense."""
-        assert self._services is not None
         table, vocab = self._services.sampling.apart(self.name, features), self.head.vocab
         if vocab is None and logits.shape[1] == table.vocab_size:
             return choose(logits, rows, table, features).clamp_min(0)
@@ -488,19 +467,22 @@ def grow_trees(
     return DeviceTree(*growth.tree(round.nodes))
 
 
-def host_round(
+def host_draft(
+    draft: Callable[[DraftRound], Tensor | DeviceTree],
     services: Services,
-    views: Sequence[DraftRequest],
-    nodes: int,
+    requests: Sequence[DraftRequest],
+    budget: Sequence[int],
     levels: int,
     device: torch.device,
     ahead: int = 0,
     padding_page: int = 0,
-) -> DraftRound:
-    """The `DraftRound` of these requests, from the host's view.
+) -> Draft:
+    """Run `draft` on a round made from the host's view of the requests; those without a budget get an empty draft.
 
     ahead: positions behind a text that are written to. padding_page: the page of padding.
     """
+    asked = [i for i, nodes in enumerate(budget) if nodes]
+    views, nodes = [requests[i] for i in asked], max(budget)
     tables = [services.page_table(view.id).pages for view in views]
     standing = [
         Standing(view.slot, view.tokens, len(view.tokens) - view.prompt_length, pages)
@@ -509,24 +491,21 @@ def host_round(
     slots = [view.slot for view in views]
     keys = max(len(view.tokens) for view in views) + ahead
     reach = max(services.pool.pages_for(keys), *[len(pages) for pages in tables])
-    return DraftRound(
-        state=lane_state(standing, services.sampling.num_slots, reach, padding_page, device),
-        lanes=torch.tensor(slots, dtype=torch.int64, device=device),
-        depth=min(nodes, levels),
-        keys=keys,
-        features=services.sampling.features(slots),
-        nodes=nodes,
+    made = draft(
+        DraftRound(
+            state=lane_state(standing, services.sampling.num_slots, reach, padding_page, device),
+            lanes=torch.tensor(slots, dtype=torch.int64, device=device),
+            depth=min(nodes, levels),
+            keys=keys,
+            features=services.sampling.features(slots),
+            nodes=nodes,
+        )
     )
-
-
-def answer_of(made: Tensor | DeviceTree, asked: Sequence[int], budget: Sequence[int]) -> Draft:
-    """The draft of all requests from the guesses of those `asked`; the others get an empty one."""
     tree = made if isinstance(made, DeviceTree) else None
     guesses = made.tokens if isinstance(made, DeviceTree) else made
-    device, nodes = guesses.device, guesses.shape[1]
-    tokens = torch.zeros((len(budget), nodes), dtype=torch.int64, device=device)
-    parents = torch.arange(-1, nodes - 1, device=device).repeat(len(budget), 1)
-    index = torch.tensor(asked, device=device)
+    width, index = guesses.shape[1], torch.tensor(asked, device=device)
+    tokens = torch.zeros((len(budget), width), dtype=torch.int64, device=device)
+    parents = torch.arange(-1, width - 1, device=device).repeat(len(budget), 1)
     tokens[index] = guesses
     if tree is not None:
         parents[index] = tree.parents

@@ -21,14 +21,13 @@ from slipstream.core.draft import MAX_NODES, ROOT, Draft
 from slipstream.core.errors import ConfigError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRequest, DraftRound, Needs, Opening, Services
-from slipstream.drafters.heads import answer_of, check_sizes, grow_trees, host_round, parse_sizes, slots_before_last
+from slipstream.drafters.heads import check_sizes, grow_trees, host_draft, parse_sizes, slots_before_last
 from slipstream.kernels.gpu.grow_tree import Growth, Level, candidates
 from slipstream.models.heads.checkpoint import TargetShape, read_config
 from slipstream.models.heads.medusa import CHAINED, MedusaHeads, check_medusa, load_medusa
 from slipstream.models.runner import Runner
 from slipstream.sampling.rank import Ranked, rank
 from slipstream.sampling.rows import SampleRows
-from slipstream.sampling.table import Features
 
 _REVIEW = 512  # drafts between reviews of the tree's shape
 _GAIN = 1.02  # expected gain that justifies another shape
@@ -42,6 +41,7 @@ class MedusaDrafter(DeviceDrafter):
     needs: ClassVar[Needs] = Needs(device=True)
     default_draft_tokens: ClassVar[int] = MAX_NODES
     makes_trees = True
+    _services: Services  # set by `attach`
 
     def __init__(self, heads: MedusaHeads, acceptance: Sequence[Sequence[float]] | None = None) -> None:
         self.heads = heads
@@ -52,7 +52,6 @@ class MedusaDrafter(DeviceDrafter):
         table = check_table(prior, heads.heads, "medusa_acceptance")
         self._ranks = min(RANKS, heads.width)
         self._acceptance = HeadAcceptance(tuple(row[: self._ranks] for row in table))
-        self._services: Services | None = None
         self._seen = self._stale = 0  # drafts since the last review; steps still in flight with the old shape
         self.tree = best_tree(self._acceptance.table)
         self.most_nodes = len(self.tree)
@@ -109,56 +108,24 @@ class MedusaDrafter(DeviceDrafter):
         self._shape.copy_(host.pin_memory() if self._shape.is_cuda else host, non_blocking=True)
 
     def draft(self, round: DraftRound) -> DeviceTree:
-        assert self._services is not None
-        state, lanes = round.state, round.lanes
+        state, lanes, requests = round.state, round.lanes, round.lanes.shape[0]
         slots = slots_before_last(state, lanes, self._services.pool.page_size)
-        length, last, generated = state.length[lanes], state.last[lanes], state.generated[lanes]
-        tokens = self._guess(slots, last, lanes, length, generated, round.features, round.nodes)
-        return DeviceTree(tokens, self._shape[2, : round.nodes].expand_as(tokens))
-
-    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
-        assert self._services is not None
-        device = self._shape.device
-        tables = [self._services.page_table(request.id) for request in requests]
-        numbers = [
-            (
-                table.slots(len(r.tokens) - 2, 1)[0],
-                r.tokens[-1],
-                r.slot,
-                len(r.tokens) - 1,
-                len(r.tokens) - r.prompt_length,
-            )
-            for r, table in zip(requests, tables, strict=True)
-        ]
-        places, last, lanes, length, generated = torch.tensor(numbers, dtype=torch.int64, device=device).unbind(1)
-        features = self._services.sampling.features([request.slot for request in requests])
-        tokens = self._guess(places, last, lanes, length, generated, features, max(budget))
-        parents = self._shape[2, : tokens.shape[1]].expand_as(tokens)
-        return Draft(tokens, parents, torch.tensor(budget, dtype=torch.int64, device=device), False)
-
-    def _guess(
-        self,
-        places: Tensor,  # [B]: slots of the target's hidden states at the token before the last one
-        last: Tensor,  # [B]: the last token
-        lanes: Tensor,  # [B]: rows of the sampling table
-        length: Tensor,  # [B]: position of the last token
-        generated: Tensor,  # [B]
-        features: Features,
-        nodes: int,
-    ) -> Tensor:  # [B, nodes]
-        assert self._services is not None
-        assert self._services.taps is not None
-        sampling = self._services.sampling.apart(self.name, features)
-        logits = self.heads.logits(self._services.taps.at(places), last)  # [heads, B, Vd]
-        ahead = torch.arange(self.depth, device=places.device)[:, None]  # [heads, 1]
+        logits = self.heads.logits(self._services.hidden(slots), state.last[lanes])  # [heads, B, Vd]
+        ahead = torch.arange(self.depth, device=lanes.device)[:, None]  # [heads, 1]
         rows = SampleRows(
             slots=lanes.repeat(self.depth),
-            positions=(length + 1 + ahead).flatten(),
-            generated=(generated + ahead).flatten(),
+            positions=(state.length[lanes] + 1 + ahead).flatten(),
+            generated=(state.generated[lanes] + ahead).flatten(),
         )
-        best = rank(logits.flatten(0, 1), rows, sampling, features, self._ranks, self.heads.vocab).tokens
-        head, place = self._shape[0, :nodes], self._shape[1, :nodes]
-        return best.view(self.depth, places.shape[0], self._ranks)[head, :, place].T.contiguous()
+        sampling = self._services.sampling.apart(self.name, round.features)
+        best = rank(logits.flatten(0, 1), rows, sampling, round.features, self._ranks, self.heads.vocab).tokens
+        head, place, parents = self._shape[:, : round.nodes]
+        tokens = best.view(self.depth, requests, self._ranks)[head, :, place].T.contiguous()  # [B, nodes]
+        return DeviceTree(tokens, parents.expand_as(tokens))
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        """The same as `draft`, from the host's view of the requests."""
+        return host_draft(self.draft, self._services, requests, budget, self.depth, self._shape.device)
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         # in merged drafts the accepted nodes are not attributed to one drafter
@@ -193,6 +160,7 @@ class ChainedMedusaDrafter(DeviceDrafter):
     needs: ClassVar[Needs] = Needs(device=True)
     default_draft_tokens: ClassVar[int] = MAX_NODES  # limited by `most_nodes`
     makes_trees = grows = True
+    _services: Services  # set by `attach`
 
     def __init__(
         self, heads: MedusaHeads, *, depth: int | None = None, width: int = WIDTH, nodes: int = MAX_NODES
@@ -206,7 +174,6 @@ class ChainedMedusaDrafter(DeviceDrafter):
         self.heads = heads
         self.taps = heads.taps
         self.weights_bytes = heads.weights_bytes
-        self._services: Services | None = None
 
     def most_at(self, levels: int) -> int:
         return min(self.most_nodes, candidates(self.width, levels))
@@ -221,16 +188,10 @@ class ChainedMedusaDrafter(DeviceDrafter):
         return self.propose_trees(requests, budget, self.depth)
 
     def propose_trees(self, requests: Sequence[DraftRequest], budget: Sequence[int], levels: int) -> Draft:
-        assert self._services is not None
-        asked = [i for i, nodes in enumerate(budget) if nodes]
-        views = [requests[i] for i in asked]
-        made = self.draft(host_round(self._services, views, max(budget), levels, self._nowhere.device))
-        return answer_of(made, asked, budget)
+        return host_draft(self.draft, self._services, requests, budget, levels, self._nowhere.device)
 
     def draft(self, round: DraftRound) -> DeviceTree:
         """One level a head."""
-        assert self._services is not None
-        assert self._services.taps is not None
         state, lanes = round.state, round.lanes
         width = min(self.width, round.nodes)  # see `FeatureDrafter._tree`
         # noise apart from the text's: a tree's first nodes depend on what its last ones are
@@ -244,7 +205,7 @@ class ChainedMedusaDrafter(DeviceDrafter):
         def offer(made: Tensor, rows: SampleRows, step: int) -> Ranked:
             return rank(self.heads.head_logits(step, made), rows, table, round.features, width, self.heads.vocab)
 
-        first = self.heads.chained_hidden(0, self._services.taps.at(slots), state.last[lanes])
+        first = self.heads.chained_hidden(0, self._services.hidden(slots), state.last[lanes])
         roots = SampleRows(lanes, length + 1, state.generated[lanes])
         growth = Growth(state, lanes, width, round.depth, last_place=0, guests=self._nowhere, each=0)
         return grow_trees(round, growth, roots, first, go_on, offer)

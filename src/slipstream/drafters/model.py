@@ -56,6 +56,8 @@ class ModelDrafter(DeviceDrafter):
     planned_draft_tokens: ClassVar[int] = 11  # for predictable text; fills the rows of a captured pass
     rereads = 8
     fewer_rereads = (2, 8)
+    _services: Services  # set by `attach`, as the next one
+    _cache: KVCache
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -63,8 +65,6 @@ class ModelDrafter(DeviceDrafter):
         self.max_positions = runner.max_positions
         # larger ids are a wider target's padding; the draft reads another token instead, and guesses badly
         self._known_ids = cast(Tensor, runner.model.get_input_embeddings().weight).shape[0]
-        self._services: Services | None = None
-        self._cache: KVCache | None = None
         self._progress: dict[str, _Progress] = {}
 
     @classmethod
@@ -107,11 +107,9 @@ class ModelDrafter(DeviceDrafter):
         self._cache = self.runner.new_cache(services.cache_pages, services.pool.page_size)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        assert self._cache is not None
         self._cache.copy_pages(copies)
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        assert self._cache is not None
         self._cache.clear(pages)
 
     def start(self, request: DraftRequest) -> None:
@@ -136,19 +134,16 @@ class ModelDrafter(DeviceDrafter):
 
     def read(self, batch: PassBatch) -> None:
         """Run beside the target. A request beyond the draft's context is not drafted for: its rows may be wrong."""
-        assert self._cache is not None
         parts = zip(batch.prefix_lengths, batch.row_starts, batch.row_starts[1:], strict=False)
         ends = [prefix + end - start for prefix, start, end in parts]
         if min(ends) <= self.runner.max_positions:
             self.runner.forward(self._own(batch), self._cache)
 
     def capture_prompts(self, trash_slot: int, pool: Any) -> None:
-        assert self._cache is not None
         self.runner.capture_prompts(self._cache, trash_slot, pool)
 
     def catch_up(self, requests: Sequence[DraftRequest], known: Sequence[int]) -> None:
         """Read all of them together, in passes of up to `max_rows` rows; mostly a few tokens each."""
-        assert self._services is not None
         room = most = self._services.max_rows
         missed: list[tuple[DraftRequest, int, int]] = []  # request, first and end of the tokens to read
         for request, start in zip(requests, known, strict=True):
@@ -164,7 +159,6 @@ class ModelDrafter(DeviceDrafter):
             self._read_missed(missed)
 
     def _read_missed(self, missed: Sequence[tuple[DraftRequest, int, int]]) -> None:
-        assert self._cache is not None
         ids = [token for request, at, end in missed for token in request.tokens[at:end]]
         given = sent(np.array(ids, dtype=np.int64), self.runner.device)
         whose, starts, ends = zip(*missed, strict=True)
@@ -178,8 +172,6 @@ class ModelDrafter(DeviceDrafter):
         further, or alone for a step or two. Rereading writes the same entries again: the device need not know how far
         behind a request is, nor wait until it has caught up.
         """
-        assert self._services is not None
-        assert self._cache is not None
         state, lanes, size = round.state, round.lanes, self._services.pool.page_size
         sampling = self._services.sampling.apart(self.name, round.features)
         requests, device = lanes.shape[0], lanes.device
@@ -216,7 +208,6 @@ class ModelDrafter(DeviceDrafter):
         return guesses.T
 
     def _layout(self, round: DraftRound, positions: Tensor, slots: Tensor, starts: Tensor) -> RowLayout:
-        assert self._services is not None
         state, size = round.state, self._services.pool.page_size
         return RowLayout(positions, slots, starts, round.lanes, state.length, state.pages, None, size, round.keys)
 
@@ -259,7 +250,6 @@ class ModelDrafter(DeviceDrafter):
 
     def _distributions_for(self, requests: Sequence[DraftRequest], width: int) -> Tensor | None:  # [B, K, V]
         """Room for the distributions of the guesses, if a request needs them."""
-        assert self._services is not None
         if not any(request.params.rejects for request in requests):
             return None
         shape = (len(requests), width, self._services.sampling.vocab_size)
@@ -269,7 +259,6 @@ class ModelDrafter(DeviceDrafter):
         self, requests: Sequence[DraftRequest], budgets: Sequence[int], tokens: Tensor, q: Tensor | None
     ) -> list[int]:
         """Read new tokens, one pass at most. Returns the requests read to their end: `tokens` has their first guess."""
-        assert self._services is not None
         room = self._services.max_rows
         active: list[int] = []
         at: list[int] = []
@@ -308,9 +297,6 @@ class ModelDrafter(DeviceDrafter):
         q: Tensor | None,  # [B, K, V]: column `depth` gets their distributions
     ) -> None:
         """Read the rows of each request and guess the next token."""
-        assert self._services is not None
-        assert self._cache is not None
-
         batch = self._batch(requests, at, rows, ids)
         logits = self._fit(self.runner.forward(batch, self._cache))
         features = self._services.sampling.features([request.slot for request in requests])
@@ -331,8 +317,6 @@ class ModelDrafter(DeviceDrafter):
         self, requests: Sequence[DraftRequest], at: Sequence[int], rows: Sequence[int], ids: Tensor
     ) -> PassBatch:
         """A pass over `rows` tokens of each request from position `at`, with logits of the last rows."""
-        assert self._services is not None
-
         tables = [self._services.page_table(request.id) for request in requests]
         return PassBatch.behind(tables, at, rows, self._known(ids), self.runner.device)
 
@@ -341,7 +325,6 @@ class ModelDrafter(DeviceDrafter):
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Cut or pad the logits to the target's vocabulary, since models pad theirs differently."""
-        assert self._services is not None
         width = self._services.sampling.vocab_size
         if logits.shape[1] >= width:
             return logits[:, :width]

@@ -89,7 +89,6 @@ class MtpDrafter(FeatureDrafter):
 
     def _shifted(self, batch: PassBatch, by: int) -> PassBatch | None:
         """The same tokens at positions `by` further back; those that fall before the text are dropped."""
-        assert self._cache is not None
         stretches: list[Stretch] = []
         kept: list[int] = []
         for i, prefix in enumerate(batch.prefix_lengths):

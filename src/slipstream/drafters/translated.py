@@ -65,6 +65,9 @@ class TranslatedDrafter(HostDrafter):
     bounded: ClassVar[bool] = True  # it takes a few passes, whose cost the planner knows
     costly: ClassVar[bool] = True
     default_draft_tokens: ClassVar[int] = 5
+    _services: Services  # set by `attach`, as the next two
+    _pool: PagePool
+    _cache: KVCache
 
     def __init__(self, runner: Runner, own: Any, target: Any, target_size: int) -> None:
         self.runner = runner
@@ -78,9 +81,6 @@ class TranslatedDrafter(HostDrafter):
         self._columns = pairs.to(runner.device)  # [S]: shared tokens in the target's ids
         self._own_columns = shared.own_of[pairs].to(runner.device)  # [S]: the same in the draft's
         self._special = frozenset(own.all_special_ids)
-        self._services: Services | None = None
-        self._pool: PagePool | None = None
-        self._cache: KVCache | None = None
         self._readings: dict[str, _Reading] = {}
 
     def page_bytes(self, page_size: int) -> int:
@@ -92,7 +92,6 @@ class TranslatedDrafter(HostDrafter):
         self._cache = self.runner.new_cache(services.cache_pages, services.pool.page_size)
 
     def start(self, request: DraftRequest) -> None:
-        assert self._pool is not None
         recut = Recut(self._own)
         reading = _Reading(PageTable(self._pool), GrowingText(self._target), recut, list(recut.ids))
         self._readings[request.id] = reading
@@ -153,7 +152,6 @@ class TranslatedDrafter(HostDrafter):
 
     def _read(self, requests: Sequence[DraftRequest]) -> _Read:
         """One pass over unread tokens, shortest requests first: a long prompt takes several steps."""
-        assert self._services is not None
         room = self._services.max_rows
         readings = [self._readings[request.id] for request in requests]
         missing = [len(reading.ids) - len(reading.cached) for reading in readings]
@@ -175,7 +173,6 @@ class TranslatedDrafter(HostDrafter):
 
     def _guess(self, requests: Sequence[DraftRequest], depth: int, logits: Tensor) -> _Guesses:
         """Guess token by token, all requests together, without looking at the guesses."""
-        assert self._services is not None
         readings = [self._readings[request.id] for request in requests]
         slots = self._tensor([request.slot for request in requests])
         features = self._services.sampling.features([request.slot for request in requests])
@@ -213,7 +210,6 @@ class TranslatedDrafter(HostDrafter):
 
     def _pass(self, readings: Sequence[_Reading], ids: Tensor, rows: Sequence[int], ahead: int = 0) -> Tensor:
         """Run `rows` tokens of each request behind its cache and `ahead` guesses. Returns the last rows' logits."""
-        assert self._cache is not None
         at = [len(reading.cached) + ahead for reading in readings]
         tables, device = [reading.table for reading in readings], self.runner.device
         batch = PassBatch.behind(tables, at, rows, ids.to(device), device)
