@@ -97,7 +97,7 @@ def shown(row: Row, name: str) -> tuple[list[str], Any]:
     """One use of a row: on the command line, and as a value."""
     flag = f"--{name.replace('_', '-')}"
     if row.values == 0:
-        on = "true" not in row.fine
+        on = "true" not in row.accepted
         return [flag if on else f"--no-{flag[2:]}"], on
     value = EXAMPLES.get(name, "x")
     return [flag, str(value)], value
@@ -123,15 +123,15 @@ def test_each_option_of_vllm_serve(name: str, known: set[str]) -> None:
     if row.refused:
         with pytest.raises(ConfigError) as refused:
             from_vllm_flags(words, said.append)
-        assert str(refused.value) == f"{' '.join(words)}: {row.said}"
+        assert str(refused.value) == f"{' '.join(words)}: {row.hint}"
     elif row.to is None:
         assert from_vllm_flags(["MODEL", *words, "--host", "h"], said.append) == ["MODEL", "--host=h"]
-        assert said == [f"{' '.join(words)} has no effect: {row.said}"]
+        assert said == [f"{' '.join(words)} has no effect: {row.hint}"]
     else:
         (passed,) = from_vllm_flags(words, said.append)
         assert passed.partition("=")[0] in known
         assert said == []
-    for fine in row.fine if row.values else ():
+    for fine in row.accepted if row.values else ():
         assert from_vllm_flags([words[0], fine], print) == [], "what happens anyway passes in silence"
 
 
@@ -161,7 +161,7 @@ def test_each_key_of_a_speculative_config(name: str) -> None:
     named = from_vllm(config, said.append)
     assert named.drafter == ("suffix" if name == "method" else "ngram")
     assert said == (
-        [] if row.to is not None else [f"speculative_config: {name}={config[name]!r} has no effect: {row.said}"]
+        [] if row.to is not None else [f"speculative_config: {name}={config[name]!r} has no effect: {row.hint}"]
     )
 
 
