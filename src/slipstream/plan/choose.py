@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 
@@ -43,25 +43,6 @@ def _trees_up_to(most: int, levels: tuple[Levels, ...]) -> tuple[list[int], list
 
 
 # --- guesses that take time -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Guesses that exist already and are verified in any case."""
-
-    nodes: int = 0  # of all requests
-    chances: Mapping[str, Sequence[float]] | None = None  # by request: of being right to depth 1, 2, …
-
-    def right(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
-        found = np.zeros((depth, len(request_ids)))
-        for i, request_id in enumerate(request_ids):
-            if self.chances and (chances := self.chances.get(request_id)):
-                found[: len(chances), i] = chances[:depth]
-        return found
-
-    @property
-    def tokens(self) -> float:
-        return sum(map(sum, self.chances.values())) if self.chances else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +110,21 @@ class Step:
     """The planned step."""
 
     load: Load
-    free: Free
     passes: Mapping[bool, Floats]  # by is_tree: seconds by rows
+    free_nodes: int = 0  # of guesses that exist already and are verified in any case, over all requests
+    free: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by request: their chances to depth 1, 2, …
+
+    @property
+    def plain_tokens(self) -> float:
+        """Expected tokens with free guesses only."""
+        return self.load.requests + sum(map(sum, self.free.values()))
+
+    def free_chances(self, request_ids: Sequence[str], depth: int) -> Floats:  # [depth, B]
+        found = np.zeros((depth, len(request_ids)))
+        for i, request_id in enumerate(request_ids):
+            if chances := self.free.get(request_id):
+                found[: len(chances), i] = chances[:depth]
+        return found
 
     def seconds(self, rows: float, *, is_tree: bool) -> float:
         table = self.passes[is_tree]
@@ -139,8 +133,8 @@ class Step:
     @property
     def undrafted(self) -> Candidate:
         """The step with free guesses only."""
-        requests, seconds = self.load.requests, self.seconds(self.load.requests + self.free.nodes, is_tree=False)
-        return Candidate(NO_OFFER, 0, 0, np.zeros(0, np.int64), requests + self.free.tokens, seconds)
+        seconds = self.seconds(self.load.requests + self.free_nodes, is_tree=False)
+        return Candidate(NO_OFFER, 0, 0, np.zeros(0, np.int64), self.plain_tokens, seconds)
 
     def best_size(
         self, offer: Offer, sizes: Sizes, draft_s: Floats, late_s: Floats, last: tuple[int, int], margin: float
@@ -150,10 +144,10 @@ class Step:
         draft_s [C]: seconds of the guesses. late_s [B + 1]: seconds added where 0, 1, … requests must be caught up on.
         last: nodes and levels to keep unless others are better by the margin.
         """
-        requests, table = self.load.requests, self.passes[bool(offer.levels)]
+        table = self.passes[bool(offer.levels)]
         order = np.argsort(-sizes.gained[-1], kind="stable")  # [B]
-        tokens = requests + self.free.tokens + sizes.gained[:, order].cumsum(1)  # [C, B]: for the first 1, 2, …
-        rows = requests + self.free.nodes + sizes.drafted[:, order].cumsum(1)
+        tokens = self.plain_tokens + sizes.gained[:, order].cumsum(1)  # [C, B]: for the first 1, 2, …
+        rows = self.load.requests + self.free_nodes + sizes.drafted[:, order].cumsum(1)
         seconds = table[np.minimum(rows, len(table) - 1)] + draft_s[:, None]
         if offer.lagging:
             lags = np.array([offer.request_ids[i] in offer.lagging for i in order.tolist()])
@@ -171,10 +165,10 @@ class Step:
 
     def loss(self, chosen: Candidate, other: Candidate, members: Sequence[int]) -> float:
         """Seconds lost if `other` drafts for these requests in place of `chosen`."""
-        plain, count = self.load.requests + self.free.tokens, len(members)
+        plain, count = self.plain_tokens, len(members)
         stays = max(0.0, 1 - count / max(len(chosen.members), 1))
         tokens = plain + stays * (chosen.tokens - plain) + count / len(other.members) * (other.tokens - plain)
-        rows = self.load.requests + self.free.nodes + count * other.nodes
+        rows = self.load.requests + self.free_nodes + count * other.nodes
         rows += round(stays * sum(chosen.budget(chosen.members.tolist()).nodes))
         seconds = self.seconds(rows, is_tree=bool(other.offer.levels)) + other.guess_s + chosen.guess_s * (stays > 0)
         return seconds - tokens / chosen.rate

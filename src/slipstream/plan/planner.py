@@ -16,7 +16,7 @@ import numpy as np
 from slipstream.core.draft import Tree
 from slipstream.plan import choose
 from slipstream.plan.acceptance import DEPTHS, Acceptance, Ease, Promises
-from slipstream.plan.choose import Candidate, Free, Ranked, Step
+from slipstream.plan.choose import Candidate, Ranked, Step
 from slipstream.plan.cost import Costs
 from slipstream.plan.guard import HORIZON, MEMBERS, Guard, Probes
 from slipstream.plan.types import (
@@ -295,7 +295,7 @@ class AdaptivePlanner(Planner):
         most = load.requests + self._free_nodes + max([sum(one.caps) for one in offers], default=0)
         kinds = (False, True)[: 1 + any(one.levels for one in offers)]
         passes = {is_tree: self.costs.passes(most, is_tree=is_tree) + self.costs.read_s for is_tree in kinds}
-        return Step(load, Free(self._free_nodes, self._free), passes)
+        return Step(load, passes, self._free_nodes, self._free)
 
     def _best(self, one: Offer, step: Step) -> Candidate | None:
         """The drafter's size with the highest rate, or its last size within the margin. None: it may not draft."""
@@ -306,7 +306,7 @@ class AdaptivePlanner(Planner):
             caps, levels = [min(most, 1) for most in caps], levels[:1]
         deepest = levels[-1].deep if levels else max(caps)
         estimate = self._estimate(one.drafter, self._ease)
-        chances = estimate.paths(one.request_ids, deepest) * (1 - step.free.right(one.request_ids, deepest))
+        chances = estimate.paths(one.request_ids, deepest) * (1 - step.free_chances(one.request_ids, deepest))
         if levels:
             sizes = choose.tree_sizes(caps, levels, chances, estimate.ranks.kept())
         else:
@@ -331,8 +331,8 @@ class AdaptivePlanner(Planner):
     def _weigh_hosts(self, step: Step, chosen: Candidate, offers: Sequence[Offer]) -> None:
         """Update the seconds that the guesses of host drafters save."""
         saved_s = 0.0
-        if step.free.nodes:
-            alone = replace(step, free=Free())
+        if step.free_nodes:
+            alone = replace(step, free_nodes=0, free={})
             others = [chosen.offer] if chosen.offer in offers else offers
             found = [best for one in others if (best := self._best(one, alone)) is not None]
             saved_s = max(0.0, chosen.tokens / self._chosen(alone.undrafted, found).rate - chosen.seconds)
@@ -416,7 +416,7 @@ class AdaptivePlanner(Planner):
         requests = step.load.requests
         plain_s, row = step.seconds(requests, is_tree=False), self.costs.row(requests)
         is_drafted = chosen.offer in offers
-        self.expected_gain = chosen.rate / requests * plain_s if is_drafted or step.free.nodes else 1.0
+        self.expected_gain = chosen.rate / requests * plain_s if is_drafted or step.free_nodes else 1.0
         for one in offers:
             if (best := found.get(one.drafter)) is not None:
                 nodes, levels = (chosen.nodes, chosen.levels) if chosen.offer is one else (0, 0)
