@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,12 +120,19 @@ def test_it_says_why() -> None:
     assert decision.nodes
     assert "expected" in play.planner.words("head", decision)
     assert play.planner.gain("0/0").measured > 1.5
-    play = Play({"head": always(0.2)}, Curve((1, 64), (0.010, 0.640)))
-    play.run(50)
-    assert "no spare arithmetic" in play.planner.reasons()["head"]
     slow = Play({"head": Drafter(lambda step: 0.9, 0.010)})
     slow.run(50)
     assert "its guesses take" in slow.planner.reasons()["head"]
+
+
+def test_what_is_assumed_is_not_told_as_seen() -> None:
+    play = Play({"head": always(0.2)}, Curve((1, 64), (0.010, 0.640)))
+    play.run(1)
+    why = play.planner.reasons()["head"]
+    assert "no spare arithmetic" in why
+    assert "assuming that 60% of its guesses are right: none was compared yet" in why
+    play.run(250)
+    assert re.search(r"\d of its last \d guesses for all requests were right", play.planner.reasons()["head"])
 
 
 CHANCES = st.floats(0, 1, allow_nan=False)
