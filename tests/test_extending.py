@@ -131,6 +131,19 @@ def test_a_drafter_that_raises_in_the_engines_process_is_told(
     assert f"slipstream_drafter_dropped_total{{{labels}}} 1.0" in metrics
 
 
+def test_a_strict_command_ends_with_the_drafters_error(
+    file: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(file.read_text().replace("follows, text = ", "raise KeyError(17)\n        follows, text = "))
+    command = ["generate", "abcabc", "--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB"]
+    command += ["--max-tokens", "6", "--drafter", f"{file}:FollowersDrafter", "--planner", "fixed"]
+    for more, code, said in (([], 0, "it raised KeyError"), (["--strict-drafter"], 1, "it raised KeyError: 17\n")):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *more])
+        assert (ended.value.code or 0) == code
+        assert said in capsys.readouterr().err
+
+
 def test_a_file_and_a_class_are_a_name() -> None:
     spec = DrafterSpec("Mine", file="a/my.py")
     assert parse_merged("a/my.py:Mine") == (spec,)

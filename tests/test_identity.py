@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from conftest import save_model, tiny_llama
 from medusa_checkpoints import tiny_medusa
 from slipstream import LLM, SamplingParams
+from slipstream.cli.main import main
 from slipstream.core.errors import DrafterError
 from slipstream.drafters.opening import HEADS
 from slipstream.models.default import default_folder, default_model
@@ -59,6 +60,18 @@ def test_a_head_of_another_model_is_refused_unless_forced(
     )
     record_base(head, tiny_target)
     assert open_llm(drafter=f"medusa:{head}").remarks == ()
+
+
+def test_the_command_line_forces_a_pair(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = tiny_medusa(tmp_path / "head")
+    record_base(head, save_model(tmp_path / "other", tiny_llama(), seed=7))
+    command = ["generate", "Hi", "--model", str(tiny_target), "--device", "cpu", "--memory", "64MiB"]
+    command += ["--max-tokens", "4", "--drafter", f"medusa:{head}"]
+    for more, code, said in (([], 1, "--force-pair"), (["--force-pair"], 0, "expect few right guesses")):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *more])
+        assert (ended.value.code or 0) == code
+        assert said in capsys.readouterr().err
 
 
 def test_remarks_name_models_as_people_do(tiny_target: Path, tmp_path: Path, own_cache: Path) -> None:
