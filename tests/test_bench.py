@@ -338,7 +338,9 @@ def test_a_peer_answers_a_batch(tiny_target: Path) -> None:
 
 
 def test_a_fresh_process_is_timed_with_the_same_options() -> None:
-    common = options.Common(threads=3, memory="1GiB", max_model_len=64, planner="fixed", trust_remote_code=True)
+    common = options.Common(
+        threads=3, trust_remote_code=True, engine={"memory": "1GiB", "max_model_len": 64, "planner": "fixed"}
+    )
     given = " ".join(startup_options(common, ()))
     assert given == (
         "--model default --dtype auto --device auto --drafter none --memory 1GiB --max-model-len 64 "

@@ -66,7 +66,9 @@ def test_who_says_whether_to_warm_up_is_heard(
     monkeypatch: pytest.MonkeyPatch, said: bool | None, usual: dict[str, Any], found: bool | None
 ) -> None:
     monkeypatch.setattr(loading, "fetch", lambda common, name, on_fetch: name)
-    made = loading._options(options.Common(warm_up=said), (), lambda text: None, usual)
+    made = loading._options(
+        options.Common(engine={} if said is None else {"warm_up": said}), (), lambda text: None, usual
+    )
     assert made.get("warm_up") is found
 
 
@@ -157,8 +159,11 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
     )
     common = llm.made_with["common"]
     assert llm.made_with["drafters"] == ("ngram", "model:small")
-    assert (common.model, common.dtype, common.device, common.memory) == ("org/name", "bfloat16", "cpu", "1GiB")
-    assert (common.max_model_len, common.trust_remote_code) == (100, True)
+    assert (common.model, common.dtype, common.device) == ("org/name", "bfloat16", "cpu")
+    assert (common.engine, common.trust_remote_code) == (
+        {"memory": "1GiB", "max_model_len": 100, "draft_tokens": 4},
+        True,
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench", "audit", "tune"])

@@ -119,7 +119,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "generate Hi --device cuda:x": (2, "error: --device cuda:x: must be auto, cpu, cuda or cuda:N"),
         "serve --temperature 1": (2, "--temperature: not for serve"),
         "serve --speculative-config {": (2, "is not JSON"),
-        "serve --tool-call-parser bogus": (2, "error: --tool-call-parser 'bogus': must be one of auto, hermes, llama3"),
+        "serve --tool-call-parser bogus": (2, "error: --tool-call-parser bogus: must be one of auto, hermes, llama3"),
         "serve --request-timeout -1": (2, "error: --request-timeout -1.0: must be above 0"),
         "serve --compile-trial 0": (2, "error: --compile-trial 0.0: must be above 0"),
         "serve --verifier rejection": (2, "error: --verifier: not for serve"),
@@ -138,7 +138,7 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "train bogus --out o": (2, "recipe 'bogus' is unknown: must be one of eagle3, medusa, draft"),
         "train medusa --out o": (2, "there is nothing to learn from"),
         "train medusa --out o --self-prompts 5 --set x": (2, "--set x: must be NAME=VALUE"),
-        "train draft --out o --self-prompts 5 --rows 0": (2, "rows=0: must be a whole number of at least 1"),
+        "train draft --out o --self-prompts 5 --rows 0": (2, "--rows 0: must be 1 or more"),
         "generate Hi --model /nope": (2, "'/nope': no such folder or file"),
         "generate Hi --model=": (2, "'': no such folder or file"),
         "bench --drafter model:/nope": (
@@ -311,9 +311,11 @@ def test_prefix_caching_by_vllms_name(
     made: dict[str, Any] = {}
     monkeypatch.setattr(loading, "resolve", lambda *_, **__: Path("somewhere"))
     monkeypatch.setattr("slipstream.engine.llm.LLM", lambda model, **settings: made.update(settings))
-    loading.open_llm(options.Common(enable_prefix_caching=asked), (), print, None, **usual)
+    loading.open_llm(
+        options.Common(engine={} if asked is None else {"prefix_caching": asked}), (), print, None, **usual
+    )
     assert made.get("prefix_caching") is wanted
-    loading.open_llm(options.Common(enable_prefix_caching=True), (), print, None, prefix_caching=False)
+    loading.open_llm(options.Common(engine={"prefix_caching": True}), (), print, None, prefix_caching=False)
     assert made["prefix_caching"] is True
 
 

@@ -347,8 +347,7 @@ def test_a_bad_message_fails_one_request(process: EngineProcess) -> None:
         with pytest.raises(RequestError, match="a message cannot be"):
             process.call(inside.raises, bad)
     asyncio.run(asyncio.wait_for(main(), 60))
-    assert not process._waiting
-    assert not process._streams
+    assert not process._expected
     assert process.call(inside.process_id) == process._process.pid
 
 

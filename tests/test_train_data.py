@@ -212,7 +212,7 @@ def test_too_few_prompts(config: TrainConfig, tiny_target: Path) -> None:
 
 def test_settings_are_checked(config: TrainConfig) -> None:
     for wrong, message in (
-        ({"rows": 0}, "rows=0: must be a whole number of at least 1"),
+        ({"rows": 0}, "rows=0: must be 1 or more"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"temperatures": ()}, "at least one"),
         ({"precision": "int8"}, "precision='int8': must be one of auto, bf16, fp32"),

@@ -256,7 +256,7 @@ def test_serve_takes_the_file_and_options_win(
     _with_config(Common(), file)
     assert "nothing, since it has none" in " ".join(capsys.readouterr().err.split())
     file.write_text(json.dumps(configuration("default", told((1, "plain", 1.0)))))
-    _with_config(Common(model=str(tiny_target), drafter=["ngram"], min_gain=1.5), file)
+    _with_config(Common(model=str(tiny_target), drafter=["ngram"], engine={"min_gain": 1.5}), file)
     assert "nothing, since options win over it" in " ".join(capsys.readouterr().err.split())
     for text, said in (
         ("[", "cannot be read"),
@@ -279,5 +279,5 @@ def test_the_least_gain_that_was_measured_with_is_served(tmp_path: Path) -> None
     file = tmp_path / "c.json"
     file.write_text(json.dumps(configuration("default", told((1, "plain", 1.0)), 1.2)))
     assert _with_config(Common(), file).min_gain == 1.2
-    assert _with_config(Common(min_gain=1.1), file).min_gain == 1.1
+    assert _with_config(Common(engine={"min_gain": 1.1}), file).min_gain == 1.1
     assert "min_gain" not in configuration("default", told((1, "plain", 1.0)))["engine"]

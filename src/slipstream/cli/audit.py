@@ -22,7 +22,7 @@ from slipstream.audit.report import Audit, Check, Outcome
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.measuring import hardware, versions
-from slipstream.cli.options import OUTPUT, PROMPTS, Common, check_written, option, with_common
+from slipstream.cli.options import OUTPUT, PROMPTS, Common, check_written, option, with_options
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import merged_name, parse_merged
@@ -40,7 +40,7 @@ DEFAULT_MAX_TOKENS = 64
 DEFAULT_LIMIT = 14  # two of each category of our own
 
 
-@with_common
+@with_options
 def audit(
     common: Common,
     prompts: Annotated[

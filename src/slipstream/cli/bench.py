@@ -31,7 +31,7 @@ from slipstream.cli.options import (
     check_written,
     option,
     whole_numbers,
-    with_common,
+    with_options,
 )
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
@@ -67,7 +67,7 @@ _NOT_WITH: Mapping[str, Mapping[str, str]] = {
 """By mode, the options that it cannot honour, and what to do instead."""
 
 
-@with_common
+@with_options
 def bench(
     common: Common,
     prompts: Annotated[
@@ -498,13 +498,10 @@ def startup_options(common: Common, drafters: Sequence[str]) -> list[str]:
     options = ["--model", common.model, "--dtype", common.dtype, "--device", common.device]
     for drafter in drafters or ("none",):
         options += ["--drafter", drafter]
-    if common.memory is not None:
-        options += ["--memory", common.memory]
-    if common.max_model_len is not None:
-        options += ["--max-model-len", str(common.max_model_len)]
-    if common.planner is not None:
-        options += ["--planner", common.planner]
+    for name in ("memory", "max_model_len", "planner"):
+        if name in common.engine:
+            options += [f"--{name.replace('_', '-')}", str(common.engine[name])]
     if common.threads is not None:
         options += ["--threads", str(common.threads)]
-    options += ["--no-enable-prefix-caching"] * (common.enable_prefix_caching is False)
+    options += ["--no-enable-prefix-caching"] * (common.engine.get("prefix_caching") is False)
     return options + ["--trust-remote-code"] * common.trust_remote_code

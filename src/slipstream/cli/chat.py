@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from slipstream.cli.generate import PROMPT, Stopped, stream
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, Common, option, with_common
+from slipstream.cli.options import OUTPUT, Common, option, with_options
 from slipstream.cli.show import note, rate_line, request_json, summary
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import CompletionOutput, SpeculationStats
@@ -137,7 +137,7 @@ class Conversation:
         return ids
 
 
-@with_common
+@with_options
 def chat(
     common: Common,
     system: Annotated[

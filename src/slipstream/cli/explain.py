@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OF_REQUESTS, OUTPUT, SPECULATION, Common, option, with_common
+from slipstream.cli.options import OF_REQUESTS, OUTPUT, SPECULATION, Common, option, with_options
 from slipstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _BAR = 40  # characters of the longest bar
 _WHOLE = "Its drafts are taken whole or not at all, by what they bring; here as if they were one chain of guesses."
 
 
-@functools.partial(with_common, hidden=(*OF_REQUESTS, "no_speculation", "planner"))
+@functools.partial(with_options, hidden=(*OF_REQUESTS, "no_speculation", "planner"))
 def explain(
     common: Common,
     context: Annotated[
@@ -52,9 +52,9 @@ def explain(
         raise ConfigError("--no-speculation: there is nothing to explain without speculation; leave it out")
     if not common.drafters:
         raise ConfigError("explain: there is nothing to explain without a drafter; name one, such as --drafter suffix")
-    if common.measure_costs is False:
+    if common.engine.get("measure_costs") is False:
         raise ConfigError("--no-measure-costs: explain shows what was measured; leave it out")
-    if common.planner == "fixed":
+    if common.engine.get("planner") == "fixed":
         raise ConfigError("--planner fixed: nothing is planned then, drafters guess as much as they may; leave it out")
     for name in OF_REQUESTS:
         if name in common.given:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from typer import BadParameter
 
 from slipstream.core.errors import CapacityError, ConfigError, InvalidRequest
+from slipstream.core.settings import settings_of
 
 _OF_A_KEY = re.compile(r"(\w+)=(.+?): (must .*)", re.DOTALL)
 _OF_MEMORY = re.compile(r"\b(memory|max_model_len|max_draft_memory)=")
@@ -40,21 +42,26 @@ def refuse_gone(command: str, words: Sequence[str]) -> None:
 
 
 @contextmanager
-def naming_flags() -> Iterator[None]:
-    """Name the option instead of the key in errors about values that came from the command line."""
+def naming_flags(*kinds: type, **other: str) -> Iterator[None]:
+    """Name the option instead of the key in errors about values that came from the command line.
+
+    kinds: dataclasses whose settings have options of other names. other: such options, by key.
+    """
+    names = {name: one.option(name) for kind in kinds for name, one in settings_of(kind).items()} | other
     try:
         yield
     except (ConfigError, InvalidRequest) as error:
-        raise ConfigError(flagged(str(error))) from error
+        raise ConfigError(flagged(str(error), names)) from error
 
 
-def flagged(message: str) -> str:
-    """`--key value: must …` for `key=value: must …`; other messages stay as they are."""
+def flagged(message: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`--key value: must …` for `key=value: must …`; other messages stay as they are. names: other options, by key."""
     found = _OF_A_KEY.fullmatch(message)
     if found is None:
         return message
-    key, value, remedy = found[1].replace("_", "-"), found[2].strip("'"), found[3]
-    return f"--{key} {value}: {remedy}"
+    name = names.get(found[1]) or f"--{found[1].replace('_', '-')}"
+    value = found[2].strip("'")
+    return f"{name} {value}: {found[3]}"
 
 
 @contextmanager

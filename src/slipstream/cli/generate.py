@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text, with_common
+from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text, with_options
 from slipstream.cli.show import note, request_json, summary
 from slipstream.constrain.source import source_of
 from slipstream.core.errors import ConfigError, InvalidRequest, RequestError
@@ -28,7 +28,7 @@ PROMPT = "Prompt"
 DEFAULT_MAX_TOKENS = 256
 
 
-@with_common
+@with_options
 def generate(
     common: Common,
     prompt: Annotated[

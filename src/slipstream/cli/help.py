@@ -112,9 +112,7 @@ def _entry(parameter: Any, columns: int) -> Iterator[str]:
 def _named(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return str(parameter.metavar or parameter.name.upper())
-    names = ", ".join(parameter.opts)
-    if parameter.secondary_opts:
-        names += " / " + ", ".join(parameter.secondary_opts)
+    names = " / ".join(", ".join(some) for some in (parameter.opts, parameter.secondary_opts) if any(some))
     return f"{names} {parameter.metavar}" if parameter.metavar else names
 
 

@@ -68,7 +68,7 @@ def open_llm(
 
 
 def open_process(
-    common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress | None, **more: Any
+    common: Common, drafters: Sequence[Named], on_fetch: Progress, on_load: Progress, **more: Any
 ) -> EngineProcess:
     """Load the engine in a process of its own. The server's modules are imported meanwhile."""
     from slipstream.engine.remote import EngineProcess
@@ -83,19 +83,12 @@ def _options(common: Common, drafters: Sequence[Named], on_fetch: Progress, more
     return {
         "model": fetch(common, common.model, on_fetch),
         "drafter": [fetch_draft(common, drafter, on_fetch) for drafter in drafters] or None,
-        "draft_tokens": common.draft_tokens,
         "dtype": common.dtype,
         "device": common.device,
-        "memory": common.memory,
-        "max_model_len": common.max_model_len,
         "trust_remote_code": common.trust_remote_code,
         "force_pair": common.force_pair,
-        "graphs": not common.no_graphs,
-        "strict_drafter": common.strict_drafter,
-        "planner": common.planner_or("adaptive"),
         **more,
-        **common.planning,
-        **common.caching,
+        **common.engine,
     }
 
 

@@ -1,7 +1,8 @@
-"""The options that generate, chat, serve, bench, audit, tune and explain share, with the help texts that teach them.
+"""The options of the commands, and how a command receives them.
 
-`Common` is both the list of these options and the object that a command receives: `with_common` makes an option of each
-of its fields. A new option is one field here.
+A setting that is declared once (`core/settings.py`) is an option by that declaration: those of `EngineConfig` and of
+`SamplingParams` are shared by generate, chat, serve, bench, audit, tune and explain, together with the fields of
+`Common`. `with_options` puts them in the place of one parameter of a command.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import functools
 import inspect
 import secrets
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 
 from slipstream.cli.flags import naming_flags
 from slipstream.core.errors import ConfigError, read_named
-from slipstream.core.params import SETTINGS, SamplingParams, SpeculationParams, VerifierName
+from slipstream.core.params import SamplingParams, SpeculationParams, VerifierName
+from slipstream.core.settings import Setting, setting, settings_of
 from slipstream.drafters import AUTO as AUTO_DRAFTERS
 from slipstream.drafters import opening, parse_specs, python_file
 from slipstream.drafters.opening import naming, with_shipped
@@ -33,10 +35,23 @@ SPECULATION = "Speculation (changes the speed, never the tokens, unless rejectio
 SAMPLING = "Sampling"
 OUTPUT = "Output"
 PROMPTS = "Prompts"
-OF_SAMPLING = tuple(name for name, setting in SETTINGS.items() if setting.metavar)
+PANELS = {
+    "model": MODEL,
+    "speculation": SPECULATION,
+    "output": OUTPUT,
+    "server": "Server",
+    "limits": "Limits",
+    "data": "Data",
+    "training": "Training (defaults are the recipe's)",
+    "reports": "Reports and measurements",
+}
+_OF_RECIPES = ("data", "training", "reports")  # whose defaults depend on the recipe
+OF_SAMPLING = tuple(name for name, one in settings_of(SamplingParams).items() if one.metavar)
 """The settings of `SamplingParams` that are options."""
 OF_REQUESTS = (*OF_SAMPLING, "verifier")
 """The options that say what is asked, not how the engine runs."""
+_OF_SERVERS = ("max_num_seqs", "max_num_batched_tokens")
+"""Settings of `EngineConfig` that are options of `serve` alone."""
 _MORE_HELP = {
     "temperature": "Default: 0; audit: both 0 and 1.",
     "seed": "With --verifier rejection only while the drafts are the same, too. Default: a fresh one, which the JSON "
@@ -49,6 +64,8 @@ WITHOUT_PREDICTION = (
     "there is no prediction to follow; give `generate` one with --prediction FILE, or name another drafter, such as "
     "ngram, suffix or auto"
 )
+Given = Mapping[str, Any]
+"""Settings by name, as far as options gave them. `Annotated[Given, Kind]`: those that the dataclass Kind declares."""
 
 
 def option(*names: str, metavar: str = "", panel: str, help: str, **more: Any) -> Any:
@@ -87,205 +104,43 @@ DebugOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The shared options, as given on the command line."""
+    """The shared options, as given on the command line.
 
-    model: Annotated[
-        str,
-        option(
-            "--model",
-            "-m",
-            metavar="NAME",
-            panel=MODEL,
-            help="A model folder, a .gguf file, a Hugging Face id such as HuggingFaceTB/SmolLM2-1.7B-Instruct, or "
-            "default: a small one (135M parameters) that is fetched once.",
-        ),
-    ] = "default"
-    dtype: Annotated[
-        str,
-        option(
-            metavar="TYPE",
-            panel=MODEL,
-            help="Precision of the weights: float32 (fp32), bfloat16 (bf16) or float16 (fp16). auto takes float32 on "
-            "a CPU and bfloat16 on a GPU (float16 where the model was stored so).",
-        ),
-    ] = AUTO
-    device: Annotated[
-        str,
-        option(
-            "--device",
-            metavar="DEVICE",
-            panel=MODEL,
-            help="Where it runs: cpu, cuda, or cuda:1 for the second GPU. auto takes the first GPU if there is one.",
-        ),
-    ] = AUTO
-    threads: Annotated[
-        int | None,
-        option(
-            metavar="N",
-            min=1,
-            panel=MODEL,
-            help="CPU threads to compute with, such as 4. Give it where other programs need some of the cores, or in "
-            "a container that may use fewer than it sees. Default: torch's choice, one for each core.",
-        ),
-    ] = None
-    memory: Annotated[
-        str | None,
-        option(
-            metavar="SIZE",
-            panel=MODEL,
-            help="Memory for the cache, beyond the weights, such as 512MiB or 2GiB, or a part: 90% of a GPU's, weights "
-            "and other programs included. More lets longer and more requests run at once. Default: up to 2GiB on a "
-            "CPU, most of what is free on a GPU.",
-        ),
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        option(
-            metavar="TOKENS",
-            min=2,
-            panel=MODEL,
-            help="Longest prompt and answer together, such as 4096. Default: as long as the model and the memory "
-            "allow.",
-        ),
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool | None,
-        option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            panel=MODEL,
-            help="Keep what was computed of prompts for others that begin alike: the same tokens, sooner. Default: on; "
-            "off for bench and tune, where the same prompts come again and again.",
-        ),
-    ] = None
-    no_graphs: Annotated[
-        bool,
-        option(
-            "--no-graphs",
-            panel=MODEL,
-            help="On a GPU: run every round as it stands instead of capturing it as a CUDA graph. The same tokens, "
-            "slower; try it where capturing fails.",
-        ),
-    ] = False
-    trust_remote_code: Annotated[
-        bool,
-        option(
-            "--trust-remote-code",
-            panel=MODEL,
-            help="Fetch and run Python code that comes with the model. Only for models whose code you have read.",
-        ),
-    ] = False
-    force_pair: Annotated[
-        bool,
-        option(
-            "--force-pair",
-            panel=SPECULATION,
-            help="Load a drafter although it was trained for another model. The tokens stay the same; few of its "
-            "guesses will be accepted.",
-        ),
-    ] = False
-    drafter: Annotated[
-        list[str] | None,
-        option(
-            "--drafter",
-            "-d",
-            metavar="NAME[:PATH]",
-            panel=SPECULATION,
-            help="The drafter, which guesses tokens ahead. auto: all that suit the model, each where it pays; "
-            "ngram: matches in prompt and answer; suffix: those, and earlier answers; lookahead: the model's own "
-            "guesses further on; prediction: a text that comes with the request (--prediction); "
-            "model:PATH (or draft:PATH): a smaller model, best with the same tokenizer, such as model:path/to/small; "
-            "medusa:PATH and eagle:PATH (or eagle3:PATH): heads that were trained for the model (eagle3, "
-            "medusa and draft without a path: those that come for the default model); mtp: the model's own modules; "
-            "grammar: tokens that the form of an answer forces (always on with a form); path/to/file.py:Class: your "
-            "own (docs/extending.md), whose code is run; A+B: both, their drafts merged; none: no drafts. May be "
-            "repeated: bench, tune, audit and explain try each in turn; others load all and use the first unless a "
-            f"request names another. Default: {DEFAULT_DRAFTER}.",
-        ),
-    ] = None
-    draft_tokens: Annotated[
-        int | None,
-        option(
-            metavar="K",
-            min=0,
-            max=63,
-            panel=SPECULATION,
-            help="Most tokens to draft in a step, such as 8; fewer where more do not pay. Default: the drafter's own.",
-        ),
-    ] = None
-    min_gain: Annotated[
-        float | None,
-        option(
-            metavar="X",
-            min=1.0,
-            panel=SPECULATION,
-            help="Draft only where that is expected to be X times as fast as plain decoding, such as 1.1. Default: 1.",
-        ),
-    ] = None
-    strict_drafter: Annotated[
-        bool,
-        option(
-            "--strict-drafter",
-            panel=SPECULATION,
-            help="End with the error of a drafter that fails or is dropped, instead of going on without it. For "
-            "developing drafters.",
-        ),
-    ] = False
-    max_draft_memory: Annotated[
-        str | None,
-        option(
-            metavar="SIZE",
-            panel=SPECULATION,
-            help="Most of the cache that drafts may take: 512MB, or 20% of it. A drafter that needs more is refused. "
-            "Default: no limit.",
-        ),
-    ] = None
-    measure_costs: Annotated[
-        bool | None,
-        option(
-            "--measure-costs/--no-measure-costs",
-            panel=SPECULATION,
-            help="Time passes and drafts before the first request, now or never. Default: once for a machine and "
-            "model, where it takes seconds at the most.",
-        ),
-    ] = None
-    warm_up: Annotated[
-        bool | None,
-        option(
-            "--warm-up/--no-warm-up",
-            panel=MODEL,
-            help="On a GPU, compile and record what requests will need before the first one: seconds, and longer the "
-            "first time on a machine. Without, the first requests wait for it. Default: on for serve, and for bench "
-            "with --rate.",
-        ),
-    ] = None
-    planner: Annotated[
-        str | None,
-        option(
-            metavar="NAME",
-            panel=SPECULATION,
-            help="How much to draft. adaptive: as much as pays by measured costs, none where none pays. fixed: always "
-            "as much as allowed, whether it pays or not. Default: adaptive; audit: fixed.",
-        ),
-    ] = None
-    verifier: Annotated[
-        str,
-        option(
-            metavar="NAME",
-            panel=SPECULATION,
-            help="How sampled drafts are verified. exact: the tokens are those of plain decoding. rejection: other "
-            "tokens of the same distribution, and more guesses of a draft model are accepted; bench runs both.",
-        ),
-    ] = "exact"
-    no_speculation: Annotated[
-        bool,
-        option(
-            "--no-speculation",
-            panel=SPECULATION,
-            help="Decode plainly, one token a pass: the same tokens, for comparison.",
-        ),
-    ] = False
-    debug: DebugOption = False
-    asked: Mapping[str, Any] = field(default_factory=dict)  # by name, the settings of `SamplingParams` that were given
+    model: A model folder, a .gguf file, a Hugging Face id such as HuggingFaceTB/SmolLM2-1.7B-Instruct, or default: a
+        small one (135M parameters) that is fetched once.
+    dtype: Precision of the weights: float32 (fp32), bfloat16 (bf16) or float16 (fp16). auto takes float32 on a CPU and
+        bfloat16 on a GPU (float16 where the model was stored so).
+    device: Where it runs: cpu, cuda, or cuda:1 for the second GPU. auto takes the first GPU if there is one.
+    threads: CPU threads to compute with, such as 4. Give it where other programs need some of the cores, or in a
+        container that may use fewer than it sees. Default: torch's choice, one for each core.
+    trust_remote_code: Fetch and run Python code that comes with the model. Only for models whose code you have read.
+    force_pair: Load a drafter although it was trained for another model. The tokens stay the same; few of its guesses
+        will be accepted.
+    drafter: The drafter, which guesses tokens ahead. auto: all that suit the model, each where it pays; ngram: matches
+        in prompt and answer; suffix: those, and earlier answers; lookahead: the model's own guesses further on;
+        prediction: a text that comes with the request (--prediction); model:PATH (or draft:PATH): a smaller model, best
+        with the same tokenizer, such as model:path/to/small; medusa:PATH and eagle:PATH (or eagle3:PATH): heads that
+        were trained for the model (eagle3, medusa and draft without a path: those that come for the default model);
+        mtp: the model's own modules; grammar: tokens that the form of an answer forces (always on with a form);
+        path/to/file.py:Class: your own (docs/extending.md), whose code is run; A+B: both, their drafts merged; none: no
+        drafts. May be repeated: bench, tune, audit and explain try each in turn; others load all and use the first
+        unless a request names another. Default: auto.
+    verifier: How sampled drafts are verified. exact: the tokens are those of plain decoding. rejection: other tokens of
+        the same distribution, and more guesses of a draft model are accepted; bench runs both.
+    no_speculation: Decode plainly, one token a pass: the same tokens, for comparison.
+    """
+
+    model: str = setting(str, "default", short="-m", metavar="NAME", panel="model")
+    dtype: str = setting(str, AUTO, metavar="TYPE", panel="model")
+    device: str = setting(str, AUTO, metavar="DEVICE", panel="model")
+    threads: int | None = setting(int, None, metavar="N", low=1, panel="model")
+    trust_remote_code: bool = setting(bool, False, flag="--trust-remote-code", panel="model")
+    force_pair: bool = setting(bool, False, flag="--force-pair", panel="speculation")
+    drafter: list[str] | None = setting(str, None, many=True, short="-d", metavar="NAME[:PATH]", panel="speculation")
+    verifier: str = setting(str, "exact", metavar="NAME", panel="speculation")
+    no_speculation: bool = setting(bool, False, flag="--no-speculation", panel="speculation")
+    engine: Given = field(default_factory=dict)  # of `EngineConfig`
+    asked: Given = field(default_factory=dict)  # of `SamplingParams`
 
     @property
     def temperature(self) -> float | None:
@@ -295,6 +150,14 @@ class Common:
     def seed(self) -> int | None:
         return self.asked.get("seed")
 
+    @property
+    def draft_tokens(self) -> int | None:
+        return self.engine.get("draft_tokens")
+
+    @property
+    def min_gain(self) -> float | None:
+        return self.engine.get("min_gain")
+
     def asking(self, **settings: Any) -> Common:
         """The same with other settings of `SamplingParams`."""
         return replace(self, asked={**self.asked, **settings})
@@ -302,24 +165,8 @@ class Common:
     @property
     def given(self) -> set[str]:
         """Names of the options that differ from their defaults."""
-        own = (one for one in fields(self) if one.name != "asked")
-        return {*self.asked, *(one.name for one in own if getattr(self, one.name) != one.default)}
-
-    @property
-    def caching(self) -> dict[str, bool]:
-        """The engine's `prefix_caching`, if the option was given."""
-        return {} if self.enable_prefix_caching is None else {"prefix_caching": self.enable_prefix_caching}
-
-    @property
-    def planning(self) -> dict[str, Any]:
-        """The engine's settings of planner and start, as far as options were given."""
-        asked = {
-            "min_gain": self.min_gain,
-            "measure_costs": self.measure_costs,
-            "warm_up": self.warm_up,
-            "max_draft_memory": self.max_draft_memory,
-        }
-        return {name: value for name, value in asked.items() if value is not None}
+        own = (name for name, one in settings_of(Common).items() if getattr(self, name) != one.default)
+        return {*self.asked, *self.engine, *own}
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -329,7 +176,7 @@ class Common:
 
     def planner_or(self, usual: PlannerName) -> PlannerName:
         """The planner of --planner, or the command's default."""
-        return usual if self.planner is None else cast(PlannerName, self.planner)  # `EngineConfig` checks it
+        return self.engine.get("planner", usual)  # type: ignore[no-any-return]
 
     def check(self, prediction: str | None, without: str = WITHOUT_PREDICTION, *, option: str = "--drafter") -> None:
         """Refuse wrong values before torch is imported, which takes seconds.
@@ -349,14 +196,8 @@ class Common:
         with naming_flags():
             check_dtype_name(self.dtype)
             check_device_name(self.device)
-            EngineConfig(
-                memory=parse_share(self.memory, "memory"),
-                max_model_len=self.max_model_len,
-                draft_tokens=self.draft_tokens,
-                max_draft_memory=parse_share(self.max_draft_memory, "max_draft_memory"),
-                planner=self.planner_or("adaptive"),
-                min_gain=1.0 if self.min_gain is None else self.min_gain,
-            )
+            shares = {key: parse_share(self.engine.get(key), key) for key in ("memory", "max_draft_memory")}
+            EngineConfig(**{**self.engine, **shares})
         found = []
         for spec in specs:
             if spec.file is not None:
@@ -389,28 +230,35 @@ class Common:
             )
 
 
-def with_common(
-    command: Callable[..., None], hidden: Collection[str] = (), without: str = WITHOUT_PREDICTION
+def with_options(
+    command: Callable[..., None],
+    hidden: Collection[str] = (),
+    without: str = WITHOUT_PREDICTION,
+    more: Collection[str] = (),
 ) -> Callable[..., None]:
-    """Replace the command's parameter `common: Common` by the options: fields of `Common`, and settings of requests.
+    """Put options in the place of the command's parameters `common: Common` and `Annotated[Given, Kind]`.
 
     A parameter of the command with the name of an option replaces it. A parameter `named`, an argument, is
     another way to give --model.
     hidden: options that the command refuses with a message of its own; its help does not list them.
-    without: see `Common.check`.
+    without: see `Common.check`. more: settings of `EngineConfig` that are options of few commands.
     """
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.annotation is not Common]
-    hints = get_type_hints(Common, include_extras=True)
+    written = inspect.signature(command, eval_str=True).parameters.values()
+    groups = {p.name: kind for p in written if (kind := _kind_of(p.annotation)) is not None}
+    own = [p for p in written if p.name not in groups]
     taken = {p.name for p in own}
-    engine = [one for one in fields(Common) if one.name not in (*taken, "asked")]
-    sampling = [name for name in OF_SAMPLING if name not in taken]
-    options = [(one.name, one.default, hints[one.name]) for one in engine]
-    options += [(name, None, _of_setting(name)) for name in sampling]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p.replace(kind=keyword) for p in own]
-    for name, default, hint in options:
-        hint = _unlisted(hint) if name in hidden else hint
-        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=hint))
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    names: dict[str, list[str]] = {}  # by parameter of the command
+    for parameter, kind in groups.items():
+        for part, of in (parameter, kind), *((("engine", EngineConfig), ("asked", SamplingParams)) * (kind is Common)):
+            left = set(_OF_SERVERS) - set(more) if of is EngineConfig else set()
+            options = [p for p in _options(of) if p.name not in taken | left]
+            names[part] = [p.name for p in options]
+            parameters += [_unlisted(p) if p.name in hidden else p for p in options]
+    if Common in groups.values():
+        parameters.append(
+            inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
+        )
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -418,10 +266,17 @@ def with_common(
             if values["model"] != Common().model:
                 raise ConfigError(f"{named} --model {values['model']}: both name the model; give one of them")
             values["model"] = named
-        asked = {name: value for name in sampling if (value := values.pop(name)) is not None}
-        common = Common(**{one.name: values.pop(one.name) for one in engine}, asked=asked)
-        common.check(values.get("prediction"), without)
-        command(common=common, **values)
+        given = {
+            part: {name: value for name in found if (value := values.pop(name)) is not None and value != []}
+            for part, found in names.items()
+        }
+        for parameter, kind in groups.items():
+            if kind is Common:
+                values.pop("debug")
+                common = Common(**given[parameter], engine=given.pop("engine"), asked=given.pop("asked"))
+                common.check(values.get("prediction"), without)
+                given[parameter] = common  # type: ignore[assignment]
+        command(**given, **values)
 
     del run.__wrapped__  # typer must see the new signature, not the old one
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -429,19 +284,45 @@ def with_common(
     return run
 
 
-def _of_setting(name: str) -> Any:
-    """The option of a setting of `SamplingParams`, from its declaration."""
-    setting = SETTINGS[name]
-    names = (f"--{name.replace('_', '-')}", *([setting.short] if setting.short else []))
-    help = " ".join(filter(None, (setting.help, _MORE_HELP.get(name))))
-    return Annotated[setting.kind | None, option(*names, metavar=setting.metavar, panel=SAMPLING, help=help)]
+def _kind_of(annotation: Any) -> type | None:
+    """The dataclass whose settings stand for a parameter; None: it is an option of its own."""
+    if annotation is Common:
+        return Common
+    kinds = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((kind for kind in kinds if isinstance(kind, type) and settings_of(kind)), None)
 
 
-def _unlisted(annotated: Any) -> Any:
-    kind, option = get_args(annotated)
+def _options(kind: type) -> Iterable[inspect.Parameter]:
+    """The options that a dataclass declares. Without one, the value is None: not given."""
+    for name, one in settings_of(kind).items():
+        if one.option(name):
+            yield inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotated(kind, name, one)
+            )
+
+
+def _annotated(kind: type, name: str, one: Setting) -> Any:
+    flags = (one.flag or one.option(name), *([one.short] if one.short else []))
+    limits: dict[str, Any] = {}
+    help, panel, value = [one.help], PANELS.get(one.panel, SAMPLING), one.default
+    if kind is SamplingParams:  # which checks ranges itself
+        help.append(_MORE_HELP.get(name, ""))
+    else:
+        if one.kind in (int, float):
+            limits = {"min": None if one.above else one.low, "max": one.high}
+        plain = isinstance(value, str | int | float) and not isinstance(value, bool) and value
+        if plain and one.panel not in _OF_RECIPES and "Default" not in one.help:
+            help.append(f"[default: {value}]")
+    made = option(*flags, metavar=one.metavar, panel=panel, help=" ".join(filter(None, help)), **limits)
+    typed: Any = one.kind
+    return Annotated[list[typed] | None if one.many else typed | None, made]
+
+
+def _unlisted(parameter: inspect.Parameter) -> inspect.Parameter:
+    kind, option = get_args(parameter.annotation)
     unlisted = copy.copy(option)
     unlisted.hidden = True
-    return Annotated[kind, unlisted]
+    return parameter.replace(annotation=Annotated[kind, unlisted])
 
 
 def check_written(files: Mapping[str, Path | None]) -> None:

@@ -7,46 +7,30 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from slipstream.bench.tune import read_engine
+from slipstream.cli.flags import naming_flags
 from slipstream.cli.help import Command
 from slipstream.cli.loading import hosted
-from slipstream.cli.options import MODEL, OF_REQUESTS, OF_SAMPLING, OUTPUT, SPECULATION, Common, option, with_common
+from slipstream.cli.options import MODEL, OF_REQUESTS, OF_SAMPLING, SPECULATION, Common, Given, option, with_options
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest, install, read_named
 from slipstream.core.vllm_names import from_vllm, from_vllm_flags
 from slipstream.drafters.opening import naming
-from slipstream.serve.config import ApiKey, Limits, LogFormat, ServeConfig, ToolFormat
+from slipstream.serve.config import ApiKey, Limits, ServeConfig
 
 SERVER = "Server"
 LIMITS = "Limits"
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"
-_USUAL = ServeConfig()
-_OPTIONS = {
-    "models": "--served-model-name",
-    "request_s": "--request-timeout",
-    "allowed_origins": "--allowed-origins",
-    "metrics_port": "--metrics-port",
-    "max_queue_per_key": "--max-queue-per-key",
-    "slo_ttft_ms": "--slo-ttft-ms",
-    "slo_tpot_ms": "--slo-tpot-ms",
-    "chunk_chars": "--stream-chunk-chars",
-    "drain_s": "--drain-timeout",
-    "stall_s": "--stall-timeout",
-    "trial_s": "--compile-trial",
-    "tool_format": "--tool-call-parser",
-    "log_format": "--log-format",
-}
-"""Settings with another name on the command line."""
 _WITHOUT_PREDICTION = (
     'a request brings its own ("prediction": {"type": "content", "content": …}), which is used beside any drafter; '
     "leave it out, or name another drafter, such as auto"
@@ -64,34 +48,18 @@ class ServeCommand(Command):
         return super().parse_args(ctx, from_vllm_flags(args, _tell))
 
 
-@functools.partial(with_common, hidden=OF_REQUESTS, without=_WITHOUT_PREDICTION)
+@functools.partial(
+    with_options,
+    hidden=OF_REQUESTS,
+    without=_WITHOUT_PREDICTION,
+    more=("max_num_seqs", "max_num_batched_tokens"),
+)
 def serve(
     common: Common,
+    server: Annotated[Given, ServeConfig],
+    limits: Annotated[Given, Limits],
     named: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="As --model, which may be left out then.", show_default=False)
-    ] = None,
-    host: Annotated[
-        str,
-        option(
-            metavar="ADDRESS", panel=SERVER, help="Where to listen. 0.0.0.0 lets other machines in: set a key first."
-        ),
-    ] = _USUAL.host,
-    port: Annotated[
-        int, option("--port", metavar="PORT", min=0, max=65535, panel=SERVER, help="0 takes any free one.")
-    ] = _USUAL.port,
-    metrics_port: Annotated[
-        int | None,
-        option(
-            metavar="PORT",
-            min=0,
-            max=65535,
-            panel=SERVER,
-            help="Serve /metrics here, beside /health, /ping and /version, and not on --port.",
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        option(metavar="NAME", panel=SERVER, help="What clients call the model; may be repeated. Default: --model."),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -103,23 +71,6 @@ def serve(
             f"Default: the variable {VLLM_KEY_VARIABLE}.",
         ),
     ] = None,
-    api_keys: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            panel=SERVER,
-            help="Keys, one [TENANT=]KEY a line; # begins a comment. The file is read again on SIGHUP.",
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        option(
-            metavar="NAME",
-            panel=SERVER,
-            help="A host name that clients may use; may be repeated, * for any. Default: this machine's names if it "
-            "listens on this machine alone and asks for no key, else any.",
-        ),
-    ] = None,
     allowed_origins: Annotated[
         str,
         option(
@@ -129,28 +80,6 @@ def serve(
             "'[\"https://chat.example.com\"]', or '[\"*\"]' for any page. Default: none.",
         ),
     ] = "[]",
-    strict_fields: Annotated[
-        bool,
-        option(
-            "--strict-fields",
-            panel=SERVER,
-            help="Refuse requests with unknown fields. Default: ignore these, and name them in the log and in the "
-            "answer's header X-Slipstream-Ignored-Fields.",
-        ),
-    ] = False,
-    max_num_seqs: Annotated[
-        int, option(metavar="N", min=1, panel=MODEL, help="Most answers in progress at once.")
-    ] = 32,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        option(
-            metavar="TOKENS",
-            min=1,
-            panel=MODEL,
-            help="Most prompt tokens that a step reads. Beside running answers it reads fewer, by their measured time. "
-            "Default: 512 on a CPU, 8192 on a GPU.",
-        ),
-    ] = None,
     speculative_config: Annotated[
         str | None,
         option(
@@ -169,31 +98,6 @@ def serve(
             "win over it.",
         ),
     ] = None,
-    max_queue: Annotated[
-        int,
-        option(metavar="N", min=0, panel=LIMITS, help="Answers that may wait; further ones get 429."),
-    ] = _USUAL.max_queue,
-    max_queue_per_key: Annotated[
-        int | None,
-        option(
-            metavar="N",
-            min=0,
-            panel=LIMITS,
-            help="Answers of one tenant that may wait. Default: of several tenants a quarter of --max-queue.",
-        ),
-    ] = None,
-    max_body: Annotated[
-        int | None,
-        option(
-            metavar="BYTES",
-            min=1024,
-            panel=LIMITS,
-            help="Of a request. Default: 1 MiB, and 32 bytes for every token of the context.",
-        ),
-    ] = None,
-    request_timeout: Annotated[
-        float, option(metavar="SECONDS", panel=LIMITS, help="From a request's arrival to the end of its answer.")
-    ] = _USUAL.limits.request_s,
     compile_trial: Annotated[
         float,
         option(
@@ -202,63 +106,13 @@ def serve(
             help="CPU seconds that the form of an answer (schema, grammar, pattern) may take to compile with a sample "
             "of the vocabulary; the whole vocabulary takes about twenty times as long. Slower forms are refused.",
         ),
-    ] = _USUAL.compiling.trial_s,
-    drain_timeout: Annotated[
-        float, option(metavar="SECONDS", panel=LIMITS, help="Time for running requests when the server is told to end.")
-    ] = _USUAL.drain_s,
-    stall_timeout: Annotated[
-        float,
-        option(
-            metavar="SECONDS",
-            panel=LIMITS,
-            help="Time without progress of the engine before /health says so; after twice that time the server ends "
-            "with exit code 1.",
-        ),
-    ] = _USUAL.stall_s,
-    stream_chunk_chars: Annotated[
-        int | None,
-        option(
-            metavar="N",
-            min=1,
-            panel=SERVER,
-            help="Cut streams into events of N characters, all padded to one size, so that network traffic does not "
-            "show how many guesses were accepted. Default: one event a step.",
-        ),
-    ] = None,
-    tool_call_parser: Annotated[
-        str,
-        option(
-            metavar="FORMAT",
-            panel=SERVER,
-            help="How the model writes tool calls: hermes (Hermes, Qwen, SmolLM3), llama3_json, or auto: as its chat "
-            "template has it.",
-        ),
-    ] = "auto",
+    ] = CompileLimits().trial_s,
     chat_template: Annotated[
         Path | None,
         option(
             metavar="FILE", panel=SERVER, help="A Jinja template for conversations in the place of the model's own."
         ),
     ] = None,
-    log_format: Annotated[
-        str, option(metavar="FORMAT", panel=OUTPUT, help="text, or json for programs: a line a request, on stderr.")
-    ] = "text",
-    slo_ttft_ms: Annotated[
-        float | None,
-        option(metavar="MS", panel=OUTPUT, help="Count requests in /metrics whose first token came within this time."),
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None,
-        option(metavar="MS", panel=OUTPUT, help="The same for the mean time of each later token; both must be met."),
-    ] = None,
-    otel: Annotated[
-        bool,
-        option(
-            "--otel",
-            panel=OUTPUT,
-            help="Send OpenTelemetry traces, as its OTEL_… variables say. Needs opentelemetry-sdk and an exporter.",
-        ),
-    ] = False,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface.
 
@@ -272,29 +126,12 @@ def serve(
     if speculative_config is not None:
         common = _with_speculative_config(common, speculative_config)
     template = None if chat_template is None else read_named(chat_template, "--chat-template")
-    more = {} if max_num_batched_tokens is None else {"max_num_batched_tokens": max_num_batched_tokens}
-    with _naming_options():
+    with naming_flags(ServeConfig, Limits, trial_s="--compile-trial"):
         settings = ServeConfig(
-            models=tuple(served_model_name or (common.model,)),
-            host=host,
-            port=port,
-            metrics_port=metrics_port,
-            slo_ttft_ms=slo_ttft_ms,
-            slo_tpot_ms=slo_tpot_ms,
+            **{"models": (common.model,), **server},
             keys=_keys(api_key or ()),
-            key_file=api_keys,
-            allowed_hosts=tuple(allowed_host or ()),
             allowed_origins=_origins(allowed_origins),
-            strict_fields=strict_fields,
-            limits=Limits(body_bytes=max_body, request_s=request_timeout),
-            max_queue=max_queue,
-            max_queue_per_key=max_queue_per_key,
-            chunk_chars=stream_chunk_chars,
-            drain_s=drain_timeout,
-            stall_s=stall_timeout,
-            tool_format=cast(ToolFormat, tool_call_parser),
-            log_format=cast(LogFormat, log_format),
-            telemetry=otel,
+            limits=Limits(**limits),
             compiling=CompileLimits(trial_s=compile_trial),
         )
     try:
@@ -304,37 +141,25 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"serve needs {error.name}: {install('serve')}") from error
     drafters = () if common.no_speculation else common.drafters
-    with hosted(common, drafters, max_num_seqs=max_num_seqs, warm_up=True, **more) as llm:
+    with hosted(common, drafters, warm_up=True) as llm:
         from slipstream.serve.server import HttpServer
         from slipstream.serve.telemetry import log_to_stderr
 
         log_to_stderr(settings.log_format)
         if template is not None:
             llm.tokenizer.chat_template = template
-        server = HttpServer(llm, settings)
+        http = HttpServer(llm, settings)
         with suppress(InvalidRequest, OSError):  # without the extra [grammar], requests that need it get an error
             llm.expect_forms()
-        if not settings.asks_for_keys and host not in ("127.0.0.1", "::1", "localhost"):
+        if not settings.asks_for_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
             note(
-                f"{host}: other machines may use this server without a key; --api-keys FILE asks for keys",
+                f"{settings.host}: other machines may use this server without a key; --api-keys FILE asks for keys",
                 style="yellow",
             )
-        note(f"serving {settings.models[0]} at {server.url}/v1 (Ctrl-C ends it)")
-        server.serve_forever()
+        note(f"serving {settings.models[0]} at {http.url}/v1 (Ctrl-C ends it)")
+        http.serve_forever()
     if "triton" not in sys.modules:  # its bindings would report frozen objects as leaks, line by line
         gc.freeze()  # a last search for garbage in all of torch would take seconds
-
-
-@contextmanager
-def _naming_options() -> Iterator[None]:
-    """Begin errors about a setting with the option that gave it."""
-    try:
-        yield
-    except ConfigError as error:
-        key, _, rest = str(error).partition("=")
-        if key not in _OPTIONS:
-            raise
-        raise ConfigError(f"{_OPTIONS[key]} {rest}") from error
 
 
 def _refuse_sampling(common: Common) -> None:
@@ -348,23 +173,22 @@ def _refuse_sampling(common: Common) -> None:
 
 def _with_config(common: Common, path: Path) -> Common:
     """The options, with the file's values where none were given."""
-    engine = read_engine(path)
-    found: dict[str, Any] = {}
-    if "model" not in common.given and "model" in engine:
-        found["model"] = engine["model"]
-    if common.drafter is None:
-        if "drafter" in engine:
-            found["drafter"] = [engine["drafter"] or "none"]
-        if common.draft_tokens is None:
-            found["draft_tokens"] = engine.get("draft_tokens")
-    if common.min_gain is None:
-        found["min_gain"] = engine.get("min_gain")
-    changed = replace(common, **found)
+    stored = read_engine(path)
+    own: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    if "model" not in common.given and "model" in stored:
+        own["model"] = stored["model"]
+    if common.drafter is None and "drafter" in stored:
+        own["drafter"] = [stored["drafter"] or "none"]
+    for name in ("draft_tokens", "min_gain") if common.drafter is None else ("min_gain",):  # tokens of its drafter
+        if name not in common.engine and stored.get(name) is not None:
+            engine[name] = stored[name]
+    changed = replace(common, **own, engine={**common.engine, **engine})
     with naming(f"--config {path}"):
-        changed.check(None, _WITHOUT_PREDICTION, option="engine.drafter" if "drafter" in found else "--drafter")
-    taken = {**found, "drafter": found["drafter"][0]} if "drafter" in found else found
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if value is not None]
-    why_none = "options win over it" if engine else "it has none"
+        changed.check(None, _WITHOUT_PREDICTION, option="engine.drafter" if "drafter" in own else "--drafter")
+    taken = {**own, **engine, **({"drafter": own["drafter"][0]} if "drafter" in own else {})}
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in taken.items()]
+    why_none = "options win over it" if stored else "it has none"
     note(f"from {path}: {' '.join(flags) or f'nothing, since {why_none}'}")
     return changed
 
@@ -378,7 +202,8 @@ def _with_speculative_config(common: Common, written: str) -> Common:
         raise ConfigError(f"--speculative-config {written}: is not JSON ({error})") from error
     with naming(f"--speculative-config {written}"):
         named = from_vllm(config, _tell)
-        changed = replace(common, drafter=[named.drafter], draft_tokens=named.draft_tokens)
+        tokens = {} if named.draft_tokens is None else {"draft_tokens": named.draft_tokens}
+        changed = replace(common, drafter=[named.drafter], engine={**common.engine, **tokens})
         changed.check(None, _WITHOUT_PREDICTION)
     return changed
 

@@ -25,7 +25,7 @@ from slipstream.cli.options import (
     check_written,
     option,
     whole_numbers,
-    with_common,
+    with_options,
 )
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
@@ -34,7 +34,7 @@ MEASURING = "Measuring"
 DEFAULT_MAX_TOKENS = 64
 
 
-@functools.partial(with_common, hidden=("no_speculation", "planner"))
+@functools.partial(with_options, hidden=("no_speculation", "planner"))
 def tune_command(
     common: Common,
     drafters: Annotated[
@@ -65,7 +65,7 @@ def tune_command(
     """
     if common.no_speculation:
         raise ConfigError("--no-speculation: tune measures plain decoding beside its candidates anyway; leave it out")
-    if common.planner == "fixed":
+    if common.engine.get("planner") == "fixed":
         raise ConfigError("--planner fixed: tune measures what the planner drafts; leave it out")
     levels = whole_numbers("--concurrency", concurrency, "1,4,16")
     tried = whole_numbers("--sizes", sizes, "3,6", least=0)

@@ -3,19 +3,18 @@
 Each only changes the target's probabilities or where the answer ends, so the verifier has no special case for any
 of them (`docs/exactness.md`). Names and meanings follow vLLM's `SamplingParams` where it has them.
 
-A number or switch is declared once, by `_setting` in `SamplingParams`: default, range and help text. Its check, its
-flag and its HTTP field are derived from that (`SETTINGS`). What a new setting does to the probabilities stands in two
-more files: its column in `sampling/table.py`, its rule in `sampling/adjust.py`.
+A number or switch is declared once, by `setting` in `SamplingParams` (`core/settings.py`). What it does to the
+probabilities stands in two more files: its column in `sampling/table.py`, its rule in `sampling/adjust.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from slipstream.core.errors import InvalidRequest
+from slipstream.core.settings import Setting, check_settings, is_number, is_whole, setting, settings_of
 from slipstream.core.structured import StructuredOutputsParams
 from slipstream.core.vllm_names import SAMPLING, takes_vllm_names
 
@@ -33,56 +32,6 @@ TO_THE_END = 2**30
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 VerifierName = Literal["exact", "rejection"]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The declaration of a number or switch of `SamplingParams`.
-
-    low, high: the range, both ends included; None: unbounded. above: `low` itself is excluded.
-    note: what a special value means, such as "0 is off".
-    help: the help text of the flag, and the description of the HTTP field.
-    metavar: the placeholder in the help of the command line; "": there is no flag. The flag of `top_p` is `--top-p`.
-    short: a short form of the flag, such as "-t".
-    http: an HTTP request has a field of the same name, kind and range.
-    """
-
-    kind: type[int] | type[float] | type[bool]
-    default: int | float | bool | None
-    low: float | None = None
-    high: float | None = None
-    above: bool = False
-    note: str = ""
-    help: str = ""
-    metavar: str = ""
-    short: str = ""
-    http: bool = True
-
-    def fault(self, value: object) -> str | None:
-        """What the value must be instead; None: it is valid."""
-        if value is None and self.default is None:
-            return None
-        if self.kind is bool:
-            return None if isinstance(value, bool) else "True or False"
-        if not (_whole(value) if self.kind is int else _number(value)):
-            return "a whole number" if self.kind is int else "a number"
-        number: Any = value
-        fits = (self.low is None or number >= self.low) and (self.high is None or number <= self.high)
-        return None if fits and not (self.above and number == self.low) else self.range
-
-    @property
-    def range(self) -> str:
-        """The range in words."""
-        low, high = (f"{end:g}" if isinstance(end, float) else str(end) for end in (self.low, self.high))
-        if self.high is None:
-            words = f"{low} or more"
-        else:
-            words = f"above {low}, at most {high}" if self.above else f"{low} to {high}"
-        return f"{words} ({self.note})" if self.note else words
-
-
-def _setting(kind: type[int] | type[float] | type[bool], default: int | float | bool | None, **more: Any) -> Any:
-    return field(default=default, metadata={"setting": Setting(kind, default, **more)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +60,7 @@ class SpeculationParams:
 
     def __post_init__(self) -> None:
         wanted = self.draft_tokens
-        if wanted is not None and not (_whole(wanted) and 0 <= wanted <= 63):
+        if wanted is not None and not (is_whole(wanted) and 0 <= wanted <= 63):
             raise InvalidRequest(f"draft_tokens={wanted!r}: must be 0 to 63 (a pass checks at most 64 rows)")
         if self.drafter is not None and not isinstance(self.drafter, str):
             raise InvalidRequest(f"drafter={self.drafter!r}: must be the name of a drafter that is loaded, or None")
@@ -148,8 +97,8 @@ class SamplingParams:
     timeout_s: seconds from arrival after which the request ends with its tokens so far and the reason "timeout".
     """
 
-    n: int = _setting(int, 1, low=1, high=MAX_N, help="Answers to return.")
-    temperature: float = _setting(
+    n: int = setting(int, 1, low=1, high=MAX_N, help="Answers to return.")
+    temperature: float = setting(
         float,
         1.0,
         low=0,
@@ -159,7 +108,7 @@ class SamplingParams:
         short="-t",
         help="0 always takes the likeliest token; 0.7 is usual for varied answers, 1 is the model as trained.",
     )
-    top_p: float = _setting(
+    top_p: float = setting(
         float,
         1.0,
         low=0,
@@ -168,7 +117,7 @@ class SamplingParams:
         metavar="P",
         help="Sample only from the likeliest tokens that together hold this much probability, such as 0.9; 1 is off.",
     )
-    top_k: int = _setting(
+    top_k: int = setting(
         int,
         0,
         low=-1,
@@ -176,7 +125,7 @@ class SamplingParams:
         metavar="K",
         help="Sample only from the K likeliest tokens, such as 40; 0 is off.",
     )
-    min_p: float = _setting(
+    min_p: float = setting(
         float,
         0.0,
         low=0,
@@ -184,7 +133,7 @@ class SamplingParams:
         metavar="P",
         help="Leave out tokens less likely than this share of the likeliest, such as 0.05; 0 is off.",
     )
-    presence_penalty: float = _setting(
+    presence_penalty: float = setting(
         float,
         0.0,
         low=-2,
@@ -192,7 +141,7 @@ class SamplingParams:
         metavar="X",
         help="Subtracted from the logit of each token that the answer has already; 0 is off.",
     )
-    frequency_penalty: float = _setting(
+    frequency_penalty: float = setting(
         float,
         0.0,
         low=-2,
@@ -200,7 +149,7 @@ class SamplingParams:
         metavar="X",
         help="Subtracted for each time that the answer has the token already; 0 is off.",
     )
-    repetition_penalty: float = _setting(
+    repetition_penalty: float = setting(
         float,
         1.0,
         low=MIN_REPETITION,
@@ -212,13 +161,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
-    min_tokens: int = _setting(int, 0, low=0, help="No end of the text before this many tokens.")
-    max_tokens: int = _setting(int, 256, low=1, metavar="N", http=False, help="Longest answer in tokens, such as 1000.")
+    min_tokens: int = setting(int, 0, low=0, help="No end of the text before this many tokens.")
+    max_tokens: int = setting(int, 256, low=1, metavar="N", http=False, help="Longest answer in tokens, such as 1000.")
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = _setting(bool, False, help="Keep the stop string at the end of the text.")
-    ignore_eos: bool = _setting(bool, False, help="Go on behind the end of the text, up to max_tokens.")
-    seed: int | None = _setting(
+    include_stop_str_in_output: bool = setting(bool, False, help="Keep the stop string at the end of the text.")
+    ignore_eos: bool = setting(bool, False, help="Go on behind the end of the text, up to max_tokens.")
+    seed: int | None = setting(
         int,
         None,
         low=0,
@@ -228,8 +177,8 @@ class SamplingParams:
         http=False,
         help="Same seed, same tokens, with or without speculation, such as 7.",
     )
-    logprobs: int | None = _setting(int, None, low=0, high=MAX_LOGPROBS, http=False)
-    skip_special_tokens: bool = _setting(bool, True, help="Leave special tokens out of the text.")
+    logprobs: int | None = setting(int, None, low=0, high=MAX_LOGPROBS, http=False)
+    skip_special_tokens: bool = setting(bool, True, help="Leave special tokens out of the text.")
     prediction: str | None = None
     speculation: SpeculationParams = SpeculationParams()
     structured_outputs: StructuredOutputsParams | None = None
@@ -244,16 +193,14 @@ class SamplingParams:
         wanted = "SpeculationParams(), or SpeculationParams(enabled=False) for plain decoding"
         self._check("speculation", isinstance(self.speculation, SpeculationParams), wanted)
         self._check("cache_salt", isinstance(self.cache_salt, str), "a text")
-        timed = self.timeout_s is None or (_number(self.timeout_s) and self.timeout_s > 0)
+        timed = self.timeout_s is None or (is_number(self.timeout_s) and self.timeout_s > 0)
         self._check("timeout_s", timed, "seconds, above 0, or None for no end")
         self._check(
             "output_kind", self.output_kind in get_args(OutputKind), f"one of {', '.join(get_args(OutputKind))}"
         )
         if self.max_tokens is None:
             self._set("max_tokens", TO_THE_END)
-        for key, setting in SETTINGS.items():
-            if (right := setting.fault(getattr(self, key))) is not None:
-                raise InvalidRequest(f"{key}={getattr(self, key)!r}: must be {right}")
+        check_settings(self, InvalidRequest)
         self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
         self._set("top_k", max(0, self.top_k))
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -265,11 +212,11 @@ class SamplingParams:
         self._set("stop_token_ids", tuple(self.stop_token_ids or ()))
         self._set("bad_words", words)
         self._set("logit_bias", dict(self.logit_bias or {}))
-        biases = all(_number(b) and abs(float(b)) <= MAX_BIAS for b in self.logit_bias.values())
+        biases = all(is_number(b) and abs(float(b)) <= MAX_BIAS for b in self.logit_bias.values())
         self._check("logit_bias", biases, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id")
         if self.allowed_token_ids is not None:
             ids = tuple(self.allowed_token_ids) if isinstance(self.allowed_token_ids, Iterable) else ()
-            listed = bool(ids) and all(map(_whole, ids))
+            listed = bool(ids) and all(map(is_whole, ids))
             self._check("allowed_token_ids", listed, "a list of token ids, one at least, or None")
             self._set("allowed_token_ids", tuple(dict.fromkeys(ids)))
         self._check_form()
@@ -311,19 +258,8 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
-SETTINGS: Mapping[str, Setting] = {
-    one.name: one.metadata["setting"] for one in fields(SamplingParams) if "setting" in one.metadata
-}
+SETTINGS: Mapping[str, Setting] = settings_of(SamplingParams)
 """By name: the numbers and switches of `SamplingParams`, from which flags and HTTP fields are derived."""
 
 # a dataclass has its constructor only now
 SamplingParams.__init__ = takes_vllm_names(SAMPLING, InvalidRequest)(SamplingParams.__init__)  # type: ignore[method-assign]
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _number(value: object) -> bool:
-    """True and False are numbers to Python; here they are an argument in the wrong place."""
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.settings import check_settings, is_whole, setting
 
 if TYPE_CHECKING:
     from slipstream.plan.planner import Planner
@@ -26,93 +27,73 @@ ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
 """What one more row adds to a pass, as a part of the first one, until the engine has seen or measured its own."""
 
 
+_MODEL, _SPECULATION = "model", "speculation"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Limits and choices of one engine.
+    """Limits and choices of one engine. A setting with a placeholder (`metavar`) is an option of the commands, too.
 
-    memory: bytes for the caches (target and drafts) and the workspace of a pass, beyond the weights. A part such
-        as 0.9 means that part of a GPU's whole memory, weights and other programs included, and of what is free beside
-        a CPU. None: a sensible part of what is free.
-    max_model_len: longest prompt plus answer; None: as long as the model and the memory allow.
-    max_num_seqs: most requests that run at once.
-    max_num_batched_tokens: most prompt tokens that one step reads. Beside requests that decode it reads fewer, by their
-        measured time; None: 512 on a CPU, 8192 on a GPU, or two for each of max_num_seqs.
-    max_draft_rows: most rows of one pass that are last tokens or guesses, over all requests; None: 256, or one for
+    memory: Memory for the cache, beyond the weights, such as 512MiB or 2GiB, or a part: 90% of a GPU's, weights and
+        other programs included. More lets longer and more requests run at once. Default: up to 2GiB on a CPU, most of
+        what is free on a GPU.
+    max_model_len: Longest prompt and answer together, such as 4096. Default: as long as the model and the memory allow.
+    max_num_seqs: Most answers in progress at once.
+    max_num_batched_tokens: Most prompt tokens that a step reads. Beside running answers it reads fewer, by their
+        measured time. Default: 512 on a CPU, 8192 on a GPU, or two for each of max_num_seqs.
+    max_draft_rows: Most rows of a pass that are last tokens or guesses, over all requests. Default: 256, or one for
         each of max_num_seqs.
-    page_size: tokens of a page of the cache.
-    draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
-    planner: "adaptive" drafts what pays; "fixed" always drafts as much as was asked for.
-    min_gain: how many times as fast as plain decoding drafts must be, as expected before and as measured,
-        for more of them to be made.
-    max_draft_memory: most that drafts may take of the cache: what drafters keep there themselves (their own K and V,
-        hidden states), and the places of guesses that are being checked. Bytes, or a part of the cache such as 0.2;
-        None: no limit.
-    measure_costs: time passes and drafts before the first request, so that the first plans are right already. True:
-        now; False: never; None: where it takes seconds at the most, and once for a machine and model.
-    warm_up: compile and record before the first request what requests will most likely need, on a GPU: a start takes
-        seconds longer, and longer still where kernels must be compiled, once on a machine; no request waits for it.
-    rounds: "queued" lets the device work ahead of the host, "eager" waits for each round; None: queued on a GPU.
-    graphs: capture queued rounds as CUDA graphs. The tokens are the same without; it is slower, and easier to debug.
-    prefix_caching: keep the pages of prompts that were computed, as long as nobody needs the room, for prompts that
-        begin alike. The tokens are the same without.
-    max_queue: most answers that may wait for their turn; further requests are refused with `QueueFull`. None: no limit.
-    strict_drafter: raise what a drafter raises, and why it is dropped, instead of going on without it. For those who
-        write one: every request that runs ends with the error.
+    page_size: Tokens of a page of the cache.
+    draft_tokens: Most tokens to draft in a step, such as 8; fewer where more do not pay. Default: the drafter's own.
+    planner: How much to draft. adaptive: as much as pays by measured costs, none where none pays. fixed: always as much
+        as allowed, whether it pays or not. Default: adaptive; audit: fixed.
+    min_gain: Draft only where that is expected to be X times as fast as plain decoding, such as 1.1. Default: 1.
+    max_draft_memory: Most of the cache that drafts may take: 512MB, or 20% of it. A drafter that needs more is refused.
+        Default: no limit.
+    measure_costs: Time passes and drafts before the first request, now or never. Default: once for a machine and model,
+        where it takes seconds at the most.
+    warm_up: On a GPU, compile and record what requests will need before the first one: seconds, and longer the first
+        time on a machine. Without, the first requests wait for it. Default: on for serve, and for bench with --rate.
+    rounds: queued lets the device work ahead of the host, eager waits for each step; None: queued on a GPU.
+    graphs: On a GPU: run every step as it stands instead of capturing it as a CUDA graph. The same tokens, slower; try
+        it where capturing fails.
+    prefix_caching: Keep what was computed of prompts for others that begin alike: the same tokens, sooner. Default: on;
+        off for bench and tune, where the same prompts come again and again.
+    max_queue: Most answers that may wait; further requests are refused with `QueueFull`.
+    strict_drafter: End with the error of a drafter that fails or is dropped, instead of going on without it. For
+        developing drafters.
     """
 
-    memory: int | float | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int | None = None
-    max_draft_rows: int | None = None
-    page_size: int = 16
-    draft_tokens: int | None = None
-    planner: PlannerName = "adaptive"
-    min_gain: float = 1.0
-    max_draft_memory: int | float | None = None
-    measure_costs: bool | None = None
-    warm_up: bool = False
-    rounds: RoundsName | None = None
-    graphs: bool = True
-    prefix_caching: bool = True
-    max_queue: int | None = None
-    strict_drafter: bool = False
+    memory: int | float | None = setting(str, None, metavar="SIZE", panel=_MODEL, checked=False)
+    max_model_len: int | None = setting(int, None, low=2, metavar="TOKENS", panel=_MODEL)
+    max_num_seqs: int = setting(int, 32, low=1, metavar="N", panel=_MODEL)
+    max_num_batched_tokens: int | None = setting(int, None, low=1, metavar="TOKENS", panel=_MODEL)
+    max_draft_rows: int | None = setting(int, None, low=1)
+    page_size: int = setting(int, 16, low=1)
+    draft_tokens: int | None = setting(int, None, low=0, high=63, metavar="K", panel=_SPECULATION)
+    planner: PlannerName = setting(str, "adaptive", choices=get_args(PlannerName), metavar="NAME", panel=_SPECULATION)
+    min_gain: float = setting(float, 1.0, low=1, metavar="X", panel=_SPECULATION)
+    max_draft_memory: int | float | None = setting(str, None, metavar="SIZE", panel=_SPECULATION, checked=False)
+    measure_costs: bool | None = setting(bool, None, flag="--measure-costs/--no-measure-costs", panel=_SPECULATION)
+    warm_up: bool = setting(bool, False, flag="--warm-up/--no-warm-up", panel=_MODEL)
+    rounds: RoundsName | None = setting(str, None, choices=get_args(RoundsName))
+    graphs: bool = setting(bool, True, flag=" /--no-graphs", panel=_MODEL)
+    prefix_caching: bool = setting(bool, True, flag="--enable-prefix-caching/--no-enable-prefix-caching", panel=_MODEL)
+    max_queue: int | None = setting(int, None, low=0)
+    strict_drafter: bool = setting(bool, False, flag="--strict-drafter", panel=_SPECULATION)
 
     def __post_init__(self) -> None:
-        for key in ("max_model_len", "draft_tokens"):
-            self._check(key, getattr(self, key) is None or _whole(getattr(self, key)), "a whole number, or None")
-        for key in ("max_num_seqs", "page_size"):
-            self._check(key, _whole(getattr(self, key)) and getattr(self, key) >= 1, "1 or more")
-        rows, tokens = self.max_draft_rows, self.max_num_batched_tokens
-        self._check("max_draft_rows", rows is None or (_whole(rows) and rows >= 1), "1 or more")
-        self._check("max_num_batched_tokens", tokens is None or (_whole(tokens) and tokens >= 1), "1 or more")
-        self._check("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more")
+        check_settings(self)
         self._check("memory", self.memory is None or _size(self.memory), "whole bytes, or a part such as 0.9")
         self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
-        self._check("draft_tokens", self.draft_tokens is None or 0 <= self.draft_tokens <= 63, "0 to 63")
-        self._check("planner", self.planner in get_args(PlannerName), f"one of {', '.join(get_args(PlannerName))}")
-        self._check("rounds", self.rounds in (None, *get_args(RoundsName)), f"one of {', '.join(get_args(RoundsName))}")
-        gain = self.min_gain
-        self._check("min_gain", isinstance(gain, int | float) and gain >= 1, "1 or more, such as 1.1")
-        planned = self.planner != "fixed" or gain == 1
+        planned = self.planner != "fixed" or self.min_gain == 1
         self._check("min_gain", planned, "1 with planner='fixed', which drafts whatever is gained; take 'adaptive'")
         share = self.max_draft_memory
         right = share is None or (_size(share) and share >= 0)
         self._check("max_draft_memory", right, "whole bytes, or a part of the cache such as 0.2")
-        self._check("measure_costs", self.measure_costs in (None, True, False), "True, False, or None for the usual")
-        for key in ("graphs", "prefix_caching", "warm_up", "strict_drafter"):
-            self._check(key, isinstance(getattr(self, key), bool), "True or False")
-        queue = self.max_queue
-        self._check("max_queue", queue is None or (_whole(queue) and queue >= 0), "0 or more, or None for no limit")
-        # every running request must be able to take its next step in one pass
-        self._check(
-            "max_draft_rows", rows is None or rows >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}"
-        )
-        self._check(
-            "max_num_batched_tokens",
-            tokens is None or tokens >= self.max_num_seqs,
-            f"at least max_num_seqs={self.max_num_seqs}",
-        )
+        for key in ("max_draft_rows", "max_num_batched_tokens"):  # each running request takes its next step in one pass
+            most = getattr(self, key)
+            self._check(key, most is None or most >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}")
 
     @property
     def draft_rows(self) -> int:
@@ -138,13 +119,9 @@ class EngineConfig:
             raise ConfigError(f"{key}={getattr(self, key)!r}: must be {remedy}")
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _size(value: object) -> bool:
     """Whole bytes, or a part of something: 2e9 would be all of it."""
-    return _whole(value) or (isinstance(value, float) and value <= 1)
+    return is_whole(value) or (isinstance(value, float) and value <= 1)
 
 
 def parse_bytes(size: str | int | None, key: str = "memory") -> int | None:

@@ -1,8 +1,8 @@
 """The engine in a process of its own, as a server runs it: `EngineProcess` in the server, `Child` in the other process.
 
-A message names a method of the other side, the requests or calls that it concerns, and arguments. One that cannot be
-pickled or read fails what it concerns and nothing else. Pickle is safe here: the socket pair has no name, and the child
-inherits its end. Nothing here imports torch at once, so that the server imports its own parts while the child does.
+A message names a method of the other side, the numbers of the requests or calls that it concerns, and arguments. One
+that cannot be pickled or read fails what it concerns and nothing else. Pickle is safe here: the socket pair has no
+name, and only the child inherits its end. Torch is imported late, so that the server imports its parts meanwhile.
 """
 
 from __future__ import annotations
@@ -21,43 +21,35 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.constrain.limits import THREADS, CompileLimits
 from slipstream.core import interpreter
 from slipstream.core.errors import EngineDied, InvalidRequest, RequestError, SlipstreamError
-from slipstream.core.interpreter import responsive
 from slipstream.core.outputs import CompletionOutput, Pulse, RequestOutput, Snapshot, SpeculationStats, Timing
 from slipstream.core.params import SamplingParams
-from slipstream.engine.requests import Loaded, Prompt, Request, Requests
+from slipstream.engine.requests import Prompt, Request, Requests
 from slipstream.engine.streams import Listeners, Outbox, OutputStream
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.state import Job
 
-REPORT_S, HEARTBEAT_S = 0.1, 1.0
-"""Time between two reports of the engine's state: while it changes, and at most."""
-SILENCE_S = 3.0
-"""A process that reports nothing for this long counts as stuck since its last report."""
-_CLOSE_S = 4.0
-"""Time that `close` gives a process that is not stuck before it is killed."""
-_END_S = 2.0
-"""Time that the child gives the step in flight when it closes, and the system a process that ends."""
-_CALLS = THREADS
-"""Most calls and grammar compilations at once; `serve/service.py` has the same number of threads that wait for them."""
+REPORT_S, HEARTBEAT_S = 0.1, 1.0  # between two reports of the engine's state: while it changes, and at most
+SILENCE_S = 3.0  # a process that reports nothing for this long counts as stuck since its last report
+_CLOSE_S = 4.0  # time that `close` gives a process that is not stuck before it is killed
+_END_S = 2.0  # time that the child gives its last step, and the system a process that ends
+_NO_TIMES, _NO_COUNTS = Timing(), SpeculationStats()  # an answer's own come with its end
 
-P = ParamSpec("P")
-Numbers = Sequence[int]  # names of requests and calls, given by the server's side
-Part = CompletionOutput | tuple[int, str, list[int]]  # of an answer that has nothing but new text: index, text, tokens
-Opened = tuple[Path, Loaded, int, bool]  # the model's folder, its limits, most requests at once, may drafts be made
+Numbers = Sequence[int]  # of requests and calls, chosen by the server's side
+Part = CompletionOutput | tuple[int, str, list[int]]  # of an answer with new text alone: index, text, tokens
 News = tuple[list[Part], bool, int]  # of a request: its answers' parts, whether it finished, cached prompt tokens
 
 
@@ -65,21 +57,17 @@ class Channel:
     """One end of the socket pair. Any thread may send; one receives."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._incoming = end, end.makefile("rb", 1 << 18)
-        self._lock = threading.Lock()
+        self._socket, self._incoming, self._lock = end, end.makefile("rb", 1 << 18), threading.Lock()
 
-    def send(
-        self, method: Callable[Concatenate[Any, Numbers, P], None], numbers: Numbers, *args: P.args, **_: P.kwargs
-    ) -> None:
+    def send(self, method: Callable[..., None], numbers: Numbers, *args: Any) -> None:
         """Call a method of the other side. Waits until it is written; raises `OSError` if that process has ended."""
         name = method.__name__
         try:
-            arguments = pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
+            packed = pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            name, arguments = "on_failure", pickle.dumps((RequestError(f"a message cannot be pickled: {error}"),))
-        message = pickle.dumps((name, numbers, arguments), pickle.HIGHEST_PROTOCOL)
+            name, packed = "on_failure", pickle.dumps((RequestError(f"a message cannot be pickled: {error}"),))
         with self._lock:
-            self._socket.sendall(message)
+            self._socket.sendall(pickle.dumps((name, numbers, packed), pickle.HIGHEST_PROTOCOL))
 
     def receive(self, side: EngineProcess | Child) -> None:
         """Call the methods that the other side names, until that process ends."""
@@ -87,10 +75,10 @@ class Channel:
             while True:
                 name, numbers, packed = pickle.load(self._incoming)
                 try:
-                    arguments = pickle.loads(packed)
+                    args = pickle.loads(packed)
                 except Exception as error:
-                    name, arguments = "on_failure", (RequestError(f"a message cannot be read: {error}"),)
-                getattr(side, name)(numbers, *arguments)
+                    name, args = "on_failure", (RequestError(f"a message cannot be read: {error}"),)
+                getattr(side, name)(numbers, *args)
 
     def end(self, how: int = socket.SHUT_RDWR) -> None:
         """SHUT_WR: send nothing more; the other side reads to the end. SHUT_RDWR: `receive` returns, too."""
@@ -118,11 +106,9 @@ def spawn() -> tuple[subprocess.Popen[bytes], Channel]:
 
 
 class EngineProcess(AbstractContextManager["EngineProcess"]):
-    """The server's side. Any thread may call it; nothing but `prepare` and `call` waits for the engine.
+    """The server's side. Any thread may call it; nothing but `prepare` and `call` waits for the engine."""
 
-    model, options: those of `LLM`, drafters by name only. threads: of torch, on a CPU.
-    meanwhile: called while the child opens the model.
-    """
+    _snapshot: Snapshot
 
     def __init__(
         self,
@@ -130,20 +116,19 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
         *,
         threads: int | None = None,
         meanwhile: Callable[[], object] = lambda: None,
-        on_progress: Callable[[str], None] | None = None,
+        on_progress: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
+        """model, options: those of `LLM`, drafters by name only. threads: of torch, on a CPU. meanwhile: called while
+        the child opens the model."""
         self._process, self._channel = spawn()
-        self._on_progress = on_progress
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()  # over what waits, and whether the process has ended
-        self._streams: dict[int, tuple[OutputStream, Request]] = {}  # by running request
-        self._waiting: dict[int, Future[Any]] = {}  # by call
+        self._show, self._numbers = on_progress, itertools.count()
+        self._lock = threading.Lock()  # over the table, and whether the process has ended
+        self._expected: dict[int, Future[Any] | tuple[OutputStream, Request]] = {}  # calls, and running requests
         self._listeners = Listeners()
         self._outgoing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pulse, self._heard_at = Pulse(True, 0.0), time.perf_counter()  # by the last report
-        self._snapshot: Snapshot
-        self._why, self._closing = "", False
+        self._why, self._opened, self._closing = "", False, False
         self._ended: RequestError | None = None
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
@@ -153,7 +138,7 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
             meanwhile()
             from transformers import AutoTokenizer  # noqa: F401  # takes seconds, too
 
-            model_path, loaded, self.max_num_seqs, self.speculates = cast(Opened, opening.result())
+            model_path, loaded, self.max_num_seqs, self.speculates = opening.result()
             from slipstream.models.load import load_tokenizer
 
             self.tokenizer: Any = load_tokenizer(model_path, bool(options.get("trust_remote_code")))
@@ -161,7 +146,9 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
             self._process.kill()
             self.close()
             raise
-        self.max_model_len, self.drafters = loaded.plan.max_model_len, tuple(loaded.drafters)
+        self._opened = True
+        self.max_model_len: int = loaded.plan.max_model_len
+        self.drafters: tuple[str, ...] = tuple(loaded.drafters)
         self._requests = Requests(self.tokenizer, loaded)
 
     def prepare(
@@ -173,7 +160,7 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
         streaming: bool = True,
         compiling: CompileLimits | None = None,
     ) -> Request:
-        """Check and tokenize a request; a grammar is compiled in the child, within these limits, and waited for.
+        """Check and tokenize a request; the child compiles its grammar, within these limits, and this waits for it.
 
         Raises `InvalidRequest`, or `QueueFull` where too many grammars are being tried.
         """
@@ -188,14 +175,11 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
         return request
 
     def start(self, *requests: Request) -> OutputStream:
-        """Start together what was prepared, for the running event loop. The stream ends when all of them have."""
+        """Start prepared requests together, for the running event loop. The stream ends when all of them have."""
         numbers = [request.number for request in requests]
         deliveries = self._listeners.to(asyncio.get_running_loop())
         stream = OutputStream(deliveries, partial(self._drop, numbers), len(numbers))
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._streams.update({request.number: (stream, request) for request in requests})
+        self._expect({request.number: (stream, request) for request in requests})
         uncompiled = [request if request.params.structured_outputs is None else None for request in requests]
         self._outgoing.put(partial(self._channel.send, Child.on_start, numbers, uncompiled))
         return stream
@@ -209,7 +193,7 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
         self._ask(Child.on_call, _warm_grammars)
 
     def pulse(self) -> Pulse:
-        """Whether the engine lives and gets on, by its last report and the time since."""
+        """Whether the engine lives and makes progress, by its last report and the time since."""
         if self._ended is not None:
             return Pulse(False, 0.0, str(self._ended) if isinstance(self._ended, EngineDied) else "")
         silent_s = time.perf_counter() - self._heard_at
@@ -242,16 +226,19 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
     def _ask(self, method: Callable[..., None], *arguments: Any, number: int | None = None) -> Future[Any]:
         number = next(self._numbers) if number is None else number
         answer = Future[Any]()
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._waiting[number] = answer
+        self._expect({number: answer})
         self._outgoing.put(partial(self._channel.send, method, (number,), *arguments))
         return answer
 
+    def _expect(self, answers: Mapping[int, Future[Any] | tuple[OutputStream, Request]]) -> None:
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._expected.update(answers)
+
     def _drop(self, numbers: Numbers) -> None:
         for number in numbers:
-            self._streams.pop(number, None)
+            self._expected.pop(number, None)
         self._outgoing.put(partial(self._channel.send, Child.on_drop, numbers))
 
     def _write(self) -> None:
@@ -267,11 +254,10 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
             why = RequestError("the engine is closed") if self._closing else EngineDied(self._how_it_ended())
             with self._lock:
                 self._ended = why
-            self.on_failure([*self._waiting, *self._streams], why)
+            self.on_failure([*self._expected], why)
 
     def on_progress(self, numbers: Numbers, text: str) -> None:
-        if self._on_progress is not None:
-            self._on_progress(text)
+        self._show(text)
 
     def on_log(self, numbers: Numbers, record: logging.LogRecord) -> None:
         if (log := logging.getLogger(record.name)).isEnabledFor(record.levelno):
@@ -282,22 +268,22 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
 
     def on_return(self, numbers: Numbers, value: Any) -> None:
         for number in numbers:
-            if (answer := self._waiting.pop(number, None)) is not None:
+            if isinstance(answer := self._expected.pop(number, None), Future):
                 answer.set_result(value)
 
     def on_failure(self, numbers: Numbers, error: Exception) -> None:
         for number in numbers:
-            if (answer := self._waiting.pop(number, None)) is not None:
-                answer.set_exception(error)
-            if (known := self._streams.pop(number, None)) is not None:
+            if isinstance(known := self._expected.pop(number, None), Future):
+                known.set_exception(error)
+            elif known is not None:
                 with suppress(RequestError):  # its event loop is closed
                     known[0].put(error)
         self._listeners.flush()
 
     def on_news(self, numbers: Numbers, news: Sequence[News]) -> None:
         for number, (parts, finished, cached) in zip(numbers, news, strict=True):
-            known = self._streams.pop(number, None) if finished else self._streams.get(number)
-            if known is None:  # it was dropped meanwhile
+            known = self._expected.pop(number, None) if finished else self._expected.get(number)
+            if not isinstance(known, tuple):  # it was dropped meanwhile
                 continue
             stream, request = known
             outputs = [part if isinstance(part, CompletionOutput) else _with_text(*part) for part in parts]
@@ -327,38 +313,37 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
             how = f"ended with the code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
         if ended and -code == signal.SIGKILL:
             how += ", as the system does with what takes too much memory"
-        return f"the engine's process {how}" + ("" if hasattr(self, "_requests") else " while it opened the model")
+        return f"the engine's process {how}" + ("" if self._opened else " while it opened the model")
 
 
 class Child:
     """The engine's side. The main thread receives; the engine's thread sends news, and waits while the server does not
-    read, so that nothing piles up. Other threads compile grammars, answer calls and report the state.
+    read, so that nothing piles up. Threads of the pool compile grammars, answer calls and report the state.
     """
 
     _llm: LLM  # the server sends nothing that needs it before it is open
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self._send = channel.send
         self._jobs: dict[int, Job] = {}  # running, or compiled and not started
         self._outbox = Outbox(self._send_news)
-        self._pool = ThreadPoolExecutor(_CALLS)
+        self._pool = ThreadPoolExecutor(THREADS + 1)  # the server has THREADS that wait for answers; one reports
 
-    def run(self) -> NoReturn:
-        """Receive until the server ends; then exit."""
-        self._channel.receive(self)
+    def close(self) -> NoReturn:
+        """End the engine and exit, past the usual way of Python, which would search all of torch for garbage."""
         if hasattr(self, "_llm"):
             closing = threading.Thread(target=self._llm.close, daemon=True)
             closing.start()
             closing.join(_END_S)
         sys.stderr.flush()
-        os._exit(0)  # the usual way Python would search all of torch for garbage first, for seconds
+        os._exit(0)
 
     def on_open(self, numbers: Numbers, options: Any, threads: int | None) -> None:
-        threading.Thread(target=self._open, args=(numbers, options, threads), daemon=True).start()
+        self._pool.submit(self._open, numbers, options, threads)
 
     def _open(self, numbers: Numbers, options: Any, threads: int | None) -> None:
         """Open the model; then report the state until the process ends."""
-        send, log = self._channel.send, logging.getLogger("slipstream")
+        send, log = self._send, logging.getLogger("slipstream")
         records = SimpleNamespace(put_nowait=lambda record: send(EngineProcess.on_log, (), record))
         log.addHandler(logging.handlers.QueueHandler(records))  # the server's log has its form and place
         log.setLevel(logging.INFO)
@@ -378,9 +363,9 @@ class Child:
                 error = EngineDied(f"the engine could not be opened: {type(error).__name__}: {error}")
             self.on_failure(numbers, error)
             return
-        with suppress(OSError), responsive():
+        with suppress(OSError), interpreter.responsive():
             send(EngineProcess.on_state, (), llm._loop.pulse(), llm.snapshot())
-            opened: Opened = llm.model_path, llm._intake.loaded, llm.max_num_seqs, llm.speculates
+            opened = llm.model_path, llm._intake.loaded, llm.max_num_seqs, llm.speculates
             send(EngineProcess.on_return, numbers, opened)
             reported, reported_at = None, 0.0
             while True:
@@ -394,7 +379,7 @@ class Child:
         """On the engine's thread. A broken engine ends its process: only a new one can use a device that failed."""
         if (pulse := self._llm._loop.pulse()).why:
             with suppress(OSError):
-                self._channel.send(EngineProcess.on_state, (), pulse, self._llm.snapshot())
+                self._send(EngineProcess.on_state, (), pulse, self._llm.snapshot())
             sys.stderr.flush()
             os._exit(1)
         self._outbox.flush()
@@ -404,8 +389,8 @@ class Child:
         news = [([_part(answer) for answer in out.outputs], out.finished, out.num_cached_tokens) for _, out in outputs]
         with suppress(OSError):  # the server has ended: the main thread ends this process
             if any(output.finished for _, output in outputs):  # the counters come before the ends that they include
-                self._channel.send(EngineProcess.on_state, (), Pulse(True, 0.0), self._llm.snapshot())
-            self._channel.send(EngineProcess.on_news, numbers, news)
+                self._send(EngineProcess.on_state, (), Pulse(True, 0.0), self._llm.snapshot())
+            self._send(EngineProcess.on_news, numbers, news)
 
     def on_start(self, numbers: Numbers, requests: Sequence[Request | None]) -> None:
         """Start these together; None: the request's job was compiled before."""
@@ -446,13 +431,13 @@ class Child:
             self.on_failure(numbers, error)
         else:
             with suppress(OSError):
-                self._channel.send(EngineProcess.on_return, numbers, value)
+                self._send(EngineProcess.on_return, numbers, value)
 
     def on_failure(self, numbers: Numbers, error: BaseException) -> None:
         """Tell the server, which drops the requests. Errors that are not Slipstream's travel as text."""
         told = error if isinstance(error, SlipstreamError) else RequestError(f"{type(error).__name__}: {error}")
         with suppress(OSError):
-            self._channel.send(EngineProcess.on_failure, numbers, told)
+            self._send(EngineProcess.on_failure, numbers, told)
 
 
 def main(end: int, parent: int) -> NoReturn:
@@ -461,15 +446,15 @@ def main(end: int, parent: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # the server ends it; SIG_IGN would be inherited by its own children
     os.set_inheritable(end, False)  # else a child of this one would keep it open
-    Child(Channel(socket.socket(fileno=end))).run()
+    channel = Channel(socket.socket(fileno=end))
+    child = Child(channel)
+    channel.receive(child)
+    child.close()
 
 
 def _warm_grammars(llm: LLM) -> None:
     with suppress(InvalidRequest, OSError):  # without the extra [grammar], a request that needs it is told
         llm._intake.grammars.warm()
-
-
-_NO_TIMES, _NO_COUNTS = Timing(), SpeculationStats()  # those of an answer come with its end
 
 
 def _part(answer: CompletionOutput) -> Part:

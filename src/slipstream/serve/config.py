@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, read_named
+from slipstream.core.settings import check_settings, setting
 
 LogFormat = Literal["text", "json"]
 ToolFormat = Literal["auto", "hermes", "llama3_json"]
@@ -64,33 +65,36 @@ def read_keys(given: Sequence[ApiKey], file: Path | None) -> tuple[ApiKey, ...]:
     return tuple(found)
 
 
+_SERVER, _LIMITS, _OUTPUT = "server", "limits", "output"
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of one request. Beyond them it is refused with 400 (413 for the body), before it costs anything.
 
-    body_bytes: size of the JSON; None: 1 MiB, and 32 bytes for every token of the context.
-    body_s: seconds until the body must have arrived.
-    prompts: prompts of one /v1/completions request.
+    body_bytes: Size of a request's JSON. Default: 1 MiB, and 32 bytes for every token of the context.
+    body_s: Seconds until the body must have arrived.
+    prompts: Prompts of one /v1/completions request.
     choices: n times the prompts.
-    stop_chars: characters of one stop string.
-    nesting: levels of lists and objects in schemas and tools.
-    request_s: seconds from arrival to the end of the answer.
+    stop_chars: Characters of one stop string.
+    nesting: Levels of lists and objects in schemas and tools.
+    request_s: From a request's arrival to the end of its answer.
     """
 
-    body_bytes: int | None = None
-    body_s: float = 30.0
-    prompts: int = 64
-    choices: int = 128
-    top_logprobs: int = 20
-    stops: int = 16
-    stop_chars: int = 256
-    nesting: int = 32
-    request_s: float = 600.0
+    body_bytes: int | None = setting(int, None, low=1024, flag="--max-body", metavar="BYTES", panel=_LIMITS)
+    body_s: float = setting(float, 30.0, low=0, above=True)
+    prompts: int = setting(int, 64, low=1)
+    choices: int = setting(int, 128, low=1)
+    top_logprobs: int = setting(int, 20, low=1)
+    stops: int = setting(int, 16, low=1)
+    stop_chars: int = setting(int, 256, low=1)
+    nesting: int = setting(int, 32, low=1)
+    request_s: float = setting(
+        float, 600.0, low=0, above=True, flag="--request-timeout", metavar="SECONDS", panel=_LIMITS
+    )
 
     def __post_init__(self) -> None:
-        for key in self.__slots__:
-            if getattr(self, key) is not None and not getattr(self, key) > 0:
-                raise ConfigError(f"{key}={getattr(self, key)!r}: must be above 0")
+        check_settings(self)
 
     def body_for(self, context: int) -> int:
         """Most bytes of a body. context: the model's, in tokens."""
@@ -99,70 +103,71 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """A server around one engine.
+    """A server around one engine. A setting with a placeholder (`metavar`) is an option of `slipstream serve`.
 
-    models: the model's names in requests; the first is shown in answers.
-    metrics_port: serve /metrics on this port (0: any free one) instead of the main one.
-    slo_ttft_ms, slo_tpot_ms: limits of the times to the first token and per later token, for /metrics to count a
-        request as good.
-    keys, key_file: the API keys, and a file with more, one [TENANT=]KEY a line. Without any, no key is needed.
-    allowed_hosts: the host names of the server, beside those of this machine ("*": any). Without any, names are
-        checked only on a server for this machine that needs no key.
+    keys: API keys, beside those of `key_file`. Without any, no key is needed.
     allowed_origins: origins of web pages that browsers let read answers ("*": any).
-    strict_fields: refuse unknown fields instead of ignoring them.
-    max_queue: answers that may wait for a place in the engine; more are refused with 429.
-    max_queue_per_key: waiting answers of one tenant; None: with several tenants a quarter of max_queue.
-    chunk_chars: characters of every event of a stream, all events padded to one size; None: one event a step.
-    drain_s: seconds that running requests have when the server is told to end.
-    stall_s: seconds without progress until /health reports a hanging engine; after twice as many it is killed, and the
-        server ends.
-    telemetry: send OpenTelemetry traces, as that library's own environment variables say.
     compiling: limits of compiling the form of an answer.
+    host: Where to listen. 0.0.0.0 lets other machines in: set a key first.
+    port: 0 takes any free one.
+    metrics_port: Serve /metrics here, beside /health, /ping and /version, and not on --port.
+    models: What clients call the model; may be repeated, and the first is shown in answers. Default: --model.
+    key_file: Keys, one [TENANT=]KEY a line; # begins a comment. The file is read again on SIGHUP.
+    allowed_hosts: A host name that clients may use; may be repeated, * for any. Default: this machine's names if it
+        listens on this machine alone and asks for no key, else any.
+    strict_fields: Refuse requests with unknown fields. Default: ignore these, and name them in the log and in the
+        answer's header X-Slipstream-Ignored-Fields.
+    max_queue: Answers that may wait; further ones get 429.
+    max_queue_per_key: Answers of one tenant that may wait. Default: of several tenants a quarter of --max-queue.
+    drain_s: Time for running requests when the server is told to end.
+    stall_s: Time without progress of the engine before /health says so; after twice that time the server ends with exit
+        code 1.
+    chunk_chars: Cut streams into events of N characters, all padded to one size, so that network traffic does not show
+        how many guesses were accepted. Default: one event a step.
+    tool_format: How the model writes tool calls: hermes (Hermes, Qwen, SmolLM3), llama3_json, or auto: as its chat
+        template has it.
+    log_format: text, or json for programs: a line a request, on stderr.
+    slo_ttft_ms: Count requests in /metrics whose first token came within this time.
+    slo_tpot_ms: The same for the mean time of each later token; both must be met.
+    telemetry: Send OpenTelemetry traces, as its OTEL_… variables say. Needs opentelemetry-sdk and an exporter.
     """
 
-    models: Sequence[str] = ("default",)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    metrics_port: int | None = None
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
+    host: str = setting(str, "127.0.0.1", metavar="ADDRESS", panel=_SERVER)
+    port: int = setting(int, 8000, low=0, high=65535, metavar="PORT", panel=_SERVER)
+    metrics_port: int | None = setting(int, None, low=0, high=65535, metavar="PORT", panel=_SERVER)
+    models: Sequence[str] = setting(
+        str, ("default",), many=True, flag="--served-model-name", metavar="NAME", panel=_SERVER
+    )
     keys: tuple[ApiKey, ...] = ()
-    key_file: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
+    key_file: Path | None = setting(Path, None, flag="--api-keys", metavar="FILE", panel=_SERVER)
+    allowed_hosts: Sequence[str] = setting(str, (), many=True, flag="--allowed-host", metavar="NAME", panel=_SERVER)
     allowed_origins: tuple[str, ...] = ()
-    strict_fields: bool = False
+    strict_fields: bool = setting(bool, False, flag="--strict-fields", panel=_SERVER)
     limits: Limits = Limits()
-    max_queue: int = 256
-    max_queue_per_key: int | None = None
-    chunk_chars: int | None = None
-    drain_s: float = 60.0
-    stall_s: float = 120.0
-    tool_format: ToolFormat = "auto"
-    log_format: LogFormat = "text"
-    telemetry: bool = False
+    max_queue: int = setting(int, 256, low=0, metavar="N", panel=_LIMITS)
+    max_queue_per_key: int | None = setting(int, None, low=0, metavar="N", panel=_LIMITS)
+    drain_s: float = setting(float, 60.0, low=0, flag="--drain-timeout", metavar="SECONDS", panel=_LIMITS)
+    stall_s: float = setting(float, 120.0, low=0, above=True, flag="--stall-timeout", metavar="SECONDS", panel=_LIMITS)
+    chunk_chars: int | None = setting(
+        int, None, low=1, high=4096, flag="--stream-chunk-chars", metavar="N", panel=_SERVER
+    )
+    tool_format: ToolFormat = setting(
+        str, "auto", choices=get_args(ToolFormat), flag="--tool-call-parser", metavar="FORMAT", panel=_SERVER
+    )
+    log_format: LogFormat = setting(str, "text", choices=get_args(LogFormat), metavar="FORMAT", panel=_OUTPUT)
+    slo_ttft_ms: float | None = setting(float, None, low=0, above=True, metavar="MS", panel=_OUTPUT)
+    slo_tpot_ms: float | None = setting(float, None, low=0, above=True, metavar="MS", panel=_OUTPUT)
+    telemetry: bool = setting(bool, False, flag="--otel", panel=_OUTPUT)
     compiling: CompileLimits = field(default_factory=CompileLimits)
 
     def __post_init__(self) -> None:
+        check_settings(self)
         self._check("models", bool(self.models) and all(self.models), "one name or more")
         read_keys(self.keys, self.key_file)
         named = all(re.fullmatch(r"\*|[\w.-]+|[\da-fA-F:.]*:[\da-fA-F:.]*:[\da-fA-F.]*", h) for h in self.allowed_hosts)
         self._check("allowed_hosts", named, 'names or addresses without a port, or "*"')
         origins = all(re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin) for origin in self.allowed_origins)
         self._check("allowed_origins", origins, 'origins such as "https://chat.example.com", or "*"')
-        self._check("port", 0 <= self.port <= 65535, "0 (any free one) to 65535")
-        apart = self.metrics_port is None or 0 <= self.metrics_port <= 65535
-        self._check("metrics_port", apart, "0 (any free one) to 65535, or None: on the main port")
-        for key in ("slo_ttft_ms", "slo_tpot_ms"):
-            self._check(key, getattr(self, key) is None or getattr(self, key) > 0, "milliseconds, above 0, or None")
-        self._check("max_queue", self.max_queue >= 0, "0 or more")
-        own = self.max_queue_per_key is None or self.max_queue_per_key >= 0
-        self._check("max_queue_per_key", own, "0 or more, or None")
-        self._check("chunk_chars", self.chunk_chars is None or 1 <= self.chunk_chars <= 4096, "1 to 4096, or None")
-        self._check("drain_s", self.drain_s >= 0, "0 or more")
-        self._check("stall_s", self.stall_s > 0, "above 0")
-        formats = get_args(ToolFormat)
-        self._check("tool_format", self.tool_format in formats, f"one of {', '.join(formats)}")
-        self._check("log_format", self.log_format in get_args(LogFormat), f"one of {', '.join(get_args(LogFormat))}")
 
     @property
     def asks_for_keys(self) -> bool:

@@ -25,7 +25,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from slipstream.core.params import SETTINGS, Setting
+from slipstream.core.params import SETTINGS
+from slipstream.core.settings import Setting
 from slipstream.serve.errors import UNSUPPORTED, refused
 
 _MOST_UNKNOWN = 8

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.settings import check_settings, setting
 from slipstream.models.headers import AUTO, check_device_name
 
 PrecisionName = Literal["auto", "bf16", "fp32"]
@@ -24,65 +25,86 @@ _MAY_CHANGE = ("out", "data", "device", "lanes", "checkpoint_every", "measure_ev
 """Settings that a resumed run may change: they do not affect what it learns."""
 
 
-def _least(default: int, least: int) -> Any:
-    """A whole number of at least `least`."""
-    return field(default=default, metadata={"least": least})
-
-
-def _between(default: float, low: float, high: float) -> Any:
-    """A number from `low` to `high`."""
-    return field(default=default, metadata={"between": (low, high)})
-
-
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """One run: a recipe, a target, data, and how to train. `options` are the recipe's own; see `read_options`."""
+    """One run: a recipe, a target, data, and how to train. `options` are the recipe's own; see `read_options`.
+
+    data: Folder of the data; several drafters can share it. Default: OUT/data.
+    prompts: Prompts, one JSON object a line with 'prompt' or 'turns'. May be repeated.
+    self_prompts: Let a chat model write N prompts itself, such as 20000; no data is needed.
+    systems: System message of the model's own prompts: that of your users. May be repeated.
+    openings: How its own prompts begin; '': as it likes. May be repeated. Default: a mix.
+    samples: Answers to each prompt, such as 2.
+    temperatures: Temperature of the answers: that of your users. Repeated, they are dealt in turns.
+    max_prompt_tokens: Longer prompts are left out.
+    max_tokens: Longest answer.
+    held_out: Prompts kept from training, to measure with.
+    lanes: Answers written at a time: more are faster and need more memory.
+    steps: Steps of the optimizer.
+    optimizer: adamw, or muon: for the matrices of layers, AdamW for the rest.
+    muon_rate: Muon's learning rate, as a multiple of --learning-rate, such as 4.
+    row_tokens: Tokens of a row; answers are laid end to end in rows.
+    rows: Rows of a pass, on each device. Halve it where memory is short.
+    accumulate: Passes before the optimizer takes a step. Double it where you halve --rows.
+    learning_rate: Highest learning rate, such as 1e-3.
+    final_rate: Share of the learning rate that is left at the end, such as 0.05.
+    warmup: Steps until the learning rate is at its highest.
+    weight_decay: AdamW's, such as 0.01.
+    beta1: AdamW's, such as 0.9.
+    beta2: AdamW's, such as 0.95.
+    clip: Larger gradients are made as short as this.
+    average: Export a moving average of the weights with this decay, such as 0.99.
+    seed: Same seed, same data and order.
+    precision: Arithmetic: bf16, fp32, or auto (bf16 on a GPU). Weights are fp32 always.
+    device: cpu, cuda, cuda:1, or auto: a GPU if there is one. Several: start it with torchrun.
+    trust_remote_code: Run Python code that comes with the model. Only where you have read it.
+    log_every: Steps from report to report.
+    checkpoint_every: Steps from checkpoint to checkpoint.
+    measure_every: Steps from measurement to measurement in the real engine; 0: only at the end.
+    measure_prompts: Held-out prompts to measure with.
+    measure_tokens: Tokens of each answer that is measured.
+    """
 
     recipe: str
     target: str
     out: Path
 
-    # data
-    data: str = ""  # folder of the data, used as it is if complete; "": a folder of the run
-    prompts: tuple[str, ...] = ()  # JSON lines files, in the format of `slipstream bench`
-    self_prompts: int = _least(0, 0)  # user turns that the target writes itself
-    systems: tuple[str, ...] = ()  # system messages for these, in turn; "" and none: the template's own
-    openings: tuple[str, ...] = ()  # first words of these, in turn; none: the usual mix (`train/prompts.py`)
-    samples: int = _least(1, 1)  # answers to each prompt
-    temperatures: tuple[float, ...] = (1.0,)  # of the answers, in turn
-    max_prompt_tokens: int = _least(512, 1)
-    max_tokens: int = _least(512, 1)  # of an answer
-    held_out: int = _least(64, 1)  # prompts kept from training, for measuring
-    lanes: int = _least(1024, 1)  # answers written at a time
+    data: str = setting(str, "", metavar="DIR", panel="data")
+    prompts: tuple[str, ...] = setting(str, (), many=True, metavar="FILE", panel="data")
+    self_prompts: int = setting(int, 0, low=0, metavar="N", panel="data")
+    systems: tuple[str, ...] = setting(str, (), many=True, metavar="TEXT", flag="--system-prompt", panel="data")
+    openings: tuple[str, ...] = setting(str, (), many=True, metavar="TEXT", flag="--opening", panel="data")
+    samples: int = setting(int, 1, low=1, metavar="N", panel="data")
+    temperatures: tuple[float, ...] = setting(float, (1.0,), many=True, metavar="T", flag="--temperature", panel="data")
+    max_prompt_tokens: int = setting(int, 512, low=1, metavar="N", panel="data")
+    max_tokens: int = setting(int, 512, low=1, metavar="N", panel="data")
+    held_out: int = setting(int, 64, low=1, metavar="N", panel="data")
+    lanes: int = setting(int, 1024, low=1, metavar="N", panel="data")
 
-    # training
-    steps: int = _least(1000, 1)  # optimizer steps
-    optimizer: OptimizerName = "adamw"  # muon: Muon for the matrices of layers, AdamW for the rest
-    muon_rate: float = _between(1.0, 1e-6, 1e6)  # Muon's learning rate as a multiple of AdamW's
-    row_tokens: int = _least(2048, 16)  # length of the rows that sequences are packed into
-    rows: int = _least(8, 1)  # in one pass of each device
-    accumulate: int = _least(1, 1)  # passes in a step
-    learning_rate: float = _between(1e-3, 1e-9, 10.0)
-    final_rate: float = _between(0.05, 0.0, 1.0)  # learning rate at the last step, relative to the highest
-    warmup: int = _least(50, 0)  # steps
-    weight_decay: float = _between(0.0, 0.0, 10.0)
-    beta1: float = _between(0.9, 0.0, 0.9999)
-    beta2: float = _between(0.95, 0.0, 0.99999)
-    clip: float = _between(1.0, 1e-6, 1e6)  # largest norm of the gradient
-    average: float = _between(
-        0.0, 0.0, 0.99999
-    )  # decay of the moving average of the weights, which is exported; 0: off
-    seed: int = _least(0, 0)
-    precision: PrecisionName = "auto"  # of the arithmetic; weights are fp32. auto: bf16 on a GPU, else fp32
-    device: str = AUTO
-    trust_remote_code: bool = False
+    steps: int = setting(int, 1000, low=1, metavar="N", panel="training")
+    optimizer: OptimizerName = setting(str, "adamw", choices=get_args(OptimizerName), metavar="NAME", panel="training")
+    muon_rate: float = setting(float, 1.0, low=1e-6, high=1e6, metavar="TIMES", panel="training")
+    row_tokens: int = setting(int, 2048, low=16, metavar="N", panel="training")
+    rows: int = setting(int, 8, low=1, metavar="N", panel="training")
+    accumulate: int = setting(int, 1, low=1, metavar="N", panel="training")
+    learning_rate: float = setting(float, 1e-3, low=1e-9, high=10.0, metavar="R", panel="training")
+    final_rate: float = setting(float, 0.05, low=0.0, high=1.0, metavar="PART", panel="training")
+    warmup: int = setting(int, 50, low=0, metavar="N", panel="training")
+    weight_decay: float = setting(float, 0.0, low=0.0, high=10.0, metavar="W", panel="training")
+    beta1: float = setting(float, 0.9, low=0.0, high=0.9999, metavar="B", panel="training")
+    beta2: float = setting(float, 0.95, low=0.0, high=0.99999, metavar="B", panel="training")
+    clip: float = setting(float, 1.0, low=1e-6, high=1e6, metavar="NORM", panel="training")
+    average: float = setting(float, 0.0, low=0.0, high=0.99999, metavar="PART", panel="training")
+    seed: int = setting(int, 0, low=0, metavar="N", panel="training")
+    precision: PrecisionName = setting(str, "auto", choices=get_args(PrecisionName), metavar="NAME", panel="training")
+    device: str = setting(str, AUTO, metavar="DEVICE", panel="model")
+    trust_remote_code: bool = setting(bool, False, flag="--trust-remote-code", panel="model")
 
-    # progress
-    log_every: int = _least(10, 1)  # steps
-    checkpoint_every: int = _least(200, 1)
-    measure_every: int = _least(200, 0)  # steps; 0: only at the end
-    measure_prompts: int = _least(32, 1)
-    measure_tokens: int = _least(128, 1)
+    log_every: int = setting(int, 10, low=1, metavar="N", panel="reports")
+    checkpoint_every: int = setting(int, 200, low=1, metavar="N", panel="reports")
+    measure_every: int = setting(int, 200, low=0, metavar="N", panel="reports")
+    measure_prompts: int = setting(int, 32, low=1, metavar="N", panel="reports")
+    measure_tokens: int = setting(int, 128, low=1, metavar="N", panel="reports")
 
     options: Mapping[str, OptionValue] = field(default_factory=dict)
 
@@ -94,16 +116,7 @@ class TrainConfig:
         object.__setattr__(self, "temperatures", tuple(float(t) for t in self.temperatures))
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
         check_device_name(self.device)
-        for name, known in (("precision", PrecisionName), ("optimizer", OptimizerName)):
-            if getattr(self, name) not in get_args(known):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
-        for f in fields(self):
-            value, least = getattr(self, f.name), f.metadata.get("least")
-            if least is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"{f.name}={value!r}: must be a whole number of at least {least}")
-            low, high = f.metadata.get("between", (None, None))
-            if low is not None and not (isinstance(value, int | float) and isfinite(value) and low <= value <= high):
-                raise ConfigError(f"{f.name}={value!r}: must be between {low:g} and {high:g}")
+        check_settings(self)
         if not self.temperatures or not all(isfinite(t) and t >= 0 for t in self.temperatures):
             raise ConfigError(f"temperatures={self.temperatures!r}: must name at least one, each 0 or more")
         if not self.prompts and not self.self_prompts and not self.data:
