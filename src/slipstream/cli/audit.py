@@ -6,10 +6,10 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -22,9 +22,10 @@ from slipstream.audit.report import Audit, Check, Outcome
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.measuring import hardware, versions
-from slipstream.cli.options import OUTPUT, PROMPTS, Common, check_written, option, with_options
+from slipstream.cli.options import Common, check_written, with_options
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.params import SamplingParams
+from slipstream.core.settings import setting
 from slipstream.drafters import merged_name, parse_merged
 
 if TYPE_CHECKING:
@@ -35,72 +36,41 @@ if TYPE_CHECKING:
     from slipstream.audit.stage import AuditPrompt, Stage
     from slipstream.engine.llm import LLM
 
-CHECKING = "Checking"
 DEFAULT_MAX_TOKENS = 64
 DEFAULT_LIMIT = 14  # two of each category of our own
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """The options of `slipstream audit` alone.
+
+    prompts: Your own prompts: JSON lines with 'prompt', or 'turns' as in Spec-Bench. Default: some of ours.
+    limit: Only N prompts, spread evenly over the categories. Default: 14 of ours, all of a FILE.
+    concurrency: Requests in a batch. Every check is made alone and in a batch; with 1 only alone.
+    samples: Answers to draw with each drafter for the test of rejection sampling, the verifier that keeps the
+        distribution instead of the tokens, such as 4096 for a sharper test; 0 for none.
+    strict: Let near-ties, which rounding explains, fail the audit too.
+    no_transformers: Do not load the model a second time to compare logits with transformers' own.
+    out: Write audit.md and audit.json there; made if it is not there.
+    json_file: Write the report as JSON to this file.
+    markdown_file: Write the report as Markdown to this file.
+    """
+
+    prompts: Path | None = setting(Path, None, metavar="FILE", panel="prompts")
+    limit: int | None = setting(int, None, metavar="N", panel="prompts")
+    concurrency: int = setting(int, 8, low=1, metavar="N", panel="checking")
+    samples: int = setting(int, 256, low=0, metavar="N", panel="checking")
+    strict: bool = setting(bool, False, flag="--strict", panel="checking")
+    no_transformers: bool = setting(bool, False, flag="--no-transformers", panel="checking")
+    out: Path | None = setting(Path, None, metavar="FOLDER", panel="output")
+    json_file: Path | None = setting(Path, None, metavar="FILE", flag="--json", panel="output")
+    markdown_file: Path | None = setting(Path, None, metavar="FILE", flag="--markdown", panel="output")
 
 
 @with_options
 def audit(
     common: Common,
-    prompts: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            panel=PROMPTS,
-            help="Your own prompts: JSON lines with 'prompt', or 'turns' as in Spec-Bench. Default: some of ours.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        option(
-            metavar="N",
-            panel=PROMPTS,
-            help=f"Only N prompts, spread evenly over the categories. Default: {DEFAULT_LIMIT} of ours, all of a FILE.",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int,
-        option(
-            metavar="N",
-            min=1,
-            panel=CHECKING,
-            help="Requests in a batch. Every check is made alone and in a batch; with 1 only alone.",
-        ),
-    ] = 8,
-    samples: Annotated[
-        int,
-        option(
-            metavar="N",
-            min=0,
-            panel=CHECKING,
-            help="Answers to draw with each drafter for the test of rejection sampling, the verifier that keeps the "
-            "distribution instead of the tokens, such as 4096 for a sharper test; 0 for none.",
-        ),
-    ] = 256,
-    strict: Annotated[
-        bool,
-        option("--strict", panel=CHECKING, help="Let near-ties, which rounding explains, fail the audit too."),
-    ] = False,
-    no_transformers: Annotated[
-        bool,
-        option(
-            "--no-transformers",
-            panel=CHECKING,
-            help="Do not load the model a second time to compare logits with transformers' own.",
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        option(metavar="FOLDER", panel=OUTPUT, help="Write audit.md and audit.json there; made if it is not there."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, option("--json", metavar="FILE", panel=OUTPUT, help="Write the report as JSON to this file.")
-    ] = None,
-    markdown_file: Annotated[
-        Path | None,
-        option("--markdown", metavar="FILE", panel=OUTPUT, help="Write the report as Markdown to this file."),
-    ] = None,
+    own: AuditOptions,
 ) -> None:
     """Show that speculation is lossless with your model, your drafters, on your machine.
 
@@ -119,37 +89,44 @@ def audit(
         raise ConfigError("--no-speculation: an audit is about speculation; name drafters with --drafter")
     if common.verifier != "exact":
         raise ConfigError(f"--verifier {common.verifier}: an audit checks both verifiers by itself; leave it out")
-    files = report_files(out, json_file, markdown_file)
-    chosen = select(load_prompts(prompts), (), DEFAULT_LIMIT if limit is None and prompts is None else limit)
+    files = report_files(own.out, own.json_file, own.markdown_file)
+    chosen = select(
+        load_prompts(own.prompts), (), DEFAULT_LIMIT if own.limit is None and own.prompts is None else own.limit
+    )
     seed = common.seed or 0
-    own = sampling(common, seed)
-    max_tokens = own.max_tokens
+    asked = sampling(common, seed)
+    max_tokens = asked.max_tokens
 
     from slipstream.audit import run
     from slipstream.audit.probe import Probe
 
     probe = Probe()
-    with loaded(common, (*common.drafters, probe), max_num_seqs=concurrency, planner=common.planner_or("fixed")) as llm:
+    with loaded(
+        common, (*common.drafters, probe), max_num_seqs=own.concurrency, planner=common.planner_or("fixed")
+    ) as llm:
         fitting = tokenized(llm, chosen, max_tokens)
         config = run.AuditConfig(
             drafters=tuple(merged_name(parse_merged(drafter)) for drafter in common.drafters),
             settings=run.settings(
-                max_tokens, seed, None if own.greedy else own, sampled=common.temperature is None or not own.greedy
+                max_tokens,
+                seed,
+                None if asked.greedy else asked,
+                sampled=common.temperature is None or not asked.greedy,
             ),
-            at_once=concurrency,
+            at_once=own.concurrency,
             draft_tokens=common.draft_tokens,
-            samples=samples,
-            transformers=not no_transformers,
+            samples=own.samples,
+            transformers=not own.no_transformers,
             trust_remote_code=common.trust_remote_code,
         )
         about = described(common, llm, config, len(fitting), len(chosen) - len(fitting), seed)
         with listening() as listener:
             result = run.audit(llm, probe, fitting, config, listener)
-    result_json = report.to_json(result, about, strict=strict)
+    result_json = report.to_json(result, about, strict=own.strict)
     write(files, result_json, report.to_markdown(result, about))
     show(result, files)
     print(json.dumps(result_json, ensure_ascii=False), flush=True)
-    if not result.passed(strict):
+    if not result.passed(own.strict):
         raise typer.Exit(130 if result.interrupted and not result.bugs else 1)
 
 

@@ -6,12 +6,12 @@ import asyncio
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -22,28 +22,17 @@ from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.bench.traffic import Outcome, Targets
 from slipstream.cli.loading import loaded, use_threads
 from slipstream.cli.measuring import BreakingOff, busy_warning, counting_bar, hardware, load_before, versions
-from slipstream.cli.options import (
-    OF_REQUESTS,
-    OUTPUT,
-    PROMPTS,
-    SAMPLING,
-    Common,
-    check_written,
-    option,
-    whole_numbers,
-    with_options,
-)
+from slipstream.cli.options import OF_REQUESTS, Common, check_written, differing, whole_numbers, with_options
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
 from slipstream.core.interpreter import rarely_searched
 from slipstream.core.params import MAX_TEMPERATURE, SamplingParams
+from slipstream.core.settings import setting
 from slipstream.drafters import merged_name, parse_merged
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-MEASURING = "Measuring"
-TRAFFIC = "Traffic: requests that come at a rate"
 DEFAULT_MAX_TOKENS = 128
 _KEEPS_UP = 0.8
 """Share of the requested rate below which the machine is called full. It is less than 1 since the last answers take
@@ -67,109 +56,48 @@ _NOT_WITH: Mapping[str, Mapping[str, str]] = {
 """By mode, the options that it cannot honour, and what to do instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The options of `slipstream bench` alone.
+
+    prompts: JSON lines with 'prompt', or 'turns' and 'category' as in Spec-Bench. Default: our own prompts.
+    limit: Only N prompts, spread evenly over the categories, such as 14 for a quick look. Default: all.
+    category: Only the prompts of this category, such as code_editing. May be repeated. Default: all.
+    temperature: 0 always takes the likeliest token; 1 is the model as trained. Several are measured in turn: 0,1.
+    concurrency: Requests at once, all of one category. Several are measured in turn: 1,8,32.
+    repeats: Measure everything N times, such as 3; the median counts.
+    peers: Also run another engine on the same prompts: transformers (its own generate). Default: none.
+    long_prompts: Only this: 8 streams run while prompts of this length arrive, such as 6000. Shows the gaps between
+        tokens and the speed that the streams keep.
+    startup: Also time a fresh process from its start to the first token.
+    rate: Only this: send the prompts at random times, R requests a second, such as 0.5. Several are measured in turn:
+        1,2,4.
+    requests: Send N requests. Default: every prompt once.
+    latency_target: Seconds to the first token, and for each token after it, within which a request counts as good, such
+        as ttft=0.5,tpot=0.05. Default: any.
+    json_file: Write everything as JSON too, with every single measurement. - writes it to stdout as the last line,
+        without them.
+    """
+
+    prompts: Path | None = setting(Path, None, metavar="FILE", panel="prompts")
+    limit: int | None = setting(int, None, metavar="N", panel="prompts")
+    category: list[str] | None = setting(str, None, many=True, metavar="NAME", panel="prompts")
+    temperature: str = setting(str, "0", metavar="T[,T…]", short="-t", panel="sampling")
+    concurrency: str = setting(str, "1", metavar="N[,N…]", panel="measuring")
+    repeats: int = setting(int, 1, low=1, metavar="N", panel="measuring")
+    peers: list[str] | None = setting(str, None, many=True, metavar="NAME", panel="measuring")
+    long_prompts: int | None = setting(int, None, low=1, metavar="TOKENS", panel="measuring")
+    startup: bool = setting(bool, False, flag="--startup", panel="measuring")
+    rate: str | None = setting(str, None, metavar="R[,R…]", panel="traffic")
+    requests: int | None = setting(int, None, low=1, metavar="N", panel="traffic")
+    latency_target: str = setting(str, "", metavar="TARGETS", panel="traffic")
+    json_file: Path | None = setting(Path, None, metavar="FILE", flag="--json", panel="output")
+
+
 @with_options
 def bench(
     common: Common,
-    prompts: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            panel=PROMPTS,
-            help="JSON lines with 'prompt', or 'turns' and 'category' as in Spec-Bench. Default: our own prompts.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        option(
-            metavar="N",
-            panel=PROMPTS,
-            help="Only N prompts, spread evenly over the categories, such as 14 for a quick look. Default: all.",
-        ),
-    ] = None,
-    category: Annotated[
-        list[str] | None,
-        option(
-            metavar="NAME",
-            panel=PROMPTS,
-            help="Only the prompts of this category, such as code_editing. May be repeated. Default: all.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        str,
-        option(
-            "--temperature",
-            "-t",
-            metavar="T[,T…]",
-            panel=SAMPLING,
-            help="0 always takes the likeliest token; 1 is the model as trained. Several are measured in turn: 0,1.",
-        ),
-    ] = "0",
-    concurrency: Annotated[
-        str,
-        option(
-            metavar="N[,N…]",
-            panel=MEASURING,
-            help="Requests at once, all of one category. Several are measured in turn: 1,8,32.",
-        ),
-    ] = "1",
-    repeats: Annotated[
-        int,
-        option(metavar="N", min=1, panel=MEASURING, help="Measure everything N times, such as 3; the median counts."),
-    ] = 1,
-    peers: Annotated[
-        list[str] | None,
-        option(
-            metavar="NAME",
-            panel=MEASURING,
-            help="Also run another engine on the same prompts: transformers (its own generate). Default: none.",
-        ),
-    ] = None,
-    long_prompts: Annotated[
-        int | None,
-        option(
-            metavar="TOKENS",
-            min=1,
-            panel=MEASURING,
-            help=f"Only this: {STREAMS} streams run while prompts of this length arrive, such as 6000. Shows the gaps "
-            "between tokens and the speed that the streams keep.",
-        ),
-    ] = None,
-    startup: Annotated[
-        bool,
-        option("--startup", panel=MEASURING, help="Also time a fresh process from its start to the first token."),
-    ] = False,
-    rate: Annotated[
-        str | None,
-        option(
-            metavar="R[,R…]",
-            panel=TRAFFIC,
-            help="Only this: send the prompts at random times, R requests a second, such as 0.5. Several are measured "
-            "in turn: 1,2,4.",
-        ),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        option(metavar="N", min=1, panel=TRAFFIC, help="Send N requests. Default: every prompt once."),
-    ] = None,
-    latency_target: Annotated[
-        str,
-        option(
-            metavar="TARGETS",
-            panel=TRAFFIC,
-            help="Seconds to the first token, and for each token after it, within which a request counts as good, such "
-            "as ttft=0.5,tpot=0.05. Default: any.",
-        ),
-    ] = "",
-    json_file: Annotated[
-        Path | None,
-        option(
-            "--json",
-            metavar="FILE",
-            panel=OUTPUT,
-            help="Write everything as JSON too, with every single measurement. - writes it to stdout as the last line, "
-            "without them.",
-        ),
-    ] = None,
+    own: BenchOptions,
 ) -> None:
     """Measure what speculation brings on this machine.
 
@@ -177,31 +105,18 @@ def bench(
     prompts, the second one each task: where several temperatures or numbers of requests are given, it shows at which
     of them drafting pays. After Ctrl-C the tables have the prompts that every mode had answered.
     """
-    temperatures, levels = _temperatures(temperature), whole_numbers("--concurrency", concurrency, "1,8,32")
-    given = {
-        **dict.fromkeys(common.given, True),
-        "prompts": prompts is not None,
-        "limit": limit is not None,
-        "category": bool(category),
-        "temperature": temperatures != [0.0],
-        "concurrency": levels != [1],
-        "repeats": repeats > 1,
-        "peers": bool(peers),
-        "startup": startup,
-        "rate": rate is not None,
-        "requests": requests is not None,
-        "latency_target": bool(latency_target),
-    }
+    temperatures, levels = _temperatures(own.temperature), whole_numbers("--concurrency", own.concurrency, "1,8,32")
+    given = common.given | differing(own)
     drafters = () if common.no_speculation else common.drafters
-    rates, targets = _rates(rate), Targets.parse(latency_target)
-    check_written({"json": json_file})
-    for mode, chosen in (("--long-prompts", long_prompts is not None), ("--rate", rate is not None)):
+    rates, targets = _rates(own.rate), Targets.parse(own.latency_target)
+    check_written({"json": own.json_file})
+    for mode, chosen in (("--long-prompts", own.long_prompts is not None), ("--rate", own.rate is not None)):
         if chosen:
             _refuse(mode, given, drafters, temperatures)
     for name in ("requests", "latency_target"):
-        if given[name] and rate is None:
+        if name in given and own.rate is None:
             raise ConfigError(f"--{name.replace('_', '-')}: only for traffic; give --rate R, too")
-    for peer in peers or ():
+    for peer in own.peers or ():
         if peer != baseline.NAME:
             raise ConfigError(f"--peers {peer}: unknown; must be {baseline.NAME}")
         for name in common.asked.keys() - set(baseline.SETTINGS):
@@ -210,12 +125,12 @@ def bench(
         common = common.asking(seed=secrets.randbits(32))
     by_temperature = {t: common.asking(temperature=t).sampling(max_tokens=DEFAULT_MAX_TOKENS) for t in temperatures}
     params = by_temperature[temperatures[0]]
-    if long_prompts is not None:
-        beside_prompts(common, drafters, long_prompts, json_file)
+    if own.long_prompts is not None:
+        beside_prompts(common, drafters, own.long_prompts, own.json_file)
         return
-    picked = select(load_prompts(prompts), category or (), limit)
-    if rate is not None:
-        at_rates(common, drafters, picked, params, rates, requests, targets, json_file)
+    picked = select(load_prompts(own.prompts), own.category or (), own.limit)
+    if own.rate is not None:
+        at_rates(common, drafters, picked, params, rates, own.requests, targets, own.json_file)
         return
 
     load = load_before()
@@ -232,7 +147,7 @@ def bench(
             "temperature": temperatures,
             "seed": params.seed,
             "concurrency": levels,
-            "repeats": repeats,
+            "repeats": own.repeats,
             "dtype": common.dtype,
             "device": common.device,
             "draft_tokens": common.draft_tokens,
@@ -247,7 +162,7 @@ def bench(
         ours = run.engine_runners(llm, drafters, params.speculation)
         runners: list[run.Runner] = [*ours]
         eos: frozenset[int] = frozenset()
-        if peers:
+        if own.peers:
             same = baseline.same_as_ours(
                 llm, dtype=common.dtype, device=common.device, trust_remote_code=common.trust_remote_code
             )
@@ -256,15 +171,15 @@ def bench(
         modes = [runner.name for runner in runners]
         breaking = BreakingOff(lambda: any(cell.comparable(len(modes)) for cell in cells))
         with breaking:
-            measure_into(cells, runners, repeats)
+            measure_into(cells, runners, own.repeats)
         prefill = None
         if not breaking.happened:
             with breaking:
                 reading = [runner for runner in runners if runner.name in (run.PLAIN, baseline.NAME)]
                 prefill = run.measure_prefill(run.long_prompt(llm), reading)
-                if startup:
+                if own.startup:
                     result["startup_s"] = {"slipstream": run.start_to_first_token(startup_options(common, drafters))}
-                    if peers:
+                    if own.peers:
                         hello = llm.chat_prompt([{"role": "user", "content": "Say hello."}])
                         result["startup_s"][baseline.NAME] = baseline.start_to_first_token(same, hello)
         used = memory_report(llm, imports)
@@ -289,7 +204,7 @@ def bench(
         console.print(table)
     for line in closing_lines(summaries, prefill, used, result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    write_json(json_file, result, samples=report.samples_json(cells, len(modes)))
+    write_json(own.json_file, result, samples=report.samples_json(cells, len(modes)))
     if breaking.happened:
         made, whole = sum(len(cell.samples) for cell in cells), sum(len(cell.work.units) for cell in cells)
         told = sum(
@@ -297,7 +212,7 @@ def bench(
         )
         asked = sum(len(unit.prompts) for cell in cells for unit in cell.work.units)
         note(
-            f"{made} of {whole * len(modes) * repeats} measurements were made, {told} of {asked} prompts in all modes",
+            f"{made} of {whole * len(modes) * own.repeats} measurements were made, {told} of {asked} prompts in all modes",
             style="yellow",
         )
         raise typer.Exit(130)
@@ -323,9 +238,9 @@ def _rates(text: str | None) -> list[float]:
     return rates
 
 
-def _refuse(mode: str, given: Mapping[str, bool], drafters: Sequence[str], temperatures: Sequence[float]) -> None:
+def _refuse(mode: str, given: Collection[str], drafters: Sequence[str], temperatures: Sequence[float]) -> None:
     for name, remedy in _NOT_WITH[mode].items():
-        if given.get(name):
+        if name in given:
             raise ConfigError(f"--{name.replace('_', '-')} with {mode}: {remedy}")
     if len(drafters) > 1:
         raise ConfigError(f"--drafter {drafters[1]} with {mode}: one is measured in a run; name one, or A+B")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
-from slipstream.cli.generate import PROMPT, Stopped, stream
+from slipstream.cli.generate import Stopped, stream
 from slipstream.cli.loading import loaded
 from slipstream.cli.options import OUTPUT, Common, option, with_options
 from slipstream.cli.show import note, rate_line, request_json, summary
@@ -142,7 +142,7 @@ def chat(
     common: Common,
     system: Annotated[
         str | None,
-        option(metavar="TEXT", panel=PROMPT, help="Tell the model how to behave, such as 'Answer in one sentence.'"),
+        option(metavar="TEXT", panel="Prompt", help="Tell the model how to behave, such as 'Answer in one sentence.'"),
     ] = None,
     as_json: Annotated[
         bool, option("--json", panel=OUTPUT, help="Print each answer as one line of JSON, for scripts.")

@@ -6,26 +6,56 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from slipstream.cli.loading import loaded
-from slipstream.cli.options import OUTPUT, SAMPLING, SPECULATION, Common, option, read_text, with_options
+from slipstream.cli.options import Common, read_text, with_options
 from slipstream.cli.show import note, request_json, summary
 from slipstream.constrain.source import source_of
 from slipstream.core.errors import ConfigError, InvalidRequest, RequestError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
+from slipstream.core.settings import setting
 from slipstream.core.structured import StructuredOutputsParams, renamed
 from slipstream.drafters import AUTO
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-PROMPT = "Prompt"
 DEFAULT_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """The options of `slipstream generate` alone.
+
+    raw: Continue the text as it is, without the model's chat template.
+    system: Tell the model how to behave, such as 'Answer in one sentence.'
+    prediction: A text that the answer will mostly repeat, such as the file to edit: guessed from, never trusted. '-'
+        reads it from stdin.
+    material: A text that the answer may quote from though it is not in the prompt, such as a file that a tool found.
+        May be repeated. Only the drafters auto and suffix guess from it.
+    n: How many answers; they differ where --temperature is above 0.
+    stop: End the answer before this text, such as '###'. May be repeated.
+    json_schema: The answer is JSON of the schema in this file. Needs the extra [grammar].
+    regex: The answer matches this pattern. Needs the extra [grammar].
+    logprobs: With --json: each token's log probability, and the K likeliest instead of it (0 to 20).
+    as_json: Print one JSON object with text, tokens, times and counts.
+    """
+
+    raw: bool = setting(bool, False, flag="--raw", panel="prompt")
+    system: str | None = setting(str, None, metavar="TEXT", panel="prompt")
+    prediction: str | None = setting(str, None, metavar="FILE", panel="speculation")
+    material: list[str] | None = setting(str, None, many=True, metavar="FILE", panel="speculation")
+    n: int = setting(int, 1, metavar="N", panel="sampling")
+    stop: list[str] | None = setting(str, None, many=True, metavar="TEXT", panel="sampling")
+    json_schema: str | None = setting(str, None, metavar="FILE", panel="output")
+    regex: str | None = setting(str, None, metavar="PATTERN", panel="output")
+    logprobs: int | None = setting(int, None, metavar="K", panel="output")
+    as_json: bool = setting(bool, False, flag="--json", panel="output")
 
 
 @with_options
@@ -35,117 +65,58 @@ def generate(
         str,
         typer.Argument(metavar="PROMPT", help="What to ask, in quotes; '-' reads it from stdin.", show_default=False),
     ],
-    raw: Annotated[
-        bool,
-        option("--raw", panel=PROMPT, help="Continue the text as it is, without the model's chat template."),
-    ] = False,
-    system: Annotated[
-        str | None,
-        option(metavar="TEXT", panel=PROMPT, help="Tell the model how to behave, such as 'Answer in one sentence.'"),
-    ] = None,
-    prediction: Annotated[
-        str | None,
-        option(
-            metavar="FILE",
-            panel=SPECULATION,
-            help="A text that the answer will mostly repeat, such as the file to edit: guessed from, never trusted. "
-            "'-' reads it from stdin.",
-        ),
-    ] = None,
-    material: Annotated[
-        list[str] | None,
-        option(
-            metavar="FILE",
-            panel=SPECULATION,
-            help="A text that the answer may quote from though it is not in the prompt, such as a file that a tool "
-            "found. May be repeated. Only the drafters auto and suffix guess from it.",
-        ),
-    ] = None,
-    n: Annotated[
-        int,
-        option(
-            "--n", metavar="N", panel=SAMPLING, help="How many answers; they differ where --temperature is above 0."
-        ),
-    ] = 1,
-    stop: Annotated[
-        list[str] | None,
-        option(metavar="TEXT", panel=SAMPLING, help="End the answer before this text, such as '###'. May be repeated."),
-    ] = None,
-    json_schema: Annotated[
-        str | None,
-        option(
-            "--json-schema",
-            metavar="FILE",
-            panel=OUTPUT,
-            help="The answer is JSON of the schema in this file. Needs the extra [grammar].",
-        ),
-    ] = None,
-    regex: Annotated[
-        str | None,
-        option(metavar="PATTERN", panel=OUTPUT, help="The answer matches this pattern. Needs the extra [grammar]."),
-    ] = None,
-    logprobs: Annotated[
-        int | None,
-        option(
-            metavar="K",
-            panel=OUTPUT,
-            help="With --json: each token's log probability, and the K likeliest instead of it (0 to 20).",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, option("--json", panel=OUTPUT, help="Print one JSON object with text, tokens, times and counts.")
-    ] = False,
+    own: GenerateOptions,
 ) -> None:
     """Answer one prompt.
 
     The answer goes to stdout as it comes, a line about speed to stderr.
     """
-    if raw and system is not None:
+    if own.raw and own.system is not None:
         raise ConfigError("--system with --raw: a raw prompt has no roles; put the text into the prompt")
-    if prompt == "-" and prediction == "-":
+    if prompt == "-" and own.prediction == "-":
         raise ConfigError("--prediction -: stdin already holds the prompt; name a file")
-    if material and not any({"suffix", AUTO}.intersection(name.split("+")) for name in common.drafters):
-        raise ConfigError(f"--material {material[0]}: only suffix drafts from it; add --drafter suffix")
-    if logprobs is not None and not as_json:
-        raise ConfigError(f"--logprobs {logprobs}: log probabilities are shown in the JSON only; add --json")
-    if json_schema is not None and regex is not None:
+    if own.material and not any({"suffix", AUTO}.intersection(name.split("+")) for name in common.drafters):
+        raise ConfigError(f"--material {own.material[0]}: only suffix drafts from it; add --drafter suffix")
+    if own.logprobs is not None and not own.as_json:
+        raise ConfigError(f"--logprobs {own.logprobs}: log probabilities are shown in the JSON only; add --json")
+    if own.json_schema is not None and own.regex is not None:
         raise ConfigError("--regex with --json-schema: an answer has one form; give one of them")
     text = read_text("-", "PROMPT") if prompt == "-" else prompt
-    if not text.strip() and not raw:
+    if not text.strip() and not own.raw:
         raise ConfigError("PROMPT is empty: say what to ask; '-' reads it from stdin")
     params = common.sampling(
         max_tokens=DEFAULT_MAX_TOKENS,
-        n=n,
-        stop=tuple(stop or ()),
-        logprobs=logprobs,
-        prediction=read_text(prediction, "--prediction") if prediction is not None else None,
-        structured_outputs=form(json_schema, regex),
+        n=own.n,
+        stop=tuple(own.stop or ()),
+        logprobs=own.logprobs,
+        prediction=read_text(own.prediction, "--prediction") if own.prediction is not None else None,
+        structured_outputs=form(own.json_schema, own.regex),
     )
     if params.structured_outputs is not None:
-        with naming_form(json_schema, regex):
+        with naming_form(own.json_schema, own.regex):
             source_of(params.structured_outputs)  # refuses a bad form before the model loads
-    if material:
-        texts = tuple(read_text(source, "--material") for source in material)
+    if own.material:
+        texts = tuple(read_text(source, "--material") for source in own.material)
         params = replace(params, speculation=replace(params.speculation, material=texts))
     drafters = () if common.no_speculation else common.drafters
-    with loaded(common, drafters) as llm, naming_form(json_schema, regex):
+    with loaded(common, drafters) as llm, naming_form(own.json_schema, own.regex):
         for remark in llm.remarks:
             note(remark)
-        request = text if raw else llm.chat_prompt(messages(system, text))
-        if as_json:
+        request = text if own.raw else llm.chat_prompt(messages(own.system, text))
+        if own.as_json:
             output = llm.generate([request], params)[0]
             print(
                 json.dumps(request_json(output, model=common.model, seed=params.seed), ensure_ascii=False), flush=True
             )
             answers = output.outputs
-        elif n > 1:
+        elif own.n > 1:
             answers = llm.generate([request], params)[0].outputs
             for answer in answers:
-                print(f"--- answer {answer.index + 1} of {n}\n{answer.text}", flush=True)
+                print(f"--- answer {answer.index + 1} of {own.n}\n{answer.text}", flush=True)
         else:
             answers = [stream(llm, request, params)]
     for answer in answers:
-        if not as_json:
+        if not own.as_json:
             note(summary(answer))
             if answer.violation is not None:
                 note(f"the answer breaks its schema: {answer.violation}")

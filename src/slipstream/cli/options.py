@@ -13,7 +13,7 @@ import inspect
 import secrets
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args, get_origin
 
@@ -38,7 +38,13 @@ PROMPTS = "Prompts"
 PANELS = {
     "model": MODEL,
     "speculation": SPECULATION,
+    "sampling": SAMPLING,
     "output": OUTPUT,
+    "prompt": "Prompt",
+    "prompts": PROMPTS,
+    "measuring": "Measuring",
+    "traffic": "Traffic: requests that come at a rate",
+    "checking": "Checking",
     "server": "Server",
     "limits": "Limits",
     "data": "Data",
@@ -165,8 +171,7 @@ class Common:
     @property
     def given(self) -> set[str]:
         """Names of the options that differ from their defaults."""
-        own = (name for name, one in settings_of(Common).items() if getattr(self, name) != one.default)
-        return {*self.asked, *self.engine, *own}
+        return {*self.asked, *self.engine, *differing(self)}
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -236,46 +241,46 @@ def with_options(
     without: str = WITHOUT_PREDICTION,
     more: Collection[str] = (),
 ) -> Callable[..., None]:
-    """Put options in the place of the command's parameters `common: Common` and `Annotated[Given, Kind]`.
+    """Put options in the place of each parameter whose type declares settings: a dataclass, or `Annotated[Given, …]`.
 
-    A parameter of the command with the name of an option replaces it. A parameter `named`, an argument, is
+    An option of the command replaces the shared one of the same name. A parameter `named`, an argument, is
     another way to give --model.
     hidden: options that the command refuses with a message of its own; its help does not list them.
     without: see `Common.check`. more: settings of `EngineConfig` that are options of few commands.
     """
-    written = inspect.signature(command, eval_str=True).parameters.values()
+    written = list(inspect.signature(command, eval_str=True).parameters.values())
     groups = {p.name: kind for p in written if (kind := _kind_of(p.annotation)) is not None}
-    own = [p for p in written if p.name not in groups]
-    taken = {p.name for p in own}
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    names: dict[str, list[str]] = {}  # by parameter of the command
-    for parameter, kind in groups.items():
-        for part, of in (parameter, kind), *((("engine", EngineConfig), ("asked", SamplingParams)) * (kind is Common)):
-            left = set(_OF_SERVERS) - set(more) if of is EngineConfig else set()
-            options = [p for p in _options(of) if p.name not in taken | left]
-            names[part] = [p.name for p in options]
-            parameters += [_unlisted(p) if p.name in hidden else p for p in options]
-    if Common in groups.values():
-        parameters.append(
-            inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
-        )
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in written if p.name not in groups]
+    taken = {p.name for p in parameters}
+    names: dict[str, list[str]] = {}  # by group
+    shared = {"engine": EngineConfig, "asked": SamplingParams} if Common in groups.values() else {}
+    for group, kind in sorted((groups | shared).items(), key=lambda one: one[1] in (Common, *shared.values())):
+        left = set(_OF_SERVERS) - set(more) if kind is EngineConfig else set()
+        options = [p for p in _options(kind) if p.name not in taken | left]
+        names[group] = [p.name for p in options]
+        taken |= {*names[group]}
+        parameters += [_unlisted(p) if p.name in hidden else p for p in options]
+    if shared:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("debug", keyword, default=False, annotation=DebugOption))
+    plain = {p.name for p in written if get_origin(p.annotation) is Annotated}  # a mapping of what was given
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        if (named := values.pop("named", None)) is not None:
-            if values["model"] != Common().model:
-                raise ConfigError(f"{named} --model {values['model']}: both name the model; give one of them")
-            values["model"] = named
-        given = {
-            part: {name: value for name in found if (value := values.pop(name)) is not None and value != []}
-            for part, found in names.items()
+        given: dict[str, Any] = {
+            group: {name: value for name in found if (value := values.pop(name)) not in (None, [])}
+            for group, found in names.items()
         }
-        for parameter, kind in groups.items():
+        prediction = next((one["prediction"] for one in given.values() if "prediction" in one), None)
+        for group, kind in groups.items():
             if kind is Common:
                 values.pop("debug")
-                common = Common(**given[parameter], engine=given.pop("engine"), asked=given.pop("asked"))
-                common.check(values.get("prediction"), without)
-                given[parameter] = common  # type: ignore[assignment]
+                _name_model(given[group], values.pop("named", None))
+                given[group] = Common(**given[group], engine=given.pop("engine"), asked=given.pop("asked"))
+                given[group].check(prediction, without)
+        for group, kind in groups.items():
+            if group not in plain and kind is not Common:
+                given[group] = kind(**given[group])
         command(**given, **values)
 
     del run.__wrapped__  # typer must see the new signature, not the old one
@@ -284,12 +289,22 @@ def with_options(
     return run
 
 
+def _name_model(given: dict[str, Any], named: str | None) -> None:
+    if named is not None:
+        if "model" in given:
+            raise ConfigError(f"{named} --model {given['model']}: both name the model; give one of them")
+        given["model"] = named
+
+
 def _kind_of(annotation: Any) -> type | None:
     """The dataclass whose settings stand for a parameter; None: it is an option of its own."""
-    if annotation is Common:
-        return Common
-    kinds = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((kind for kind in kinds if isinstance(kind, type) and settings_of(kind)), None)
+    kinds = get_args(annotation)[1:] if get_origin(annotation) is Annotated else (annotation,)
+    return next((kind for kind in kinds if is_dataclass(kind) and isinstance(kind, type) and settings_of(kind)), None)
+
+
+def differing(options: Any) -> set[str]:
+    """The names of the options that differ from their defaults."""
+    return {name for name, one in settings_of(type(options)).items() if getattr(options, name) != one.default}
 
 
 def _options(kind: type) -> Iterable[inspect.Parameter]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,47 +16,42 @@ from slipstream.bench import run, tune
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.loading import loaded
 from slipstream.cli.measuring import BreakingOff, busy_warning, load_before
-from slipstream.cli.options import (
-    OUTPUT,
-    PROMPTS,
-    SPECULATION,
-    Common,
-    check_written,
-    option,
-    whole_numbers,
-    with_options,
-)
+from slipstream.cli.options import Common, check_written, whole_numbers, with_options
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
+from slipstream.core.settings import setting
 
-MEASURING = "Measuring"
 DEFAULT_MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """The options of `slipstream tune` alone.
+
+    drafters: The candidates, such as ngram,suffix. Also --drafter.
+    sizes: Try each also with at most K guesses, such as 3,6.
+    prompts: JSON lines with 'prompt' or 'turns'. Default: ours.
+    limit: Only N prompts. Default: all.
+    concurrency: Requests at once, such as 1,4,16,64.
+    repeats: Measure N times; the median counts.
+    config: Write what `slipstream serve --config` takes, as JSON.
+    plot: Draw the speeds as SVG.
+    """
+
+    drafters: str | None = setting(str, None, metavar="A,B,C", panel="speculation")
+    sizes: str = setting(str, "", metavar="K[,K…]", panel="speculation")
+    prompts: Path | None = setting(Path, None, metavar="FILE", panel="prompts")
+    limit: int | None = setting(int, None, metavar="N", panel="prompts")
+    concurrency: str = setting(str, "1,4,16", metavar="N[,N…]", panel="measuring")
+    repeats: int = setting(int, 1, low=1, metavar="N", panel="measuring")
+    config: Path | None = setting(Path, None, metavar="FILE", panel="output")
+    plot: Path | None = setting(Path, None, metavar="FILE", panel="output")
 
 
 @functools.partial(with_options, hidden=("no_speculation", "planner"))
 def tune_command(
     common: Common,
-    drafters: Annotated[
-        str | None,
-        option(metavar="A,B,C", panel=SPECULATION, help="The candidates, such as ngram,suffix. Also --drafter."),
-    ] = None,
-    sizes: Annotated[
-        str, option(metavar="K[,K…]", panel=SPECULATION, help="Try each also with at most K guesses, such as 3,6.")
-    ] = "",
-    prompts: Annotated[
-        Path | None, option(metavar="FILE", panel=PROMPTS, help="JSON lines with 'prompt' or 'turns'. Default: ours.")
-    ] = None,
-    limit: Annotated[int | None, option(metavar="N", panel=PROMPTS, help="Only N prompts. Default: all.")] = None,
-    concurrency: Annotated[
-        str, option(metavar="N[,N…]", panel=MEASURING, help="Requests at once, such as 1,4,16,64.")
-    ] = "1,4,16",
-    repeats: Annotated[
-        int, option(metavar="N", min=1, panel=MEASURING, help="Measure N times; the median counts.")
-    ] = 1,
-    config: Annotated[
-        Path | None, option(metavar="FILE", panel=OUTPUT, help="Write what `slipstream serve --config` takes, as JSON.")
-    ] = None,
-    plot: Annotated[Path | None, option(metavar="FILE", panel=OUTPUT, help="Draw the speeds as SVG.")] = None,
+    own: TuneOptions,
 ) -> None:
     """Measure drafters, sizes and verifiers on your own prompts, and recommend what to run.
 
@@ -67,15 +61,15 @@ def tune_command(
         raise ConfigError("--no-speculation: tune measures plain decoding beside its candidates anyway; leave it out")
     if common.engine.get("planner") == "fixed":
         raise ConfigError("--planner fixed: tune measures what the planner drafts; leave it out")
-    levels = whole_numbers("--concurrency", concurrency, "1,4,16")
-    tried = whole_numbers("--sizes", sizes, "3,6", least=0)
-    if drafters:
-        named = [name for name in drafters.split(",") if name]
+    levels = whole_numbers("--concurrency", own.concurrency, "1,4,16")
+    tried = whole_numbers("--sizes", own.sizes, "3,6", least=0)
+    if own.drafters:
+        named = [name for name in own.drafters.split(",") if name]
         common = replace(common, drafter=[*(common.drafter or ()), *named])
         common.check(None, option="--drafters")
-    check_written({"config": config, "plot": plot})
+    check_written({"config": own.config, "plot": own.plot})
     params = common.sampling(max_tokens=DEFAULT_MAX_TOKENS)
-    chosen = select(load_prompts(prompts), (), limit)
+    chosen = select(load_prompts(own.prompts), (), own.limit)
     load = load_before()
     with loaded(common, common.drafters, max_num_seqs=max(levels), prefix_caching=False) as llm:
         work = run.plan_work(llm, chosen, params, 1)
@@ -85,8 +79,8 @@ def tune_command(
         rows: list[tune.Tuned] = []
         breaking = BreakingOff(lambda: rows)
         with breaking:
-            for own in tune.measure(options, ids, each, levels, repeats=repeats, on_step=_telling()):
-                rows += own
+            for found in tune.measure(options, ids, each, levels, repeats=own.repeats, on_step=_telling()):
+                rows += found
         remarks = llm.remarks
     left = [level for level in levels if level not in {row.concurrency for row in rows}]
     console = Console()
@@ -101,13 +95,13 @@ def tune_command(
     for line in (*remarks, *busy_warning(load)):
         note(line, style="yellow")
     result = {**tune.configuration(common.model, rows, common.min_gain), "not_measured": left, **load}
-    if config is not None:
-        config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    if own.config is not None:
+        own.config.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         winner = tune.best_of_all(rows).name
         together = " together" if len(best) > 1 else ""
-        note(f"wrote {config}: {winner}, the best with {', '.join(map(str, best))} at once{together}")
-    if plot is not None:
-        plot.write_text(drawn(rows), encoding="utf-8")
+        note(f"wrote {own.config}: {winner}, the best with {', '.join(map(str, best))} at once{together}")
+    if own.plot is not None:
+        own.plot.write_text(drawn(rows), encoding="utf-8")
     told = {**result, "seed": params.seed, "remarks": list(remarks), "rows": [asdict(row) for row in rows]}
     print(json.dumps(told, ensure_ascii=False), flush=True)
     if breaking.happened:
