@@ -95,7 +95,8 @@ def audit(
     )
     seed = common.seed or 0
     asked = sampling(common, seed)
-    max_tokens = asked.max_tokens
+    max_tokens, sampled = asked.max_tokens, common.temperature is None or not asked.greedy
+    planner = common.planner_or("fixed")
 
     from slipstream.audit import run
     from slipstream.audit.probe import Probe

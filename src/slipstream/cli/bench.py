@@ -212,7 +212,8 @@ def bench(
         )
         asked = sum(len(unit.prompts) for cell in cells for unit in cell.work.units)
         note(
-            f"{made} of {whole * len(modes) * own.repeats} measurements were made, {told} of {asked} prompts in all modes",
+            f"{made} of {whole * len(modes) * own.repeats} measurements were made, {told} of {asked} prompts in all "
+            "modes",
             style="yellow",
         )
         raise typer.Exit(130)

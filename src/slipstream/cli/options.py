@@ -304,7 +304,9 @@ def _kind_of(annotation: Any) -> type | None:
 
 def differing(options: Any) -> set[str]:
     """The names of the options that differ from their defaults."""
-    return {name for name, one in settings_of(type(options)).items() if getattr(options, name) != one.default}
+    return {
+        name for name, one in settings_of(cast(Any, type(options))).items() if getattr(options, name) != one.default
+    }
 
 
 def _options(kind: type) -> Iterable[inspect.Parameter]:
