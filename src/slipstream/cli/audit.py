@@ -102,18 +102,11 @@ def audit(
     from slipstream.audit.probe import Probe
 
     probe = Probe()
-    with loaded(
-        common, (*common.drafters, probe), max_num_seqs=own.concurrency, planner=common.planner_or("fixed")
-    ) as llm:
+    with loaded(common, (*common.drafters, probe), max_num_seqs=own.concurrency, planner=planner) as llm:
         fitting = tokenized(llm, chosen, max_tokens)
         config = run.AuditConfig(
             drafters=tuple(merged_name(parse_merged(drafter)) for drafter in common.drafters),
-            settings=run.settings(
-                max_tokens,
-                seed,
-                None if asked.greedy else asked,
-                sampled=common.temperature is None or not asked.greedy,
-            ),
+            settings=run.settings(max_tokens, seed, None if asked.greedy else asked, sampled=sampled),
             at_once=own.concurrency,
             draft_tokens=common.draft_tokens,
             samples=own.samples,
